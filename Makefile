@@ -1,0 +1,127 @@
+# Distributed Training, Rung by Rung. `make help` lists what there is.
+# Two commands matter: `make book` builds the course, `make test` runs everything CI runs.
+
+START := $(shell date +%s)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The first Python from 3.11 to 3.13; `make book PYTHON=python3.12` chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && exit; \
+  done; echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+SITE := _build/html
+# What `make setup-gpu` leaves: an environment around the image's torch, without the book.
+IMAGE_VENV := $(wildcard $(VENV)/image-constraints.txt)
+
+export PYTHONUNBUFFERED := 1
+# A build and a test run write apart from the learner's own distributed-experiments/, and draw no bars.
+site check unit labs: export LABLIB_EXPERIMENTS := $(CURDIR)/_build/experiments
+site check unit labs: export TQDM_DISABLE := 1
+site check unit labs: export HF_HUB_OFFLINE := 1
+
+BOOK_BUDGET := 480
+TEST_BUDGET := 720
+
+##@ Read and work
+
+.PHONY: book
+book: install site ## Install, run every lab on CPU, build the site from a clean folder
+	@echo
+	@echo "The book is at $(SITE)/index.html. Read it with: make serve"
+	@$(BIN)/python tools/stages.py --report "make book" --since $(START) --budget $(BOOK_BUDGET)
+
+.PHONY: serve
+serve: ## Serve the built book on a free port (make serve PORT=8080 for a fixed one)
+	@$(PYTHON) tools/serve.py $(SITE) $(PORT)
+
+.PHONY: lab
+lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are never overwritten) and open JupyterLab there
+	@$(BIN)/python tools/copy_labs.py
+	@root=$$([ "$$(id -u)" = 0 ] && echo --allow-root || true); \
+	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work $$root $(LAB_ARGS)
+
+.PHONY: setup-gpu
+setup-gpu: ## On a CUDA image: keep the image's own torch, install the labs, skip the book
+	@$(PYTHON) tools/check_python.py
+	@$(PYTHON) tools/image_venv.py $(VENV)
+
+##@ Prove
+
+.PHONY: test
+test: install ## Everything CI runs: lint, arrows, book, unit tests, labs, links, browser
+	@tools/chromium.sh
+	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) lint arrows site check
+
+.PHONY: lint
+lint: install ## Ruff (lint and format) and notebooks stored without outputs
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@find labs -name '*.ipynb' -not -path '*/.ipynb_checkpoints/*' -print0 | xargs -0 $(BIN)/nbstripout --verify --keep-id
+
+.PHONY: arrows
+arrows: install ## Which room may import which (import-linter)
+	@$(BIN)/lint-imports
+
+# One pytest run over all of it keeps both cores busy and ends with one line to read.
+.PHONY: check
+check: install ## Unit tests, labs through nbval, and the built site: contents, links, browser
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --nbval --nbval-cell-timeout=300 --durations=10 --durations-min=5 tests labs
+
+.PHONY: unit
+unit: install ## Unit tests alone
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not site" tests
+
+.PHONY: labs
+labs: install ## Labs alone, through nbval
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --nbval --nbval-cell-timeout=300 labs
+
+.PHONY: pages
+pages: install ## Tests of the site as last built: contents, internal links, browser
+	@$(BIN)/python -m pytest -q -m site tests
+
+.PHONY: bench
+bench: install ## Speed against PyTorch's own implementations and against stated limits
+	@$(BIN)/python -m tests.bench $(BENCH)
+
+.PHONY: linkcheck
+linkcheck: install ## Follow every external link (needs a network)
+	@rm -rf _build
+	@$(BIN)/jupyter-book build . --builder linkcheck -W --keep-going
+
+##@ Parts
+
+.PHONY: site
+site: install mathjax ## Build the site from a clean _build, warnings as errors
+	@rm -rf _build
+	@$(BIN)/jupyter-book build . -W -n --keep-going
+
+.PHONY: mathjax
+mathjax: # Formulas that work offline, where npm is at hand; the CDN's otherwise.
+	@tools/mathjax.sh
+
+.PHONY: install
+install: $(VENV)/installed ## Create .venv and install everything, at the versions of constraints.txt
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@[ -z "$(IMAGE_VENV)" ] || { echo "$(VENV) is from make setup-gpu and has no book: rm -r $(VENV) first."; exit 1; }
+	@$(PYTHON) tools/check_python.py
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): about two minutes the first time ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/torch_index.py) \
+	  -c constraints.txt -e '.[all]'
+	@$(BIN)/python -c 'import matplotlib.pyplot' 2>/dev/null # builds the font cache, or a lab would print that it does
+	@touch $@
+
+.PHONY: clean
+clean: ## Remove what was built; .venv, work/ and distributed-experiments/ stay
+	@rm -rf _build .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	@find lablib tests labs tools _ext -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	  /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile

@@ -1,0 +1,189 @@
+"""The built site in a browser: whole at 1280 and 390 pixels, in light and dark, with formulas and folds that work."""
+
+import functools
+import os
+import shutil
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.built_site import CHAPTERS, LABS, MATHJAX_IS_LOCAL, PAGES, SITE, parsed
+
+pytestmark = pytest.mark.site
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+WIDTHS = {1280: 900, 390: 844}
+#: sphinx-thebe writes its script twice into each page; the second declaration is refused and nothing is lost.
+KNOWN_ERRORS = ("Identifier 'THEBE_JS_URL' has already been declared",)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(SITE))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is installed (apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    # Chromium's sandbox cannot start as root.
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=path, args=[*sandbox, "--disable-dev-shm-usage"]
+        )
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """One page in one theme, with what went wrong while it loaded.
+
+    Args:
+        browser: Playwright's browser.
+        address: Where the site is served.
+        page: The page, without its suffix.
+        theme: "light" or "dark".
+    """
+
+    def __init__(self, browser, address, page, theme="light"):
+        self.errors, self.foreign = [], []
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
+        self.context.add_init_script(
+            f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
+        )
+        self.page = self.context.new_page()
+        self.page.on("pageerror", lambda error: self._note(error.message))
+        self.page.on("console", lambda entry: self._note(entry.text) if entry.type == "error" else None)
+        self.page.on("response", lambda r: self._note(f"{r.status} {r.url}") if r.status >= 400 else None)
+        self.page.on(
+            "request", lambda r: None if r.url.startswith((address, "data:")) else self.foreign.append(r.url)
+        )
+        self.page.goto(f"{address}{page}.html", wait_until="load")
+        if MATHJAX_IS_LOCAL:
+            self.page.evaluate("window.MathJax && MathJax.startup && MathJax.startup.promise")
+
+    def _note(self, text):
+        if not any(known in text for known in KNOWN_ERRORS):
+            self.errors.append(text)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_whole_on_a_desk_and_on_a_phone(browser, address, page):
+    with Visit(browser, address, page) as visit:
+        for width, height in WIDTHS.items():
+            visit.page.set_viewport_size({"width": width, "height": height})
+            # What is too wide must scroll in its own box: the page itself never scrolls sideways.
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
+            title = visit.page.locator("article h1").bounding_box()
+            assert title["x"] >= 0
+            assert title["x"] + title["width"] <= width
+        if MATHJAX_IS_LOCAL:
+            assert visit.foreign == []
+            assert visit.errors == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_formulas_are_drawn(browser, address, page):
+    if not parsed(page).select(".math"):
+        return
+    if not MATHJAX_IS_LOCAL:
+        pytest.skip("MathJax comes from its CDN in this build: npm was not at hand")
+    with Visit(browser, address, page) as visit:
+        formulas = visit.page.locator("article .math")
+        assert visit.page.locator("article .math mjx-container").count() >= formulas.count()
+        assert visit.page.locator("mjx-merror").count() == 0
+
+
+_CONTRAST = """figure => {
+  const parse = color => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  let ground = figure, behind = [0, 0, 0, 0];
+  while (ground && behind[3] === 0) {
+    const color = parse(getComputedStyle(ground).backgroundColor);
+    behind = color.length === 3 ? [...color, 1] : color;
+    if (behind[3] === 0) ground = ground.parentElement;
+  }
+  const ratio = color => {
+    const [low, high] = [light(parse(color)), light(behind)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  return {
+    box: ground ? ground.className : "",
+    page: light(behind),
+    text: ratio(getComputedStyle(figure.querySelector("svg")).color),
+    caption: ratio(getComputedStyle(figure.querySelector("figcaption")).color),
+  };
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_figures_stand_on_the_page_in_both_themes(browser, address, page, theme):
+    with Visit(browser, address, page, theme) as visit:
+        assert visit.page.locator("html").get_attribute("data-theme") == theme
+        for figure in visit.page.locator("figure.house-figure").all():
+            seen = figure.evaluate(_CONTRAST)
+            assert "text_html" not in seen["box"], "the theme put a box behind a figure"
+            assert (seen["page"] > 0.5) == (theme == "light")
+            # WCAG 2.1, 1.4.3: text needs 4.5:1.
+            assert seen["text"] >= 4.5
+            assert seen["caption"] >= 4.5
+            visit.page.set_viewport_size({"width": 390, "height": 844})
+            assert figure.bounding_box()["width"] <= 390
+
+
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_a_solution_is_folded_until_it_is_asked_for(browser, address, page):
+    with Visit(browser, address, page) as visit:
+        box = visit.page.locator(".admonition.dropdown").first
+        answer = box.locator("> *:not(.admonition-title)").first
+        assert not answer.is_visible()
+        box.locator(".admonition-title").click()
+        answer.wait_for(state="visible", timeout=5000)
+
+
+@pytest.mark.parametrize("page", LABS)
+def test_a_lab_leads_back_to_its_chapter(browser, address, page):
+    with Visit(browser, address, page) as visit:
+        visit.page.locator(f"article a[href$='{page.replace('labs/', 'book/')}.html']").first.click()
+        visit.page.wait_for_load_state("load")
+        assert page.replace("labs/", "book/") in visit.page.url
+
+
+def test_the_theme_can_be_switched(browser, address):
+    with Visit(browser, address, PAGES[0]) as visit:
+        button = visit.page.locator("button.theme-switch-button:visible").first
+        seen = set()
+        for _ in range(3):
+            seen.add(visit.page.locator("html").get_attribute("data-theme"))
+            button.click()
+        assert seen == {"light", "dark"}
+
+
+def test_the_search_finds_a_chapter(browser, address):
+    with Visit(browser, address, "search") as visit:
+        visit.page.goto(f"{address}search.html?q=gradients", wait_until="load")
+        visit.page.locator("#search-results li a").first.wait_for(timeout=10000)

@@ -1,0 +1,69 @@
+"""Every link inside the built site leads to a file that is there, and every fragment to an id on its page."""
+
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.built_site import PAGES, SITE, parsed
+
+pytestmark = pytest.mark.site
+
+
+def _targets(page):
+    for tag in parsed(page).select("a[href], link[href], img[src], script[src]"):
+        yield tag.get("href") or tag.get("src")
+
+
+def broken_links(page):
+    """Return the links of a page that lead nowhere inside the site."""
+    broken = []
+    here = SITE / f"{page}.html"
+    for target in set(_targets(page)):
+        url = urlsplit(target)
+        if url.scheme or url.netloc:
+            continue
+        path = (here.parent / unquote(url.path)).resolve() if url.path else here
+        if path.is_dir():
+            path /= "index.html"
+        if not path.is_relative_to(SITE) or not path.is_file():
+            broken.append(target)
+        elif url.fragment and path.suffix == ".html":
+            soup = parsed(str(path.relative_to(SITE))[: -len(".html")])
+            if not soup.find(id=unquote(url.fragment)):
+                broken.append(target)
+    return sorted(broken)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_inside_the_site_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path, monkeypatch):
+    from tests import built_site as site
+
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html">b</a><a href="#x">x</a><a href="a.html#here">a</a><p id="here">'
+    )
+    for module in (site, __import__("tests.test_links", fromlist=["SITE"])):
+        monkeypatch.setattr(module, "SITE", tmp_path)
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    site.parsed.cache_clear()
+    assert broken_links("a") == ["#x", "b.html"]
+    site.parsed.cache_clear()
+
+
+def test_every_page_of_the_contents_can_be_reached_from_the_home_page():
+    reached, queue = set(), [PAGES[0]]
+    while queue:
+        page = queue.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in parsed(page).select("nav a[href], article a[href]"):
+            url = urlsplit(link["href"])
+            path = ((SITE / f"{page}.html").parent / unquote(url.path)).resolve()
+            if not url.netloc and path.suffix == ".html" and path.is_relative_to(SITE):
+                name = str(path.relative_to(SITE))[: -len(".html")]
+                queue += [name] if name in PAGES else []
+    assert reached == set(PAGES)

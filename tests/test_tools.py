@@ -1,0 +1,132 @@
+"""The Makefile's helpers: a learner's answers survive, a busy port is explained, a failing stage fails the run."""
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _tool(name):
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folders(tmp_path):
+    labs, work = tmp_path / "labs", tmp_path / "work"
+    labs.mkdir()
+    for name in ("01_a.ipynb", "02_b.ipynb", "_template.ipynb"):
+        (labs / name).write_text("first")
+    return labs, work
+
+
+def test_labs_are_copied_and_the_template_is_not(folders):
+    lines = _tool("copy_labs").copy_labs(*folders)
+    assert lines == ["copied   01_a.ipynb", "copied   02_b.ipynb"]
+    assert {p.name for p in folders[1].glob("*.ipynb")} == {"01_a.ipynb", "02_b.ipynb"}
+
+
+def test_a_learners_file_is_never_overwritten(folders):
+    labs, work = folders
+    copy = _tool("copy_labs").copy_labs
+    copy(labs, work)
+    (work / "01_a.ipynb").write_text("my answers")
+    (labs / "01_a.ipynb").write_text("second")
+    (labs / "02_b.ipynb").write_text("second")
+    lines = copy(labs, work)
+    assert (work / "01_a.ipynb").read_text() == "my answers"
+    assert (work / "01_a.new.ipynb").read_text() == "second"
+    assert (work / "02_b.ipynb").read_text() == "second"
+    assert "01_a.new.ipynb" in lines[0]
+    assert "updated" in lines[1]
+    assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept"]
+
+
+def test_a_file_that_was_there_first_is_kept(folders):
+    labs, work = folders
+    work.mkdir()
+    (work / "01_a.ipynb").write_text("mine")
+    _tool("copy_labs").copy_labs(labs, work)
+    assert (work / "01_a.ipynb").read_text() == "mine"
+    assert (work / "01_a.new.ipynb").read_text() == "first"
+
+
+@pytest.fixture
+def site(tmp_path):
+    (tmp_path / "index.html").write_text("<p>book</p>")
+    return tmp_path
+
+
+def test_serving_takes_the_next_free_port(site):
+    serve = _tool("serve")
+    with serve.open_server(site, None) as first, serve.open_server(site, None) as second:
+        assert first.server_port != second.server_port
+
+
+def test_a_busy_port_is_said_in_one_sentence(site):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=rf"Cannot serve on port {port} .*leave PORT out"):
+            _tool("serve").open_server(site, port)
+
+
+def test_serving_without_a_book_says_the_mend(tmp_path):
+    with pytest.raises(SystemExit, match="run make book first"):
+        _tool("serve").open_server(tmp_path, None)
+
+
+def _stages(make, *, since=None, budget="100"):
+    import time
+
+    command = [sys.executable, ROOT / "tools/stages.py", "--name", "make test", "--budget", budget]
+    command += ["--since", str(time.time() if since is None else since), "one", "two"]
+    return subprocess.run(command, env=os.environ | {"MAKE": make}, capture_output=True, text=True)
+
+
+def test_stages_that_pass_are_listed_with_their_time():
+    run = _stages("true")
+    assert run.returncode == 0
+    assert re.search(r"^two +\d+ s  passed$", run.stdout, re.M)
+    assert "make test: 0.0 of at most 2 minutes on 2 cores" in run.stdout
+
+
+def test_a_stage_that_fails_fails_the_run_and_the_next_one_still_runs():
+    run = _stages("false")
+    assert run.returncode == 1
+    assert "failed: one, two" in run.stdout
+
+
+def test_a_budget_is_reported_and_twice_the_budget_fails():
+    import time
+
+    over = _stages("true", since=time.time() - 150)
+    assert "OVER THE BUDGET" in over.stdout
+    assert over.returncode == 0
+    assert _stages("true", since=time.time() - 201).returncode == 1
+
+
+def test_every_command_of_the_readme_and_the_workflows_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / ".github/workflows").glob("*.yml")]
+    named = {name for p in pages for name in re.findall(r"\bmake ([a-z-]+)", p.read_text(encoding="utf-8"))}
+    assert {"book", "test", "lab", "serve", "bench", "linkcheck", "clean", "help"} <= targets
+    assert named - targets == set()
+
+
+def test_help_lists_every_target_that_has_a_line():
+    run = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True, check=True)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    explained = re.findall(r"^([a-z-]+):.*##", makefile, re.M)
+    assert explained
+    assert re.findall(r"^  make ([a-z-]+) ", run.stdout, re.M) == explained
