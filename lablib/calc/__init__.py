@@ -1,0 +1,1 @@
+"""Calculators: standard library only, exact where a closed form exists."""

@@ -1,0 +1,256 @@
+"""Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
+
+Two ways of counting, chosen by `kernels`:
+
+**"paper"**: Korthikanti et al. 2022 (arXiv 2205.05198), section 4: every operator of a block keeps its input, values
+have 2 bytes, dropout masks 1; norm statistics and indices are too small to count. For a GPT block (s tokens, b
+sequences, h hidden, a heads, t-way tensor parallelism), equations 1, 2, 4 and 6 and table 2:
+
+| what | bytes of one layer |
+|---|---|
+| nothing done | sbh (34 + 5as/h): attention 11sbh + 5as²b, MLP 19sbh, norms 4sbh |
+| tensor parallelism | sbh (10 + 24/t + 5as/(ht)) |
+| + sequence parallelism | sbh (34 + 5as/h) / t |
+| + selective recomputation | the same without the term in as |
+| full recomputation | 2sbh |
+
+The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once
+(2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
+projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
+keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
+the full q, k, v. Routing is taken as balanced.
+
+**"toy"**: what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; see `lablib.calc.toy_activations`.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from lablib.calc import paper_activations as paper
+from lablib.calc import toy_activations as toy
+from lablib.calc.models import ModelConfig
+
+
+def layer_activations(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    kernels: str = "paper",
+    bytes_per_value: int = 2,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+    recompute: str = "none",
+    attention: str = "plain",
+    dropout: float | None = None,
+    layer: int | None = None,
+) -> dict[str, int]:
+    """Return the bytes that one layer keeps for backward, for one micro-batch on one rank, by kind.
+
+    Args:
+        config: The model.
+        batch: Sequences in the micro-batch, b.
+        seq: Tokens in a sequence, s, before context parallelism divides it.
+        kernels: "paper" or "toy".
+        bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
+        tp: Tensor parallel ranks, t.
+        sequence_parallel: Whether norms, dropout and the stream are split over the tensor parallel ranks too.
+        cp: Context parallel ranks; each holds `s / cp` tokens and sees every key.
+        recompute: "none"; "selective": q, k, v are kept and the attention core is run again; "full": only the
+            layer's input is kept (split by t with sequence parallelism, where the layer receives a shard).
+        attention: "plain" keeps the scores of every pair of tokens, "fused" their statistics.
+        dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
+            GPT blocks and none in later families; with the toy none.
+        layer: Which layer, from 0; it matters where some layers have experts. None: the last one.
+
+    Returns:
+        Bytes by kind: "norms", "attention", "scores" and "mlp", with experts "router" and "experts" too;
+        under full recomputation "input" alone.
+
+    Raises:
+        ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
+
+    Chapter: book/01_why_distributed.md
+    """
+    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
+    _choose("recompute", recompute, ("none", "selective", "full"))
+    _choose("attention", attention, ("plain", "fused"))
+    # A ValueError if there is no such layer.
+    experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
+    if kernels == "toy":
+        return toy.layer(config, batch, seq, bytes_per_value, recompute, attention, share.dropout)
+    return paper.layer(share, experts=experts, recompute=recompute, attention=attention)
+
+
+def embedding_activations(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    kernels: str = "paper",
+    bytes_per_value: int = 2,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+    dropout: float | None = None,
+) -> dict[str, int]:
+    """Return the bytes that the embedding keeps, by kind: a dropout mask, sbh/t in the paper (section 4.3).
+
+    The toy keeps token and position indices or rotary tables as well, which the paper leaves out as too small.
+
+    Args:
+        config: The model.
+        batch: Sequences in the micro-batch.
+        seq: Tokens in a sequence.
+        kernels: "paper" or "toy".
+        bytes_per_value: 2 or 4.
+        tp: Tensor parallel ranks.
+        sequence_parallel: Whether the stream is split over them; without it the mask is not divided.
+        cp: Context parallel ranks.
+        dropout: As in `layer_activations`.
+
+    Raises:
+        ValueError: As `layer_activations`.
+    """
+    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
+    if kernels == "toy":
+        return toy.embedding(config, batch, seq, bytes_per_value, share.dropout)
+    return paper.embedding(share)
+
+
+def head_activations(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    kernels: str = "paper",
+    bytes_per_value: int = 2,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+) -> dict[str, int]:
+    """Return the bytes that the end keeps, by kind: inputs of final norm and head, and fp32 logits for the loss.
+
+    The paper's sum with sequence parallelism (section 4.3) is `4sbh/t (1 + v/h)`.
+    A vocabulary that t does not divide is rounded up: the largest shard counts.
+
+    Args:
+        config: The model.
+        batch: Sequences in the micro-batch.
+        seq: Tokens in a sequence.
+        kernels: "paper" or "toy".
+        bytes_per_value: 2 or 4.
+        tp: Tensor parallel ranks.
+        sequence_parallel: Whether the stream is split over them.
+        cp: Context parallel ranks.
+
+    Raises:
+        ValueError: As `layer_activations`.
+    """
+    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, None)
+    if kernels == "toy":
+        return toy.head(config, batch, seq, bytes_per_value)
+    return paper.head(share)
+
+
+def model_activations(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    kernels: str = "paper",
+    bytes_per_value: int = 2,
+    recompute: str = "none",
+    attention: str = "plain",
+    dropout: float | None = None,
+) -> dict[str, int]:
+    """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.
+
+    Args:
+        config: The model.
+        batch: Sequences in the micro-batch.
+        seq: Tokens in a sequence.
+        kernels: "paper" or "toy".
+        bytes_per_value: 2 or 4.
+        recompute: As in `layer_activations`.
+        attention: As in `layer_activations`.
+        dropout: As in `layer_activations`.
+
+    Raises:
+        ValueError: As `layer_activations`.
+    """
+    sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
+    how = {"recompute": recompute, "attention": attention, "dropout": dropout}
+    # At most two kinds of layer exist: the first ones, dense, and the rest.
+    dense = config.num_dense_layers if config.is_moe else config.num_layers
+    layers = sum(
+        count * sum(layer_activations(config, layer=first, **sizes, **how).values())
+        for first, count in ((0, dense), (dense, config.num_layers - dense))
+        if count
+    )
+    return {
+        "embedding": sum(embedding_activations(config, dropout=dropout, **sizes).values()),
+        "layers": layers,
+        "head": sum(head_activations(config, **sizes).values()),
+    }
+
+
+def _share(
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    kernels: str,
+    value: int,
+    tp: int,
+    sequence_parallel: bool,
+    cp: int,
+    dropout: float | None,
+) -> paper.Share:
+    """Check every factor and return what one rank holds."""
+    _choose("kernels", kernels, ("paper", "toy"))
+    _choose("bytes_per_value", value, (2, 4))
+    for name, number in (("batch", batch), ("seq", seq), ("tp", tp), ("cp", cp)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+    if dropout is None:
+        dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
+    if kernels == "toy":
+        if tp * cp > 1:
+            raise ValueError(
+                f"kernels='toy' counts one process: tp={tp} and cp={cp} must be 1; use kernels='paper' for more"
+            )
+        toy.check_config(config)
+    widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}
+    if config.is_moe:
+        widths["expert_ffn"] = config.expert_ffn
+    for name, width in widths.items():
+        _divides("tp", tp, name, width)
+    _divides("cp", cp, "seq", seq)
+    if sequence_parallel:
+        _divides("tp", tp, "seq / cp", seq // cp)
+    return paper.Share(
+        config=config,
+        seq=seq,
+        tokens=batch * seq // cp,
+        value=value,
+        tp=tp,
+        stream_split=tp if sequence_parallel else 1,
+        dropout=dropout > 0,
+    )
+
+
+def _divides(name: str, factor: int, of: str, number: int) -> None:
+    if number % factor == 0:
+        return
+    usable = [str(n) for n in range(1, min(number, factor) + 1) if number % n == 0]
+    choices = f"{', '.join(usable[:-1])} or {usable[-1]}" if len(usable) > 1 else "1"
+    raise ValueError(f"{name}={factor} does not divide {of}={number}; use {choices}")
+
+
+def _choose(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,288 @@
+"""What communication costs: bytes, seconds, and how much of a step they take.
+
+Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per
+direction. A message of s bytes takes α + s/W. In a ring of n ranks everybody sends at the same time, so a
+collective takes its number of steps times one such message of S/n bytes.
+
+Sizes are those of the whole array: what a rank holds before a reduce-scatter, and after an all-gather.
+
+Chapter: book/02_data_parallelism.md. Papers: Thakur et al. 2005, section 4; Patarasuk and Yuan 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lablib.calc.scaling import amdahl_speedup as amdahl_speedup
+from lablib.calc.scaling import efficiency as efficiency
+from lablib.calc.scaling import speedup as speedup
+
+#: Which part of the array a rank must send, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
+_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+}
+
+
+def _check(ranks: int, **numbers: float) -> None:
+    """Raise ValueError for fewer than one rank, a negative number, or a bandwidth or speed of zero."""
+    if ranks < 1 or ranks != int(ranks):
+        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
+    for name, value in numbers.items():
+        above_zero = name in ("bandwidth", "flops", "seconds")
+        if not (value > 0 if above_zero else value >= 0):
+            raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
+
+
+def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring reduce-scatter, (n-1)/n · S.
+
+    Args:
+        size: S, the bytes each rank starts with.
+        ranks: n, at least 1.
+    """
+    _check(ranks, size=size)
+    return size * _FACTOR["reduce_scatter"](ranks)
+
+
+def ring_all_gather_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring all-gather, (n-1)/n · S.
+
+    Args:
+        size: S, the bytes each rank ends with.
+        ranks: n, at least 1.
+    """
+    _check(ranks, size=size)
+    return size * _FACTOR["all_gather"](ranks)
+
+
+def ring_all_reduce_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S: it also receives as many.
+
+    A reduce-scatter, then an all-gather. No algorithm that sends whole bytes can do with less
+    (Patarasuk and Yuan 2009, theorem 1).
+
+    Args:
+        size: S, the bytes of the array on each rank.
+        ranks: n, at least 1.
+    """
+    return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
+
+
+def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring reduce-scatter, (n-1)α + (n-1)/n · S/W; adding the numbers up is free.
+
+    Args:
+        size: S, the bytes each rank starts with.
+        ranks: n, at least 1.
+        bandwidth: W, as in `ring_all_reduce_time`.
+        latency: α, as there.
+    """
+    _check(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    return (ranks - 1) * latency + ring_reduce_scatter_bytes(size, ranks) / bandwidth
+
+
+def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring all-gather, (n-1)α + (n-1)/n · S/W.
+
+    Args:
+        size: S, the bytes each rank ends with.
+        ranks: n, at least 1.
+        bandwidth: W, as in `ring_all_reduce_time`.
+        latency: α, as there.
+    """
+    _check(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
+
+
+def ring_all_reduce_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring all-reduce, 2(n-1)α + 2(n-1)/n · S/W.
+
+    The bandwidth term hardly depends on n; the latency term grows with it.
+
+    Args:
+        size: S, the bytes of the array on each rank.
+        ranks: n, at least 1.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        latency: α, seconds per message.
+    """
+    link = {"bandwidth": bandwidth, "latency": latency}
+    return ring_reduce_scatter_time(size, ranks, **link) + ring_all_gather_time(size, ranks, **link)
+
+
+def algorithm_bandwidth(size: float, seconds: float) -> float:
+    """Return algbw in bytes per second, S/t: how fast the caller sees the array done.
+
+    Args:
+        size: S, the bytes of the whole array.
+        seconds: t, measured.
+    """
+    _check(1, size=size, seconds=seconds)
+    return size / seconds
+
+
+def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
+    """Return busbw in bytes per second: what each rank sent, over the time; compare it with the link.
+
+    busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather and all_to_all, and
+    1 for broadcast and reduce (nccl-tests, doc/PERFORMANCE.md).
+
+    Args:
+        collective: One of those names.
+        size: S, the bytes of the whole array.
+        ranks: n, at least 1.
+        seconds: t, measured.
+
+    Raises:
+        ValueError: For another collective, or numbers that make no sense.
+    """
+    if collective not in _FACTOR:
+        raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
+    _check(ranks)
+    return algorithm_bandwidth(size, seconds) * _FACTOR[collective](ranks)
+
+
+def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
+    """Return the bytes that each rank sends in a step of data parallelism, with 2-byte weights and gradients.
+
+    Stages 0 (DDP), 1 and 2: one reduce-scatter and one all-gather, 2(n-1)/n · S. Stage 3 (ZeRO-3, FSDP full
+    shard): weights gathered in forward and in backward, gradients scattered, 3(n-1)/n · S.
+    Source: ZeRO (1910.02054), section 7.2; FSDP (2304.11277), section 3.2.
+
+    Args:
+        size: S, the bytes of all weights, and of all gradients.
+        ranks: n, at least 1.
+        stage: What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is unknown; use 0, 1, 2 or 3")
+    gathers = 2 if stage == 3 else 1
+    return gathers * ring_all_gather_bytes(size, ranks) + ring_reduce_scatter_bytes(size, ranks)
+
+
+def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
+    """Return the bytes that each rank sends out of its node when the weights are sharded within it only.
+
+    Gathering and scattering stay in the node; what leaves is the all-reduce of one shard of S/G bytes over
+    the n/G nodes: 2(n-G)/(nG) · S. The FSDP paper, section 3.2.2, rounds it to 2(n-1)/(nG) · S.
+
+    Args:
+        size: S, the bytes of all gradients.
+        ranks: n, a multiple of `shard`.
+        shard: G, the ranks of one node, over which weights are sharded.
+    """
+    _check(ranks, size=size)
+    if shard < 1 or ranks % shard:
+        raise ValueError(f"shard={shard} does not divide ranks={ranks}")
+    return ring_all_reduce_bytes(size / shard, ranks // shard)
+
+
+@dataclass(frozen=True)
+class DDPStep:
+    """Where the time of one DDP step goes; all in seconds.
+
+    Attributes:
+        compute: Forward, backward and optimizer, all micro-batches.
+        communication: How long the link is busy with gradients.
+        hidden: The part of it during backward.
+        exposed: The part of it after backward, which the step waits for.
+        ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
+        step: compute + exposed.
+    """
+
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    ideal_exposed: float
+    step: float
+
+
+def ddp_step_time(
+    *,
+    compute_forward: float,
+    compute_backward: float,
+    gradient_bytes: float,
+    ranks: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    buckets: int | Sequence[float] = 1,
+    overlap: bool = True,
+    micro_batches: int = 1,
+    optimizer: float = 0.0,
+) -> DDPStep:
+    """Return the step time of DDP: the buckets leave one after the other while backward still runs.
+
+    Bucket k is ready when backward has made its share of all bytes, and starts when the link is free:
+    start_k = max(ready_k, end_(k-1)), end_k = start_k + T_all_reduce(bucket k). With m equal buckets and α = 0
+    the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
+
+    Args:
+        compute_forward: Seconds of one micro-batch's forward pass.
+        compute_backward: Seconds of one micro-batch's backward pass.
+        gradient_bytes: Bytes of all gradients, as they are sent.
+        ranks: n, at least 1.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        latency: α, seconds per message.
+        buckets: How many of equal size, or the bytes of each in the order of sending.
+        overlap: False sends nothing before the end of backward.
+        micro_batches: Accumulated in each step; all but the last inside `no_sync`.
+        optimizer: Seconds of the optimizer step.
+
+    Raises:
+        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
+    """
+    _check(
+        ranks,
+        compute_forward=compute_forward,
+        compute_backward=compute_backward,
+        gradient_bytes=gradient_bytes,
+        optimizer=optimizer,
+    )
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if isinstance(buckets, int):
+        if buckets < 1:
+            raise ValueError(f"buckets={buckets} must be at least 1")
+        buckets = [gradient_bytes / buckets] * buckets
+    if abs(sum(buckets) - gradient_bytes) > 1e-9 * gradient_bytes:
+        raise ValueError(f"the buckets hold {sum(buckets):g} bytes, but gradient_bytes={gradient_bytes:g}")
+    made, end, communication = 0.0, 0.0, 0.0
+    for size in buckets:
+        made += size
+        share = made / gradient_bytes if overlap and gradient_bytes else 1.0
+        seconds = ring_all_reduce_time(size, ranks, bandwidth=bandwidth, latency=latency)
+        end = max(end, share * compute_backward) + seconds
+        communication += seconds
+    exposed = max(0.0, end - compute_backward)
+    compute = micro_batches * (compute_forward + compute_backward) + optimizer
+    return DDPStep(
+        compute=compute,
+        communication=communication,
+        hidden=communication - exposed,
+        exposed=exposed,
+        ideal_exposed=max(0.0, communication - compute_backward),
+        step=compute + exposed,
+    )
+
+
+def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradient: float = 2) -> float:
+    """Return the tokens per rank at which backward can just hide the all-reduce, g/2 · (n-1)/n · F/W.
+
+    Backward takes 4ψ FLOPs per token, the all-reduce sends 2(n-1)/n · gψ bytes, and the model size ψ cancels.
+    Over t tokens per rank, T_comm/T_backward = hiding_tokens/t. It is appendix A3 of the Ultra-Scale Playbook
+    with the bytes of a gradient written out; there W counts elements per second.
+
+    Args:
+        ranks: n, at least 1.
+        flops: F, what one rank reaches, in FLOP/s.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        bytes_per_gradient: g, 2 for bf16, 4 for fp32.
+    """
+    _check(ranks, flops=flops, bandwidth=bandwidth, bytes_per_gradient=bytes_per_gradient)
+    return bytes_per_gradient / 2 * (ranks - 1) / ranks * flops / bandwidth

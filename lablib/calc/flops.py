@@ -1,0 +1,242 @@
+"""How many floating-point operations a training step takes, and what share of the hardware's peak that is.
+
+Only matrix multiplications count: `2 m n k` FLOPs for `(m, k) @ (k, n)`, a multiplication and an addition each.
+Norms, softmax, biases and the optimizer are left out; their share is under one percent at these sizes.
+Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each query with every key:
+
+    one layer, GPT     24 b s h² + 4 b s² h          head   2 b s h V
+    backward           twice the forward: one product for the input's gradient, one for the weight's
+    step               72 b s h² L (1 + s / (6h) + V / (12 h L))
+
+Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
+them; `causal=True` counts the half. Sliding windows (Mistral, Gemma) are counted as full attention too.
+
+Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix; Korthikanti et al. 2022
+(arXiv 2205.05198), appendix A; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, for MFU.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.models import ModelConfig
+from lablib.calc.params import attention_matrices, count_params
+from lablib.calc.scaling_laws import (
+    chinchilla_params,
+    chinchilla_tokens,
+    gpu_hours,
+    require_positive,
+    training_cost,
+    training_flops,
+    training_time,
+)
+
+__all__ = [
+    "RECOMPUTE",
+    "StepFlops",
+    "chinchilla_params",
+    "chinchilla_tokens",
+    "flops_per_token",
+    "forward_flops",
+    "gpu_hours",
+    "hfu",
+    "mfu",
+    "step_flops",
+    "training_cost",
+    "training_flops",
+    "training_time",
+]
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one optimizer step over `batch` sequences of `seq` tokens.
+
+    Attributes:
+        tokens: Tokens in the step.
+        by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
+        recompute: Extra FLOPs of recomputation in backward.
+        six_nd: The estimate `6 N D` with the model's active parameters.
+    """
+
+    tokens: int
+    by_component: dict[str, int]
+    recompute: int
+    six_nd: int
+
+    @property
+    def forward(self) -> int:
+        """FLOPs of the forward pass."""
+        return sum(self.by_component.values())
+
+    @property
+    def backward(self) -> int:
+        """FLOPs of the backward pass, recomputation left out: twice the forward pass."""
+        return 2 * self.forward
+
+    @property
+    def model(self) -> int:
+        """What the model needs, forward and backward: the numerator of MFU."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """What the hardware does, recomputation included: the numerator of HFU."""
+        return self.model + self.recompute
+
+    @property
+    def per_token(self) -> float:
+        """Model FLOPs of one token."""
+        return self.model / self.tokens
+
+
+def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
+    matrices = 3 if config.gated_mlp else 2
+    return 2 * tokens * matrices * config.hidden * ffn
+
+
+def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = False) -> dict[str, int]:
+    """Return the FLOPs of one forward pass by component.
+
+    Attention projections take `2 T` times their weights. The two products with scores, queries times keys and
+    scores times values, take `2 b s² a (d + d_v)`: grouped-query attention saves memory and not these.
+    A token visits `experts_per_token` routed experts and every shared one.
+
+    Args:
+        config: The model.
+        batch: Sequences.
+        seq: Tokens in a sequence.
+        causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`.
+
+    Raises:
+        ValueError: If a size is not positive, or the sequence is longer than a learned position table.
+    """
+    for name, value in (("batch", batch), ("seq", seq)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+    if config.learned_positions and seq > config.max_positions:
+        raise ValueError(
+            f"seq={seq} is longer than the {config.max_positions} learned positions of {config.name}"
+        )
+    tokens, layers = batch * seq, config.num_layers
+    with_experts = layers - config.num_dense_layers if config.is_moe else 0
+    pairs = seq * (seq + 1) // 2 if causal else seq * seq
+    expert = _mlp_flops(config, tokens, config.expert_ffn)
+    flops = {
+        "attention": layers * 2 * tokens * attention_matrices(config),
+        "scores": layers * 2 * batch * pairs * config.num_heads * (config.head_dim + config.value_dim),
+        "mlp": (layers - with_experts) * _mlp_flops(config, tokens, config.ffn),
+        "router": with_experts * 2 * tokens * config.hidden * config.num_experts,
+        "experts": with_experts * config.experts_per_token * expert,
+        "shared_experts": with_experts * config.num_shared_experts * expert,
+        "head": 2 * tokens * config.hidden * config.vocab,
+    }
+    return {component: count for component, count in flops.items() if count}
+
+
+def step_flops(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    recompute: str = "none",
+    causal: bool = False,
+    selective_passes: int = 3,
+) -> StepFlops:
+    """Return the FLOPs of one training step: forward, backward, recomputation, and 6ND beside them.
+
+    "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all.
+
+    "selective" runs the two products with scores again. One forward pass of them is `4 b s² h` a layer.
+    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the whole step, which adds `12 b s² h`:
+    their published HFUs count the recomputed attention with its backward, three passes. That is the default, so that
+    HFU means what it means in the literature; `selective_passes=1` counts what is run again.
+
+    Args:
+        config: The model.
+        batch: Sequences in the step, over all replicas and micro-batches.
+        seq: Tokens in a sequence.
+        recompute: "none", "selective" or "full".
+        causal: Count only the pairs that a causal mask keeps.
+        selective_passes: Forward passes' worth of scores that selective recomputation adds.
+
+    Raises:
+        ValueError: If a size is not positive, or `recompute` is unknown.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
+    if selective_passes < 1:
+        raise ValueError(f"selective_passes={selective_passes} must be at least 1")
+    forward = forward_flops(config, batch=batch, seq=seq, causal=causal)
+    extra = {
+        "none": 0,
+        "selective": selective_passes * forward["scores"],
+        "full": sum(forward.values()) - forward["head"],
+    }
+    tokens = batch * seq
+    return StepFlops(tokens, forward, extra[recompute], 6 * count_params(config).active * tokens)
+
+
+def flops_per_token(params: float, *, num_layers: int = 0, attn_width: int = 0, seq: int = 0) -> float:
+    """Return PaLM's estimate of a token's training FLOPs: `6 N + 12 L H Q T`, attention left out by default.
+
+    Chowdhery et al. 2022 (arXiv 2204.02311), appendix B; `H Q` is `attn_width`, all heads' widths together.
+
+    Args:
+        params: Parameters, N; active ones with experts.
+        num_layers: Layers, L.
+        attn_width: Width of all query heads, `H Q`.
+        seq: Sequence length, T.
+
+    Raises:
+        ValueError: If a size is negative, or `params` is not positive.
+    """
+    require_positive(params=params)
+    if min(num_layers, attn_width, seq) < 0:
+        raise ValueError(f"num_layers={num_layers}, attn_width={attn_width}, seq={seq} must not be negative")
+    return 6 * params + 12 * num_layers * attn_width * seq
+
+
+def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
+    """Return model FLOPs utilization: what the model needs over what the hardware could do in that time.
+
+    `MFU = F_model / (seconds · devices · peak)`.
+
+    Args:
+        flops: A step, or its model FLOPs as a number.
+        seconds: Time of the step.
+        devices: Accelerators.
+        peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
+
+    Raises:
+        ValueError: If time, devices or peak is not positive.
+    """
+    return _utilization(flops.model if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
+
+
+def hfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
+    """Return hardware FLOPs utilization: as `mfu`, with recomputed FLOPs counted.
+
+    `HFU = (F_model + F_recompute) / (seconds · devices · peak)`.
+
+    Args:
+        flops: A step, or its hardware FLOPs as a number.
+        seconds: Time of the step.
+        devices: Accelerators.
+        peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
+
+    Raises:
+        ValueError: If time, devices or peak is not positive.
+    """
+    return _utilization(flops.hardware if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
+
+
+def _utilization(flops: float, seconds: float, devices: int, peak: float) -> float:
+    require_positive(flops=flops, seconds=seconds, devices=devices, peak=peak)
+    return flops / (seconds * devices * peak)

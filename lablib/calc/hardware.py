@@ -1,0 +1,214 @@
+"""Accelerators: capacity, memory bandwidth and peak rates, each with its source. Links are in `links`.
+
+Capacity: vendors print "80 GB" for 80 GiB of memory. The driver of an H100 reports 81,559 MiB, which are 85.5 GB.
+So capacities here are GiB, and `memory_gb` says the same in GB. `driver_bytes` is what `nvidia-smi` prints, read in
+logs that owners of such cards published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
+
+Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
+A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200 and 51 on MI300X
+(Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
+
+Where a number was read in secondary copies only, its source says so.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.links import LINKS, STAS, Link, link
+from lablib.calc.units import GB, GiB, MiB
+
+__all__ = ["ACCELERATORS", "ALIASES", "LINKS", "Accelerator", "Link", "accelerator", "link"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One accelerator.
+
+    Attributes:
+        name: How tables call it.
+        memory_bytes: Nominal capacity in bytes.
+        memory_note: Kind of memory.
+        driver_bytes: What the driver reports as the total, or None where that was not looked up.
+        memory_bandwidth: Bytes per second.
+        flops: Dense peak in FLOP/s by dtype: "bf16", "fp16", "fp8", "tf32", "fp32". A dtype that is missing has no
+            matrix units there, or no figure with a source.
+        scale_up: Key in `LINKS` of the link to its neighbours, or None where there is only PCIe.
+        host: Key in `LINKS` of the link to the CPU, or None where the table has none.
+        sources: Where the numbers come from, by "memory", "memory_bandwidth", "flops" and "links".
+    """
+
+    name: str
+    memory_bytes: int
+    memory_note: str
+    driver_bytes: int | None
+    memory_bandwidth: float
+    flops: dict[str, float]
+    scale_up: str | None
+    host: str | None
+    sources: dict[str, str]
+
+    @property
+    def memory_gb(self) -> float:
+        """Nominal capacity in GB, 1e9 bytes."""
+        return self.memory_bytes / GB
+
+    @property
+    def memory_gib(self) -> float:
+        """Nominal capacity in GiB, 2**30 bytes."""
+        return self.memory_bytes / GiB
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Return the dense peak in FLOP/s.
+
+        Args:
+            dtype: A key of `flops`.
+
+        Raises:
+            ValueError: If there is no figure for this dtype; it names those that there are.
+        """
+        if dtype not in self.flops:
+            raise ValueError(f"{self.name} has no {dtype} peak in the table; it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    def neighbour_link(self) -> Link:
+        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe.
+
+        Raises:
+            ValueError: If the table has neither.
+        """
+        key = self.scale_up or self.host
+        if key is None:
+            raise ValueError(f"{self.name} has no link in the table; give a bandwidth")
+        return LINKS[key]
+
+
+def _card(
+    name: str,
+    gib: int,
+    memory_note: str,
+    terabytes: float,
+    peaks: dict[str, float],
+    *,
+    scale_up: str | None = None,
+    host: str | None,
+    mib: int = 0,
+    source: str,
+    **sources: str,
+) -> Accelerator:
+    """A row of the table: memory in GiB and, as the driver says it, MiB; bandwidth in TB/s, peaks in TFLOP/s."""
+    return Accelerator(
+        name=name,
+        memory_bytes=gib * GiB,
+        memory_note=memory_note,
+        driver_bytes=mib * MiB or None,
+        memory_bandwidth=round(terabytes * 1e12),
+        flops={dtype: round(rate * 1e12) for dtype, rate in peaks.items()},
+        scale_up=scale_up,
+        host=host,
+        sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source) | sources,
+    )
+
+
+_A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
+_H100 = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
+_A100_SOURCE = "NVIDIA A100 datasheet and Ampere whitepaper; A100 columns agree with " + STAS
+_H100_SOURCE = (
+    "NVIDIA H100 datasheet and Hopper whitepaper, dense rates; bf16, fp8 and memory agree with " + STAS
+)
+
+ACCELERATORS: dict[str, Accelerator] = {
+    "t4": _card(
+        "T4", 16, "GDDR6", 0.320, {"fp16": 65, "fp32": 8.1}, host="pcie3-x16",
+        source="NVIDIA T4 product brief (memory, PCIe); rates secondary. No bf16 matrix units",
+    ),
+    "v100": _card(
+        "V100 SXM2 32 GB", 32, "HBM2", 0.900, {"fp16": 125, "fp32": 15.7}, scale_up="nvlink2", host="pcie3-x16",
+        source="NVIDIA V100 datasheet (secondary). No bf16 matrix units",
+    ),
+    "a10": _card(
+        "A10", 24, "GDDR6", 0.600, {"bf16": 125, "fp16": 125}, host="pcie4-x16",
+        source="NVIDIA A10 datasheet, as quoted elsewhere (secondary)",
+    ),
+    "rtx-4090": _card(
+        "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16", mib=24564,
+        source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
+    ),
+    "l40s": _card(
+        "L40S", 48, "GDDR6 with ECC", 0.864,
+        {"bf16": 362, "fp16": 362, "fp8": 733, "tf32": 183, "fp32": 91.6}, host="pcie4-x16", mib=46068,
+        source=f"NVIDIA L40S datasheet; {STAS}",
+    ),
+    "a100-40gb": _card(
+        "A100 SXM 40 GB", 40, "HBM2", 1.555, _A100,
+        scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE,
+    ),
+    "a100-80gb": _card(
+        "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16", mib=81920, source=_A100_SOURCE
+    ),
+    "a100-80gb-pcie": _card(
+        "A100 PCIe 80 GB", 80, "HBM2e", 1.935, _A100, scale_up="nvlink-bridge", host="pcie4-x16", mib=81920,
+        source=_A100_SOURCE,
+    ),
+    "h100": _card(
+        "H100 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4", host="pcie5-x16", mib=81559,
+        source=_H100_SOURCE,
+    ),
+    "h100-pcie": _card(
+        "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
+        scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
+    ),
+    "h800": _card(
+        "H800 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4-h800", host="pcie5-x16",
+        source="an H100 with slower NVLink: H100 figures; DeepSeek-V3 (arXiv 2412.19437), section 3",
+    ),
+    "h200": _card(
+        "H200 SXM", 141, "HBM3e", 4.8, _H100, scale_up="nvlink4", host="pcie5-x16", mib=143771,
+        source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}",
+    ),
+    "b200": _card(
+        "B200 (DGX, HGX)", 180, "HBM3e; 192 GB are built in, 180 are for use", 8.0,
+        {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16", mib=183359,
+        source=f"NVIDIA Blackwell architecture brief, HGX B200 at 1,000 W, dense rates; {STAS}",
+    ),
+    "gb200": _card(
+        "GB200, per GPU", 186, "HBM3e", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
+        source=f"NVIDIA Blackwell architecture brief, GB200 at 1,200 W, dense rates; {STAS}",
+    ),
+    "mi300x": _card(
+        "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",
+        host="pcie5-x16", source=f"AMD Instinct MI300X datasheet, dense rates; {STAS}",
+    ),
+    "tpu-v4": _card(
+        "TPU v4", 32, "HBM2", 1.2, {"bf16": 275}, host=None,
+        source=f"{STAS}, memory table", flops="Chowdhery et al. 2022 (arXiv 2204.02311), appendix B",
+        links="left out: a torus between chips is not a link of one bandwidth",
+    ),
+}  # fmt: skip
+
+ALIASES = {
+    "a100": "a100-80gb",
+    "a100-sxm": "a100-80gb",
+    "a100-pcie": "a100-80gb-pcie",
+    "h100-sxm": "h100",
+    "h200-sxm": "h200",
+    "4090": "rtx-4090",
+}
+
+
+def accelerator(name: str) -> Accelerator:
+    """Return an accelerator by name.
+
+    Args:
+        name: A key of `ACCELERATORS` or `ALIASES`, for example "h100" or "a100-80gb".
+
+    Raises:
+        ValueError: If the name is unknown; it lists the known ones.
+    """
+    key = str(name).lower().replace("_", "-").replace(" ", "-")
+    key = ALIASES.get(key, key)
+    if key not in ACCELERATORS:
+        raise ValueError(f"unknown accelerator {name!r}; known are {', '.join(ACCELERATORS)}")
+    return ACCELERATORS[key]

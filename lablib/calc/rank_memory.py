@@ -1,0 +1,208 @@
+"""The memory of one rank in one pipeline stage: states, activations and buffers of a `RunConfig`.
+
+The parameters of a rank come in units: the embedding, each block, the head. A unit is what FSDP gathers at a time.
+In a unit each parameter is trained, frozen (LoRA) or quantized (QLoRA), and belongs to a routed expert or not.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
+from lablib.calc.run_activations import activation_terms, recomputed_layer
+from lablib.calc.run_config import RunConfig
+from lablib.calc.stages import stage_layers
+from lablib.calc.tensors import Tensor, embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.zero import shard, state_terms
+
+Unit = Counter  # (kind, expert) -> parameters of this rank; kind is "trained", "frozen" or "quantized"
+
+NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
+
+
+def stage_memory(run: RunConfig, stage: int) -> MemoryBreakdown:
+    """Return the bytes that a rank of this stage needs.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage, from 0.
+
+    Raises:
+        ValueError: If the layers cannot be divided into stages.
+    """
+    chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
+    tensors = stage_tensors(run, stage, chunks)
+    units = [unit_params(run, members) for members in tensors]
+    states = rank_states(run, units)
+    stays = {
+        "none": tuple(states),
+        "optimizer": WEIGHT_TERMS + GRADIENT_TERMS,
+        "gradients": WEIGHT_TERMS,
+        "parameters": (),
+    }[run.offload]
+    return MemoryBreakdown(
+        model=run.model.name,
+        recipe=run.recipe.name,
+        stage=stage,
+        ranks=run.ranks,
+        seq=run.seq,
+        state_terms=_listed({name: size for name, size in states.items() if name in stays}),
+        activation_terms=_listed(activation_terms(run, stage, chunks)),
+        buffer_terms=_listed(rank_buffers(run, units, tensors) | recomputed_layer(run, chunks)),
+        host_terms=_listed({name: size for name, size in states.items() if name not in stays}),
+    )
+
+
+def _listed(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    # A term that this run does not have is left out.
+    return tuple((name, size) for name, size in terms.items() if size)
+
+
+def stage_tensors(run: RunConfig, stage: int, chunks: list[range]) -> list[list[Tensor]]:
+    """Return the tensors of a stage, unit by unit: embedding on the first stage, blocks, head on the last.
+
+    With tied embeddings and several stages the last stage holds a copy of the token table, as Megatron-LM does.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage, from 0.
+        chunks: The layers of the stage.
+    """
+    config = run.model
+    units = [layer_tensors(config, layer) for chunk in chunks for layer in chunk]
+    if stage == 0:
+        units.insert(0, embedding_tensors(config))
+    if stage == run.pp - 1:
+        copy = embedding_tensors(config)[:1] if config.tied and run.pp > 1 else []
+        units.append(head_tensors(config) + copy)
+    return units
+
+
+def unit_params(run: RunConfig, tensors: list[Tensor]) -> Unit:
+    """Return the parameters of one unit on this rank, by kind and by whether they belong to an expert.
+
+    Args:
+        run: The run.
+        tensors: The tensors of the unit.
+    """
+    unit = Unit()
+    for tensor in tensors:
+        params = tensor.local_params(run.tp, run.ep)
+        if run.tuning == "full":
+            unit["trained", tensor.is_expert] += params
+            continue
+        kind = "quantized" if run.tuning == "qlora" and tensor.is_adapted else "frozen"
+        unit[kind, tensor.is_expert] += params
+        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
+            unit["trained", tensor.is_expert] += tensor.adapter_params(run.lora_rank, run.tp, run.ep)
+    return unit
+
+
+def rank_states(run: RunConfig, units: list[Unit]) -> dict[str, int]:
+    """Return the bytes of a rank's states by term, before any offload.
+
+    Terms of trained parameters are those of `zero.state_terms`. Frozen weights add to "weights", at the bytes of the
+    recipe's weights, sharded at stage 3. QLoRA's are "quantized_weights" and "quantization_constants".
+
+    Args:
+        run: The run.
+        units: The stage's parameters.
+    """
+    params = sum(units, Unit())
+    terms: Counter[str] = Counter()
+    for expert in (False, True):
+        ranks = run.replicas(expert)
+        trained = state_terms(params["trained", expert], ranks, run.zero, run.recipe, run.optimizer)
+        holds = ranks if weights_are_sharded(run) else 1
+        trained["weights"] = shard(params["trained", expert], holds) * run.recipe.weights
+        terms.update(trained)
+        terms["weights"] += shard(params["frozen", expert], holds) * run.recipe.weights
+        codes, constants = nf4_bytes(shard(params["quantized", expert], holds))
+        terms["quantized_weights"] += codes
+        terms["quantization_constants"] += constants
+    return dict(terms)
+
+
+def weights_are_sharded(run: RunConfig) -> bool:
+    """Return whether a rank stores only its shard of the weights.
+
+    Stage 3 does. FSDP2 does at stage 2 too: `reshard_after_forward=False` keeps gathered weights beside the shard.
+
+    Args:
+        run: The run.
+    """
+    return run.zero == 3 or (run.zero == 2 and run.recipe.casts_when_gathered)
+
+
+def nf4_bytes(params: int) -> tuple[int, int]:
+    """Return the bytes of NF4 codes and of their double-quantized constants.
+
+    Half a byte a weight; one 8-bit constant per 64 weights; one fp32 constant per 256 of those: 0.127 bits a weight.
+    Dettmers et al. 2023 (arXiv 2305.14314), section 3.
+
+    Args:
+        params: Quantized weights, as one flat array.
+    """
+    blocks = -(-params // NF4_BLOCK)
+    return -(-params // 2), blocks + 4 * -(-blocks // NF4_SECOND_BLOCK)
+
+
+def rank_buffers(run: RunConfig, units: list[Unit], tensors: list[list[Tensor]]) -> dict[str, int]:
+    """Return the bytes of short-lived buffers by term; each is an estimate.
+
+    - gathered_weights: the largest units that ZeRO-3 has whole at one moment, `1 + prefetch` of them
+      (FSDP, arXiv 2304.11277, section 3.2: `K_low max ψ_i`); all of them if FSDP2 does not reshard after forward.
+    - communication_buckets: DDP: a second copy of the gradients, unless they live in the buckets. Stages 1 and 2:
+      two buckets. Stage 3: the gradients of the largest unit before their reduce-scatter.
+    - weight_casts: autocast's low-precision copy of every matrix, kept by autograd until backward.
+    - dequantized_weights: QLoRA: the largest matrix in the compute dtype, while it is multiplied.
+
+    Args:
+        run: The run.
+        units: The stage's parameters.
+        tensors: The stage's tensors, for what is per matrix.
+    """
+    flat = [tensor for unit in tensors for tensor in unit]
+    matrices = [t for t in flat if t.inputs > 1 and t.component not in ("embedding", "positions")]
+    if run.model.tied and any(t.component == "final_norm" for t in flat):
+        matrices += [t for t in flat if t.component == "embedding"][:1]  # it multiplies here, as the head
+    quantized = [t for t in flat if t.is_adapted] if run.tuning == "qlora" else []
+    compute = run.recipe.casts or run.recipe.gathered
+    return {
+        "gathered_weights": _gathered_weights(run, units),
+        "communication_buckets": _buckets(run, units),
+        "weight_casts": run.recipe.casts
+        * sum(t.local_params(run.tp, run.ep) for t in matrices if t not in quantized),
+        "dequantized_weights": compute
+        * max((o * i for o, i in (t.shape(run.tp) for t in quantized)), default=0),
+    }
+
+
+def _gathered_weights(run: RunConfig, units: list[Unit]) -> int:
+    whole = run.offload == "parameters" or run.recipe.casts_when_gathered
+    if not whole and run.zero < 3:
+        return 0
+    sizes = []
+    for unit in units:
+        size = 0
+        for expert in (False, True):
+            if whole or run.replicas(expert) > 1:
+                size += (unit["trained", expert] + unit["frozen", expert]) * run.recipe.gathered
+                size += sum(nf4_bytes(unit["quantized", expert]))
+        sizes.append(size)
+    keeps_all = run.zero == 2 and run.recipe.casts_when_gathered
+    return sum(sizes if keeps_all else sorted(sizes, reverse=True)[: 1 + run.prefetch])
+
+
+def _buckets(run: RunConfig, units: list[Unit]) -> int:
+    """Gradients on their way to other ranks, or to the CPU."""
+    to_host = run.offload in ("gradients", "parameters")
+    travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
+    per_unit = [sum(unit["trained", expert] for expert in travels) * run.recipe.gradients for unit in units]
+    if run.zero == 3 or weights_are_sharded(run) or run.offload == "parameters":
+        return max(per_unit)
+    if run.zero == 0 and not to_host:
+        return 0 if run.gradient_as_bucket_view else sum(per_unit)
+    return min(2 * run.bucket_bytes, sum(per_unit))

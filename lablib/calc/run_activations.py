@@ -1,0 +1,107 @@
+"""Activations of a pipeline stage: the formulas of one layer, times layers, times micro-batches in flight.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lablib.calc.activations import embedding_activations, head_activations, layer_activations
+from lablib.calc.run_config import RunConfig
+from lablib.calc.stages import in_flight
+from lablib.calc.tensors import layer_tensors
+
+
+def activation_terms(run: RunConfig, stage: int, chunks: list[range]) -> dict[str, int]:
+    """Return the bytes that a stage keeps from forward to backward, by kind.
+
+    A stage's peak holds `in_flight` micro-batches of each of its chunks; Korthikanti et al. (arXiv 2205.05198),
+    equation 5 and section 4.2.3. The first stage adds the embedding's, the last the head's: norm, logits, loss.
+    Adapters add the r values between their two matrices; that the frozen matrices' own inputs are still kept is
+    exact where every matrix has an adapter, and an upper bound otherwise.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage, from 0.
+        chunks: The layers of the stage.
+    """
+    counts = in_flight(
+        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=run.num_microbatches
+    )
+    terms: Counter[str] = Counter()
+    for chunk, count in zip(chunks, counts, strict=True):
+        for layer in chunk:
+            for kind, size in layer_kinds(run, layer, run.recompute).items():
+                terms[f"activations.{kind}"] += count * size
+    if stage == 0:
+        embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
+        terms["activations.embedding"] += counts[0] * sum(embedding.values())
+    if stage == run.pp - 1:
+        for kind, size in head_activations(run.model, **_shape(run)).items():
+            terms[f"activations.{kind}"] += counts[-1] * size
+    return dict(terms)
+
+
+def recomputed_layer(run: RunConfig, chunks: list[range]) -> dict[str, int]:
+    """Return what backward computes again for one layer before it can go through it: the largest layer's.
+
+    It is what that layer would have kept without recomputation, less what it kept anyway. An estimate.
+
+    Args:
+        run: The run.
+        chunks: The layers of the stage.
+    """
+    if run.recompute == "none":
+        return {}
+    again = [
+        sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
+        for chunk in chunks
+        for layer in chunk
+    ]
+    return {"recomputed_layer": max(again, default=0)}
+
+
+def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
+    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind.
+
+    Args:
+        run: The run.
+        layer: Number of the layer, from 0.
+        recompute: "none", "selective" or "full".
+    """
+    kinds = layer_activations(
+        run.model,
+        layer=layer,
+        attention=run.attention,
+        recompute=recompute,
+        dropout=run.dropout,
+        **_shape(run),
+    )
+    if run.tuning != "full" and recompute != "full":
+        kinds = kinds | {"adapters": _adapter_values(run, layer) * run.recipe.activation}
+    return kinds
+
+
+def _shape(run: RunConfig) -> dict[str, object]:
+    return {
+        "batch": run.micro_batch,
+        "seq": run.seq,
+        "kernels": run.kernels,
+        "bytes_per_value": run.recipe.activation,
+        "tp": run.tp,
+        "sequence_parallel": run.sequence_parallel and run.tp > 1,
+        "cp": run.cp,
+    }
+
+
+def _adapter_values(run: RunConfig, layer: int) -> int:
+    """Values between the two matrices of every adapter of a layer; a routed expert sees its share of the tokens."""
+    tokens = run.micro_batch * run.seq // run.cp
+    visits = 0
+    for tensor in layer_tensors(run.model, layer):
+        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
+            visits += tensor.copies * (
+                run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
+            )
+    return round(tokens * visits) * run.lora_rank

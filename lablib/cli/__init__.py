@@ -1,0 +1,1 @@
+"""The `rung` command: thin, with lazy imports."""

@@ -1,0 +1,208 @@
+"""`rung doctor`: what this machine has, what will and will not run on it, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+OK, LIMITED, MISSING = "ok", "limited", "missing"
+RENT = "rent GPUs, then make setup-gpu there"
+DISK_GB = 5  # the environment with a CPU torch takes about 3 GB, the site and recorded runs the rest
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What was looked at.
+        verdict: "ok", "limited" (something will not run) or "missing" (the labs will not run).
+        detail: What was found.
+        mend: What to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    verdict: str
+    detail: str
+    mend: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine has, what will run here, and what to do where something will not."""
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.name:<14}{finding.verdict:<9}{finding.detail}")
+            if finding.mend:
+                typer.echo(f"{'':<23}-> {finding.mend}")
+    if any(finding.verdict == MISSING for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine() -> list[Finding]:
+    """Return every finding, in the order of what depends on what."""
+    findings = [check_python(), check_machine(), check_disk(Path.cwd())]
+    torch_finding = check_torch()
+    findings.append(torch_finding)
+    if torch_finding.verdict != MISSING:
+        findings += [check_gloo(), check_gpus(), check_nccl()]
+    findings.append(check_tools())
+    return [*findings, *verdicts(findings)]
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    """Judge the Python version: 3.11 to 3.13.
+
+    Args:
+        version: What runs.
+    """
+    text = ".".join(map(str, version))
+    if (3, 11) <= version[:2] <= (3, 13):
+        return Finding("Python", OK, text)
+    return Finding(
+        "Python", MISSING, f"{text}; the course needs 3.11, 3.12 or 3.13", "make book PYTHON=python3.12"
+    )
+
+
+def check_machine(system: str = platform.system()) -> Finding:
+    """Judge the operating system: Linux and macOS run everything, Windows through WSL.
+
+    Args:
+        system: What `platform.system()` says.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    detail = f"{system}, {cores} CPU cores"
+    if system == "Windows":
+        return Finding("machine", MISSING, detail, "use WSL or the devcontainer")
+    if cores < 2:
+        return Finding("machine", LIMITED, detail, "labs run, but overlap cannot be measured on one core")
+    return Finding("machine", OK, detail)
+
+
+def check_disk(folder: Path, free: int | None = None) -> Finding:
+    """Judge the free disk space where labs write.
+
+    Args:
+        folder: Where.
+        free: Bytes; measured if None.
+    """
+    free = shutil.disk_usage(folder).free if free is None else free
+    detail = f"{free / 1e9:.0f} GB free"
+    if free < DISK_GB * 1e9:
+        return Finding(
+            "disk", LIMITED, detail, f"free {DISK_GB} GB, or set LABLIB_EXPERIMENTS to another disk"
+        )
+    return Finding("disk", OK, detail)
+
+
+def check_torch() -> Finding:
+    """Judge torch: there, new enough, and importable."""
+    mend = "make book, or pip install -c constraints.txt -e '.[labs]'"
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", MISSING, "not installed: only the calculators run", mend)
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a wheel for another CUDA or another CPU
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Finding("torch", MISSING, f"does not import: {reason}", mend)
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11):
+        return Finding("torch", MISSING, f"{torch.__version__}; the course needs 2.11", mend)
+    return Finding("torch", OK, torch.__version__)
+
+
+def check_gloo() -> Finding:
+    """Judge gloo by a real all-reduce of one rank, which needs a host name that resolves."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return Finding("gloo", MISSING, "this torch was built without it", "install a wheel from pytorch.org")
+    try:
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        group.allreduce([torch.ones(1)]).wait()
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        return Finding("gloo", MISSING, first, "set GLOO_SOCKET_IFNAME=lo, or lo0 on macOS")
+    return Finding("gloo", OK, "all-reduce works; ranks of the CPU labs talk through it")
+
+
+def check_gpus() -> Finding:
+    """Judge the CUDA devices: none, one, or several."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        if built and shutil.which("nvidia-smi"):
+            return Finding(
+                "GPUs", LIMITED, f"torch is built for CUDA {built} and sees none", "update the driver"
+            )
+        if shutil.which("nvidia-smi"):
+            return Finding("GPUs", LIMITED, "there may be one, but this torch is for CPU", "make setup-gpu")
+        return Finding("GPUs", LIMITED, "none", "rent some for rung 11; every other rung runs on CPU")
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    detail = ", ".join(f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in names)
+    if len(names) == 1:
+        return Finding(
+            "GPUs", LIMITED, detail, "several ranks share it through gloo; NCCL needs one GPU per rank"
+        )
+    return Finding("GPUs", OK, f"{len(names)}: {detail}")
+
+
+def check_nccl() -> Finding:
+    """Judge NCCL, which GPU jobs use between ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return Finding("NCCL", LIMITED, "not in this torch; GPU ranks cannot talk", "only GPU runs need it")
+    if not torch.cuda.is_available():
+        return Finding(
+            "NCCL", LIMITED, "there, but without a GPU it has nothing to do", "only GPU runs need it"
+        )
+    return Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def check_tools() -> Finding:
+    """Judge the packages that labs and their runner need."""
+    needed = ("cloudpickle", "matplotlib", "ipykernel", "papermill", "accelerate", "jupyterlab")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding("packages", LIMITED, "missing: " + ", ".join(missing), "pip install -e '.[labs]'")
+    return Finding("packages", OK, f"papermill {importlib.metadata.version('papermill')} and all others")
+
+
+def verdicts(findings: list[Finding]) -> list[Finding]:
+    """Return what will and will not run here, from the findings.
+
+    Args:
+        findings: What was found.
+    """
+    verdict = {finding.name: finding.verdict for finding in findings}
+    broken = [name for name, value in verdict.items() if value == MISSING]
+    repair = "mend " + ", ".join(broken) if broken else ""
+    runs = [Finding("calculators", OK, "rung memory, rung models and the chapters' numbers")]
+    if broken:
+        runs.append(Finding("CPU labs", MISSING, "will not run", repair))
+    elif verdict.get("packages") == LIMITED:
+        runs.append(Finding("CPU labs", LIMITED, "lablib runs; notebooks need the packages above"))
+    else:
+        runs.append(Finding("CPU labs", OK, "every lab runs, with real ranks on this CPU"))
+    several = verdict.get("GPUs") == OK and verdict.get("NCCL") == OK and not broken
+    if several:
+        runs.append(Finding("GPU labs", OK, "run, one rank per GPU"))
+    else:
+        runs.append(Finding("GPU labs", LIMITED, "replay recorded runs, where there are any", repair or RENT))
+    return runs

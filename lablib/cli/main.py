@@ -1,0 +1,58 @@
+"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from lablib.cli import labs
+from lablib.cli.doctor import doctor
+from lablib.cli.memory import memory
+
+#: The class of every usage error, in the click that this version of Typer uses.
+UsageError = typer.BadParameter.__base__
+
+
+class OneSentence(TyperGroup):
+    """A command group whose errors are one sentence on stderr and exit code 2."""
+
+    def main(self, *args: object, **kwargs: object) -> NoReturn:
+        """Run the command as click does, but report bad input without usage text or traceback."""
+        try:
+            code = super().main(*args, **kwargs | {"standalone_mode": False})
+        except UsageError as error:
+            message = error.format_message()
+            if message.startswith("Usage:"):  # `rung` alone: the message is the help
+                typer.echo(message)
+                raise SystemExit(2) from None
+        except (typer.Abort, KeyboardInterrupt):
+            message = "interrupted"
+        except ValueError as error:
+            message = str(error)
+        else:
+            raise SystemExit(code if isinstance(code, int) else 0)
+        typer.echo(f"rung: {message}", err=True)
+        raise SystemExit(2)
+
+
+app = typer.Typer(
+    cls=OneSentence,
+    help="Distributed Training, Rung by Rung: calculators, machine check, labs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(memory)
+app.command()(doctor)
+app.add_typer(labs.app, name="labs")
+
+
+@app.command()
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the models that the calculators know."""
+    from lablib.cli.models import model_table
+
+    typer.echo(model_table(as_json=as_json))

@@ -1,0 +1,275 @@
+"""The cost of collectives and of a DDP step, against published numbers, a simulation and laws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lablib.calc import comm
+from lablib.calc.comm import (
+    amdahl_speedup,
+    bus_bandwidth,
+    data_parallel_bytes,
+    ddp_step_time,
+    efficiency,
+    hiding_tokens,
+    hybrid_shard_bytes,
+    ring_all_gather_bytes,
+    ring_all_gather_time,
+    ring_all_reduce_bytes,
+    ring_all_reduce_time,
+    ring_reduce_scatter_bytes,
+    ring_reduce_scatter_time,
+    speedup,
+)
+from lablib.calc.ring import ring_states
+
+sizes = st.floats(1, 1e13)
+ranks_ = st.integers(1, 4096)
+links = st.fixed_dictionaries({"bandwidth": st.floats(1e6, 1e13), "latency": st.floats(0, 1e-3)})
+seconds_ = st.floats(1e-6, 1e4)
+
+
+# Published and by hand
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bandwidth", "printed"),
+    [
+        (8, 300e9, "2.04"),
+        (64, 200e9, "3.45"),
+        (64, 25e9, "27.6"),
+    ],  # NVLink 3; eight and one 200 Gb/s card a node
+)
+def test_gpt3_example(ranks: int, bandwidth: float, printed: str) -> None:
+    """350 GB of 16-bit gradients over three links."""
+    assert f"{ring_all_reduce_time(350e9, ranks, bandwidth=bandwidth):.3g}" == printed
+
+
+def test_four_ranks_eight_numbers() -> None:
+    assert ring_all_reduce_bytes(8, 4) == 12
+    assert ring_reduce_scatter_bytes(8, 4) == ring_all_gather_bytes(8, 4) == 6
+    # 3 steps of reduce-scatter and 3 of all-gather, 2 numbers each
+    assert ring_all_reduce_time(8, 4, bandwidth=2, latency=10) == 6 * (10 + 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_formula_counts_what_the_ring_sends(ranks: int) -> None:
+    """The chunks that change hands in the simulated ring are the bytes of the formula."""
+    states = ring_states(ranks)
+    arrivals = sum(
+        after[0][chunk] != before[0][chunk]
+        for before, after in itertools.pairwise(states)
+        for chunk in range(ranks)
+    )
+    assert arrivals / ranks == pytest.approx(ring_all_reduce_bytes(1, ranks))
+
+
+def test_fsdp_paper_traffic() -> None:
+    """Per GPU and step, M bytes of weights: 2M(W-1)/W, 3M(W-1)/W, and 2M(W-G)/(GW) out of the node."""
+    size, world, node = 16e9, 512, 8
+    assert data_parallel_bytes(size, world) == pytest.approx(2 * size * 511 / 512)
+    assert data_parallel_bytes(size, world, stage=3) == pytest.approx(3 * size * 511 / 512)
+    assert hybrid_shard_bytes(size, world, shard=node) == pytest.approx(2 * size * (512 - 8) / (8 * 512))
+    printed = 2 * size * (world - 1) / (node * world)
+    assert hybrid_shard_bytes(size, world, shard=node) == pytest.approx(printed, rel=(node - 1) / (world - 1))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zero_stages_send_what_ddp_sends(stage: int) -> None:
+    assert data_parallel_bytes(100, 7, stage=stage) == ring_all_reduce_bytes(100, 7)
+    assert data_parallel_bytes(100, 7, stage=3) == pytest.approx(1.5 * ring_all_reduce_bytes(100, 7))
+
+
+def test_playbook_condition() -> None:
+    """Appendix A3 in elements per second: ((n-1)/n) F / (2 t W') <= 1, and W' = W/g."""
+    flops, bandwidth, n = 989.4e12, 450e9, 8
+    for g in (2, 4):
+        elements_per_second = bandwidth / g
+        t = hiding_tokens(n, flops=flops, bandwidth=bandwidth, bytes_per_gradient=g)
+        assert (n - 1) / n * flops / (2 * t * elements_per_second) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("params", [1e8, 1.5e9, 175e9])
+def test_model_size_cancels(params: float) -> None:
+    """At the hiding point backward and all-reduce take equally long, whatever the model."""
+    flops, bandwidth, n, g = 140e12, 25e9, 64, 2
+    t = hiding_tokens(n, flops=flops, bandwidth=bandwidth, bytes_per_gradient=g)
+    assert 4 * params * t / flops == pytest.approx(ring_all_reduce_time(g * params, n, bandwidth=bandwidth))
+
+
+@pytest.mark.parametrize(("each", "overlap", "step"), [(8, False, 72), (8, True, 48), (15, True, 70)])
+def test_four_layers_by_hand(each: float, overlap: bool, step: float) -> None:
+    """Four layers, 10 ms of backward each; the all-reduce of a layer takes 8 or 15 ms."""
+    result = ddp_step_time(
+        compute_forward=0,
+        compute_backward=40,
+        gradient_bytes=4,
+        ranks=2,
+        bandwidth=1 / each,
+        buckets=4,
+        overlap=overlap,
+    )
+    assert result.step == pytest.approx(step)
+
+
+def test_nccl_tests_factors() -> None:
+    for name, factor in {
+        "all_reduce": 2 * 7 / 8,
+        "reduce_scatter": 7 / 8,
+        "all_gather": 7 / 8,
+        "all_to_all": 7 / 8,
+        "broadcast": 1,
+        "reduce": 1,
+    }.items():
+        assert bus_bandwidth(name, 8e9, 8, 0.5) == pytest.approx(16e9 * factor)
+
+
+def test_speedup_is_not_efficiency() -> None:
+    assert speedup(2.0, 1.25, 2, scaling="strong") == pytest.approx(1.6)
+    assert efficiency(2.0, 1.25, 2, scaling="strong") == pytest.approx(0.8)
+    assert speedup(1.0, 1.25, 2, scaling="weak") == pytest.approx(1.6)
+    assert efficiency(1.0, 1.25, 2, scaling="weak") == pytest.approx(0.8)
+
+
+def test_amdahl() -> None:
+    assert amdahl_speedup(4, 0.04) == pytest.approx(100 / 28)
+    assert amdahl_speedup(1, 0.3) == 1
+    assert amdahl_speedup(64, 0) == 64
+    assert amdahl_speedup(10**9, 0.01) == pytest.approx(100, rel=1e-6)
+
+
+# Laws
+
+
+@given(sizes, ranks_, links)
+def test_all_reduce_is_reduce_scatter_and_all_gather(size: float, n: int, link: dict) -> None:
+    halves = ring_reduce_scatter_time(size, n, **link) + ring_all_gather_time(size, n, **link)
+    assert ring_all_reduce_time(size, n, **link) == pytest.approx(halves)
+    assert ring_all_reduce_bytes(size, n) == pytest.approx(2 * (n - 1) / n * size)
+
+
+@given(sizes, st.integers(2, 4096), st.floats(1e6, 1e13))
+def test_bus_bandwidth_of_an_ideal_ring_is_the_link(size: float, n: int, bandwidth: float) -> None:
+    """Without latency every collective shows the link's own bandwidth, whatever n and S."""
+    for name, cost in {
+        "all_reduce": ring_all_reduce_time,
+        "reduce_scatter": ring_reduce_scatter_time,
+        "all_gather": ring_all_gather_time,
+    }.items():
+        seconds = cost(size, n, bandwidth=bandwidth)
+        assert bus_bandwidth(name, size, n, seconds) == pytest.approx(bandwidth)
+
+
+@given(sizes, ranks_, links)
+def test_more_ranks_never_help_an_all_reduce(size: float, n: int, link: dict) -> None:
+    few, many = (ring_all_reduce_time(size, k, **link) for k in (n, n + 1))
+    assert few <= many * (1 + 1e-12)
+    assert ring_all_reduce_bytes(size, n) < 2 * size
+
+
+steps = st.fixed_dictionaries(
+    {
+        "compute_forward": st.floats(0, 1e3),
+        "compute_backward": st.floats(0, 1e3),
+        "gradient_bytes": sizes,
+        "ranks": ranks_,
+        "bandwidth": st.floats(1e6, 1e13),
+        "latency": st.floats(0, 1e-3),
+    }
+)
+
+
+@given(steps, st.integers(1, 40), st.booleans(), st.integers(1, 8))
+def test_step_adds_up(step: dict, buckets: int, overlap: bool, micro_batches: int) -> None:
+    result = ddp_step_time(**step, buckets=buckets, overlap=overlap, micro_batches=micro_batches)
+    small = 1e-9 * (result.step + result.communication)
+    assert result.hidden + result.exposed == pytest.approx(result.communication)
+    assert result.step == pytest.approx(result.compute + result.exposed)
+    assert -small <= result.hidden <= step["compute_backward"] + small
+    assert result.ideal_exposed - small <= result.exposed <= result.communication + small
+    if not overlap:
+        assert result.hidden == pytest.approx(0, abs=small)
+    once = ddp_step_time(**step, buckets=buckets, overlap=overlap)
+    assert result.exposed == pytest.approx(once.exposed)  # accumulation adds compute, not communication
+
+
+@given(steps, st.integers(1, 40))
+def test_equal_buckets_have_a_closed_form(step: dict, m: int) -> None:
+    step = {**step, "latency": 0}
+    result = ddp_step_time(**step, buckets=m)
+    total, backward = result.communication, step["compute_backward"]
+    closed = max(total / m, total - (m - 1) / m * backward)
+    assert result.exposed == pytest.approx(closed, abs=1e-9 * (total + backward))
+
+
+@given(steps, st.lists(st.integers(1, 10**9), min_size=1, max_size=12))
+def test_any_buckets_agree_with_the_simulation_of_transfers(step: dict, sent: list[int]) -> None:
+    """`lablib.calc.overlap` follows every gradient; the two must see the same exposed time."""
+    from lablib.calc.overlap import backward_transfers, exposed_time
+
+    step = {**step, "gradient_bytes": sum(sent)}
+    result = ddp_step_time(**step, buckets=sent)
+    link = {name: step[name] for name in ("ranks", "bandwidth", "latency")}
+    registered = sent[::-1]  # backward makes the last one first
+    order = [[index] for index in reversed(range(len(sent)))]
+    moves = backward_transfers(registered, order, backward=step["compute_backward"], **link)
+    theirs = exposed_time(moves, backward=step["compute_backward"])
+    assert result.exposed == pytest.approx(theirs, rel=1e-6, abs=1e-9 * result.step)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1))
+def test_amdahl_bounds(n: int, f: float) -> None:
+    value = amdahl_speedup(n, f)
+    assert 1 - 1e-12 <= value <= n * (1 + 1e-12)
+    assert value <= (1 / f if f else math.inf) * (1 + 1e-12)
+
+
+@given(seconds_, seconds_, ranks_)
+def test_efficiency_is_speedup_per_rank(one: float, many: float, n: int) -> None:
+    for scaling in ("strong", "weak"):
+        assert efficiency(one, many, n, scaling=scaling) * n == pytest.approx(
+            speedup(one, many, n, scaling=scaling)
+        )
+    assert speedup(one, many, n, scaling="weak") == pytest.approx(n * speedup(one, many, n, scaling="strong"))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ring_all_reduce_bytes(8, 0), "ranks=0"),
+        (lambda: ring_all_reduce_bytes(8, 2.5), "ranks=2.5"),
+        (lambda: ring_all_reduce_bytes(-8, 2), "size=-8"),
+        (lambda: ring_all_reduce_time(8, 2, bandwidth=0), "bandwidth=0"),
+        (lambda: ring_all_reduce_time(8, 2, bandwidth=1, latency=-1), "latency=-1"),
+        (lambda: ring_all_reduce_time(math.nan, 2, bandwidth=1), "size=nan"),
+        (lambda: bus_bandwidth("gossip", 8, 2, 1), "all_reduce, reduce_scatter"),
+        (lambda: bus_bandwidth("reduce", 8, 2, 0), "seconds=0"),
+        (lambda: data_parallel_bytes(8, 2, stage=4), "stage=4"),
+        (lambda: hybrid_shard_bytes(8, 12, shard=8), "shard=8 does not divide ranks=12"),
+        (lambda: hiding_tokens(2, flops=0, bandwidth=1), "flops=0"),
+        (lambda: amdahl_speedup(4, 1.5), "serial_fraction=1.5"),
+        (lambda: amdahl_speedup(0, 0.5), "ranks=0"),
+        (lambda: speedup(0, 1, 2, scaling="weak"), "seconds_one=0"),
+        (lambda: speedup(1, 1, 2, scaling="super"), "super"),
+        (lambda: _step(buckets=0), "buckets=0"),
+        (lambda: _step(buckets=[1, 2]), "buckets hold 3 bytes"),
+        (lambda: _step(compute_backward=-1), "compute_backward=-1"),
+        (lambda: _step(micro_batches=0), "micro_batches=0"),
+    ],
+)
+def test_bad_input(call, says: str) -> None:
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        call()
+
+
+def _step(**change: object) -> comm.DDPStep:
+    usual = {"compute_forward": 1, "compute_backward": 2, "gradient_bytes": 8, "ranks": 2, "bandwidth": 4}
+    return ddp_step_time(**{**usual, **change})

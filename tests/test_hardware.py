@@ -1,0 +1,94 @@
+"""Accelerators and links: each number has a source, and they agree with each other."""
+
+import pytest
+
+from lablib.calc.hardware import ACCELERATORS, ALIASES, accelerator
+from lablib.calc.links import LINKS, link
+
+
+@pytest.mark.parametrize("key", ACCELERATORS)
+def test_every_number_has_a_source(key):
+    card = ACCELERATORS[key]
+    assert set(card.sources) == {"memory", "memory_bandwidth", "flops", "links"}
+    assert all(len(source) > 10 for source in card.sources.values())
+    assert card.memory_note
+
+
+@pytest.mark.parametrize("key", LINKS)
+def test_every_link_has_a_source_and_one_direction(key):
+    assert len(LINKS[key].source) > 10
+    assert LINKS[key].bandwidth > 0
+    assert LINKS[key].both_ways == 2 * LINKS[key].bandwidth
+
+
+@pytest.mark.parametrize("key", ACCELERATORS)
+def test_numbers_are_plausible_and_links_exist(key):
+    card = ACCELERATORS[key]
+    assert card.memory_gb / card.memory_gib == pytest.approx(2**30 / 1e9)
+    assert card.memory_bytes % 2**30 == 0
+    # Were the printed capacity GB and not GiB, the driver would report 93 percent of it at most. ECC takes 1/16.
+    assert card.driver_bytes is None or 0.93 < card.driver_bytes / card.memory_bytes <= 1
+    # Bytes a second are far fewer than FLOPs a second on every accelerator: a swapped unit would show.
+    assert 20 < max(card.flops.values()) / card.memory_bandwidth < 1000
+    assert all(name in LINKS for name in (card.scale_up, card.host) if name)
+
+
+def test_rates_are_dense_and_double_as_the_dtype_halves():
+    # A sparse figure among dense ones would break the factor of two. One percent: datasheets round.
+    for card in ACCELERATORS.values():
+        if "fp8" in card.flops:
+            assert card.flops["fp8"] == pytest.approx(2 * card.flops["bf16"], rel=0.015), card.name
+        if "tf32" in card.flops:
+            assert card.flops["tf32"] == pytest.approx(card.flops["bf16"] / 2, rel=0.015), card.name
+
+
+@pytest.mark.parametrize(
+    ("key", "gib", "terabytes", "teraflops", "gigabytes"),
+    [
+        ("a100-80gb", 80, 2.039, 312, 300),
+        ("h100", 80, 3.35, 989.4, 450),
+        ("h200", 141, 4.8, 989.4, 450),
+        ("b200", 180, 8.0, 2250, 900),
+        ("mi300x", 192, 5.3, 1307, 448),
+        ("l40s", 48, 0.864, 362, 31.5),
+    ],
+)
+def test_the_cards_of_the_course(key, gib, terabytes, teraflops, gigabytes):
+    card = accelerator(key)
+    assert card.memory_gib == gib
+    assert card.memory_bandwidth == pytest.approx(terabytes * 1e12, rel=1e-12)
+    assert card.peak("bf16") == pytest.approx(teraflops * 1e12, rel=1e-12)
+    assert card.neighbour_link().bandwidth == gigabytes * 1e9
+
+
+def test_nvlink_is_counted_per_direction():
+    # Vendors print both directions: 600, 900 and 1,800 GB/s.
+    assert [link(f"nvlink{n}").both_ways / 1e9 for n in (3, 4, 5)] == [600, 900, 1800]
+
+
+def test_a_node_of_network_ports_is_the_sum_of_its_ports():
+    assert link("dgx-a100").bandwidth == 8 * link("ib-hdr").bandwidth
+    assert link("dgx-h100").bandwidth == 8 * link("ib-ndr").bandwidth
+    assert link("dgx-b300").bandwidth == 8 * link("ib-xdr").bandwidth
+
+
+def test_an_a100_has_no_fp8():
+    with pytest.raises(ValueError, match=r"A100 SXM 80 GB has no fp8 peak.*it has bf16, fp16, tf32, fp32"):
+        accelerator("a100").peak("fp8")
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_lead_somewhere(alias):
+    assert accelerator(alias.upper()) is ACCELERATORS[ALIASES[alias]]
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown accelerator 'h1000'; known are .*h100"):
+        accelerator("h1000")
+    with pytest.raises(ValueError, match=r"unknown link 'nvlink9'; known are .*nvlink4"):
+        link("nvlink9")
+
+
+def test_no_link_is_an_error_and_not_a_guess():
+    with pytest.raises(ValueError, match="no link in the table"):
+        accelerator("tpu-v4").neighbour_link()

@@ -1,0 +1,302 @@
+"""ModelConfig, presets and config.json: what is accepted, and what each refusal names."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lablib.calc.models import FAMILIES, ModelConfig, from_hf, preset, preset_names
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+TINY = {"num_layers": 2, "hidden": 12, "num_heads": 4, "ffn": 16, "vocab": 10}
+
+
+def without(fields, *names):
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def test_at_least_twenty_presets_of_every_family():
+    assert len(preset_names()) >= 20
+    assert {preset(name).family for name in preset_names()} == set(FAMILIES)
+    assert all(preset(name).name == name for name in preset_names())
+
+
+def test_an_unknown_preset_suggests_close_names():
+    with pytest.raises(ValueError, match="unknown model 'llama3-8b'; did you mean llama-3-8b"):
+        preset("llama3-8b")
+    with pytest.raises(ValueError, match=r"unknown model 'x'; did you mean .*gpt2"):
+        preset("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("llama-3-8b", LLAMA_3_8B), ("deepseek-v3", DEEPSEEK_V3), ("gpt2", GPT2), ("qwen3-30b-a3b", QWEN3_MOE)],
+)
+def test_a_published_config_json_is_its_preset(name, fields):
+    assert from_hf(fields, name=name) == preset(name)
+
+
+def test_a_path_a_folder_and_a_dictionary_are_the_same(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    assert from_hf(path) == from_hf(str(path)) == from_hf(tmp_path) == from_hf(LLAMA_3_8B)
+
+
+def test_the_architecture_may_be_named_by_its_class():
+    assert from_hf(without(LLAMA_3_8B, "model_type")).family == "llama"
+
+
+def test_the_text_part_of_an_image_and_text_gemma_is_read():
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+    }  # fmt: skip
+    assert from_hf({"model_type": "gemma3", "text_config": text}, name="gemma-3-1b") == preset("gemma-3-1b")
+
+
+def test_derived_fields_may_be_missing_or_null():
+    bare = without(LLAMA_3_8B, "num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings")
+    assert from_hf(bare).num_kv_heads == 32
+    assert from_hf(LLAMA_3_8B | {"head_dim": None}).head_dim == 128
+    assert from_hf(LLAMA_3_8B | {"head_dim": 64}).q_width == 2048
+    assert from_hf(without(QWEN3_MOE, "head_dim")).head_dim == 64
+    assert from_hf(GPT2 | {"n_inner": None}).ffn == 3072
+    assert from_hf(DEEPSEEK_V3 | {"q_lora_rank": None}).q_lora_rank == 0
+
+
+REQUIRED = [
+    *((LLAMA_3_8B, f) for f in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")),
+    *((GPT2, f) for f in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size")),
+    *((QWEN3_MOE, f) for f in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_key_value_heads")),
+    *(
+        (DEEPSEEK_V3, f)
+        for f in (
+            "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
+        )
+    ),
+    (LLAMA_3_8B | {"model_type": "mistral"}, "num_key_value_heads"),
+    (without(LLAMA_3_8B, "attention_bias") | {"model_type": "gemma2", "head_dim": 256}, "head_dim"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [pytest.param(c, f, id=f"{c['model_type']}-{f}") for c, f in REQUIRED]
+)
+def test_a_missing_field_is_named(fields, field):
+    with pytest.raises(ValueError, match=rf"model_type {fields['model_type']}: {field} is missing"):
+        from_hf(without(fields, field))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "model_type is missing"),
+        ({"model_type": "t5"}, "unknown architecture: model_type is 't5'; known are gpt2"),
+        ({"architectures": ["FalconForCausalLM"]}, "model_type is 'FalconForCausalLM'"),
+        (LLAMA_3_8B | {"hidden_size": "4096"}, "hidden_size is '4096' and must be a whole number"),
+        (LLAMA_3_8B | {"vocab_size": -1}, "vocab_size is -1"),
+        (LLAMA_3_8B | {"num_hidden_layers": 32.0}, "num_hidden_layers is 32.0"),
+        (LLAMA_3_8B | {"num_attention_heads": True}, "num_attention_heads is True"),
+        (LLAMA_3_8B | {"num_key_value_heads": 7}, "num_key_value_heads is 7 and does not divide"),
+        (
+            LLAMA_3_8B | {"num_attention_heads": 24},
+            "head_dim is missing, and num_attention_heads=24 does not divide",
+        ),
+        (LLAMA_3_8B | {"mlp_bias": "no"}, "mlp_bias is 'no' and must be true or false"),
+        (LLAMA_3_8B | {"is_encoder_decoder": True}, "is_encoder_decoder is True"),
+        (GPT2 | {"n_head": 7}, "n_head is 7 and does not divide n_embd=768"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention is True"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        (QWEN3_MOE | {"mlp_only_layers": [3]}, "mlp_only_layers is"),
+        (
+            QWEN3_MOE | {"num_experts_per_tok": 200},
+            "experts_per_token=200 must be between 1 and num_experts=128",
+        ),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads must equal num_attention_heads=128"),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": 62}, "num_dense_layers=62 is more than num_layers=61"),
+    ],
+)
+def test_a_strange_field_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(fields)
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(ValueError, match="cannot read"):
+        from_hf(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        from_hf(broken)
+    broken.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="holds a list"):
+        from_hf(broken)
+    with pytest.raises(ValueError, match="int is neither a dictionary nor the path"):
+        from_hf(8)
+
+
+def test_defaults_are_filled_in():
+    config = ModelConfig(**TINY)
+    assert (config.num_kv_heads, config.head_dim) == (4, 3)
+    assert (config.q_width, config.kv_width, config.attn_width) == (12, 12, 12)
+    assert not config.is_moe
+    assert not config.is_mla
+    assert dataclasses.replace(config, num_kv_heads=2).kv_width == 6
+
+
+def test_mla_widths():
+    config = preset("deepseek-v3")
+    assert (config.head_dim, config.q_width, config.value_dim, config.attn_width) == (192, 24576, 128, 16384)
+    assert [config.has_experts(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        preset("gpt2").hidden = 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"hidden": -12}, "hidden=-12"),
+        ({"hidden": 12.0}, "hidden=12.0 must be a whole number"),
+        ({"num_heads": 5}, "num_heads=5 does not divide hidden=12"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4; use 1, 2 or 4"),
+        ({"family": "bert"}, "unknown family 'bert'"),
+        ({"norm": "batchnorm"}, "norm='batchnorm'"),
+        ({"tied": 1}, "tied=1 must be True or False"),
+        (
+            {"num_experts": 4, "expert_ffn": 8, "experts_per_token": 5},
+            "experts_per_token=5 must be between 1 and num_experts=4",
+        ),
+        ({"num_experts": 4, "experts_per_token": 2}, "expert_ffn=0 with num_experts=4"),
+        ({"expert_ffn": 8}, "expert_ffn=8 needs num_experts"),
+        ({"num_shared_experts": 1}, "num_shared_experts=1 needs num_experts"),
+        (
+            {"num_experts": 4, "experts_per_token": 1, "expert_ffn": 8, "num_dense_layers": 3},
+            "num_dense_layers=3",
+        ),
+        ({"q_lora_rank": 8}, "belong to latent attention"),
+        ({"kv_lora_rank": 8}, "needs head widths"),
+        (
+            {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "head_dim": 5},
+            "head_dim=5 contradicts qk_nope_head_dim=4",
+        ),
+        (
+            {
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 2,
+                "v_head_dim": 4,
+                "num_kv_heads": 2,
+            },
+            "num_kv_heads=2 must equal num_heads=4",
+        ),
+    ],
+)
+def test_contradictions_name_every_factor(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**TINY | fields)
+
+
+def test_has_experts_knows_its_layers():
+    with pytest.raises(ValueError, match=r"layer=61 is not in 0\.\.60"):
+        preset("deepseek-v3").has_experts(61)
+
+
+def test_the_calculators_load_only_the_standard_library():
+    code = (
+        "import sys; before = set(sys.modules); import lablib.calc.flops, lablib.calc.hardware, lablib.calc.models as m; "
+        "m.preset('gpt2'); new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(new - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['lablib']"
+
+
+def test_list_models_is_what_the_command_shows():
+    from lablib.cli.models import list_models
+
+    rows = list_models(None)
+    assert [row["name"] for row in rows] == preset_names()
+    assert {row["family"] for row in list_models("gemma2")} == {"gemma2"}
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["llama-3-8b"]["params"] == 8_030_261_248
+    assert by_name["mixtral-8x7b"]["active_params"] == 12_879_925_248
+    json.dumps(rows)
+    with pytest.raises(ValueError, match="unknown family 'bert'"):
+        list_models("bert")
+
+
+def test_no_preset_repeats_another():
+    table = Path(__file__).parent.parent / "lablib" / "calc" / "presets.py"
+    assert all(table.read_text().count(f'"{name}":') == 1 for name in preset_names())
