@@ -1,0 +1,1 @@
+"""Real jobs: ranks from a notebook, measurements, records."""

@@ -1,0 +1,149 @@
+"""The notebook's end of one rank: its process, its report, and what it printed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+
+from lablib.launch import _rank_process
+
+_REAP_S = 1.0  # between the end of a process and the news of its exit code
+_END_S = 5.0  # for a killed process to end; a driver can hold it longer, and must not hold the notebook
+_QUIET_S = 0.05  # a stack is complete when nothing has come for so long
+
+
+class Rank:
+    """Starts one rank and listens to it.
+
+    Args:
+        context: The forkserver context.
+        number: The rank.
+        job: What all ranks share.
+        live: Print lines when they come, instead of at the end.
+
+    Attributes:
+        report: What the rank sent at its end, or None.
+        failure: None, or (0 if it died without a word and 1 if it raised, monotonic seconds, text).
+    """
+
+    def __init__(self, context: BaseContext, number: int, job: _rank_process.Job, live: bool) -> None:
+        self.number = number
+        self.report: tuple | None = None
+        self.failure: tuple[int, float, str] | None = None
+        self._live = live
+        self._printed = b""
+        self._stderr = b""
+        self._notebook, notebook = context.Pipe()
+        self._output, output = context.Pipe(duplex=False)
+        self._errors, errors = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_rank_process.main, args=(number, job, notebook, output, errors)
+        )
+        self.process.start()
+        for end in (notebook, output, errors):
+            end.close()  # the rank holds the only copy, so its end is seen here
+        self._open = [self._output, self._errors]
+        for end in self._open:
+            os.set_blocking(end.fileno(), False)
+
+    def sources(self) -> list[object]:
+        """Return what to wait for."""
+        return [self._notebook, *self._open, self.process.sentinel]
+
+    def receive(self) -> None:
+        """Take in whatever has come."""
+        ended = bool(
+            wait([self.process.sentinel], 0)
+        )  # asked first: a report sent before the end is not lost
+        try:
+            if self._notebook.poll():
+                self.report = self._notebook.recv()
+        except (EOFError, OSError):
+            self.process.join(_REAP_S)
+            ended = True
+        self._drain()
+        if self.report and self.report[0] == "failed":
+            self.failure = (1, self.report[1], self.report[2])
+        elif ended and not self.report:
+            self.report = ("died",)
+            code = self.process.exitcode
+            # An abort can be the answer of a library to a lost peer. Nothing else ends a rank from within
+            # without a report, so it comes before whatever the peers say about lost connections.
+            order = 1 if code == -signal.SIGABRT else 0
+            self.failure = (order, time.monotonic(), f"its process {_ending(code)}")
+
+    def dismiss(self) -> None:
+        """Let the rank leave."""
+        with suppress(OSError):
+            self._notebook.send(None)
+
+    def kill(self) -> None:
+        """End the rank and whatever it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def finish(self) -> str:
+        """Wait for the end, close the pipes and return the lines not yet printed."""
+        self.process.join(_END_S)
+        self._drain()
+        for end in (self._notebook, self._output, self._errors):
+            end.close()
+        if self.process.exitcode is not None:
+            self.process.close()
+        return self._marked(self._printed)
+
+    def ask_for_stack(self) -> None:
+        """Ask for the Python stacks of the rank's threads."""
+        self._drain()
+        self._asked_at = len(self._stderr)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def read_stack(self, deadline: float) -> str:
+        """Return what came after `ask_for_stack`, empty if the rank does not answer by the deadline."""
+        patience = max(0.0, deadline - time.monotonic())
+        while self._errors in self._open and wait([self._errors], patience):
+            self._drain()
+            patience = _QUIET_S
+        return self._stderr[self._asked_at :].decode(errors="replace")
+
+    def stderr(self) -> str:
+        """Return what the rank wrote to standard error, C++ log lines included."""
+        return self._stderr.decode(errors="replace")
+
+    def _drain(self) -> None:
+        """Read the pipes until they are empty."""
+        self._printed += self._read(self._output)
+        self._stderr += self._read(self._errors)
+        if self._live:
+            whole, newline, self._printed = self._printed.rpartition(b"\n")
+            print(self._marked(whole + newline), end="", flush=True)
+
+    def _read(self, pipe: Connection) -> bytes:
+        chunks = []
+        with suppress(BlockingIOError):
+            while pipe in self._open:
+                chunks.append(os.read(pipe.fileno(), 1 << 16))
+                if not chunks[-1]:
+                    self._open.remove(pipe)
+        return b"".join(chunks)
+
+    def _marked(self, text: bytes) -> str:
+        if not text:
+            return ""
+        lines = text.decode(errors="replace").removesuffix("\n").split("\n")
+        return "".join(f"[rank {self.number}] {line}\n" for line in lines)
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+    return f"exited with code {code} before the function returned"

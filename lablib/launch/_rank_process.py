@@ -1,0 +1,142 @@
+"""The inside of one rank: join the process group, call the function, send back one report.
+
+A rank is forked from a server process that holds torch and nothing of lablib (see `ranks`), so this module
+is imported afresh by every rank and an edited lablib is always the one that runs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import linecache
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from lablib.launch._rank_pickle import pickle_result
+
+#: True in a rank, so that `run_ranks` can refuse to start ranks of ranks.
+inside_rank = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one call have in common.
+
+    Attributes:
+        call: The function and its arguments, pickled.
+        world_size: Number of ranks.
+        backend: What `init_process_group` takes.
+        threads: Threads of each rank's CPU kernels.
+        timeout: Seconds after which the notebook gives up.
+        environ: The whole environment of a rank, rendezvous variables excluded.
+        meeting: Path of the file through which the ranks find each other.
+        gpus: GPUs that the ranks can see.
+        cells: Text of notebook cells by the file name in their code objects.
+    """
+
+    call: bytes
+    world_size: int
+    backend: str
+    threads: int
+    timeout: float
+    environ: dict[str, str]
+    meeting: str
+    gpus: int
+    cells: dict[str, list[str]]
+
+
+def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: Connection) -> None:
+    """Run one rank from its first line to its last.
+
+    The report is ("returned", bytes) or ("failed", monotonic seconds, text).
+
+    Args:
+        rank: This rank.
+        job: What all ranks share.
+        notebook: Takes the report; answers with the permission to leave.
+        output: The write end of the pipe for what the rank prints.
+        errors: The same for standard error, and for stacks when the notebook asks for them.
+    """
+    gc.freeze()  # what the server loaded is never garbage, and is not worth copying to find out
+    gc.enable()
+    _leave_the_notebook()
+    _redirect(output, errors)
+    _set_environment(rank, job)
+    try:
+        fn, args = cloudpickle.loads(job.call)
+        # The notebook's own timeout must strike first: it says where every rank stands, c10d's does not.
+        limit = timedelta(seconds=2 * job.timeout + 60)
+        store = dist.FileStore(job.meeting, job.world_size)
+        dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=limit)
+        report = ("returned", pickle_result(fn(*args)))
+    except BaseException as error:
+        failed_at = time.monotonic()  # before formatting, which takes longer for some than for others
+        below = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        notebook.send(("failed", failed_at, text))
+        os._exit(1)  # destructors of process groups can wait for peers
+    sys.stdout.flush()
+    notebook.send(report)
+    # A rank that closes its connections early would look to a slower peer like a failure.
+    notebook.recv()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_the_notebook() -> None:
+    """Become a process group of its own that ends when the notebook ends."""
+    global inside_rank
+    inside_rank = True
+    # Jupyter and Ctrl-C interrupt a whole process group; ranks are ended by the notebook instead.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=follow, daemon=True, name="follow-the-notebook").start()
+
+
+def _redirect(output: Connection, errors: Connection) -> None:
+    """Send prints to one pipe and everything else, C++ log lines included, to another."""
+    for descriptor in (1, 2):
+        os.dup2(errors.fileno(), descriptor)
+    text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout = open(output.fileno(), **text)  # noqa: SIM115 (open until the rank ends)
+    sys.stderr = open(2, **text)  # noqa: SIM115
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+
+
+def _set_environment(rank: int, job: Job) -> None:
+    """Give the rank the notebook's environment, the variables that torchrun would set, and its GPU."""
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        OMP_NUM_THREADS=str(job.threads),
+    )
+    torch.set_num_threads(job.threads)
+    if job.gpus:
+        torch.cuda.set_device(rank % job.gpus)  # the first touch of CUDA: the server has made none
+    for name, lines in job.cells.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

@@ -1,0 +1,59 @@
+"""The server that ranks are forked from: a process that has loaded torch and done nothing with it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, util
+from multiprocessing.context import BaseContext
+
+# torch._dynamo is what the first optimizer of a process loads; in the server it is loaded once.
+_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "torch._dynamo"]
+
+_one_at_a_time = threading.Lock()
+
+
+def ensure_server(context: BaseContext) -> None:
+    """Start the server if there is none; garbage collection would be a quarter of its loading time.
+
+    The ranks turn collection on again.
+    """
+    context.set_forkserver_preload(_PRELOAD)
+    spawn = util.spawnv_passfds
+
+    def without_collection(path: bytes, args: list[str], fds: list[int]) -> int:
+        if "forkserver" in args[-1]:
+            args = [*args[:-1], f"import gc; gc.disable(); {args[-1]}"]
+        return spawn(path, args, fds)
+
+    util.spawnv_passfds = without_collection
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off an interrupt until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def no_main_module() -> Iterator[None]:
+    """Hide the main script, which multiprocessing would otherwise run again in every rank."""
+    with _one_at_a_time:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

@@ -1,0 +1,195 @@
+"""Step time of data parallelism, measured: computation alone, communication alone, and both together.
+
+The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and
+nothing else. Every step is one forward and one backward pass; the optimizer does the same with or without
+other ranks and is left out.
+
+Chapter: book/02_data_parallelism.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lablib.launch.ranks import run_ranks
+from lablib.toys.ddp import BucketedDDP, OverlappedDDP
+
+#: What is timed, in the order of one round.
+MODES = ("compute", "communication", "after backward", "overlapped")
+
+
+def stack(width: int, layers: int = 4) -> nn.Sequential:
+    """Return `layers` square linear layers with ReLU between, layers * width * (width + 1) parameters.
+
+    Args:
+        width: Inputs and outputs of every layer.
+        layers: Number of layers.
+    """
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*parts[:-1])
+
+
+def step_times(
+    *,
+    widths: Sequence[int],
+    tokens: Sequence[int],
+    ranks: Sequence[int],
+    modes: Sequence[str] = MODES,
+    repeats: int = 5,
+    bucket_bytes: int = 4 * 2**20,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Time one training step in every mode, for every model size, batch and number of ranks.
+
+    The modes take turns within each round, so that a slow moment of the machine hits all of them.
+    A time is that of the slowest rank, since no rank can go on before it.
+
+    Args:
+        widths: Sizes of the layers.
+        tokens: Tokens per rank and step.
+        ranks: Numbers of ranks; with one rank only "compute" is timed.
+        modes: Which of `MODES` to time: forward and backward without other ranks; gradients that are there
+            already, copied into one bucket and reduced; the step whose one bucket leaves after backward; the
+            step whose buckets leave during backward.
+        repeats: Rounds that count; one more round warms up.
+        bucket_bytes: Size of the buckets of the overlapped mode.
+        device: "cpu", or "cuda" where every rank has a GPU.
+
+    Returns:
+        One dictionary per sample: ranks, params, grad_bytes (of one gradient), tokens, mode, repeat, seconds.
+
+    Raises:
+        ValueError: If a list is empty, a number in it is not positive, or a mode is unknown.
+    """
+    if unknown := sorted(set(modes) - set(MODES)):
+        raise ValueError(f"modes={unknown} are unknown; use {', '.join(MODES)}")
+    for name, values in (("widths", widths), ("tokens", tokens), ("ranks", ranks), ("repeats", [repeats])):
+        if not values or min(values) < 1:
+            raise ValueError(f"{name}={list(values)} needs at least one number, all of them positive")
+    samples = []
+    for n in ranks:
+        by_rank = run_ranks(
+            _time_all, n, tuple(widths), tuple(tokens), tuple(modes), repeats, bucket_bytes, device
+        )
+        for same_sample in zip(*by_rank, strict=True):
+            slowest = max(sample["seconds"] for sample in same_sample)
+            samples.append({**same_sample[0], "seconds": slowest})
+    return samples
+
+
+def _time_all(
+    widths: tuple[int, ...],
+    tokens: tuple[int, ...],
+    modes: tuple[str, ...],
+    repeats: int,
+    bucket_bytes: int,
+    device: str,
+) -> list[dict[str, Any]]:
+    return [
+        sample
+        for width in widths
+        for count in tokens
+        for sample in _time_one(width, count, modes, repeats, bucket_bytes, device)
+    ]
+
+
+def _time_one(
+    width: int, tokens: int, modes: tuple[str, ...], repeats: int, bucket_bytes: int, device: str
+) -> list[dict[str, Any]]:
+    x = torch.randn(tokens, width, device=device)
+    steps: dict[str, Callable[[], None]] = {"compute": _step(stack(width).to(device), x)}
+    params = sum(p.numel() for p in stack(width).parameters())
+    if dist.get_world_size() > 1:
+        after = BucketedDDP(stack(width).to(device), first_bytes=2**40)
+        over = OverlappedDDP(stack(width).to(device), first_bytes=2**18, bucket_bytes=bucket_bytes)
+        steps["communication"] = _exchange(after, [torch.ones_like(p) for p in after.params])
+        steps["after backward"] = _step(after, x)
+        steps["overlapped"] = _step(over, x)
+    fixed = {"ranks": dist.get_world_size(), "params": params, "grad_bytes": 4, "tokens": tokens}
+    samples = []
+    for repeat in range(-1, repeats):  # round -1 warms up
+        for mode in (mode for mode in modes if mode in steps):
+            seconds = _seconds(steps[mode], device)
+            if repeat >= 0:
+                samples.append({**fixed, "mode": mode, "repeat": repeat, "seconds": seconds})
+    return samples
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        # Gradients stay where they are: freeing and faulting in megabytes would be timed as communication.
+        model.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        if hasattr(model, "sync"):
+            model.sync()
+
+    return step
+
+
+def _exchange(model: BucketedDDP, gradients: list[torch.Tensor]) -> Callable[[], None]:
+    def exchange() -> None:
+        for p, gradient in zip(model.params, gradients, strict=True):
+            p.grad = gradient
+        model.sync()
+
+    return exchange
+
+
+def _seconds(step: Callable[[], None], device: str) -> float:
+    dist.barrier()  # all ranks start together; a late start would count as communication
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def medians(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per number of ranks, model size and batch, with the median seconds of every mode.
+
+    Args:
+        samples: As `step_times` returns them, or those of a record.
+    """
+    groups: dict[tuple[int, int, int, int], dict[str, list[float]]] = {}
+    for sample in samples:
+        key = (sample["ranks"], sample["params"], sample["tokens"], sample["grad_bytes"])
+        groups.setdefault(key, {}).setdefault(sample["mode"], []).append(sample["seconds"])
+    names = ("ranks", "params", "tokens", "grad_bytes")
+    return [
+        dict(zip(names, key, strict=True)) | {mode: median(seconds) for mode, seconds in modes.items()}
+        for key, modes in sorted(groups.items())
+    ]
+
+
+def trace_spans(timeline: Sequence[tuple[str, int, float]]) -> list[tuple[str, str, float, float, str]]:
+    """Turn the timeline of a toy DDP into bars: lane, role, start and end in milliseconds, label.
+
+    Backward is cut where a gradient became ready; a bucket is on the link from its launch, or from the end
+    of the bucket before it, until it is reduced.
+
+    Args:
+        timeline: `model.timeline` after a step, (event, message, seconds); it begins when forward returned.
+    """
+    origin = timeline[0][2]
+    at = {(event, message): 1e3 * (seconds - origin) for event, message, seconds in timeline}
+    # Of a bucket's gradients the last one stays in `at`: it is the one that counts.
+    ready = {message: end for (event, message), end in at.items() if event == "gradient"}
+    bars, start = [], 0.0
+    for message, end in sorted(ready.items(), key=lambda item: item[1]):
+        bars.append(("backward", "backward", start, end, str(message)))
+        start = end
+    if not ready:
+        bars.append(("backward", "backward", 0.0, at["sync", 0], ""))
+    free = 0.0
+    for message in sorted(message for event, message in at if event == "launch"):
+        start, free = max(at["launch", message], free), at["reduced", message]
+        bars.append(("all-reduce", "communication", start, max(start, free), str(message)))
+    return bars

@@ -1,0 +1,141 @@
+"""Ranks from a live Jupyter kernel: how fast they start, and that failures are told right every time."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jupyter_client import KernelManager
+from jupyter_client.manager import start_new_kernel
+
+from tests.bench.harness import Result, median
+
+KERNELS = 3  # the first call can be measured once in each
+AGAIN = 20
+FAILURES = 20
+
+SETUP = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+torch.nn.Linear(256, 256)(torch.ones(256, 256)).sum().backward()
+
+def work():
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    return t.item()
+
+def timed():
+    start = time.perf_counter()
+    assert run_ranks(work, 4) == [4.0] * 4
+    return time.perf_counter() - start
+
+def fail(bad):
+    if dist.get_rank() == bad:
+        raise KeyError("lost")  # text of the cell
+    dist.barrier()
+
+def named(turn):
+    try:
+        run_ranks(fail, 4, turn % 4)
+    except RankError as error:
+        return error.rank == turn % 4 and "# text of the cell" in str(error)
+
+def hang():
+    if dist.get_rank() == 1:
+        signal.pause()
+    dist.barrier()
+
+def late():
+    start = time.perf_counter()
+    try:
+        run_ranks(hang, 4, timeout=1)
+    except RankTimeout as error:
+        assert "signal.pause()" in error.standing[1] and "dist.barrier()" in error.standing[3]
+        return time.perf_counter() - start - 1
+
+def stay():
+    print("pid", os.getpid())
+    signal.pause()
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+"""
+
+
+class Kernel:
+    """A Jupyter kernel that evaluates expressions."""
+
+    def __init__(self, manager: KernelManager, client: object) -> None:
+        self.manager = manager
+        self.client = client
+
+    def run(self, code: str) -> None:
+        """Execute code; what it raises is raised here."""
+        reply = self.client.execute_interactive(code, timeout=120, output_hook=lambda _: None)["content"]
+        if reply["status"] != "ok":
+            raise RuntimeError("\n".join(reply["traceback"]))
+
+    def value(self, expression: str) -> object:
+        """Evaluate an expression to a Python literal."""
+        reply = self.client.execute_interactive(
+            "", user_expressions={"it": expression}, timeout=120, output_hook=lambda _: None
+        )["content"]["user_expressions"]["it"]
+        if reply["status"] != "ok":
+            raise RuntimeError(f"{reply['ename']}: {reply['evalue']}")
+        return ast.literal_eval(reply["data"]["text/plain"])
+
+    def interrupted(self, code: str, lines: int) -> list[str]:
+        """Execute code, interrupt it after so many printed lines, and return them."""
+        printed = ""
+
+        def listen(message: dict) -> None:
+            nonlocal printed
+            if message["msg_type"] == "stream":
+                printed += message["content"]["text"]
+                if printed.count("\n") == lines:
+                    self.manager.interrupt_kernel()
+
+        reply = self.client.execute_interactive(code, timeout=120, output_hook=listen)["content"]
+        assert reply["ename"] == "KeyboardInterrupt", reply
+        return printed.splitlines()
+
+
+@contextmanager
+def kernel() -> Iterator[Kernel]:
+    """Start a Jupyter kernel in which torch is loaded and has run a backward pass."""
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        it = Kernel(manager, client)
+        it.run(SETUP)
+        yield it
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def results() -> list[Result]:
+    """Measure what the course promises of ranks from a notebook."""
+    first, again, named, late, left = [], [], [], [], []
+    for _ in range(KERNELS):
+        with kernel() as it:
+            first.append(it.value("timed()"))
+            again += [it.value("timed()") for _ in range(AGAIN)]
+            if not named:
+                named = [bool(it.value(f"named({turn})")) for turn in range(FAILURES)]
+            late.append(it.value("late()"))
+            pids = [int(line.split()[-1]) for line in it.interrupted("run_ranks(stay, 4, live=True)", 4)]
+            left.append(it.value(f"sum(map(alive, {pids}))"))
+    return [
+        Result("four ranks, first call in a kernel", median(first), 3.0, "s", samples={"ours": first}),
+        Result("four ranks, every later call", median(again), 0.25, "s", samples={"ours": again}),
+        Result("first failing rank named, with its cell", sum(named), FAILURES, "of 20", more_is_better=True),
+        Result("hung rank reported, after its timeout", median(late), 1.0, "s", samples={"ours": late}),
+        Result("processes left after an interrupt", sum(left), 0, "", samples={"ours": left}),
+    ]

@@ -1,0 +1,69 @@
+"""Predictions lock once measured; records are whole, dated and never made by accident."""
+
+import json
+
+import pytest
+
+from lablib.launch import experiments
+from lablib.launch.experiments import Predictions, recorded, run_or_replay, write_json
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
+    monkeypatch.setattr(experiments, "repository_root", lambda: tmp_path)
+    monkeypatch.delenv("LABLIB_RECORD", raising=False)
+
+
+def test_a_prediction_can_change_until_it_is_measured(capsys):
+    lab = Predictions("00_test")
+    lab.predict("bytes", 10, "B")
+    assert lab.predict("bytes", 16, "B") == 16
+    assert lab.compare("bytes", 32) == 2
+    assert lab.predict("bytes", 32, "B") == 16
+    assert "locked at 16 B" in capsys.readouterr().out
+
+
+def test_measuring_without_predicting_is_refused():
+    with pytest.raises(ValueError, match="predict before you measure"):
+        Predictions("00_test").compare("time", 1.0)
+
+
+def test_predictions_are_on_disk_before_the_run(tmp_path):
+    Predictions("00_test").predict("step", 1.5, "ms")
+    saved = json.loads((tmp_path / "mine" / "00_test-predictions.json").read_text())
+    assert saved["predictions"]["step"]["value"] == 1.5
+    assert saved["predictions"]["step"]["measured"] is None
+
+
+def test_the_table_shows_what_is_not_yet_measured():
+    lab = Predictions("00_test")
+    lab.predict("a", 2, "B")
+    lab.predict("b", 4, "B")
+    lab.compare("b", 2)
+    assert "-" in lab.table().splitlines()[1]
+    assert "0.500" in lab.table().splitlines()[2]
+
+
+def test_nothing_is_recorded_unless_the_runner_asks(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not yet recorded"):
+        run_or_replay("speed", lambda: pytest.fail("measured without being asked"))
+    assert not (tmp_path / "labs").exists()
+
+
+def test_a_record_carries_machine_commit_and_every_sample(monkeypatch):
+    monkeypatch.setenv("LABLIB_RECORD", "1")
+    made = run_or_replay("speed", lambda: [{"ms": 1.0}, {"ms": 2.0}])
+    monkeypatch.delenv("LABLIB_RECORD")
+    assert run_or_replay("speed", lambda: pytest.fail("replay must not measure")) == made
+    assert made.samples == [{"ms": 1.0}, {"ms": 2.0}]
+    assert {"cpu", "cpus", "gpus", "python", "torch"} <= set(made.machine)
+    assert recorded("nothing") is None
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    path = write_json(tmp_path / "x.json", {"old": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"new": object()})
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert [p.name for p in tmp_path.glob(".*")] == []
