@@ -1,0 +1,1 @@
+"""Each mechanism spelled out with torch.distributed collectives, to be read."""

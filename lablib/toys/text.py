@@ -1,0 +1,133 @@
+"""Real English with no download: the language reference that ships inside Python, as bytes.
+
+A token is a byte, so the vocabulary is 256 and every text of every language works.
+Any other text takes the place of the reference through `path`.
+
+Shapes: B windows, T = S + 1 tokens each: S inputs, and the same moved by one as targets.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB = 256
+
+
+def text(path: str | Path | None = None) -> str:
+    """Return the training text: a file's, or by default Python's own language reference (about 0.7 MB).
+
+    The reference differs a little between Python versions; within one it is the same on every machine.
+
+    Args:
+        path: A UTF-8 file, or None.
+
+    Raises:
+        ValueError: If the file is missing, is not UTF-8, or is empty.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as UTF-8 text: {error}") from error
+    if not content:
+        raise ValueError(f"{path} is empty: give a file with text in it")
+    return content
+
+
+def tokens(content: str | None = None) -> Tensor:
+    """Return a text as byte-level tokens, int64, one for each byte of its UTF-8 form.
+
+    Args:
+        content: The text; `text()` if None.
+    """
+    encoded = (text() if content is None else content).encode()
+    return torch.tensor(list(encoded), dtype=torch.int64)
+
+
+def decode(tokens_T: Tensor) -> str:
+    """Return the text of byte-level tokens; bytes that are no UTF-8, as at a window's edge, become a mark.
+
+    Args:
+        tokens_T: Token ids, 0 to 255.
+    """
+    return bytes(tokens_T.tolist()).decode(errors="replace")
+
+
+def windows(tokens: Tensor, seq: int) -> Tensor:
+    """Return the text cut into consecutive windows, `windows_NT`: a map-style dataset for a sampler.
+
+    Each window begins with the last token of the one before, so that every token is a target once.
+
+    Args:
+        tokens: All tokens, 1-D.
+        seq: Inputs in a window, S; a rest shorter than a window is dropped.
+
+    Raises:
+        ValueError: If `seq` is below 1 or the text is too short for one window.
+    """
+    _check(tokens, seq)
+    return tokens.unfold(0, seq + 1, seq).contiguous()
+
+
+def sample_windows(tokens: Tensor, *, count: int, seq: int, generator: torch.Generator) -> Tensor:
+    """Return windows that begin anywhere in the text, `windows_BT`.
+
+    Args:
+        tokens: All tokens, 1-D.
+        count: How many windows, B.
+        seq: Inputs in a window, S.
+        generator: Decides where they begin.
+
+    Raises:
+        ValueError: If `count` or `seq` is below 1 or the text is too short for one window.
+    """
+    _check(tokens, seq)
+    if count < 1:
+        raise ValueError(f"{count} windows: ask for at least 1")
+    starts = torch.randint(tokens.numel() - seq, (count, 1), generator=generator)
+    return tokens[starts + torch.arange(seq + 1)]
+
+
+def batches(tokens: Tensor, *, batch: int, seq: int, seed: int) -> Iterator[Tensor]:
+    """Return an endless stream of batches `windows_BT`; the same seed gives the same stream.
+
+    Every rank that uses the same seed sees the same batches: splitting them over ranks is a sampler's work.
+
+    Args:
+        tokens: All tokens, 1-D.
+        batch: Windows in a batch, B.
+        seq: Inputs in a window, S.
+        seed: Of the stream.
+
+    Raises:
+        ValueError: If `batch` or `seq` is below 1 or the text is too short for one window.
+    """
+    _check(tokens, seq)
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be at least 1")
+    generator = torch.Generator().manual_seed(seed)
+
+    def stream() -> Iterator[Tensor]:
+        while True:
+            yield sample_windows(tokens, count=batch, seq=seq, generator=generator)
+
+    # The checks above run when the stream is made, not when its first batch is asked for.
+    return stream()
+
+
+def _check(tokens: Tensor, seq: int) -> None:
+    if seq < 1:
+        raise ValueError(f"seq={seq} must be at least 1")
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens must have one dim, not shape {tuple(tokens.shape)}")
+    if tokens.numel() < seq + 1:
+        raise ValueError(f"a window of seq={seq} needs {seq + 1} tokens, the text has {tokens.numel()}")
