@@ -1,0 +1,1 @@
+"""The checks behind the exercises, one module a rung."""

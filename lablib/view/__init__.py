@@ -1,0 +1,1 @@
+"""Figures: they take numbers and compute nothing."""

@@ -1,0 +1,87 @@
+"""Every check passes two right answers, reports the stub, and catches each planted defect."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from lablib.checks.report import Verdict, Wrong, check
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNGS = sorted(path.stem for path in (ROOT / "lablib" / "checks").glob("rung*.py"))
+
+
+def _load(rung: str):
+    checks = importlib.import_module(f"lablib.checks.{rung}")
+    names = [name for name, value in vars(checks).items() if getattr(value, "is_check", False)]
+    return checks, names
+
+
+def _solutions(rung: str):
+    spec = importlib.util.spec_from_file_location(f"solutions_{rung}", ROOT / "labs/solutions" / f"{rung}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _defects(rung: str):
+    spec = importlib.util.spec_from_file_location(f"defects_{rung}", ROOT / "tests" / f"defects_{rung}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECKS = [(rung, name) for rung in RUNGS for name in _load(rung)[1]]
+DEFECTS = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).DEFECTS.get(name, [])))]
+
+
+def test_every_rung_has_checks():
+    assert {rung for rung, _ in CHECKS} == set(RUNGS)
+    assert {"rung01", "rung02"} <= set(RUNGS)
+
+
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_at_least_three_planted_defects(rung, name):
+    assert len(_defects(rung).DEFECTS[name]) >= 3
+
+
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_the_solution_passes(rung, name):
+    assert getattr(_load(rung)[0], name)(getattr(_solutions(rung), name)).status == "passed"
+
+
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_a_second_differently_written_solution_passes(rung, name):
+    assert getattr(_load(rung)[0], name)(_defects(rung).SECOND_SOLUTIONS[name]).status == "passed"
+
+
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_the_untouched_stub_is_not_attempted(rung, name):
+    def stub(*args, **kwargs):
+        raise NotImplementedError
+
+    assert getattr(_load(rung)[0], name)(stub).status == "not attempted"
+
+
+@pytest.mark.parametrize(("rung", "name", "i"), DEFECTS)
+def test_a_planted_defect_is_caught_with_a_sentence(rung, name, i):
+    defect = _defects(rung).DEFECTS[name][i]
+    verdict = getattr(_load(rung)[0], name)(defect)
+    assert verdict.status == "wrong", f"{name} accepts the defect {defect.__name__}"
+    # A defect runs: what the learner reads is about the idea, not a traceback or a dump of tensors.
+    assert "Your answer stopped with" not in verdict.message, verdict.message
+    assert "tensor(" not in verdict.message
+    assert verdict.message.strip().endswith(".")
+    assert len(verdict.message) < 400
+
+
+def test_a_check_reports_an_exception_of_the_answer(capsys):
+    @check
+    def doubled(answer):
+        if answer(2) != 4:
+            raise Wrong("Two times two is four.")
+
+    assert doubled(lambda x: 2 * x) == Verdict("doubled", "passed", "")
+    assert doubled(lambda x: x).message == "Two times two is four."
+    assert "ZeroDivisionError" in doubled(lambda x: x / 0).message
+    assert "doubled: passed." in capsys.readouterr().out

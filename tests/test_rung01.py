@@ -1,0 +1,112 @@
+"""Rung 01: its checks hold for every draw, agree with lablib's tables, and its figures draw what they are given."""
+
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from lablib.calc.recipes import recipe
+from lablib.calc.zero import zero_state_bytes
+from lablib.checks import rung01
+from lablib.view.memory import capacity_curve, curves, stacked_bars
+from lablib.view.parallelism import parallelism_map
+from lablib.view.scaling import cost_curves, speedup_curves
+from lablib.view.style import themed_svg
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import defects_rung01  # noqa: E402
+
+CASES = [(name, defect) for name, defects in defects_rung01.DEFECTS.items() for defect in defects]
+
+
+@pytest.mark.parametrize("name", defects_rung01.SECOND_SOLUTIONS)
+def test_right_answers_pass_whatever_is_drawn(name):
+    answer = defects_rung01.SECOND_SOLUTIONS[name]
+    assert {getattr(rung01, name)(answer, seed).status for seed in range(12)} == {"passed"}
+
+
+@pytest.mark.parametrize(("name", "defect"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_defect_is_caught_whatever_is_drawn(name, defect):
+    assert {getattr(rung01, name)(defect, seed).status for seed in range(12)} == {"wrong"}
+
+
+def test_a_check_says_its_seed_and_what_it_drew(capsys):
+    rung01.run_memory(defects_rung01.second_run_memory, 7)
+    printed = capsys.readouterr().out
+    assert "drawing cases with seed 7" in printed
+    assert printed.count("layers, hidden") == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "gradients", "master"),
+    [
+        ("fp32", "fp32", ("fp32",), False),
+        ("mixed-bf16", "bf16", ("bf16",), True),
+        ("mixed-bf16-fp32-grads", "bf16", ("fp32",), True),
+        ("mixed-bf16-fp32-accum", "bf16", ("bf16", "fp32"), True),
+        ("pure-bf16-fp32-moments", "bf16", ("bf16",), False),
+    ],
+)
+@pytest.mark.parametrize("optimizer", rung01.MOMENT_BYTES)
+def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master, optimizer):
+    counted = defects_rung01.second_bytes_per_parameter(weights, gradients, master, optimizer)
+    assert counted == recipe(name).bytes_per_param(optimizer)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_exercise_shards_as_zero_does(stage):
+    params, gpus = 13_015_864_320, 4
+    strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
+    gigabytes, _ = defects_rung01.second_fits(params, gpus, 80, strategy)
+    assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
+
+
+FIGURES = {
+    "stacked_bars": lambda: stacked_bars(
+        {"a": {"weights": 2, "optimizer": 12}, "b": {"weights": 4}},
+        xlabel="GB",
+        limit=8,
+        limit_label="one card",
+    ),
+    "curves": lambda: curves(
+        [1, 2, 4],
+        {"plain": ([1, 4, 16], "activations"), "fused": ([1, 2, 4], "activations")},
+        xlabel="tokens",
+        ylabel="MB",
+        points={"measured": ([2], [4], "activations")},
+        level=(8, "one card"),
+    ),
+    "capacity_curve": lambda: capacity_curve(
+        [20, 80], {"AdamW": ([1.25, 5], "weights")}, {"one card": (80, 5)}
+    ),
+    "speedup_curves": lambda: speedup_curves([1, 2, 4], {"f = 10%": [1, 1.8, 3.1]}),
+    "cost_curves": lambda: cost_curves([1e9, 1e12], {"20 tokens": [0.01, 1e4]}, {"a model": (1e11, 100)}),
+    "parallelism_map": parallelism_map,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_in_the_house_style(name):
+    fig = FIGURES[name]()
+    svg = themed_svg(fig, "what is drawn")
+    assert fig.get_figwidth() <= 5.2
+    assert "currentColor" in svg
+    # Text drawn in black would vanish in the dark theme.
+    assert "fill: #000000" not in svg
+    plt.close(fig)
+
+
+def test_bars_show_every_term_and_its_sum():
+    fig = stacked_bars({"a": {"weights": 2, "gradients": 2, "optimizer": 12}}, xlabel="bytes")
+    (ax,) = fig.axes
+    assert [bar.get_width() for bar in ax.patches] == [2, 2, 12]
+    assert [text.get_text() for text in ax.texts] == ["16"]
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == [
+        "weights",
+        "gradients",
+        "optimizer state",
+    ]
+    plt.close(fig)
