@@ -1,0 +1,220 @@
+"""The checks of rung 02: all-reduce by hand, buckets, the bottleneck of DDP, faults from their symptoms.
+
+Chapter: book/02_data_parallelism.md
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+from lablib.calc.comm import ring_all_reduce_bytes
+from lablib.calc.overlap import bucket_sizes
+from lablib.checks.bottleneck import RECORDING, ddp_bottleneck
+from lablib.checks.report import Wrong, check, close
+from lablib.launch.ranks import run_ranks
+from lablib.toys.ddp_failures import DIAGNOSES, Chart, diagnosis, train
+
+#: What the lab and the tests use from here; the check of the bottleneck has its own module.
+__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets"]
+
+Send = Callable[[int, int, Sequence[float]], list[float]]
+
+
+# --- all-reduce by hand ------------------------------------------------------------------------------------
+
+
+@check
+def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
+    """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
+    for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5)):
+        # Powers of ten: the digits of every sum say which ranks are in it.
+        gradients = [[float(10**rank * (k + 1)) for k in range(length)] for rank in range(ranks)]
+        sent, got = _over_the_wire(answer, gradients)
+        _judge_result(got, gradients)
+        _judge_traffic(sent, ranks, length)
+        _judge_wire(answer, gradients)
+    return "Each rank sends 12 numbers where the obvious way sends 24 from rank 0."
+
+
+def _over_the_wire(
+    answer: Callable[..., list[list[float]]], gradients: list[list[float]]
+) -> tuple[list[int], list[list[float]]]:
+    sent = [0] * len(gradients)
+
+    def send(source: int, target: int, numbers: Sequence[float]) -> list[float]:
+        if source == target:
+            raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
+        sent[source] += len(numbers)
+        return list(numbers)
+
+    return sent, answer([list(row) for row in gradients], send)
+
+
+def _judge_result(got: object, gradients: list[list[float]]) -> None:
+    ranks, length = len(gradients), len(gradients[0])
+    if not isinstance(got, list) or [len(row) for row in got] != [length] * ranks:
+        raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
+    total = [sum(column) for column in zip(*gradients, strict=True)]
+    if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
+        return
+    if all(close(value, s) for row in got for value, s in zip(row, total, strict=True)):
+        raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
+    finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
+    divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
+    if all(any(row) and not all(row) for row in finished):
+        if any(
+            v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)
+        ):
+            raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
+        raise Wrong(
+            "Each rank has only its own chunk finished: that is a reduce-scatter, the all-gather is missing."
+        )
+    if any(all(row) for row in finished) and not all(all(row) for row in finished):
+        raise Wrong(
+            "Some ranks have the mean and others do not: the replicas would drift apart from here on."
+        )
+    for column, value in enumerate(got[0]):
+        absent = _absent_ranks(value, column, ranks)
+        if absent:
+            names = " and ".join(map(str, absent))
+            raise Wrong(
+                f"Rank {names} is missing from element {column}: n - 1 steps bring a chunk past every rank."
+            )
+    if len({tuple(row) for row in got}) > 1:
+        raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
+    raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
+
+
+def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
+    """Read from the digits which ranks are not in the sum; none if it is no plain sum."""
+    for divisor in (1, ranks, ranks - 1):
+        digits = round(value * divisor / (column + 1), 6)
+        text = f"{int(digits):0{ranks}d}"
+        if digits == int(digits) and len(text) == ranks and set(text) == {"0", "1"}:
+            return [rank for rank in range(ranks) if text[ranks - 1 - rank] == "0"]
+    return []
+
+
+def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
+    least = round(ring_all_reduce_bytes(length, ranks))
+    if all(count == least for count in sent):
+        return
+    if max(sent) > least and min(sent) < max(sent):
+        busiest = sent.index(max(sent))
+        raise Wrong(
+            f"The mean is right, but rank {busiest} sends {max(sent)} numbers and the least is {least}: one rank's "
+            f"link is the bottleneck. Let every rank finish one chunk instead."
+        )
+    if min(sent) > least:
+        raise Wrong(
+            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
+            f"gradient, not all of it."
+        )
+    raise Wrong(
+        f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent."
+    )
+
+
+def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
+    """Deliver zeros: an answer that really uses what arrives can no longer be right."""
+    got = answer([list(row) for row in gradients], lambda source, target, numbers: [0.0] * len(numbers))
+    means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
+    if got and all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
+        raise Wrong("The answer reads other ranks' gradients directly: use only what `send` returns.")
+
+
+# --- buckets -----------------------------------------------------------------------------------------------
+
+
+@check
+def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
+    """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
+    dice = random.Random(seed)
+    cases = [([8, 8, 8, 8, 8], 8, 16), ([4, 4, 40, 4, 4, 4], 4, 12)]
+    cases += [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
+    for sizes, first, cap in cases:
+        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        if got != truth:
+            _explain_buckets(got, truth, sizes, first, cap)
+    return f"{len(cases)} models cut as DDP cuts them."
+
+
+def _explain_buckets(
+    got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int
+) -> None:
+    case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
+    flat = [index for bucket in got for index in bucket]
+    if sorted(flat) != sorted(set(flat)):
+        raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
+    if missing := sorted(set(range(len(sizes))) - set(flat)):
+        raise Wrong(
+            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged. "
+            f"The last bucket leaves half full ({case})."
+        )
+    if flat == sorted(flat) and len(flat) > 1:
+        raise Wrong(
+            f"Backward makes the last layer's gradient first: in registration order the first bucket is ready "
+            f"only at the end of backward, and nothing overlaps ({case})."
+        )
+    if not all(got):
+        raise Wrong(f"An empty bucket costs a message and carries nothing ({case}).")
+    if len(got) == 1 < len(truth):
+        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
+    if all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth):
+        raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
+    if got == bucket_sizes(sizes, first=cap, cap=cap):
+        raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
+    if got == bucket_sizes(sizes, first=first, cap=first):
+        raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
+    raise Wrong(
+        f"A bucket takes gradients until it holds at least its limit, and closes then, even if it is now above it "
+        f"({case})."
+    )
+
+
+# --- faults from their symptoms ----------------------------------------------------------------------------
+
+_WITNESSES = {
+    "healthy": "nothing is wrong with this run: replicas equal, samples distinct over ranks, a new order in every "
+    "epoch, and the gradient norm of one process",
+    "gradients summed instead of averaged": "the gradients were summed: compare the norm of the first step with one "
+    "process, which took the same samples from the same weights",
+    "replicas start from different weights": "the ranks hold different weights before the first step, and DDP never "
+    "compares them again",
+    "same data on every rank": "in each step all ranks take the same samples: collect the indices over ranks and "
+    "count the distinct ones",
+    "set_epoch is missing": "the order of the second epoch is that of the first: compare the indices of two epochs "
+    "on one rank",
+}
+
+
+@functools.cache
+def _ward(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
+    """Run every patient on `ranks` ranks, and the healthy one in a single process."""
+    names = {diagnosis(name): name for name in "ABCDE"}
+    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed)
+    charts = {illness: [results[name] for results in by_rank] for illness, name in names.items()}
+    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed)[0][names["healthy"]]
+
+
+def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
+    return {name: train(name, seed=seed) for name in names}
+
+
+@check
+def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
+    """Judge `diagnose(charts, alone)` on all five patients, with other ranks and seeds than the lab's."""
+    seen = 0
+    for ranks, seed in ((2, 11), (4, 12)):
+        charts, alone = _ward(ranks, seed)
+        for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
+            said = answer(copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+            if said not in DIAGNOSES:
+                raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")
+            if said != illness:
+                raise Wrong(f"You say {said!r} on {ranks} ranks, but {_WITNESSES[illness]}.")
+            seen += 1
+    return f"All {seen} runs diagnosed, on 2 and on 4 ranks."

@@ -1,0 +1,186 @@
+"""Pictures of data parallelism: the ring, what it costs, and when backward hides it.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/02_data_parallelism.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+_LINES = (("communication", "-"), ("forward", "--"), ("gradients", "-."), ("activations", ":"))
+
+
+def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+    """Draw how many ranks' numbers are summed in every chunk, after each step of a ring all-reduce.
+
+    Args:
+        states: Title of the panel to `counts[rank][chunk]`, the number of ranks summed in that chunk.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    ranks = len(next(iter(states.values())))
+    columns = 4
+    fig, axes = figure(height=3.2, nrows=-(-len(states) // columns), ncols=columns, squeeze=False)
+    for ax in axes.flat:
+        ax.axis("off")
+    for ax, (title, counts) in zip(axes.flat, states.items(), strict=False):
+        for rank, row in enumerate(counts):
+            for chunk, count in enumerate(row):
+                done = count == ranks
+                color = COLORS["optimizer"] if done else COLORS["gradients"]
+                alpha = 1.0 if done else 0.2 + 0.5 * (count - 1) / max(ranks - 2, 1)
+                cell = (chunk, ranks - 1 - rank)
+                ax.add_patch(Rectangle(cell, 0.92, 0.92, facecolor=color, alpha=alpha))
+                ax.text(cell[0] + 0.46, cell[1] + 0.44, str(count), ha="center", va="center", fontsize=11)
+        for rank in range(ranks):
+            ax.text(-0.15, ranks - 0.56 - rank, str(rank), ha="right", va="center", fontsize=9)
+        ax.set_title(title, fontsize=9)
+        ax.set_xlim(-0.7, ranks)
+        ax.set_ylim(0, ranks)
+        ax.set_aspect("equal")
+    return fig
+
+
+def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw the time of one all-reduce over the number of ranks, one line per algorithm.
+
+    Args:
+        ranks: Numbers of ranks, ascending.
+        seconds: Name of the algorithm to its seconds at each number of ranks.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.3)
+    for (name, values), (role, dash) in zip(seconds.items(), _LINES, strict=False):
+        ax.plot(ranks, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ticks = ranks[::2]
+    ax.set_xticks(ticks, labels=[f"{n}" for n in ticks])
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("one all-reduce (ms)")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw communication over backward time, over the tokens of one rank, one line per link.
+
+    Args:
+        tokens: Tokens per rank and step, ascending.
+        ratios: Name of the link to the ratio at each number of tokens.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.8)
+    for (name, values), (role, dash) in zip(ratios.items(), _LINES, strict=False):
+        ax.plot(tokens, values, dash, color=COLORS[role], label=name)
+    ax.axhline(1, color=COLORS["neutral"], linewidth=1.2)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
+    ax.text(0.02, 0.05, "all of it can hide", ha="left", va="bottom", fontsize=9, transform=ax.transAxes)
+    ax.set_xlabel("tokens per rank and step")
+    ax.set_ylabel("all-reduce / backward")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *, default: float) -> Figure:
+    """Draw the exposed communication of one step over the bucket size.
+
+    Args:
+        mib: Bucket sizes in MiB, ascending.
+        exposed: Name of the line to exposed seconds at each bucket size.
+        default: The bucket size to mark, in MiB.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.3)
+    for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
+        ax.plot(mib, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
+    ax.axvline(default, color=COLORS["neutral"], linewidth=1.2)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.text(default * 1.15, ax.get_ylim()[1] * 0.8, f"{default:g} MiB", va="top", fontsize=9)
+    ticks = [size for size in (0.1, 1, 10, 100, 1000) if mib[0] <= size <= mib[-1]]
+    ax.set_xticks(ticks, labels=[f"{size:g}" for size in ticks])
+    ax.set_xlabel("bucket size (MiB)")
+    ax.set_ylabel("exposed communication (ms)")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+def step_split(
+    labels: Sequence[str], compute: Sequence[float], exposed: Sequence[float], predicted: Sequence[float]
+) -> Figure:
+    """Draw measured steps as compute plus exposed communication, with a mark where each was predicted.
+
+    Args:
+        labels: One name per step time.
+        compute: Measured seconds without communication.
+        exposed: Measured seconds that communication adds.
+        predicted: Predicted seconds of the whole step.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.34 * len(labels))
+    rows = range(len(labels) - 1, -1, -1)
+    compute_ms, exposed_ms = [1e3 * x for x in compute], [max(1e3 * x, 0) for x in exposed]
+    ax.barh(rows, compute_ms, 0.7, color=COLORS["backward"], label="compute")
+    ax.barh(
+        rows,
+        exposed_ms,
+        0.7,
+        left=compute_ms,
+        color=COLORS["communication"],
+        hatch=HATCHES["communication"],
+        edgecolor="white",
+        label="exposed communication",
+    )
+    ax.plot(
+        [1e3 * x for x in predicted], rows, "D", color=COLORS["neutral"], markersize=6, label="predicted step"
+    )
+    ax.set_yticks(rows, labels=labels)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("one step (ms)")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw training losses over steps; later lines are thinner, so that lines that agree both show.
+
+    Args:
+        losses: Name of the run to its loss at every step.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=2.9)
+    for i, ((name, values), (role, dash)) in enumerate(zip(losses.items(), _LINES, strict=False)):
+        ax.plot(
+            range(1, len(values) + 1),
+            values,
+            dash if i else "-",
+            color=COLORS[role],
+            linewidth=6 if i == 0 else 2,
+            alpha=0.45 if i == 0 else 1,
+            label=name,
+        )
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("loss of the global batch (nats)")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
