@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lablib.calc import comm
 from lablib.calc.comm import (
     amdahl_speedup,
     bus_bandwidth,
     data_parallel_bytes,
-    ddp_step_time,
     efficiency,
     hiding_tokens,
     hybrid_shard_bytes,
@@ -26,6 +24,7 @@ from lablib.calc.comm import (
     ring_reduce_scatter_time,
     speedup,
 )
+from lablib.calc.overlap import DDPStep, ddp_step_time
 from lablib.calc.ring import ring_states
 
 sizes = st.floats(1, 1e13)
@@ -270,6 +269,6 @@ def test_bad_input(call, says: str) -> None:
         call()
 
 
-def _step(**change: object) -> comm.DDPStep:
+def _step(**change: object) -> DDPStep:
     usual = {"compute_forward": 1, "compute_backward": 2, "gradient_bytes": 8, "ranks": 2, "bandwidth": 4}
     return ddp_step_time(**{**usual, **change})

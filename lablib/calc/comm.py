@@ -1,4 +1,4 @@
-"""What communication costs: bytes, seconds, and how much of a step they take.
+"""What communication costs: bytes and seconds of a collective, and when backward can hide it.
 
 Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per
 direction. A message of s bytes takes α + s/W. In a ring of n ranks everybody sends at the same time, so a
@@ -10,9 +10,6 @@ Chapter: book/02_data_parallelism.md. Papers: Thakur et al. 2005, section 4; Pat
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lablib.calc.scaling import amdahl_speedup as amdahl_speedup
 from lablib.calc.scaling import efficiency as efficiency
@@ -29,8 +26,16 @@ _FACTOR = {
 }
 
 
-def _check(ranks: int, **numbers: float) -> None:
-    """Raise ValueError for fewer than one rank, a negative number, or a bandwidth or speed of zero."""
+def check_numbers(ranks: int, **numbers: float) -> None:
+    """Refuse what no link and no job has.
+
+    Args:
+        ranks: Number of ranks, at least 1.
+        **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
+
+    Raises:
+        ValueError: If one of them is not; it names the number.
+    """
     if ranks < 1 or ranks != int(ranks):
         raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
     for name, value in numbers.items():
@@ -46,7 +51,7 @@ def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
         size: S, the bytes each rank starts with.
         ranks: n, at least 1.
     """
-    _check(ranks, size=size)
+    check_numbers(ranks, size=size)
     return size * _FACTOR["reduce_scatter"](ranks)
 
 
@@ -57,7 +62,7 @@ def ring_all_gather_bytes(size: float, ranks: int) -> float:
         size: S, the bytes each rank ends with.
         ranks: n, at least 1.
     """
-    _check(ranks, size=size)
+    check_numbers(ranks, size=size)
     return size * _FACTOR["all_gather"](ranks)
 
 
@@ -83,7 +88,7 @@ def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, laten
         bandwidth: W, as in `ring_all_reduce_time`.
         latency: α, as there.
     """
-    _check(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    check_numbers(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_reduce_scatter_bytes(size, ranks) / bandwidth
 
 
@@ -96,7 +101,7 @@ def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: 
         bandwidth: W, as in `ring_all_reduce_time`.
         latency: α, as there.
     """
-    _check(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    check_numbers(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
 
 
@@ -122,7 +127,7 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
         size: S, the bytes of the whole array.
         seconds: t, measured.
     """
-    _check(1, size=size, seconds=seconds)
+    check_numbers(1, size=size, seconds=seconds)
     return size / seconds
 
 
@@ -143,7 +148,7 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
     """
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
-    _check(ranks)
+    check_numbers(ranks)
     return algorithm_bandwidth(size, seconds) * _FACTOR[collective](ranks)
 
 
@@ -176,99 +181,10 @@ def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
         ranks: n, a multiple of `shard`.
         shard: G, the ranks of one node, over which weights are sharded.
     """
-    _check(ranks, size=size)
+    check_numbers(ranks, size=size)
     if shard < 1 or ranks % shard:
         raise ValueError(f"shard={shard} does not divide ranks={ranks}")
     return ring_all_reduce_bytes(size / shard, ranks // shard)
-
-
-@dataclass(frozen=True)
-class DDPStep:
-    """Where the time of one DDP step goes; all in seconds.
-
-    Attributes:
-        compute: Forward, backward and optimizer, all micro-batches.
-        communication: How long the link is busy with gradients.
-        hidden: The part of it during backward.
-        exposed: The part of it after backward, which the step waits for.
-        ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
-        step: compute + exposed.
-    """
-
-    compute: float
-    communication: float
-    hidden: float
-    exposed: float
-    ideal_exposed: float
-    step: float
-
-
-def ddp_step_time(
-    *,
-    compute_forward: float,
-    compute_backward: float,
-    gradient_bytes: float,
-    ranks: int,
-    bandwidth: float,
-    latency: float = 0.0,
-    buckets: int | Sequence[float] = 1,
-    overlap: bool = True,
-    micro_batches: int = 1,
-    optimizer: float = 0.0,
-) -> DDPStep:
-    """Return the step time of DDP: the buckets leave one after the other while backward still runs.
-
-    Bucket k is ready when backward has made its share of all bytes, and starts when the link is free:
-    start_k = max(ready_k, end_(k-1)), end_k = start_k + T_all_reduce(bucket k). With m equal buckets and α = 0
-    the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
-
-    Args:
-        compute_forward: Seconds of one micro-batch's forward pass.
-        compute_backward: Seconds of one micro-batch's backward pass.
-        gradient_bytes: Bytes of all gradients, as they are sent.
-        ranks: n, at least 1.
-        bandwidth: W, what one rank sends in bytes per second, per direction.
-        latency: α, seconds per message.
-        buckets: How many of equal size, or the bytes of each in the order of sending.
-        overlap: False sends nothing before the end of backward.
-        micro_batches: Accumulated in each step; all but the last inside `no_sync`.
-        optimizer: Seconds of the optimizer step.
-
-    Raises:
-        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
-    """
-    _check(
-        ranks,
-        compute_forward=compute_forward,
-        compute_backward=compute_backward,
-        gradient_bytes=gradient_bytes,
-        optimizer=optimizer,
-    )
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
-    if isinstance(buckets, int):
-        if buckets < 1:
-            raise ValueError(f"buckets={buckets} must be at least 1")
-        buckets = [gradient_bytes / buckets] * buckets
-    if abs(sum(buckets) - gradient_bytes) > 1e-9 * gradient_bytes:
-        raise ValueError(f"the buckets hold {sum(buckets):g} bytes, but gradient_bytes={gradient_bytes:g}")
-    made, end, communication = 0.0, 0.0, 0.0
-    for size in buckets:
-        made += size
-        share = made / gradient_bytes if overlap and gradient_bytes else 1.0
-        seconds = ring_all_reduce_time(size, ranks, bandwidth=bandwidth, latency=latency)
-        end = max(end, share * compute_backward) + seconds
-        communication += seconds
-    exposed = max(0.0, end - compute_backward)
-    compute = micro_batches * (compute_forward + compute_backward) + optimizer
-    return DDPStep(
-        compute=compute,
-        communication=communication,
-        hidden=communication - exposed,
-        exposed=exposed,
-        ideal_exposed=max(0.0, communication - compute_backward),
-        step=compute + exposed,
-    )
 
 
 def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradient: float = 2) -> float:
@@ -284,5 +200,5 @@ def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradi
         bandwidth: W, what one rank sends in bytes per second, per direction.
         bytes_per_gradient: g, 2 for bf16, 4 for fp32.
     """
-    _check(ranks, flops=flops, bandwidth=bandwidth, bytes_per_gradient=bytes_per_gradient)
+    check_numbers(ranks, flops=flops, bandwidth=bandwidth, bytes_per_gradient=bytes_per_gradient)
     return bytes_per_gradient / 2 * (ranks - 1) / ranks * flops / bandwidth

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lablib.calc.comm import ring_all_reduce_time
+from lablib.calc.comm import check_numbers, ring_all_reduce_time
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,96 @@ def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
         backward: Seconds of the whole backward pass.
     """
     return max([transfer.end for transfer in transfers], default=backward) - backward
+
+
+@dataclass(frozen=True)
+class DDPStep:
+    """Where the time of one DDP step goes; all in seconds.
+
+    Attributes:
+        compute: Forward, backward and optimizer, all micro-batches.
+        communication: How long the link is busy with gradients.
+        hidden: The part of it during backward.
+        exposed: The part of it after backward, which the step waits for.
+        ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
+        step: compute + exposed.
+    """
+
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    ideal_exposed: float
+    step: float
+
+
+def ddp_step_time(
+    *,
+    compute_forward: float,
+    compute_backward: float,
+    gradient_bytes: float,
+    ranks: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    buckets: int | Sequence[float] = 1,
+    overlap: bool = True,
+    micro_batches: int = 1,
+    optimizer: float = 0.0,
+) -> DDPStep:
+    """Return the step time of DDP: the buckets leave one after the other while backward still runs.
+
+    Bucket k is ready when backward has made its share of all bytes, and starts when the link is free:
+    start_k = max(ready_k, end_(k-1)), end_k = start_k + T_all_reduce(bucket k). With m equal buckets and α = 0
+    the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
+
+    Args:
+        compute_forward: Seconds of one micro-batch's forward pass.
+        compute_backward: Seconds of one micro-batch's backward pass.
+        gradient_bytes: Bytes of all gradients, as they are sent.
+        ranks: n, at least 1.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        latency: α, seconds per message.
+        buckets: How many of equal size, or the bytes of each in the order of sending.
+        overlap: False sends nothing before the end of backward.
+        micro_batches: Accumulated in each step; all but the last inside `no_sync`.
+        optimizer: Seconds of the optimizer step.
+
+    Raises:
+        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
+    """
+    check_numbers(
+        ranks,
+        compute_forward=compute_forward,
+        compute_backward=compute_backward,
+        gradient_bytes=gradient_bytes,
+        optimizer=optimizer,
+    )
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if isinstance(buckets, int):
+        if buckets < 1:
+            raise ValueError(f"buckets={buckets} must be at least 1")
+        buckets = [gradient_bytes / buckets] * buckets
+    if abs(sum(buckets) - gradient_bytes) > 1e-9 * gradient_bytes:
+        raise ValueError(f"the buckets hold {sum(buckets):g} bytes, but gradient_bytes={gradient_bytes:g}")
+    # A list of buckets in the order of sending is a list of gradients, registered the other way round.
+    transfers = backward_transfers(
+        list(reversed(buckets)),
+        [[index] for index in reversed(range(len(buckets)))],
+        backward=compute_backward,
+        ranks=ranks,
+        bandwidth=bandwidth,
+        latency=latency,
+        overlap=overlap,
+    )
+    communication = sum(transfer.end - transfer.start for transfer in transfers)
+    exposed = exposed_time(transfers, backward=compute_backward)
+    compute = micro_batches * (compute_forward + compute_backward) + optimizer
+    return DDPStep(
+        compute=compute,
+        communication=communication,
+        hidden=communication - exposed,
+        exposed=exposed,
+        ideal_exposed=max(0.0, communication - compute_backward),
+        step=compute + exposed,
+    )
