@@ -283,20 +283,6 @@ def test_the_calculators_load_only_the_standard_library():
     assert done.stdout.strip() == "['lablib']"
 
 
-def test_list_models_is_what_the_command_shows():
-    from lablib.cli.models import list_models
-
-    rows = list_models(None)
-    assert [row["name"] for row in rows] == preset_names()
-    assert {row["family"] for row in list_models("gemma2")} == {"gemma2"}
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["llama-3-8b"]["params"] == 8_030_261_248
-    assert by_name["mixtral-8x7b"]["active_params"] == 12_879_925_248
-    json.dumps(rows)
-    with pytest.raises(ValueError, match="unknown family 'bert'"):
-        list_models("bert")
-
-
 def test_no_preset_repeats_another():
     table = Path(__file__).parent.parent / "lablib" / "calc" / "presets.py"
     assert all(table.read_text().count(f'"{name}":') == 1 for name in preset_names())
