@@ -46,6 +46,10 @@ def gave_fp32_a_master_copy(weights, gradients, master, optimizer):
     return second_bytes_per_parameter(weights, gradients, True, optimizer)
 
 
+def no_master_copy_beside_fp32(weights, gradients, master, optimizer):
+    return second_bytes_per_parameter(weights, gradients, master and weights != "fp32", optimizer)
+
+
 # --- fits ---------------------------------------------------------------------------------------------
 
 
@@ -94,6 +98,18 @@ def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
 def pooled_the_cards(params, gpus, capacity_gib, strategy):
     gigabytes, _ = second_fits(params, gpus, capacity_gib, strategy)
     return gigabytes, gigabytes * 1e9 <= gpus * capacity_gib * 2**30
+
+
+def answered_in_bytes(params, gpus, capacity_gib, strategy):
+    gigabytes, verdict = second_fits(params, gpus, capacity_gib, strategy)
+    return gigabytes * 1e9, verdict
+
+
+def tensor_splits_the_weights_only(params, gpus, capacity_gib, strategy):
+    if strategy != "tensor":
+        return second_fits(params, gpus, capacity_gib, strategy)
+    gigabytes = params * (14 + 2 / gpus) / 1e9
+    return gigabytes, gigabytes * 1e9 <= capacity_gib * 2**30
 
 
 # --- block_activations --------------------------------------------------------------------------------
@@ -149,6 +165,23 @@ def recomputation_keeps_everything(seq, batch, hidden, heads, attention, recompu
     return second_block_activations(seq, batch, hidden, heads, attention, "none")
 
 
+def recomputation_keeps_its_working_set(seq, batch, hidden, heads, attention, recompute):
+    block = second_block_activations(seq, batch, hidden, heads, attention, "none")
+    return block + 2 * seq * batch * hidden if recompute == "full" else block
+
+
+def forgot_the_masks(seq, batch, hidden, heads, attention, recompute):
+    if recompute == "full":
+        return 2 * seq * batch * hidden
+    scores = 4 * heads * seq * seq * batch if attention == "plain" else 0
+    return 32 * seq * batch * hidden + scores
+
+
+def scores_outside_the_bracket(seq, batch, hidden, heads, attention, recompute):
+    block = second_block_activations(seq, batch, hidden, heads, "fused", recompute)
+    return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
+
+
 # --- run_memory ---------------------------------------------------------------------------------------
 
 
@@ -197,6 +230,29 @@ def run_for_one_sequence(config, optimizer, seq, batch):
     return second_run_memory(config, optimizer, seq, 1)
 
 
+def run_with_scores(config, optimizer, seq, batch):
+    block = second_block_activations(seq, batch, config.hidden, config.num_heads, "plain", "none")
+    return second_run_memory(config, optimizer, seq, batch) | {"activations": block * config.num_layers}
+
+
+def run_without_masks(config, optimizer, seq, batch):
+    memory = second_run_memory(config, optimizer, seq, batch)
+    return memory | {"activations": 32 * seq * batch * config.hidden * config.num_layers}
+
+
+def run_in_gb(config, optimizer, seq, batch):
+    return {term: size / 1e9 for term, size in second_run_memory(config, optimizer, seq, batch).items()}
+
+
+def run_summed_up(config, optimizer, seq, batch):
+    return sum(second_run_memory(config, optimizer, seq, batch).values())
+
+
+def run_with_the_whole_report(config, optimizer, seq, batch):
+    memory = second_run_memory(config, optimizer, seq, batch)
+    return memory | {"weights": 2 * count_params(config)}
+
+
 SECOND_SOLUTIONS = {
     "bytes_per_parameter": second_bytes_per_parameter,
     "fits": second_fits,
@@ -212,6 +268,7 @@ DEFECTS = {
         always_two_fp32_moments,
         forgot_the_scales,
         gave_fp32_a_master_copy,
+        no_master_copy_beside_fp32,
     ],
     "fits": [
         eight_bytes_of_optimizer,
@@ -221,6 +278,8 @@ DEFECTS = {
         ddp_divides_too,
         swapped_stages_one_and_two,
         pooled_the_cards,
+        answered_in_bytes,
+        tensor_splits_the_weights_only,
     ],
     "block_activations": [
         counted_values_not_bytes,
@@ -231,6 +290,9 @@ DEFECTS = {
         masks_of_two_bytes,
         recomputation_keeps_nothing,
         recomputation_keeps_everything,
+        recomputation_keeps_its_working_set,
+        forgot_the_masks,
+        scores_outside_the_bracket,
     ],
     "run_memory": [
         run_without_master,
@@ -239,5 +301,10 @@ DEFECTS = {
         run_without_embeddings,
         run_without_gradients,
         run_for_one_sequence,
+        run_with_scores,
+        run_without_masks,
+        run_in_gb,
+        run_summed_up,
+        run_with_the_whole_report,
     ],
 }

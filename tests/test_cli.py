@@ -41,6 +41,12 @@ def test_memory_prints_every_term_and_the_verdict() -> None:
     assert "H100 SXM holds 80 GiB (85.9 GB): fits, 26.9 GB left" in out
 
 
+def test_memory_says_when_it_assumes_the_longest_sequence() -> None:
+    _, out, _ = rung("memory", "llama-3.2-1b")
+    assert "131,072 tokens, the model's longest, because --seq was not given" in out
+    assert "--seq was not given" not in rung("memory", "llama-3.2-1b", "--seq", "131072")[1]
+
+
 def test_memory_says_by_how_much_it_does_not_fit() -> None:
     code, out, _ = rung("memory", "llama-3-8b", "--seq", "8192", "--gpu", "h100")
     over = -training_memory("llama-3-8b", seq=8192).headroom("h100")

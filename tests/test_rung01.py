@@ -33,6 +33,36 @@ def test_a_defect_is_caught_whatever_is_drawn(name, defect):
     assert {getattr(rung01, name)(defect, seed).status for seed in range(12)} == {"wrong"}
 
 
+#: Slips that newcomers made, and the words that the sentence about them must have.
+SENTENCES = {
+    "no_master_copy_beside_fp32": "also beside fp32 weights",
+    "forgot_the_master_copy": "costs 4 bytes beside the working weights",
+    "answered_in_bytes": "The number is in bytes",
+    "tensor_splits_the_weights_only": "its gradient and its optimizer state",
+    "recomputation_keeps_its_working_set": "exists only during backward",
+    "forgot_the_masks": "A dropout mask is kept too",
+    "scores_outside_the_bracket": "s b h multiplies",
+    "no_scores": "an s by s matrix for every head",
+    "run_with_scores": "does not keep the scores",
+    "run_without_masks": "A dropout mask is kept too",
+    "run_in_gb": "Return bytes, not GB",
+    "run_summed_up": "Return a dictionary",
+    "run_with_the_whole_report": "count_params(config).total",
+}
+
+
+@pytest.mark.parametrize("slip", SENTENCES)
+def test_a_slip_gets_the_sentence_about_its_own_idea(slip):
+    name, defect = next((name, defect) for name, defect in CASES if defect.__name__ == slip)
+    for seed in range(12):
+        assert SENTENCES[slip] in getattr(rung01, name)(defect, seed).message
+
+
+def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
+    verdict = rung01.run_memory(lambda config, optimizer, seq, batch: seq + "tokens")
+    assert (verdict.status, "stopped with TypeError" in verdict.message) == ("wrong", True)
+
+
 def test_a_check_says_its_seed_and_what_it_drew(capsys):
     rung01.run_memory(defects_rung01.second_run_memory, 7)
     printed = capsys.readouterr().out

@@ -3,7 +3,7 @@
 The kinds differ in what they cut, and that decides what must travel:
 data parallelism sends gradients, tensor and sequence parallelism activations inside every layer,
 pipeline parallelism activations between stages, context parallelism keys and values,
-expert parallelism the tokens themselves.
+expert parallelism the tokens themselves. Context and expert ranks also sum gradients of what they hold alike.
 
 All counts are bytes sent by one rank in one optimizer step, with bandwidth-optimal (ring) collectives.
 
@@ -25,7 +25,7 @@ class Traffic:
 
     Attributes:
         bytes_sent: Bytes.
-        messages: Collectives, or sends for a pipeline.
+        messages: Collectives, or sends for a pipeline; each is one message, whatever its size.
         collective: What they are, as text.
     """
 

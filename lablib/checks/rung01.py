@@ -58,9 +58,12 @@ def _probe_bytes(
 ) -> None:
     """Change one choice at a time: the difference says which idea is wrong, whatever else is."""
     w, g, m, o = weights, gradients, master, optimizer
+    half = "bf16" if w == "fp32" else w
     differences = [
-        ((w, g, True, o), (w, g, False, o), 4,
+        ((half, g, True, o), (half, g, False, o), 4,
          "An fp32 master copy costs 4 bytes beside the working weights, and where there is none it costs 0."),
+        (("fp32", g, True, o), ("fp32", g, False, o), 4,
+         "Count the master copy whenever `master` is True, also beside fp32 weights."),
         ((w, ("fp32",), m, o), (w, ("bf16",), m, o), 2,
          "Backward fills a gradient for every parameter before the optimizer steps, in the gradients' dtype."),
         ((w, ("bf16", "fp32"), m, o), (w, ("bf16",), m, o), 4,
@@ -119,19 +122,22 @@ def _judge_fit(
     case = f"{params / 1e9:.1f}B parameters, {strategy} on {gpus} GPUs of {capacity_gib} GiB"
     if not close(gigabytes, needed / 1e9):
         replicated, divided = 16 * params / 1e9, 16 * params / gpus / 1e9
-        slips = [(needed / 2**30, "GB is 1e9 bytes, and this number is in GiB, 2**30 bytes")]
+        slips = [
+            (needed / 2**30, "GB is 1e9 bytes, and this number is in GiB, 2**30 bytes"),
+            (needed, "The number is in bytes, and the answer is asked in GB, 1e9 bytes"),
+        ]
         if strategy == "ddp":
-            slips.append(
-                (divided, "Plain data parallelism replicates: more ranks do not shrink a rank's states")
-            )
+            idea = "Plain data parallelism replicates: more ranks do not shrink a rank's states"
+            slips.append((divided, idea))
         else:
             slips.append((replicated, "This strategy divides something by the number of ranks"))
-            slips.append(
-                (divided, "This stage does not shard everything: ask what each rank still holds whole")
-            )
-        for stage in ("zero-1", "zero-2"):
-            other = _bytes_per_gpu(params, gpus, stage) / 1e9
-            slips.append((other, "Stages shard in this order: optimizer state, then gradients, then weights"))
+            idea = "This stage does not shard everything: ask what each rank still holds whole"
+            slips.append((divided, idea))
+        order = "Stages shard in this order: optimizer state, then gradients, then weights"
+        if strategy == "tensor":
+            order = "Tensor parallelism splits a matrix, and with it its gradient and its optimizer state"
+        for split in (12, 14, 2, 4):  # bytes divided: stage 1, stage 2, weights alone, weights and gradients
+            slips.append((params * (16 - split + split / gpus) / 1e9, order))
         sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12}[strategy]
         without_master = params * (12 - sharded + sharded / gpus) / 1e9
         slips.append((without_master, "AdamW's state in mixed precision is 12 bytes: the master copy too"))
@@ -170,6 +176,7 @@ def _wrong_activations(
 ) -> None:
     case = f"s={s}, b={b}, h={h}, a={a}, attention {attention}, recompute {recompute}"
     linear, scores = 34 * s * b * h, 5 * a * s * s * b
+    mask = "A dropout mask is kept too, 1 byte a value"
     two_byte_mask = (linear + 2 * s * b * h, "A dropout mask has 1 byte a value, not 2")
     slips = [
         (truth / 2, "The count looks like values, not bytes: a bf16 value has 2 bytes"),
@@ -178,16 +185,29 @@ def _wrong_activations(
     if recompute == "full":
         kept = "With full recomputation only the block's input survives the forward pass"
         nothing = "Full recomputation still keeps something: the block's input, to start again from"
+        block_input = 2 * s * b * h
+        working = "Count what survives the forward pass; the working set exists only during backward"
         slips += [(0, nothing), (linear, kept), (linear + scores, kept)]
+        slips += [(block_input + linear, working), (block_input + linear + scores, working)]
     elif attention == "plain":
+        # Without its factor the term is too small for the tolerance that separates the other slips.
+        if close(float(given) - linear, scores / (s * b * h), rel=1e-3):
+            raise Wrong(f"The factor s b h multiplies the scores' term 5 a s / h too ({case}).")
+        no_masks = linear - 2 * s * b * h
+        slips += [(no_masks + kept, mask) for kept in (scores, scores * 4 / 5)]
         slips += [
+            (linear + scores * 4 / 5, mask),
             (linear, "Plain attention keeps an s by s matrix for every head: that term is missing"),
             (linear + scores / a, "The scores exist once per head, so their term has a factor a"),
             (linear + scores / s, "The scores are s by s: their term grows with the square of s"),
             (two_byte_mask[0] + scores * 6 / 5, two_byte_mask[1]),
         ]
     else:
-        slips += [(linear + scores, "A fused kernel never writes the s by s scores to memory"), two_byte_mask]
+        slips += [
+            (linear + scores, "A fused kernel never writes the s by s scores to memory"),
+            (linear - 2 * s * b * h, mask),
+            two_byte_mask,
+        ]
     _explain(given, slips, "Walk through the block and list what each operator needs in backward", case)
 
 
@@ -205,8 +225,8 @@ def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str
             positions=4096,
         )
         seq, batch = dice.choice((512, 1024, 2048, 4096)), dice.choice((2, 3, 4, 8))
-        given = answer(config, optimizer, seq, batch)
-        missing = {"weights", "gradients", "optimizer", "activations"} - set(given or ())
+        given = _terms_of(answer, config, optimizer, seq, batch)
+        missing = {"weights", "gradients", "optimizer", "activations"} - set(given)
         if missing:
             raise Wrong(f"Return a dictionary of four kinds of bytes; missing: {', '.join(sorted(missing))}.")
         _judge_run(given, config, optimizer, seq, batch)
@@ -218,24 +238,26 @@ def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str
     return "You can compute the memory of a training run from model size and optimizer choice."
 
 
+def _terms_of(answer: Callable[..., object], *case: object) -> Mapping[str, float]:
+    """Return the learner's dictionary, or raise `Wrong` where it is none."""
+    try:
+        given = answer(*case)
+    except TypeError as error:
+        if "ParamCount" not in str(error):
+            raise
+        raise Wrong("`count_params(config)` is a report; take `count_params(config).total`.") from None
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise Wrong(f"Return a dictionary of weights, gradients, optimizer and activations, and not {kind}.")
+    return given
+
+
 def _gpt(*, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelConfig:
     return ModelConfig(
-        name="drawn",
-        family="gpt2",
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        ffn=4 * hidden,
-        vocab=vocab,
-        max_positions=positions,
-        learned_positions=True,
-        tied=True,
-        norm="layernorm",
-        gated_mlp=False,
-        qkv_bias=True,
-        attn_out_bias=True,
-        mlp_bias=True,
-    )
+        name="drawn", family="gpt2", num_layers=layers, hidden=hidden, num_heads=heads, ffn=4 * hidden, vocab=vocab,
+        max_positions=positions, learned_positions=True, tied=True, norm="layernorm", gated_mlp=False,
+        qkv_bias=True, attn_out_bias=True, mlp_bias=True,
+    )  # fmt: skip
 
 
 def _judge_run(given: Mapping[str, float], config: ModelConfig, optimizer: str, seq: int, batch: int) -> None:
@@ -247,24 +269,25 @@ def _judge_run(given: Mapping[str, float], config: ModelConfig, optimizer: str, 
         ("gradients", "Every trained parameter has a gradient, 2 bytes in bf16"),
     ):
         if not close(given[term], memory.terms[term]):
-            raise Wrong(f"{idea} ({case}).")
+            _explain(given[term], [(memory.terms[term] / 1e9, "Return bytes, not GB")], idea, case)
     # Whole scales against fractions of one: a relative 1e-4 is wider than that, and narrower than any slip.
     if not close(given["optimizer"], memory.optimizer, rel=1e-4):
-        forgot = (
-            memory.optimizer - 4 * params,
-            "The fp32 master copy is missing, 4 bytes for every parameter",
-        )
-        _explain(
-            given["optimizer"], [forgot], "Count this optimizer's own moments, and the master copy", case
-        )
+        forgot = (memory.optimizer - 4 * params, "The fp32 master copy is missing, 4 bytes a parameter")
+        idea = "Count this optimizer's own moments, and the master copy"
+        _explain(given["optimizer"], [forgot], idea, case)
     layer = sum(layer_activations(config, batch=batch, seq=seq, recompute="selective").values())
+    with_scores = sum(layer_activations(config, batch=batch, seq=seq, recompute="none").values())
     truth = config.num_layers * layer
     # A fused kernel's statistics are below this tolerance, so counting them is right too.
     if not close(given["activations"], truth, rel=2e-3):
         slips = [
             (layer, "This is one layer; every layer keeps its own activations"),
+            (
+                config.num_layers * with_scores,
+                "A fused kernel does not keep the scores: leave their term out",
+            ),
+            (truth * 32 / 34, "A dropout mask is kept too, 1 byte a value"),
             (truth / batch, "Every sequence of the micro-batch keeps its own activations"),
         ]
-        _explain(
-            given["activations"], slips, "Blocks keep 34 s b h bytes each when scores are not kept", case
-        )
+        idea = "Blocks keep 34 s b h bytes each when scores are not kept"
+        _explain(given["activations"], slips, idea, case)

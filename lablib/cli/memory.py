@@ -72,6 +72,11 @@ def memory(
         typer.echo(json.dumps(breakdown.as_dict() | _verdict(breakdown, device), indent=1))
     else:
         typer.echo(memory_table(breakdown, device=device, unit=unit, pp=pp))
+        if seq is None:
+            typer.echo(
+                f"\n{breakdown.seq:,} tokens, the model's longest, because --seq was not given:"
+                " add --seq with the length that you train at."
+            )
 
 
 def memory_table(
