@@ -3,7 +3,7 @@
 # --- all_reduce_mean ---------------------------------------------------------------------------------------
 
 
-def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False):
+def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False, first=1):
     n = len(gradients)
     width = len(gradients[0]) // n
     held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
@@ -12,9 +12,9 @@ def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_g
             chunk, right = (rank - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
             held[right][chunk] = [a + b for a, b in zip(held[right][chunk], arriving, strict=True)]
-    for step in range(n - 1 if gather else 0):
+    for step in range((n - 1) * gather if isinstance(gather, bool) else gather(n)):
         for rank in range(n):
-            chunk, right = (rank + 1 - step) % n, (rank + 1) % n
+            chunk, right = (rank + first - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
             old = held[right][chunk]
             held[right][chunk] = (
@@ -38,6 +38,18 @@ def gather_adds(gradients, send):
 
 def one_step_short(gradients, send):
     return _ring(gradients, send, reduce_steps=lambda n: n - 2)
+
+
+def gather_one_step_short(gradients, send):
+    return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
+
+
+def gathers_the_chunk_it_began_with(gradients, send):
+    return _ring(gradients, send, first=0)
+
+
+def one_step_too_many(gradients, send):
+    return _ring(gradients, send, reduce_steps=lambda n: n)
 
 
 def through_rank_0(gradients, send):
@@ -152,6 +164,14 @@ def one_per_gradient(sizes, first, cap):
     return [[index] for index in reversed(range(len(sizes)))]
 
 
+def sizes_for_indices(sizes, first, cap):
+    return [[sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
+
+
+def last_bucket_first(sizes, first, cap):
+    return _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
+
+
 def one_for_all(sizes, first, cap):
     return [list(reversed(range(len(sizes))))]
 
@@ -193,6 +213,16 @@ def sends_the_gradient_once(params, grad_bytes, tokens, ranks, flops, bandwidth)
 def bytes_grow_with_ranks(params, grad_bytes, tokens, ranks, flops, bandwidth):
     sent = 2 * (ranks - 1) * params * grad_bytes
     return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+
+
+def counts_parameters(params, grad_bytes, tokens, ranks, flops, bandwidth):
+    sent = _sent(params, 1, ranks)
+    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+
+
+def waits_for_every_rank_in_turn(params, grad_bytes, tokens, ranks, flops, bandwidth):
+    sent = _sent(params, grad_bytes, ranks)
+    return _answer(sent, ranks * sent / bandwidth, 4 * params * tokens / flops)
 
 
 def reduce_scatter_only(params, grad_bytes, tokens, ranks, flops, bandwidth):
@@ -351,6 +381,9 @@ DEFECTS = {
         no_all_gather,
         gather_adds,
         one_step_short,
+        gather_one_step_short,
+        gathers_the_chunk_it_began_with,
+        one_step_too_many,
         through_rank_0,
         everyone_to_everyone,
         peeks_at_the_others,
@@ -363,11 +396,15 @@ DEFECTS = {
         loses_the_half_full_bucket,
         closes_before_it_overflows,
         one_per_gradient,
+        sizes_for_indices,
+        last_bucket_first,
         one_for_all,
     ],
     "ddp_bottleneck": [
         sends_the_gradient_once,
         bytes_grow_with_ranks,
+        counts_parameters,
+        waits_for_every_rank_in_turn,
         reduce_scatter_only,
         bandwidth_of_both_directions,
         bits_for_bytes,

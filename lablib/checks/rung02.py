@@ -47,6 +47,8 @@ def _over_the_wire(
     def send(source: int, target: int, numbers: Sequence[float]) -> list[float]:
         if source == target:
             raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
+        if not isinstance(numbers, Sequence):
+            raise Wrong(f"`send` takes a list of numbers, and gets {numbers!r}: send a whole chunk at once.")
         sent[source] += len(numbers)
         return list(numbers)
 
@@ -55,7 +57,8 @@ def _over_the_wire(
 
 def _judge_result(got: object, gradients: list[list[float]]) -> None:
     ranks, length = len(gradients), len(gradients[0])
-    if not isinstance(got, list) or [len(row) for row in got] != [length] * ranks:
+    rows = got if isinstance(got, list) and all(isinstance(row, Sequence) for row in got) else []
+    if [len(row) for row in rows] != [length] * ranks:
         raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
     total = [sum(column) for column in zip(*gradients, strict=True)]
     if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
@@ -69,9 +72,11 @@ def _judge_result(got: object, gradients: list[list[float]]) -> None:
             v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)
         ):
             raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
-        raise Wrong(
-            "Each rank has only its own chunk finished: that is a reduce-scatter, the all-gather is missing."
-        )
+        if all(sum(row) <= length // ranks for row in finished):
+            raise Wrong(
+                "Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing."
+            )
+        raise Wrong("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too.")
     if any(all(row) for row in finished) and not all(all(row) for row in finished):
         raise Wrong(
             "Some ranks have the mean and others do not: the replicas would drift apart from here on."
@@ -79,9 +84,10 @@ def _judge_result(got: object, gradients: list[list[float]]) -> None:
     for column, value in enumerate(got[0]):
         absent = _absent_ranks(value, column, ranks)
         if absent:
-            names = " and ".join(map(str, absent))
+            who = f"Rank {absent[0]} is" if len(absent) == 1 else f"Ranks {', '.join(map(str, absent))} are"
             raise Wrong(
-                f"Rank {names} is missing from element {column}: n - 1 steps bring a chunk past every rank."
+                f"{who} missing from element {column}: n - 1 steps bring a chunk past every rank, and what the "
+                f"all-gather hands round first is the chunk that a rank has finished."
             )
     if len({tuple(row) for row in got}) > 1:
         raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
@@ -108,6 +114,11 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
             f"The mean is right, but rank {busiest} sends {max(sent)} numbers and the least is {least}: one rank's "
             f"link is the bottleneck. Let every rank finish one chunk instead."
         )
+    if least < min(sent) < (ranks - 1) * length:
+        raise Wrong(
+            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: each half takes "
+            f"n - 1 steps of one chunk."
+        )
     if min(sent) > least:
         raise Wrong(
             f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
@@ -133,10 +144,13 @@ def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[f
 def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
     """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
     dice = random.Random(seed)
-    cases = [([8, 8, 8, 8, 8], 8, 16), ([4, 4, 40, 4, 4, 4], 4, 12)]
+    cases = [([8] * 9, 16, 24), ([4, 4, 40, 4, 4, 4], 4, 12)]
     cases += [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
     for sizes, first, cap in cases:
         got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        if not isinstance(got, list) or not all(isinstance(bucket, list | tuple) for bucket in got):
+            raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
+        got = [list(bucket) for bucket in got]
         if got != truth:
             _explain_buckets(got, truth, sizes, first, cap)
     return f"{len(cases)} models cut as DDP cuts them."
@@ -147,6 +161,12 @@ def _explain_buckets(
 ) -> None:
     case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
     flat = [index for bucket in got for index in bucket]
+    if got == [[sizes[index] for index in bucket] for bucket in truth]:
+        raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
+    if sorted(map(sorted, got)) == sorted(map(sorted, truth)):
+        raise Wrong(
+            f"The buckets are right, their order is not: backward makes the last gradient first ({case})."
+        )
     if sorted(flat) != sorted(set(flat)):
         raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
     if missing := sorted(set(range(len(sizes))) - set(flat)):
@@ -170,8 +190,8 @@ def _explain_buckets(
     if got == bucket_sizes(sizes, first=first, cap=first):
         raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
     raise Wrong(
-        f"A bucket takes gradients until it holds at least its limit, and closes then, even if it is now above it "
-        f"({case})."
+        f"A bucket starts at zero, takes gradients until it holds at least its limit, and closes then, even if it "
+        f"is now above it ({case})."
     )
 
 

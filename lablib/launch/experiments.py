@@ -231,7 +231,7 @@ def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Rec
     if record is None:
         raise FileNotFoundError(f"{name} is not yet recorded; `rung labs run` with --record makes it")
     where = ", ".join(record.machine["gpus"]) or f"{record.machine['cpu']}, {record.machine['cpus']} CPUs"
-    print(f"replaying {name}: recorded {record.date[:10]} on {where}, torch {record.machine['torch']}")
+    print(f"replaying {name}, recorded {record.date[:10]}\n  on {where}, torch {record.machine['torch']}")
     return record
 
 

@@ -1,0 +1,55 @@
+"""Worked exercises of rung 05, ZeRO."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def state_bytes(params, ranks, stage):
+    """Weights, gradients and optimizer state of one rank; a shard is rounded up, since padding is held too."""
+    own = -(-params // ranks)
+    return {
+        "weights": 2 * (own if stage >= 3 else params),
+        "gradients": 2 * (own if stage >= 2 else params),
+        "optimizer": 12 * (own if stage >= 1 else params),
+    }
+
+
+def zero2_step(weights, gradient, momentum, lr):
+    """The mean gradient of my shard, my update, everybody's updates."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mine = weights.chunk(n)[rank]
+    mean = torch.empty_like(momentum)
+    dist.reduce_scatter_tensor(mean, gradient / n)  # divided first: a sum could overflow
+    momentum.mul_(0.9).add_(mean)
+    mine.sub_(lr * momentum)
+    dist.all_gather_into_tensor(weights, mine.clone())
+
+
+def zero3_step(layers, x, gather, release, forward, backward, scatter):
+    """Gather before use, release after use, in forward and again in backward."""
+    inputs = []
+    for k in range(layers):
+        weights = gather(k)
+        inputs.append(x)
+        x = forward(k, weights, x)
+        release(k)
+    gradient = [1.0] * len(x)
+    shards = {}
+    for k in reversed(range(layers)):
+        weights = gather(k)
+        gradient, of_weights = backward(k, weights, inputs[k], gradient)
+        release(k)
+        shards[k] = scatter(k, of_weights)
+    return [shards[k] for k in range(layers)]
+
+
+def zero_tradeoffs(params, ranks, micro_batches, budget):
+    """Bytes held and sent in every stage, and the stage that fits and sends least."""
+    own, once = -(-params // ranks), 2 * params * (ranks - 1) / ranks
+    held = [16 * params, 4 * params + 12 * own, 2 * params + 14 * own, 16 * own]
+    # A stage that keeps whole gradients reduces them once a step; one that keeps whole weights gathers them once.
+    sent = [2 * once, 2 * once, (micro_batches + 1) * once, 3 * micro_batches * once]
+    fits = [stage for stage in range(4) if held[stage] <= budget]
+    return {"held": held, "sent": sent, "best": min(fits, key=lambda stage: sent[stage], default=None)}
