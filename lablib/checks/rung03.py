@@ -1,0 +1,260 @@
+"""The checks of rung 03: column- and row-parallel products, heads on ranks, cross-entropy over split logits.
+
+The first two and the last run the answer on two and on three real ranks and look at what autograd and the wire saw.
+
+Chapter: book/03_tensor_parallelism.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lablib.checks.heads import split_qkv
+from lablib.checks.report import Wrong, check
+from lablib.launch.ranks import run_ranks
+from lablib.launch.recorder import record_comms
+
+#: What the lab and the tests use from here; the check of the heads has its own module.
+__all__ = ["column_parallel", "cross_entropy", "row_parallel", "split_qkv"]
+
+DEGREES = (2, 3)
+
+
+def _same(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and torch.allclose(a, b, atol=1e-9, rtol=1e-9)
+
+
+def _on_ranks(work: Callable[..., Any], tp: int, *args: Any) -> list[Any]:
+    """Run on ranks; an untouched stub is no error of a rank."""
+    results = run_ranks(_attempt, tp, work, args, timeout=30)
+    if any(result is None for result in results):
+        raise NotImplementedError
+    return results
+
+
+def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return work(*args)
+    except NotImplementedError:
+        return None
+
+
+def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]
+
+
+# --- one product, split ------------------------------------------------------------------------------------
+
+
+def _linear_on_a_rank(answer: Callable, seed: int, split_input: bool) -> dict[str, Any]:
+    """Run forward and backward and note results, gradients and collectives."""
+    group = dist.group.WORLD
+    x, weight, bias, grad = _problem(seed, group.size())
+    if split_input:
+        x = x.chunk(group.size(), dim=-1)[group.rank()].clone()
+    x, weight, bias = (tensor.requires_grad_() for tensor in (x, weight, bias))
+    with record_comms() as forward:
+        y = answer(x, weight, bias, group)
+    if not isinstance(y, Tensor) or not y.requires_grad:
+        return {"y": None}
+    wanted = grad if y.shape == grad.shape else grad.chunk(group.size(), dim=-1)[group.rank()]
+    if y.shape != wanted.shape:
+        return {"y": y.detach()}
+    with record_comms() as backward:
+        y.backward(wanted)
+    calls = (dict(forward.calls), dict(backward.calls))
+    gradients = {"x": x.grad, "weight": weight.grad, "bias": bias.grad}
+    return {"y": y.detach(), "calls": calls, **gradients}
+
+
+def _problem(seed: int, tp: int) -> list[Tensor]:
+    inputs, outputs = 4 * tp, 6 * tp
+    return _draw(seed, (3, 5, inputs), (outputs, inputs), (outputs,), (3, 5, outputs))
+
+
+def _truth(seed: int, tp: int) -> dict[str, Tensor]:
+    x, weight, bias, grad = _problem(seed, tp)
+    x, weight, bias = (tensor.requires_grad_() for tensor in (x, weight, bias))
+    y = F.linear(x, weight, bias)
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad, "bias": bias.grad, "b": bias.detach()}
+
+
+def _slice(full: Tensor, dim: int, rank: int, tp: int) -> Tensor:
+    return full.chunk(tp, dim=dim)[rank]
+
+
+@check
+def column_parallel(answer: Callable[..., Tensor]) -> str:
+    """Judge `column_parallel(x, weight, bias, group)`: forward, three gradients and the collectives."""
+    for tp in DEGREES:
+        truth, results = _truth(tp, tp), _on_ranks(_linear_on_a_rank, tp, answer, tp, False)
+        for rank, got in enumerate(results):  # forward of all ranks before any backward
+            y = got["y"]
+            mine = _slice(truth["y"], -1, rank, tp)
+            if y is None:
+                raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
+            if _same(y, truth["y"]):
+                raise Wrong(
+                    "Every rank returns all outputs: leave them where they are, the rows want a part."
+                )
+            if y.shape == truth["y"].shape:
+                raise Wrong("Each rank returns a part of a sum: that splits the input. Split the output.")
+            if y.shape != mine.shape:
+                raise Wrong(f"Rank {rank} returns shape {tuple(y.shape)}; it owns {tuple(mine.shape)}.")
+            if not _same(y, mine):
+                raise Wrong(_wrong_columns(y, mine, _slice(truth["b"], 0, rank, tp)))
+        for rank, got in enumerate(results):
+            if not _same(got["x"], truth["x"]):
+                scale = _same(got["x"], tp * truth["x"])
+                raise Wrong(
+                    f"The gradient of x is {tp} times too long: it was summed twice."
+                    if scale
+                    else "Forward is right, but the gradient of x is this rank's part only: x went to all ranks, so "
+                    "its gradient is a sum over them."
+                )
+            _judge_local(got, truth, "weight", 0, rank, tp)
+            _judge_local(got, truth, "bias", 0, rank, tp)
+            if got["calls"] != ({}, {"all_reduce": 1}):
+                raise Wrong(
+                    "Right, but not for the price: nothing in forward and one all-reduce in backward will do."
+                )
+    return "Nothing forward, one all-reduce backward."
+
+
+def _wrong_columns(y: Tensor, mine: Tensor, bias: Tensor) -> str:
+    difference = y - mine
+    if torch.allclose(difference, difference[:1, :1].expand_as(difference)):
+        return "The product is right and the bias is not: each rank adds its own part of the bias, whole."
+    return (
+        "These are not this rank's outputs of the whole product: x enters as it is, and rank r owns the r-th block of "
+        "neighbouring outputs."
+    )
+
+
+def _judge_local(got: dict, truth: dict, name: str, dim: int, rank: int, tp: int) -> None:
+    """The rank's slice has the whole gradient of the slice, and the rest has none."""
+    grad = torch.zeros_like(truth[name]) if got[name] is None else got[name]
+    mine = _slice(grad, dim, rank, tp)
+    rest = grad.abs().sum() - mine.abs().sum()
+    if not _same(mine, _slice(truth[name], dim, rank, tp)) or rest > 1e-9:
+        raise Wrong(
+            f"The gradient of the {name} is wrong: it should be that of this rank's slice, and no other."
+        )
+
+
+@check
+def row_parallel(answer: Callable[..., Tensor]) -> str:
+    """Judge `row_parallel(x_part, weight, bias, group)`: forward, three gradients and the collectives."""
+    for tp in DEGREES:
+        truth = _truth(tp, tp)
+        for rank, got in enumerate(_on_ranks(_linear_on_a_rank, tp, answer, tp, True)):
+            y, whole, bias = got["y"], truth["y"], truth["b"]
+            if y is None:
+                raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
+            if y.shape != whole.shape:
+                raise Wrong(f"Rank {rank} returns shape {tuple(y.shape)}; every rank has all outputs here.")
+            if _same(y, whole + (tp - 1) * bias):
+                raise Wrong(f"The bias counts {tp} times: it belongs to the sum, not to each part.")
+            if _same(y * tp, whole) or _same((y - bias) * tp, whole - bias):
+                raise Wrong("The parts are averaged; they are parts of one sum.")
+            if _same(y, whole - bias):
+                raise Wrong("The bias is missing.")
+            if not got["calls"][0]:
+                raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
+            if not _same(y, whole):
+                raise Wrong(
+                    "The sum is wrong: rank r multiplies its inputs by the r-th block of inputs of the weight."
+                )
+            part = _slice(truth["x"], -1, rank, tp)
+            if _same(got["x"], tp * part):
+                raise Wrong(
+                    f"Forward is right, but the gradient of x is {tp} times too long: backward of the sum sums again, "
+                    f"though every rank already has the whole gradient."
+                )
+            if not _same(got["x"], part):
+                raise Wrong(
+                    "The gradient of x is wrong: backward of a sum hands the gradient to each part as it is."
+                )
+            _judge_local(got, truth, "weight", 1, rank, tp)
+            if not _same(got["bias"], truth["bias"]):
+                raise Wrong(
+                    "The ranks do not find the same gradient of the bias: it is replicated, and its copies would drift."
+                )
+            if got["calls"] != ({"all_reduce": 1}, {}):
+                raise Wrong(
+                    "Right, but not for the price: one all-reduce in forward and nothing in backward."
+                )
+    return "One all-reduce forward, nothing backward."
+
+
+# --- cross-entropy -----------------------------------------------------------------------------------------
+
+_TOKENS, _VOCAB = 7, 41
+
+
+def _scores(tp: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weight = _draw(tp, (_TOKENS, _VOCAB), (_TOKENS,))
+    logits[1] += 2000  # without the shared maximum this overflows
+    logits[2, : _VOCAB // tp] -= 2000  # and here a rank's own maximum is of no use to the others
+    return logits, torch.arange(_TOKENS) * 6 % _VOCAB, weight
+
+
+def _loss_on_a_rank(answer: Callable) -> dict[str, Any]:
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    logits, targets, weight = _scores(tp)
+    first, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
+    mine = logits[:, first:stop].clone().requires_grad_()
+    with record_comms() as log:
+        loss = answer(mine, targets, first, group)
+        if not isinstance(loss, Tensor) or loss.shape != (_TOKENS,) or not loss.requires_grad:
+            return {"loss": None}
+        loss.backward(weight)
+    return {"loss": loss.detach(), "grad": mine.grad, "most": max((e.bytes for e in log.events), default=0)}
+
+
+@check
+def cross_entropy(answer: Callable[..., Tensor]) -> str:
+    """Judge `cross_entropy(logits, targets, first, group)`: losses, gradients, and what crossed the wire."""
+    for tp in DEGREES:
+        logits, targets, weight = _scores(tp)
+        logits.requires_grad_()
+        truth = F.cross_entropy(logits, targets, reduction="none")
+        truth.backward(weight)
+        results = _on_ranks(_loss_on_a_rank, tp, answer)
+        if any(got["loss"] is None for got in results):
+            raise Wrong("Return one loss per token, with a gradient.")
+        if any(got["most"] > 4 * _TOKENS * 8 for got in results):
+            raise Wrong(
+                "The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all."
+            )
+        if any(not got["loss"].isfinite().all() for got in results):
+            raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
+        if any(not _same(got["loss"], results[0]["loss"]) for got in results):
+            raise Wrong(
+                "The ranks have different losses for one token: each piece is a reduction over all ranks."
+            )
+        if not _same(results[0]["loss"], truth.detach()):
+            low = (results[0]["loss"] <= truth + 1e-9).all()
+            raise Wrong(
+                "The loss is too low: the sum of exponentials has only a part of the vocabulary in it."
+                if low
+                else "The loss is wrong: the sum needs one maximum for all ranks, and the target's logit comes from "
+                "the one rank that owns it."
+            )
+        for rank, got in enumerate(results):
+            mine = logits.grad[:, _VOCAB * rank // tp : _VOCAB * (rank + 1) // tp]
+            if not _same(got["grad"], mine):
+                raise Wrong(
+                    "The losses are right and the gradients are not: every rank has the whole gradient of the loss, so "
+                    "backward of each sum hands it on as it is, to softmax minus one at the target."
+                )
+    return "Three numbers per token, and no rank held the full logits."

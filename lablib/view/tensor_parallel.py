@@ -1,0 +1,241 @@
+"""Pictures of tensor parallelism: a product by hand, half a layer in three variants, heads, links and memory.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/03_tensor_parallelism.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+#: One colour per rank; numbers beside them say the same without hue.
+_RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
+_DASHES = ("-", "--", "-.", ":")
+_LINES = ("communication", "forward", "gradients", "activations")
+
+Matrix = Sequence[Sequence[float]]
+
+
+def _matrix(
+    ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequence[str]], top: float = 0
+) -> float:
+    """Draw a matrix with its upper left corner at (x, top) and return its right end."""
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            ax.add_patch(Rectangle((x + j, top - i - 1), 0.94, 0.94, facecolor=colors[i][j], alpha=1.0))
+            ax.text(
+                x + j + 0.47,
+                top - i - 0.53,
+                f"{value:g}",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white",
+            )
+    ax.text(x + len(values[0]) / 2, top + 0.2, name, ha="center", va="bottom", fontsize=9)
+    return x + len(values[0])
+
+
+def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial: Sequence[Matrix]) -> Figure:
+    """Draw a column-parallel product, its inner values and a row-parallel product on the ranks that own them.
+
+    Args:
+        x: The input, which every rank has.
+        up: The first matrix, whose columns are split over the ranks.
+        inner: Output of the activation function.
+        down: The second matrix, whose rows are split.
+        partial: What each rank adds to the result.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    ranks, width = len(partial), len(up[0])
+    owner = [_RANKS[j * ranks // width] for j in range(width)]
+    fig, ax = figure(height=3.1)
+    end = _matrix(ax, 0, x, "x", [[COLORS["idle"]] * len(x[0])] * len(x))
+    end = _matrix(ax, end + 0.7, up, "up", [owner] * len(up))
+    end = _matrix(ax, end + 0.7, inner, "relu(x up)", [owner] * len(inner))
+    _matrix(ax, end + 0.7, down, "down", [[owner[i]] * len(down[0]) for i in range(width)])
+    left = 1.2
+    for rank, values in enumerate(partial):
+        end = _matrix(
+            ax, left, values, f"rank {rank} adds", [[_RANKS[rank]] * len(row) for row in values], -5.6
+        )
+        ax.text(
+            end + 0.35, -5.6 - len(values) / 2, "+" if rank + 1 < ranks else "=", ha="center", va="center"
+        )
+        left = end + 0.8
+    total = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*partial, strict=True)]
+    _matrix(ax, left, total, "one all-reduce", [[COLORS["idle"]] * len(total[0])] * len(total), -5.6)
+    ax.set_xlim(-0.2, len(x[0]) + 2 * width + len(down[0]) + 2.3)
+    ax.set_ylim(-5.8 - len(total), 1.2)
+    ax.set_aspect("equal")
+    ax.axis("off")
+    return fig
+
+
+def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int = 2) -> Figure:
+    """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right.
+
+    Args:
+        variants: Title to its steps, each a name and what it is: "whole" (every rank the same), "tokens" (each
+            rank some tokens), "inner" (each rank some columns) or "communication".
+        ranks: Lanes to draw.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    look = {"whole": COLORS["idle"], "tokens": COLORS["optimizer"], "inner": COLORS["weights"]}
+    fig, axes = figure(height=1.35 * len(variants) + 0.5, nrows=len(variants), squeeze=False)
+    for ax, (title, steps) in zip(axes[:, 0], variants.items(), strict=True):
+        for i, (name, kind) in enumerate(steps):
+            if kind == "communication":
+                box = Rectangle(
+                    (i + 0.08, 0),
+                    0.84,
+                    ranks - 0.1,
+                    facecolor=COLORS["communication"],
+                    edgecolor="white",
+                    hatch=HATCHES["communication"],
+                )
+                ax.add_patch(box)
+                plate = {"facecolor": COLORS["communication"], "edgecolor": "none", "pad": 3.0}
+                middle = (ranks - 0.1) / 2
+                ax.text(
+                    i + 0.5, middle, name, ha="center", va="center", fontsize=9, color="white", bbox=plate
+                )
+                continue
+            for rank in range(ranks):
+                ax.add_patch(Rectangle((i + 0.03, rank), 0.94, 0.9, facecolor=look[kind], alpha=1.0))
+                ax.text(i + 0.5, rank + 0.45, name, ha="center", va="center", fontsize=9, color="white")
+        for rank in range(ranks):
+            ax.text(-0.08, ranks - rank - 0.55, f"{rank}", ha="right", va="center", fontsize=9)
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_xlim(-0.3, len(steps))
+        ax.set_ylim(-0.05, ranks)
+        ax.axis("off")
+    names = {
+        "whole": "the same on every rank",
+        "tokens": "this rank's tokens",
+        "inner": "this rank's columns",
+    }
+    boxes = [Rectangle((0, 0), 1, 1, facecolor=look[kind]) for kind in names]
+    fig.legend(boxes, names.values(), loc="outside lower center", ncols=2)
+    return fig
+
+
+def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Figure:
+    """Draw which query heads and which key and value heads every rank holds, one panel per degree.
+
+    Args:
+        layouts: Title to (query heads, key heads) of each rank.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, axes = figure(height=1.0 * len(layouts) + 0.4, nrows=len(layouts), squeeze=False)
+    for ax, (title, ranks) in zip(axes[:, 0], layouts.items(), strict=True):
+        heads = sum(len(queries) for queries, _ in ranks)
+        at = 0.0
+        for rank, (queries, keys) in enumerate(ranks):
+            width = heads / len(ranks)
+            for row, (name, held, role) in enumerate((("k", keys, "gradients"), ("q", queries, "weights"))):
+                for i, head in enumerate(held):
+                    each = width / len(held)
+                    corner = (at + i * each + 0.04, row)
+                    ax.add_patch(Rectangle(corner, each - 0.08, 0.88, facecolor=COLORS[role], alpha=1.0))
+                    middle = corner[0] + (each - 0.08) / 2
+                    text = f"{name}{head}"
+                    ax.text(middle, row + 0.43, text, ha="center", va="center", fontsize=9, color="white")
+            at += width
+            if rank + 1 < len(ranks):
+                ax.plot([at, at], [-0.1, 2.0], color=COLORS["neutral"], linewidth=1.6)
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_xlim(-0.1, heads + 0.1)
+        ax.set_ylim(-0.15, 2.05)
+        ax.axis("off")
+    return fig
+
+
+def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], *, domain: int) -> Figure:
+    """Draw the share of communication in a layer over the tensor parallel degree, one line per link.
+
+    Args:
+        degrees: Tensor parallel degrees, ascending.
+        shares: Name of the link to communication over the whole layer at each degree.
+        domain: Accelerators that share the fast link, marked.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.4)
+    for (name, values), role, dash in zip(shares.items(), _LINES, _DASHES, strict=False):
+        ax.plot(degrees, [100 * value for value in values], dash, color=COLORS[role], label=name)
+    ax.axvline(domain, color=COLORS["neutral"], linewidth=1.2)
+    ax.text(domain * 1.06, 97, "end of the node", va="top", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
+    ax.set_ylim(0, 100)
+    ax.set_xlabel("tensor parallel degree")
+    ax.set_ylabel("communication in a layer (%)")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+def kept_bars(
+    labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, measured: Sequence[float] = ()
+) -> Figure:
+    """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured.
+
+    Args:
+        labels: One name per bar.
+        parts: Name of the part to its size in every bar.
+        unit: Of the sizes.
+        measured: Measured totals, if there are any.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    roles = ("activations", "weights", "gradients", "optimizer")
+    fig, ax = figure(height=0.9 + 0.32 * len(labels))
+    rows = range(len(labels) - 1, -1, -1)
+    left = [0.0] * len(labels)
+    for (name, values), role in zip(parts.items(), roles, strict=False):
+        ax.barh(
+            rows, values, 0.7, left=left, color=COLORS[role], edgecolor="white", linewidth=0.5, label=name
+        )
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    if measured:
+        ax.plot(measured, rows, "D", color=COLORS["neutral"], markersize=6, label="measured")
+    ax.set_yticks(rows, labels=labels)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(f"kept on one rank ({unit})")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
+    """Draw losses, or differences of losses, over optimizer steps.
+
+    Args:
+        steps: Optimizer steps done.
+        lines: Name to its values.
+        ylabel: What the values are.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.0)
+    for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
+        ax.plot(steps, values, dash, color=COLORS[role], label=name)
+    ax.set_xlabel("optimizer steps")
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
