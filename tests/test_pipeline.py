@@ -1,0 +1,512 @@
+"""The pipeline toy against one process, against torch.distributed.pipelining, and against what it sends.
+
+Comparisons run in float64, in the norms and the loss too, which the model computes in fp32. The pipeline computes what one process computes, micro-batch by micro-batch; only the order
+in which the micro-batches' gradients are added differs, and with it the last bits: about m times 1e-16 of gradients
+that are below 10. A slip in the idea (a micro-batch lost or counted twice, a tied gradient that is not summed) changes a
+gradient by a part of its own size, and the largest of each weight is above 1e-9, which is tested. TOLERANCE lies between.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lablib.calc.schedules import (
+    Action,
+    Schedule,
+    ScheduleError,
+    one_f_one_b,
+    parse_schedule,
+    peak_activations,
+    schedule,
+)
+from lablib.launch.ranks import run_ranks
+from lablib.launch.recorder import record_comms
+from lablib.toys import pipeline
+from lablib.toys.mailbox import Mailbox
+from lablib.toys.pipeline import PipelineExecutor, split_stages
+from lablib.toys.stages import DeferWeights
+from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
+
+TOLERANCE = 1e-12
+NAMES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+FAMILIES = ["gpt2", "llama"]
+
+
+def new_seed() -> int:
+    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
+    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"LABLIB_SEED={seed}")
+    return seed
+
+
+class ExactNorm(RMSNorm):
+    """Llama's norm in float64."""
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x_BSH, self.weight.shape, self.weight, RMSNORM_EPSILON)
+
+
+def exact_loss(logits_BSV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """The model's loss in float64."""
+    return torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def awkward(draw: random.Random, family: str, *, layers: int, tied: bool) -> Transformer:
+    """A small float64 model of odd sizes; the same on every rank that draws the same."""
+    torch.manual_seed(draw.randrange(10**6))
+    heads, head_dim = draw.choice([(1, 6), (3, 2), (3, 6)])
+    config = tiny_config(
+        family,
+        num_layers=layers,
+        hidden=heads * head_dim,
+        num_heads=heads,
+        num_kv_heads=draw.choice([1, heads]) if family == "llama" else heads,
+        ffn=draw.randrange(5, 15, 2),
+        vocab=draw.randrange(11, 31, 2),
+        max_positions=9,
+        tied=tied,
+    )
+    model = Transformer(config).double()
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.__class__ = ExactNorm
+    with torch.no_grad():  # large enough that every gradient can be seen
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def cut(draw: random.Random, total: int, parts: int) -> list[int]:
+    """A random number of layers for every stage; some may get none."""
+    cuts = sorted(draw.randrange(total + 1) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def windows(draw: random.Random, model: Transformer, sizes: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(draw.randrange(10**6))
+    length = draw.randrange(4, 9)
+    return [torch.randint(0, model.config.vocab, (b, length), generator=generator) for b in sizes]
+
+
+def one_process(
+    model: Transformer, microbatches: list[torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a copy of the model, micro-batch by micro-batch."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    total = 0.0
+    for tokens_BT in microbatches:
+        loss = exact_loss(model(tokens_BT[:, :-1]), tokens_BT) * len(tokens_BT) / sum(map(len, microbatches))
+        loss.backward()
+        total += loss.item()
+    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    # A bias of the keys moves all scores of a query alike, and softmax does not see it.
+    seen = {name: g.abs().max() for name, g in grads.items() if g is not None and "k.bias" not in name}
+    assert min(seen.values()) > 1e-9, seen
+    return total, grads
+
+
+def distance(executor: PipelineExecutor, expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient of this rank."""
+    pairs = [
+        (p.grad, expected[name]) for stage in executor.stages.values() for name, p in stage.named_parameters()
+    ]
+    return max(((ours - theirs).abs().max().item() for ours, theirs in pairs), default=0.0)
+
+
+def compare(model: Transformer, plan: Schedule, layers: list[int], microbatches: list[torch.Tensor]) -> dict:
+    """One step of a schedule on this rank, against one process and against the simulator."""
+    model = copy.deepcopy(model)
+    executor = PipelineExecutor(split_stages(model, plan.num_stages, layers), plan, loss=exact_loss)
+    value = executor.step(microbatches)
+    loss, expected = one_process(model, microbatches)
+    rank = dist.get_rank()
+    assert (value is None) == (plan.placement[-1] != rank)
+    assert [event.action for event in executor.events] == plan.actions(rank)
+    assert executor.peak_in_flight == peak_activations(plan)[rank]
+    return {
+        "loss": 0.0 if value is None else abs(value.item() - loss),
+        "gradients": distance(executor, expected),
+    }
+
+
+# Equal to one process
+
+
+def all_schedules(seed: int) -> dict[str, dict]:
+    """Every schedule that this number of ranks can run, each on a model of its own."""
+    draw, p = random.Random(seed), dist.get_world_size()
+    results = {}
+    for turn, name in enumerate(NAMES):
+        m = 2 * p + 1 if name == "dualpipe-v" else draw.choice([1, 3, 5, 7])
+        v = draw.choice([2, 3]) if name == "interleaved" else 1
+        m = p * draw.choice([1, 3]) if name == "interleaved" else m
+        plan = schedule(name, p, m, v)
+        layers = cut(draw, draw.choice([3, 5, 7]), plan.num_stages)
+        family, tied = FAMILIES[turn % 2], draw.random() < 0.5
+        model = awkward(draw, family, layers=sum(layers), tied=tied)
+        microbatches = windows(draw, model, [draw.randrange(1, 4) for _ in range(m)])
+        case = f"{name} p={p} m={m} v={v} layers={layers} {family} tied={tied}"
+        results[case] = compare(model, plan, layers, microbatches)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_schedule_equals_one_process(ranks: int) -> None:
+    for results in run_ranks(all_schedules, ranks, new_seed()):
+        for case, distances in results.items():
+            assert max(distances.values()) < TOLERANCE, (case, distances)
+
+
+def odd_cases(seed: int) -> dict[str, dict]:
+    """What the chapter runs, for both families, tied and not, with uneven layers."""
+    draw, p = random.Random(seed), dist.get_world_size()
+    results = {}
+    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
+        for family in FAMILIES:
+            for tied in (False, True):
+                m = 3 * p if name == "interleaved" else 3
+                plan = schedule(name, p, m, v)
+                layers = [1 + (stage == 1) for stage in range(plan.num_stages)]
+                model = awkward(draw, family, layers=sum(layers), tied=tied)
+                results[f"{name} {family} {tied=} {layers}"] = compare(
+                    model, plan, layers, windows(draw, model, [2] * m)
+                )
+    return results
+
+
+def test_both_families_tied_and_untied() -> None:
+    for results in run_ranks(odd_cases, 2, new_seed()):
+        for case, distances in results.items():
+            assert max(distances.values()) < TOLERANCE, (case, distances)
+
+
+def random_schedule(draw: random.Random, p: int, stages: int, m: int) -> Schedule:
+    """A schedule that nobody would choose: a random order among all that the dependencies allow."""
+    placement = [*range(p), *(draw.randrange(p) for _ in range(stages - p))]
+    draw.shuffle(placement)
+    halves = {(s, k): draw.random() < 0.5 for s in range(stages) for k in range(m)}
+    ranks: list[list[Action]] = [[] for _ in range(p)]
+    ready = [Action("F", 0, k) for k in range(m)]
+    while ready:
+        kind, s, k = action = ready.pop(draw.randrange(len(ready)))
+        ranks[placement[s]].append(action)
+        if kind == "F" and s + 1 < stages:
+            ready.append(Action("F", s + 1, k))
+        elif kind == "F":
+            ready.append(Action("I" if halves[s, k] else "B", s, k))
+        elif kind != "W" and s:
+            ready.append(Action("I" if halves[s - 1, k] else "B", s - 1, k))
+        if kind == "I":
+            ready.append(Action("W", s, k))
+    return Schedule(ranks, m, placement, "random")
+
+
+def random_schedules(seed: int) -> dict[str, dict]:
+    draw, p = random.Random(seed), dist.get_world_size()
+    results = {}
+    for _ in range(4):
+        stages, m = draw.randrange(p, p + 4), draw.randrange(1, 6)
+        plan = random_schedule(draw, p, stages, m)
+        layers = cut(draw, draw.choice([3, 5]), stages)
+        model = awkward(draw, draw.choice(FAMILIES), layers=sum(layers), tied=draw.random() < 0.5)
+        results[str(plan)] = compare(model, plan, layers, windows(draw, model, [2] * m))
+    return results
+
+
+def test_any_valid_order_runs() -> None:
+    for results in run_ranks(random_schedules, 3, new_seed()):
+        for case, distances in results.items():
+            assert max(distances.values()) < TOLERANCE, (case, distances)
+
+
+def several_steps(seed: int, name: str) -> dict[str, float]:
+    """Two steps that accumulate; SGD; one more. Copies of a tied weight drawn differently are made equal."""
+    draw = random.Random(seed)
+    p = dist.get_world_size()
+    plan = schedule(name, p, 3)
+    model = awkward(draw, "gpt2", layers=p + 1, tied=True)
+    batches = [windows(draw, model, [2, 1, 3]) for _ in range(3)]
+    single = copy.deepcopy(model)
+    if dist.get_rank() == p - 1:
+        with torch.no_grad():
+            model.head.weight.add_(1)
+    executor = PipelineExecutor(split_stages(model, p), plan, loss=exact_loss)
+    for both in (False, True, True):
+        batch = batches.pop()
+        executor.step(batch)
+        for tokens_BT in batch:
+            (exact_loss(single(tokens_BT[:, :-1]), tokens_BT) * len(tokens_BT) / 6).backward()
+        if both:
+            for parameters in (executor.parameters(), list(single.parameters())):
+                optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+    expected = dict(single.named_parameters(remove_duplicate=False))
+    return {
+        name: (parameter - expected[name]).abs().max().item()
+        for stage in executor.stages.values()
+        for name, parameter in stage.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_steps_accumulate_and_tied_copies_stay_equal(name: str) -> None:
+    ranks = run_ranks(several_steps, 2, new_seed(), name)
+    assert "embed.weight" in ranks[0]
+    assert "head.weight" in ranks[1]
+    assert max(max(distances.values()) for distances in ranks) < TOLERANCE
+
+
+def frozen(seed: int) -> float:
+    """Everything on the first stage, and one linear layer on the second, has no gradient."""
+    draw = random.Random(seed)
+    model = awkward(draw, "llama", layers=3, tied=False)
+    stages = split_stages(model, 2, [1, 2])
+    stages[0].requires_grad_(False)
+    model.blocks[2].mlp.up.requires_grad_(False)
+    microbatches = windows(draw, model, [2, 2, 2])
+    executor = PipelineExecutor(stages, schedule("zb-h1", 2, 3), loss=exact_loss)
+    executor.step(microbatches)
+    _, expected = one_process(model, microbatches)
+    names = [(name, p.grad) for stage in executor.stages.values() for name, p in stage.named_parameters()]
+    assert all((grad is None) == (expected[name] is None) for name, grad in names)
+    return max(((g - expected[n]).abs().max().item() for n, g in names if g is not None), default=0.0)
+
+
+def test_frozen_weights() -> None:
+    assert max(run_ranks(frozen, 2, new_seed())) < TOLERANCE
+
+
+def side_by_side(seed: int) -> float:
+    """Two pipelines of two ranks, each with its own group, data and schedule; outsiders are refused."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([2, 0]), dist.new_group([3, 1])]  # sorted, so that ranks 0 and 1 come first
+    draw = random.Random(seed + rank % 2)
+    model = awkward(draw, FAMILIES[rank % 2], layers=3, tied=rank % 2 == 0)
+    microbatches = windows(draw, model, [2, 3, 1])
+    plan = schedule(["1f1b", "zb-h1"][rank % 2], 2, 3)
+    with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
+        PipelineExecutor(split_stages(model, 2), plan, groups[1 - rank % 2])
+    executor = PipelineExecutor(split_stages(model, 2), plan, groups[rank % 2], loss=exact_loss)
+    assert list(executor.stages) == [rank // 2]
+    executor.step(microbatches)
+    assert len(executor.timeline().ranks) == 2
+    return distance(executor, one_process(model, microbatches)[1])
+
+
+def test_in_a_group_of_its_own() -> None:
+    assert max(run_ranks(side_by_side, 4, new_seed())) < TOLERANCE
+
+
+# Equal to PyTorch's own
+
+
+def against_torch(seed: int) -> dict[str, float]:
+    draw, rank, p = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    results = {}
+    for cls, name, v in (
+        (ScheduleGPipe, "gpipe", 1),
+        (Schedule1F1B, "1f1b", 1),
+        (ScheduleInterleaved1F1B, "interleaved", 2),
+    ):
+        m = 3 * p if v > 1 else p + 1  # of interleaving PyTorch wants a multiple of p
+        plan = schedule(name, p, m, v)
+        layers = [1 + (stage == 1) for stage in range(plan.num_stages)]
+        model = awkward(draw, draw.choice(FAMILIES), layers=sum(layers), tied=False)
+        microbatches = windows(draw, model, [2] * m)
+        executor = PipelineExecutor(split_stages(model, plan.num_stages, layers), plan, loss=exact_loss)
+        value = executor.step(microbatches)
+
+        theirs = split_stages(copy.deepcopy(model), plan.num_stages, layers)
+        for stage in theirs:
+            stage.zero_grad()
+        own = [
+            PipelineStage(theirs[s], s, plan.num_stages, torch.device("cpu")) for s in plan.stages_of(rank)
+        ]
+        tokens_BT, losses = torch.cat(microbatches), []
+        torch_schedule = cls(own if v > 1 else own[0], m, loss_fn=exact_loss)
+        inputs = [tokens_BT[:, :-1]] if rank == 0 else []
+        torch_schedule.step(*inputs, target=tokens_BT, losses=losses)
+
+        expected = {n: q.grad for s in plan.stages_of(rank) for n, q in theirs[s].named_parameters()}
+        results[name] = distance(executor, expected)
+        if value is not None:
+            results[f"{name} loss"] = abs(value.item() - torch.stack(losses).mean().item())
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_torch_distributed_pipelining(ranks: int) -> None:
+    for distances in run_ranks(against_torch, ranks, new_seed()):
+        assert max(distances.values()) < TOLERANCE, distances
+
+
+# Messages and time
+
+
+def messages(name: str, v: int, tied: bool) -> tuple[dict, dict]:
+    """What this rank sends and receives in a step, and what the boundaries between ranks say."""
+    rank, p, m, batch, seq = dist.get_rank(), dist.get_world_size(), 4, 2, 5
+    plan = schedule(name, p, m, v)
+    config = tiny_config("gpt2", num_layers=2 * p, hidden=12, num_heads=3, vocab=17, tied=tied)
+    model = Transformer(config)
+    executor = PipelineExecutor(split_stages(model, plan.num_stages), plan)
+    with record_comms() as log:
+        executor.step([torch.zeros(batch, seq + 1, dtype=torch.long)] * m)
+    crossings = [
+        {plan.placement[s], plan.placement[s + 1]}
+        for s in range(plan.num_stages - 1)
+        if plan.placement[s] != plan.placement[s + 1]
+    ]
+    # Of every boundary that this rank has a side of, it sends one message a micro-batch, and receives one.
+    count = m * sum(rank in sides for sides in crossings)
+    nbytes = count * batch * seq * 12 * 4
+    if tied and plan.placement[0] != plan.placement[-1] and rank in (plan.placement[0], plan.placement[-1]):
+        count, nbytes = count + 1, nbytes + 17 * 12 * 4
+    return (
+        {"calls": dict(log.calls), "bytes": dict(log.bytes)},
+        {"calls": {"send": count, "recv": count}, "bytes": {"send": nbytes, "recv": nbytes}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "tied"), [("1f1b", 1, False), ("interleaved", 2, True), ("zb-v", 1, True)]
+)
+def test_messages(name: str, v: int, tied: bool) -> None:
+    for counted, expected in run_ranks(messages, 2, name, v, tied):
+        assert counted == expected
+
+
+def test_by_hand_a_rank_in_the_middle_sends_twice_a_microbatch() -> None:
+    counted = [ours["calls"]["send"] for ours, _ in run_ranks(messages, 4, "1f1b", 1, True)]
+    assert counted == [4 + 1, 8, 8, 4 + 1]
+
+
+class Watched(Mailbox):
+    """Counts what it keeps."""
+
+    most = 0
+
+    def send(self, action, result):
+        super().send(action, result)
+        Watched.most = max(Watched.most, len(self.sent))
+
+
+def kept_sends(m: int) -> int:
+    pipeline.Mailbox = Watched
+    model = Transformer(tiny_config("llama", num_layers=2, hidden=12, num_heads=3, vocab=17))
+    executor = PipelineExecutor(split_stages(model, 2), one_f_one_b(2, m))
+    executor.step([torch.zeros(1, 4, dtype=torch.long)] * m)
+    return Watched.most
+
+
+def test_sent_tensors_do_not_pile_up() -> None:
+    assert max(run_ranks(kept_sends, 2, 12)) <= 3
+
+
+def timelines(name: str) -> None:
+    p, m = dist.get_world_size(), 3
+    plan = schedule(name, p, m)
+    model = Transformer(tiny_config("gpt2", num_layers=plan.num_stages, hidden=12, num_heads=3, vocab=17))
+    executor = PipelineExecutor(split_stages(model, plan.num_stages), plan)
+    executor.step([torch.zeros(1, 4, dtype=torch.long)] * m)
+    timeline = executor.timeline()
+    at = {tuple(e.action): e for e in timeline.events}
+    assert min(e.start for e in timeline.events) == 0
+    for events in timeline.ranks:
+        assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+    for (kind, stage, k), event in at.items():
+        assert event.start < event.end <= timeline.makespan
+        if kind == "F" and stage:
+            assert at["F", stage - 1, k].end <= event.start
+        if kind == "I" and stage < plan.num_stages - 1:
+            assert at["I", stage + 1, k].end <= event.start
+
+
+def test_the_timeline_keeps_the_order_of_cause_and_effect() -> None:
+    run_ranks(timelines, 2, "zb-h1")
+
+
+# The backward in halves
+
+
+def test_the_halves_add_up_to_the_whole() -> None:
+    draw = random.Random(new_seed())
+    model = awkward(draw, "gpt2", layers=3, tied=True)
+    stage = split_stages(model, 1)[0]
+    microbatches = windows(draw, model, [2, 3])
+    halves = []
+    for tokens_BT in microbatches:
+        with DeferWeights() as deferred:
+            logits_BSV = stage(tokens_BT[:, :-1])
+        (exact_loss(logits_BSV, tokens_BT) * len(tokens_BT) / 5).backward()
+        halves.append(deferred)
+    linears = {m for m in stage.modules() if isinstance(m, torch.nn.Linear)} - {stage.head}
+    assert all(linear.weight.grad is None and linear.bias.grad is None for linear in linears)
+    assert all(len(deferred.pending) == len(linears) + 1 for deferred in halves)
+    for deferred in halves:
+        deferred.run()
+        assert not deferred.pending
+    _, expected = one_process(model, microbatches)
+    for name, parameter in stage.named_parameters():
+        assert (parameter.grad - expected[name]).abs().max() < TOLERANCE, name
+
+
+# Stages, and what bad input gets
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_in_a_row_are_the_model(family: str) -> None:
+    draw = random.Random(new_seed())
+    model = awkward(draw, family, layers=5, tied=False)
+    tokens_BS = windows(draw, model, [3])[0]
+    for count, layers in ((1, None), (2, None), (3, [0, 5, 0]), (4, [1, 1, 3, 0]), (5, None)):
+        x = tokens_BS
+        stages = split_stages(model, count, layers)
+        for stage in stages:
+            x = stage(x)
+        assert torch.equal(x, model(tokens_BS))
+        names = [name for stage in stages for name in stage.state_dict()]
+        assert sorted(names) == sorted(model.state_dict())
+
+
+def test_layers_are_spread_evenly() -> None:
+    model = Transformer(tiny_config("gpt2", num_layers=7, hidden=4, num_heads=1))
+    assert [len(stage.blocks) for stage in split_stages(model, 3)] == [2, 2, 3]
+
+
+def test_bad_cuts_say_what_to_mend() -> None:
+    model = Transformer(tiny_config("gpt2", num_layers=3, hidden=4, num_heads=1))
+    with pytest.raises(ValueError, match="num_stages=4 for num_layers=3; use at most 3"):
+        split_stages(model, 4)
+    with pytest.raises(ValueError, match=r"layers=\[1, 1\] must have num_stages=2.*2 that sum to 2"):
+        split_stages(model, 2, [1, 1])
+    with pytest.raises(ValueError, match="num_stages=0"):
+        split_stages(model, 0)
+    with pytest.raises(ValueError, match="max_positions=512"):
+        split_stages(model, 1)[0](torch.zeros(1, 513, dtype=torch.long))
+
+
+def bad_input() -> None:
+    model = Transformer(tiny_config("gpt2", num_layers=2, hidden=4, num_heads=1))
+    stages = split_stages(model, 2)
+    with pytest.raises(ValueError, match="1f1b is for 2 ranks and 2 stages; the group has 1 ranks"):
+        PipelineExecutor(stages, one_f_one_b(2, 3))
+    with pytest.raises(ScheduleError):
+        PipelineExecutor(stages, parse_schedule(["0F0 1F0 0B0 1B0"]))
+    executor = PipelineExecutor(stages, parse_schedule(["0F0 1F0 1B0 0B0"]))
+    with pytest.raises(ValueError, match="2 micro-batches for a schedule of num_microbatches=1"):
+        executor.step([torch.zeros(1, 4, dtype=torch.long)] * 2)
+
+
+def test_bad_input() -> None:
+    run_ranks(bad_input, 1)

@@ -1,0 +1,96 @@
+"""What the lab of rung 04 runs: bytes held against the prediction, emulated actions, medians that the simulator takes."""
+
+import random
+
+import pytest
+
+from lablib.calc.schedules import Action, Event, Timeline, schedule, simulate
+from lablib.launch.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
+from lablib.launch.ranks import run_ranks
+from lablib.toys.transformer import tiny_config
+from lablib.view.pipeline_chart import bubble_curves, held_over_time, overlay, trade_offs
+from lablib.view.style import themed_svg
+
+SEED = random.SystemRandom().randrange(10**6)
+
+
+def _count(schedules, config, batch, seq):
+    return [watched_step(made, config, batch=batch, seq=seq, counts=True, steps=1) for made in schedules]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_byte_that_a_schedule_holds_is_predicted(family):
+    dice = random.Random(SEED)
+    print(f"seed {SEED}")
+    p, batch, seq = 2, dice.randint(2, 3), dice.randint(3, 9)
+    m = p * dice.randint(1, 3)
+    config = tiny_config(family, num_layers=5, hidden=8 * dice.randint(1, 3), tied=False)
+    schedules = [
+        schedule(name, p, m, v)
+        for name, v in (
+            ("naive", 1),
+            ("gpipe", 1),
+            ("1f1b", 1),
+            ("interleaved", 2),
+            ("zb-h1", 1),
+            ("zb-h2", 1),
+        )
+    ]
+    ranks = run_ranks(_count, p, schedules, config, batch, seq)
+    for i, made in enumerate(schedules):
+        runs = [results[i] for results in ranks]
+        assert [run.peak_bytes for run in runs] == predicted_peaks(made, config, batch=batch, seq=seq), (
+            made.name
+        )
+        assert tuple(run.peak_in_flight for run in runs) == simulate(made).peak_in_flight
+        assert sum(run.messages for run in runs) == 2 * (made.num_stages - 1) * m
+    assert len({results[0].loss for results in ranks[1:]}) == 1
+
+
+def test_an_emulated_action_lasts_as_long_as_it_is_told():
+    config = tiny_config("gpt2", num_layers=4, hidden=8, tied=False)
+    made = schedule("interleaved", 2, 2, 2)
+    runs = run_ranks(_emulate, 2, made, config)
+    for timeline in runs:
+        assert timeline.schedule == made
+        for event in timeline.events:
+            # Two stages a rank: each takes half of the rank's time. Longer is the machine's affair.
+            assert event.end - event.start >= {"F": 0.01, "B": 0.02}[event.action.kind] / 2
+
+
+def _emulate(made, config):
+    return watched_step(made, config, batch=1, seq=2, seconds={"F": 0.01, "B": 0.02}).timeline
+
+
+def test_measured_times_are_medians_that_the_simulator_takes():
+    made = schedule("zb-h1", 2, 3)
+    given = {"forward": [1.0, 2.0], "input": [3.0, 4.0], "weight": [0.5, 0.25]}
+    timeline = simulate(made, **given)
+    assert measured_times(timeline) == given
+    late = timeline.ranks[0][0]._replace(end=100.0)  # one action that was interrupted
+    odd = Timeline(made, ((late, *timeline.ranks[0][1:]), timeline.ranks[1]), ())
+    assert measured_times(odd) == given
+
+
+def test_micro_batches_have_storages_of_their_own():
+    windows = microbatch_windows(3, 2, 5)
+    assert [tuple(window.shape) for window in windows] == [(2, 6)] * 3
+    assert len({window.untyped_storage().data_ptr() for window in windows}) == 3
+    assert all(a.equal(b) for a, b in zip(windows, microbatch_windows(3, 2, 5), strict=True))
+
+
+def test_figures_are_drawn_from_numbers():
+    made = schedule("1f1b", 2, 2)
+    paper = simulate(made)
+    slower = [event._replace(start=2 * event.start, end=2 * event.end) for event in paper.events]
+    fig = overlay({"1F1B": paper.events}, {"1F1B": slower})
+    assert fig.axes[-1].get_xlim()[1] == 2 * paper.makespan
+    assert "simulated" in [text.get_text() for text in fig.legends[0].get_texts()]
+    assert themed_svg(fig, "bars").startswith("<svg")
+    with pytest.raises(ValueError, match="give the same"):
+        overlay({"1F1B": paper.events}, {"GPipe": paper.events})
+    lone = [Event(0, Action("F", 0, 0), 0.0, 1.0)]
+    assert overlay({"one": lone}, {"one": lone}).axes
+    assert len(held_over_time({"a": [[(0, 0), (1, 1)], [(0, 0), (2, 1)]]}).axes[0].lines) == 2
+    assert len(bubble_curves([1, 2, 4], {"p": [0.5, 0.3, 0.1]}, what="idle").axes[0].lines) == 1
+    assert len(trade_offs({"GPipe": (8, 0.3), "1F1B": (4, 0.3)}, right=("GPipe",)).axes[0].texts) == 2

@@ -1,0 +1,101 @@
+"""PyTorch reads, accepts and simulates what lablib writes, and orders what it orders the same way."""
+
+import random
+
+import pytest
+
+from lablib.calc.schedules import from_csv, schedule, schedule_names, to_csv
+from tests import torch_schedules
+
+SEED = random.SystemRandom().randrange(10**6)
+
+pytestmark = pytest.mark.skipif(
+    bool(torch_schedules.why_not()) and not torch_schedules.is_proven(),
+    reason=torch_schedules.why_not() or "-",
+)
+
+
+def drawn(name, count=6):
+    """Draw (p, m, v) that the schedule can have, from a printed seed."""
+    dice = random.Random(f"{SEED} {name}")
+    print(f"seed {SEED}")
+    for _ in range(count):
+        p = dice.randint(1, 7)
+        v = dice.randint(2, 4) if name == "interleaved" else 2 if name in ("zb-v", "dualpipe-v") else 1
+        m = dice.randint(1, 20)
+        if name == "interleaved":
+            m = p * dice.randint(1, 4)
+        if name == "dualpipe-v":
+            m += 2 * p
+        yield p, m, v
+
+
+def test_the_private_names_are_there():
+    assert not torch_schedules.why_not()
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_pytorch_loads_accepts_and_simulates_the_csv(name, tmp_path):
+    for p, m, v in drawn(name):
+        ours = schedule(name, p, m, v)
+        path = tmp_path / f"{name}-{p}-{m}-{v}.csv"
+        to_csv(ours, path)
+        theirs = torch_schedules.load_csv(str(path), p, ours.num_stages, m)
+        assert [theirs.stage_index_to_group_rank[s] for s in range(ours.num_stages)] == list(ours.placement)
+        rows = [[str(action) for action in theirs.pipeline_order[rank]] for rank in range(p)]
+        assert rows == [[str(step) for step in steps] for steps in ours.ranks]
+        # With sends and receives added, PyTorch's dry run finds no deadlock. It knows no overlapped pairs.
+        if name != "dualpipe-v":
+            assert torch_schedules.dry_run(theirs) >= max(map(len, ours.ranks))
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_what_pytorch_dumps_is_read_back(name, tmp_path):
+    for p, m, v in drawn(name, 3):
+        ours = schedule(name, p, m, v)
+        to_csv(ours, tmp_path / "ours.csv")
+        theirs = torch_schedules.load_csv(str(tmp_path / "ours.csv"), p, ours.num_stages, m)
+        for form in ("compute_only", "compute_comms"):
+            theirs._dump_csv(str(tmp_path / "theirs.csv"), format=form)
+            assert from_csv(tmp_path / "theirs.csv") == ours
+        theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
+        assert (tmp_path / "theirs.csv").read_bytes() == (tmp_path / "ours.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name"),
+    [
+        ("gpipe", "ScheduleGPipe"),
+        ("interleaved", "ScheduleInterleaved1F1B"),
+        ("zb-h1", "ScheduleInterleavedZeroBubble"),
+        ("zb-v", "ScheduleZBVZeroBubble"),
+        ("dualpipe-v", "ScheduleDualPipeV"),
+    ],
+)
+def test_the_order_is_pytorchs(name, class_name):
+    for p, m, v in drawn(name, 20):
+        ours = [[str(step) for step in steps] for steps in schedule(name, p, m, v).ranks]
+        theirs = torch_schedules.order(class_name, p, m, v)
+        assert ours == theirs, f"{name} p={p} m={m} v={v}\n{torch_schedules.grid(class_name, p, m, v)}"
+
+
+def test_the_order_of_1f1b_is_pytorchs_but_for_its_slip_on_the_last_rank():
+    """torch 2.13's Schedule1F1B.pipeline_order counts forwards from 1 on the last rank; its own run does not use it."""
+    for p, m in ((2, 4), (4, 8), (5, 7)):
+        ours = [[str(step) for step in steps] for steps in schedule("1f1b", p, m).ranks]
+        theirs = torch_schedules.order("Schedule1F1B", p, m)
+        assert ours[:-1] == theirs[:-1]
+        if not torch_schedules.is_proven() and ours == theirs:
+            continue  # a later release has mended it
+        slipped = [f"{p - 1}{kind}{k + (kind == 'F')}" for k in range(m) for kind in "FB"]
+        assert theirs[-1] == slipped
+        with pytest.raises(AssertionError, match="without first running Forward"):
+            torch_schedules.validate(theirs, p, p, m)
+        assert torch_schedules.validate(ours, p, p, m) == dict(enumerate(range(p)))
+
+
+def test_pytorch_refuses_what_lablib_refuses():
+    rows = [[str(step) for step in steps] for steps in schedule("1f1b", 3, 4).ranks]
+    rows[1].remove("1B2")
+    with pytest.raises(AssertionError, match="stage 1"):
+        torch_schedules.validate(rows, 3, 3, 4)
