@@ -1,0 +1,205 @@
+"""Pictures of ZeRO: who holds what, what shrinks by how much, what is sent, and two ways to shard a model.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/05_zero.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+#: Rows of a stage's picture, from top to bottom.
+_ROLES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
+#: One colour for each rank, or layer, where several are told apart.
+_HUES = ("weights", "gradients", "optimizer", "activations", "forward", "backward")
+_DASHES = ("-", "--", "-.", ":")
+
+
+def _cells(ax: Axes, left: float, row: float, held: Sequence[bool], color: str, height: float) -> None:
+    for place, here in enumerate(held):
+        ax.add_patch(
+            Rectangle(
+                (left + place, row),
+                0.9,
+                height,
+                facecolor=color if here else "none",
+                edgecolor=color,
+                linewidth=0.8,
+                alpha=1.0 if here else 0.45,
+            )
+        )
+
+
+def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> Figure:
+    """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere.
+
+    Args:
+        stages: Name of the stage to one {role: held} per rank; `held` says for each part whether the rank has it.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    ranks = len(next(iter(stages.values())))
+    parts = len(next(iter(stages.values()))[0]["weights"])
+    fig, ax = figure(height=0.75 + 1.0 * len(stages))
+    step, tall = parts + 1.2, 4.6
+    for line, (name, by_rank) in enumerate(stages.items()):
+        top = -line * tall
+        ax.text(-0.6, top + 1.45, name, ha="right", va="center", fontsize=10)
+        for rank, held in enumerate(by_rank):
+            for row, role in enumerate(_ROLES):
+                _cells(ax, rank * step, top + 2.2 - 1.1 * row, held[role], COLORS[role], 0.9)
+    for rank in range(ranks):
+        ax.text(rank * step + parts / 2, 3.6, f"rank {rank}", ha="center", va="bottom", fontsize=10)
+    ax.set_xlim(-5.6, ranks * step - 1)
+    ax.set_ylim(-tall * (len(stages) - 1) - 0.4, 4.8)
+    ax.axis("off")
+    fig.legend(
+        handles=[Patch(color=COLORS[role], label=label) for role, label in _ROLES.items()],
+        loc="outside lower center",
+        ncols=3,
+    )
+    return fig
+
+
+def reduction_curves(
+    ranks: Sequence[int], factors: Mapping[str, Sequence[float]], limits: Mapping[str, float]
+) -> Figure:
+    """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to.
+
+    Args:
+        ranks: Numbers of ranks, ascending.
+        factors: Name of the stage to its reduction at each number of ranks.
+        limits: Text beside a dashed line to its height.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.3)
+    for (name, values), role, dash in zip(factors.items(), _HUES, _DASHES, strict=False):
+        ax.plot(ranks, values, dash, color=COLORS[role], label=name)
+    for text, height in limits.items():
+        ax.axhline(height, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+        ax.text(ranks[-1], height * 1.04, text, ha="right", va="bottom", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
+    heights = [2**k for k in range(0, 11, 2)]
+    ax.set_yticks(heights, labels=[f"{height}x" for height in heights])
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("states: times less than DDP")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel: str) -> Figure:
+    """Draw what a rank sends in a step, one bar per case, its segments the collectives in order.
+
+    Args:
+        bars: Name of the case to its (text, role, amount) segments.
+        xlabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.5 * len(bars))
+    for row, segments in enumerate(bars.values()):
+        left = 0.0
+        for text, role, amount in segments:
+            hatch = HATCHES["communication"] if role == "gradients" else None
+            ax.barh(row, amount, 0.66, left, color=COLORS[role], edgecolor="white", hatch=hatch)
+            plate = {"facecolor": COLORS[role], "edgecolor": "none", "pad": 1.2}
+            ax.text(
+                left + amount / 2, row, text, ha="center", va="center", color="white", fontsize=9, bbox=plate
+            )
+            left += amount
+    ax.set_yticks(range(len(bars)), labels=list(bars))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    return fig
+
+
+def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure:
+    """Draw both ways to shard a model: whole layers with an owner, or a piece of every layer on every rank.
+
+    Args:
+        layers: Parameters of each layer, in any unit.
+        owners: The rank that owns each layer in the first way.
+        ranks: Number of ranks.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, axes = figure(height=3.0, ncols=2, sharey=True)
+    most = 0.0
+    for ax, title in zip(axes, ("a layer has an owner", "every layer is cut"), strict=True):
+        for rank in range(ranks):
+            bottom = 0.0
+            for layer, size in enumerate(layers):
+                own = size * (owners[layer] == rank) if ax is axes[0] else size / ranks
+                if own:
+                    color = COLORS[_HUES[layer % len(_HUES)]]
+                    ax.bar(rank, own, 0.8, bottom, color=color, edgecolor="white", linewidth=0.8)
+                    bottom += own
+            most = max(most, bottom)
+        ax.set_title(title, fontsize=10)
+        ax.set_xticks(range(ranks), labels=[f"{rank}" for rank in range(ranks)])
+        ax.set_xlabel("rank")
+        ax.grid(axis="x", visible=False)
+    axes[0].set_ylim(0, 1.08 * most)
+    axes[0].set_ylabel("parameters held (M)")
+    return fig
+
+
+def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw measured step times, one row per case: every sample a dot, the median a bar.
+
+    Args:
+        milliseconds: Name of the case to its samples.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.45 * len(milliseconds))
+    for row, samples in enumerate(milliseconds.values()):
+        ordered = sorted(samples)
+        ax.barh(row, ordered[len(ordered) // 2], 0.6, color=COLORS["forward"], alpha=0.55)
+        ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
+    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("one step (ms)")
+    return fig
+
+
+def offload_curves(
+    tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str
+) -> Figure:
+    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case.
+
+    Args:
+        tokens: Tokens per rank and step, ascending.
+        efficiencies: Name of the case to its efficiency, 0 to 1, at each number of tokens.
+        xlabel: What the tokens are.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.4)
+    for (name, values), role, dash in zip(efficiencies.items(), _HUES, _DASHES, strict=False):
+        ax.plot(tokens, [100 * value for value in values], dash, color=COLORS[role], label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
+    ax.set_ylim(0, 104)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel("device computes (% of the step)")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig

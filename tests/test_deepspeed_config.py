@@ -1,0 +1,330 @@
+"""DeepSpeed's configuration and estimators: published tables, the rules of its code, and DeepSpeed itself where it is.
+
+DeepSpeed is not a dependency of the course. Where it is installed, its own parser reads every configuration and its
+own estimators are compared; where it is not, these tests say so and are skipped.
+"""
+
+import importlib.util
+import json
+import os
+import random
+
+import pytest
+
+from lablib.calc.deepspeed import (
+    OFFLOADS,
+    as_json,
+    persistent_params,
+    settings,
+    zero2_estimate,
+    zero3_estimate,
+)
+from lablib.calc.models import preset
+from lablib.calc.offload import (
+    arithmetic_intensity,
+    efficiency,
+    needed_bandwidth,
+    offload_step,
+    swap_seconds,
+)
+from lablib.calc.params import count_params
+from lablib.calc.units import GiB, MiB
+from lablib.launch.ranks import run_ranks
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed; `pip install deepspeed` runs this test",
+)
+XL = preset("gpt2-xl")
+
+
+def every_choice() -> list[dict[str, object]]:
+    """Return the combinations of stage, offload and device that exist."""
+    found = [{"stage": stage, "offload": "none", "device": "cpu"} for stage in range(4)]
+    found += [{"stage": stage, "offload": "optimizer", "device": "cpu"} for stage in (1, 2, 3)]
+    found += [{"stage": 3, "offload": "parameters", "device": "cpu"}]
+    return found + [{"stage": 3, "offload": part, "device": "nvme"} for part in ("optimizer", "parameters")]
+
+
+# The configuration
+
+
+@pytest.mark.parametrize("choice", every_choice(), ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_every_key_stands_once_and_has_a_reason(choice, precision):
+    found = settings(XL, ranks=8, micro_batch=2, accumulation=3, precision=precision, **choice)
+    keys = [setting.key for setting in found]
+    assert len(set(keys)) == len(keys)
+    assert all(setting.why.endswith(".") and len(setting.why) > 15 for setting in found)
+    tree = json.loads(json.dumps(as_json(found)))
+    for setting in found:
+        node = tree
+        for name in setting.key.split("."):
+            node = node[name]
+        assert node == setting.value
+    assert tree["train_batch_size"] == 2 * 3 * 8
+    zero = tree["zero_optimization"]
+    assert zero["stage"] == choice["stage"]
+    assert ("offload_optimizer" in zero) == (choice["offload"] != "none")
+    assert ("offload_param" in zero) == (choice["offload"] == "parameters")
+    assert (precision in tree) == (precision != "fp32")
+
+
+def test_sizes_follow_the_hidden_size_as_in_accelerate():
+    zero = as_json(settings(XL, ranks=8, stage=3))["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 1600 * 1600
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 1600 * 1600)
+    assert zero["stage3_param_persistence_threshold"] == 10 * 1600
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
+def test_what_persists_is_bounded_by_the_model(name):
+    model = preset(name)
+    assert persistent_params(model, 1) == 0
+    everything = persistent_params(model, 10**12)
+    assert everything == count_params(model).total
+    assert 0 < persistent_params(model, 10 * model.hidden) < everything / 100
+
+
+def test_gpt2_keeps_its_norms_and_biases():
+    """A block of GPT-2 has four norm tensors and four biases; the final norm has two; no matrix is that small."""
+    h = preset("gpt2").hidden
+    per_block = 4 * h + (3 * h + h + 4 * h + h)
+    assert persistent_params(preset("gpt2"), 10 * h) == 12 * per_block + 2 * h
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"stage": 4}, "stage=4 does not exist"),
+        ({"stage": 2, "offload": "parameters"}, "needs stage=3, not stage=2"),
+        ({"stage": 0, "offload": "optimizer"}, "needs stage=1, 2 or 3, not stage=0"),
+        ({"stage": 1, "offload": "optimizer", "device": "nvme"}, "use device='cpu'"),
+        ({"stage": 3, "ranks": 0}, "ranks=0 must be at least 1"),
+        ({"stage": 3, "offload": "gradients"}, "unknown offload 'gradients'"),
+        ({"stage": 3, "precision": "bf8"}, "unknown precision 'bf8'"),
+    ],
+)
+def test_bad_input_is_named(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        settings(XL, **({"ranks": 8} | wrong))
+
+
+# The estimators, against the tables of DeepSpeed's documentation, which print two decimals of a GiB
+
+EXAMPLE = {"params": 2_851_000_000, "gpus_per_node": 8}
+ZERO3 = [
+    ("parameters", True, 71.69, 0.12),
+    ("parameters", False, 127.45, 0.12),
+    ("optimizer", True, 63.72, 0.78),
+    ("optimizer", False, 127.45, 0.78),
+    ("none", True, 1.43, 6.09),
+    ("none", False, 127.45, 6.09),
+]
+
+
+@pytest.mark.parametrize(("offload", "zero_init", "cpu", "gpu"), ZERO3)
+def test_zero3_estimates_are_those_of_the_documentation(offload, zero_init, cpu, gpu):
+    found = zero3_estimate(**EXAMPLE, largest_layer=32_000_000, offload=offload, zero_init=zero_init)
+    assert found.cpu / GiB == pytest.approx(cpu, abs=0.005)
+    assert found.gpu / GiB == pytest.approx(gpu, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("offload", "variant", "gpu"),
+    [(True, "code", 5.31), (True, "doc", 5.31), (False, "doc", 15.93), (False, "code", 11.28)],
+)
+def test_zero2_documentation_and_code_disagree(offload, variant, gpu):
+    found = zero2_estimate(**EXAMPLE, offload=offload, variant=variant)
+    assert found.cpu / GiB == pytest.approx(127.45, abs=0.005)
+    assert found.gpu / GiB == pytest.approx(gpu, abs=0.005)
+
+
+def test_t5_large_on_four_devices():
+    """The documentation's second example: 737.67M parameters, 32.90M in the largest layer."""
+    on_gpu = {
+        offload: zero3_estimate(737_670_000, 32_900_000, gpus_per_node=4, offload=offload).gpu / MiB
+        for offload in OFFLOADS
+    }
+    assert on_gpu["none"] == pytest.approx(3291, abs=1)
+    assert on_gpu["parameters"] == pytest.approx(125, abs=1)
+    assert on_gpu["optimizer"] == pytest.approx(477, abs=1)
+
+
+def test_more_nodes_hold_less_each():
+    alone = zero3_estimate(10**9, 10**7, gpus_per_node=8, nodes=1)
+    four = zero3_estimate(10**9, 10**7, gpus_per_node=8, nodes=4)
+    assert four.cpu == alone.cpu // 4
+    assert (
+        zero2_estimate(10**9, gpus_per_node=8, nodes=4).cpu == 4 * zero2_estimate(10**9, gpus_per_node=8).cpu
+    )
+    assert (
+        zero2_estimate(10**9, gpus_per_node=8, nodes=4, variant="doc").cpu
+        == zero2_estimate(10**9, gpus_per_node=8, variant="doc").cpu
+    )
+    with pytest.raises(ValueError, match="nodes=0"):
+        zero2_estimate(10**9, nodes=0)
+
+
+# Offload: what ZeRO-Infinity prints (section 4.2, at 70 TFLOP/s and sequences of 1024)
+
+
+def test_zero_infinity_s_bandwidths():
+    weights = arithmetic_intensity("weights", seq=1024, batch=1)
+    assert efficiency(weights, 70e9, 70e12) > 0.5 > efficiency(weights, 60e9, 70e12)
+    optimizer = arithmetic_intensity("optimizer", seq=1024, batch=2)
+    assert efficiency(optimizer, 1.5e12, 70e12) > 0.9
+    assert arithmetic_intensity("optimizer", seq=1024, batch=4) == weights  # four times the bandwidth
+    assert efficiency(arithmetic_intensity("checkpoints", hidden=2048), 2e9, 70e12) > 0.5
+
+
+def test_needed_bandwidth_undoes_efficiency():
+    dice = random.Random(5)
+    for _ in range(50):
+        intensity, flops, target = dice.uniform(1, 1e5), dice.uniform(1e12, 1e15), dice.uniform(0.01, 0.99)
+        found = needed_bandwidth(intensity, flops, target)
+        assert efficiency(intensity, found, flops) == pytest.approx(target)
+
+
+def test_offload_step_adds_up():
+    """By hand: 1e9 parameters, 3e3 tokens at 1e12 FLOP/s, 1e9 B/s to the host and 28e9 B/s in it."""
+    fast = offload_step(10**9, tokens=3000, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9)
+    assert (fast.compute, fast.down, fast.exposed_down, fast.update, fast.up) == (18, 2, 0, 1, 2)
+    assert fast.step == 18 + 0 + 1 + 2
+    assert fast.efficiency == pytest.approx(18 / 21)
+    few = offload_step(10**9, tokens=300, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9)
+    assert few.exposed_down == pytest.approx(2 - 1.2)
+    late = offload_step(10**9, tokens=300, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, delayed=True)
+    assert late.step == pytest.approx(max(1.8 + 0.8, 3))
+    shared = offload_step(10**9, tokens=3000, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, ranks=4)
+    assert shared.step == pytest.approx(18 + 3 / 4)
+    assert swap_seconds(10**9, ranks=4, bandwidth=6e9) == pytest.approx(2 * 12 / 4 / 6)
+
+
+def test_bad_bandwidth_is_named():
+    with pytest.raises(ValueError, match="host_bandwidth=0 must be above 0"):
+        offload_step(10, tokens=1, flops=1, host_bandwidth=0, cpu_bandwidth=1)
+    with pytest.raises(ValueError, match="target=1 must lie between"):
+        needed_bandwidth(1, 1, 1)
+    with pytest.raises(ValueError, match="unknown kind"):
+        arithmetic_intensity("gradients")
+
+
+# DeepSpeed itself
+
+
+@needs_deepspeed
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choice", every_choice(), ids=str)
+def test_deepspeed_s_own_parser_takes_it(choice, monkeypatch):
+    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    tree = as_json(settings(XL, ranks=1, **choice))["zero_optimization"]
+    known = set(DeepSpeedZeroConfig.model_fields)
+    known |= {field.alias for field in DeepSpeedZeroConfig.model_fields.values() if field.alias}
+    assert set(tree) <= known
+    assert int(DeepSpeedZeroConfig(**tree).stage) == choice["stage"]
+
+
+@needs_deepspeed
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeed_s_own_estimators_agree(monkeypatch):
+    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    dice = random.Random(7)
+    for _ in range(30):
+        params, gpus, nodes = dice.randint(10**7, 10**11), dice.randint(1, 8), dice.randint(1, 16)
+        layer = params // dice.randint(10, 100)
+        for offload in OFFLOADS:
+            for zero_init in (True, False):
+                theirs = estimate_zero3_model_states_mem_needs(
+                    params, layer, gpus, nodes, offload != "none", offload == "parameters", zero_init
+                )
+                ours = zero3_estimate(
+                    params, layer, gpus_per_node=gpus, nodes=nodes, offload=offload, zero_init=zero_init
+                )
+                assert (ours.cpu, ours.gpu) == pytest.approx(theirs[:2], rel=1e-12, abs=2)
+        theirs = estimate_zero2_model_states_mem_needs(params, gpus, nodes, offload != "none")
+        ours = zero2_estimate(params, gpus_per_node=gpus, nodes=nodes, offload=offload != "none")
+        assert (ours.cpu, ours.gpu) == pytest.approx(theirs, rel=1e-12, abs=2)
+
+
+def train_both(stage: int, changes: dict[str, object]) -> tuple[list[float], list[float], float]:
+    """Return the losses of three steps of DeepSpeed and of the toy, and what the last one of DeepSpeed sent.
+
+    The unit of the last number is ψ(N-1)/N.
+    """
+    import copy
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    from lablib.launch.recorder import record_comms
+    from lablib.toys.transformer import Transformer, tiny_config
+    from lablib.toys.zero import STAGES
+
+    warnings.simplefilter("ignore")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    os.environ["LOCAL_RANK"] = str(rank)
+    import deepspeed
+
+    logging.disable(logging.WARNING)
+    config = tiny_config("gpt2", num_layers=2, hidden=64)
+    torch.manual_seed(0)
+    module = Transformer(config)
+    tree = as_json(settings(config, ranks=n, stage=stage, precision="fp32", clip=0.0))
+    tree["optimizer"]["params"]["torch_adam"] = True  # PyTorch's AdamW: nothing to compile
+    del tree["scheduler"]
+    tree["zero_optimization"] |= changes
+    toy = STAGES[stage](
+        copy.deepcopy(module),
+        lambda ps: torch.optim.AdamW(ps, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1),
+    )
+    parameters = list(module.parameters())
+    psi = sum(p.nbytes for p in parameters)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=parameters, config=tree, dist_init_required=False
+    )
+    theirs, ours = [], []
+    for step in range(3):
+        tokens = torch.randint(0, 256, (n, 33), generator=torch.Generator().manual_seed(step))[rank, None]
+
+        def loss_of(model: torch.nn.Module, tokens: torch.Tensor = tokens) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(
+                model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            )
+
+        with record_comms() as log:
+            loss = loss_of(engine)
+            engine.backward(loss)
+            engine.step()
+        theirs.append(loss.item())
+        loss = loss_of(toy)
+        toy.backward(loss)
+        toy.step()
+        ours.append(loss.item())
+    return theirs, ours, log.ring_bytes_sent() / (psi * (n - 1) / n)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("stage", "changes", "units"),
+    [
+        (1, {}, 2),
+        (2, {}, 2),
+        (2, {"use_multi_rank_bucket_allreduce": True}, 3),  # DeepSpeed's default
+        (3, {}, 2),  # a small model is not released between forward and backward
+    ],
+)
+def test_deepspeed_runs_it_and_agrees_with_the_toy(stage, changes, units):
+    for theirs, ours, sent in run_ranks(
+        train_both, 2, stage, changes, timeout=600, env={"DS_ACCELERATOR": "cpu"}
+    ):
+        # fp32 and another order of sums: six digits; a wrong step shows in the second.
+        assert theirs == pytest.approx(ours, rel=1e-5)
+        assert sent == pytest.approx(units, rel=1e-3)  # a few numbers more, for norms and flags
