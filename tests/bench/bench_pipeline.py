@@ -16,7 +16,7 @@ import random
 import time
 from collections import defaultdict
 
-from lablib.calc.schedules import Action, schedule, simulate
+from lablib.calc.schedules import schedule, simulate
 from lablib.launch.ranks import run_ranks
 from tests.bench.harness import Result, median
 
@@ -119,21 +119,14 @@ def emulated(name: str, v: int) -> float:
     """Run a schedule with emulated compute and return the makespan, in seconds."""
     import torch.distributed as dist
 
-    from lablib.toys.pipeline import PipelineExecutor
-
-    class Emulated(PipelineExecutor):
-        """Computes, and then waits until the action has lasted as long as it shall."""
-
-        def _run(self, action: Action, message):
-            end = time.perf_counter() + EMULATED[action.kind]
-            result = super()._run(action, message)
-            time.sleep(max(0.0, end - time.perf_counter()))
-            return result
+    from lablib.launch.pipeline_runs import WatchedExecutor
 
     p = dist.get_world_size()
     plan = schedule(name, p, MICROBATCHES, v)
     stages, tokens_BT = stages_and_tokens(plan.num_stages)
-    executor = Emulated(stages, plan)
+    executor = WatchedExecutor(stages, plan)
+    # The executor gives each of v stages 1/v of it; here every action lasts as long as EMULATED says.
+    executor.seconds = {kind: v * seconds for kind, seconds in EMULATED.items()}
     executor.step(
         tokens_BT[:, :5].chunk(MICROBATCHES)
     )  # four tokens a window: the core is left to the others
