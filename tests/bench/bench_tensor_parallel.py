@@ -36,7 +36,7 @@ def blocks(seed: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     from lablib.toys.transformer import Block, rotary, tiny_config
 
     torch.manual_seed(0)
-    config = tiny_config("llama", hidden=256, num_heads=8)
+    config = tiny_config("llama", hidden=256, num_heads=8, ffn=704)  # 8 divides it, as DTensor wants
     whole = Block(config, 0.0, "fused")
     names = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")
     plan = {name: ColwiseParallel() for name in names}
