@@ -163,9 +163,8 @@ def results() -> list[Result]:
             rows.append(Result(title, off, 15, "%", samples={"measured over simulated": ratios}))
     for name, v in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
         told = simulated(name, 4, v)
-        ratio = run_ranks(emulated, 4, name, v, timeout=120)[0] / told
+        ratios = [run_ranks(emulated, 4, name, v, timeout=120)[0] / told for _ in range(LAUNCHES)]
         title = f"{name} makespan off the simulator, 4 ranks, EMULATED compute"
-        rows.append(
-            Result(title, 100 * abs(ratio - 1), 15, "%", samples={"measured over simulated": [ratio]})
-        )
+        off = 100 * abs(median(ratios) - 1)
+        rows.append(Result(title, off, 15, "%", samples={"measured over simulated": ratios}))
     return rows
