@@ -155,6 +155,10 @@ def newest_backward_first(p, m):
     return rows
 
 
+def counts_for_rows(p, m):
+    return [2 * m] * p
+
+
 def splits_the_backward(p, m):
     rows = _rows(p, m, lambda i: p - 1 - i)
     return [
@@ -342,6 +346,7 @@ DEFECTS = {
         backward_before_forward,
         newest_backward_first,
         splits_the_backward,
+        counts_for_rows,
     ],
     "explain_1f1b": [
         says_1f1b_has_half_the_bubble,

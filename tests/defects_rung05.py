@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from lablib.toys.collective_names import all_gather, reduce_scatter
+
 # --- state_bytes -------------------------------------------------------------------------------------------
 
 
@@ -70,7 +72,7 @@ def _mine(weights):
 
 def _mean_shard(gradient, momentum):
     mean = torch.empty_like(momentum)
-    dist.reduce_scatter_tensor(mean, gradient / dist.get_world_size())
+    reduce_scatter(mean, gradient / dist.get_world_size())
     return mean
 
 
@@ -78,12 +80,12 @@ def _update_and_gather(weights, mean, momentum, lr):
     mine = _mine(weights)
     momentum.mul_(0.9).add_(mean)
     mine.sub_(lr * momentum)
-    dist.all_gather_into_tensor(weights, mine.clone())
+    all_gather(weights, mine.clone())
 
 
 def summed_not_averaged(weights, gradient, momentum, lr):
     mean = torch.empty_like(momentum)
-    dist.reduce_scatter_tensor(mean, gradient)
+    reduce_scatter(mean, gradient)
     _update_and_gather(weights, mean, momentum, lr)
 
 
@@ -109,25 +111,25 @@ def all_reduce_then_cut(weights, gradient, momentum, lr):
 def forgets_momentum(weights, gradient, momentum, lr):
     mine = _mine(weights)
     mine.sub_(lr * (0.9 * momentum + _mean_shard(gradient, momentum)))
-    dist.all_gather_into_tensor(weights, mine.clone())
+    all_gather(weights, mine.clone())
 
 
 def everybody_updates_shard_0(weights, gradient, momentum, lr):
     momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
     first = weights.chunk(dist.get_world_size())[0]
-    dist.all_gather_into_tensor(weights, (first - lr * momentum).clone())
+    all_gather(weights, (first - lr * momentum).clone())
 
 
 def rebinds_the_weights(weights, gradient, momentum, lr):
     momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
     updated = torch.empty_like(weights)
-    dist.all_gather_into_tensor(updated, _mine(weights) - lr * momentum)
+    all_gather(updated, _mine(weights) - lr * momentum)
     weights = updated
 
 
 def gathers_momentum_too(weights, gradient, momentum, lr):
     _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
-    dist.all_gather_into_tensor(torch.empty_like(weights), momentum)
+    all_gather(torch.empty_like(weights), momentum)
 
 
 def owner_by_owner(weights, gradient, momentum, lr):

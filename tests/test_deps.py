@@ -18,6 +18,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = [Requirement(text) for group in [PROJECT["dependencies"], *EXTRAS.values()] for text in group]
 PYTHONS = ["3.11", "3.12", "3.13"]
+#: Extras outside `all`. Few environments have them, so what each brings by itself, besides what `all` has, is
+#: written down here: pins are held to it everywhere, and it is held to the packages wherever they are installed.
+OPTIONAL = {
+    "deepspeed": {"deepspeed", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"},
+    "fp8": {"torchao"},
+}
+BY_CHOICE = set().union(*OPTIONAL.values())
 
 
 def _pins():
@@ -35,16 +42,23 @@ def _installed(name):
         return None
 
 
-def _closure(environment):
-    """Every installed package that lablib[all] leads to, by the metadata of the packages themselves."""
-    found, queue = set(), [("lablib", frozenset({"all"}))]
+def _requires(name, extras):
+    """What a package asks for; lablib is asked in its source, which is newer than what was installed of it."""
+    if name != "lablib":
+        return importlib.metadata.requires(name) or []
+    return [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
+
+
+def _closure(environment, *start):
+    """Every installed package that these extras of lablib lead to, by the metadata of the packages themselves."""
+    found, queue = set(), [("lablib", frozenset(start))]
     while queue:
         package = queue.pop()
         if package in found or _installed(package[0]) is None:
             continue
         found.add(package)
         name, extras = package
-        for text in importlib.metadata.requires(name) or []:
+        for text in _requires(name, extras):
             requirement = Requirement(text)
             marker = requirement.marker
             if marker is None or any(marker.evaluate(environment | {"extra": e}) for e in extras | {""}):
@@ -68,7 +82,16 @@ def test_what_the_extras_name_is_pinned_within_its_bounds(requirement):
 
 
 def test_what_the_extras_bring_is_pinned():
-    assert sorted(_closure({}) - set(PINS)) == []
+    assert sorted(_closure({}, "all") - set(PINS)) == []
+
+
+@pytest.mark.parametrize("extra", OPTIONAL)
+def test_what_an_optional_extra_brings_is_pinned(extra):
+    assert sorted(OPTIONAL[extra] - set(PINS)) == []
+    direct = {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]}
+    assert direct <= OPTIONAL[extra]
+    if all(map(_installed, direct)):  # then the packages themselves say what they bring
+        assert _closure({}, extra) - _closure({}, "all") == OPTIONAL[extra]
 
 
 def test_nothing_is_pinned_that_the_extras_do_not_bring():
@@ -77,7 +100,7 @@ def test_nothing_is_pinned_that_the_extras_do_not_bring():
         for python in PYTHONS
         for platform in ("linux", "darwin")
     ]
-    needed = set().union(*map(_closure, environments))
+    needed = BY_CHOICE.union(*(_closure(environment, "all") for environment in environments))
     # A pin that is not installed here belongs to another Python version, whose tests judge it.
     assert sorted(name for name in set(PINS) - needed if _installed(name)) == []
 
@@ -102,11 +125,12 @@ def test_no_pin_refuses_the_first_release_of_a_supported_python(python):
     assert {name: str(spec) for name, spec in allowed.items() if f"{python}.0" not in spec} == {}
 
 
-def test_all_is_every_other_extra():
+def test_all_is_every_extra_but_the_optional_ones():
     everything = Requirement(EXTRAS["all"][0])
     assert len(EXTRAS["all"]) == 1
     assert everything.name == "lablib"
-    assert everything.extras == set(EXTRAS) - {"all"}
+    assert everything.extras == set(EXTRAS) - {"all"} - set(OPTIONAL)
+    assert _closure({}, "all").isdisjoint(BY_CHOICE)
 
 
 def test_conda_and_binder_hold_no_list_of_their_own():

@@ -167,19 +167,19 @@ def test_every_schedule_equals_one_process(ranks: int) -> None:
 
 
 def odd_cases(seed: int) -> dict[str, dict]:
-    """What the chapter runs, for both families, tied and not, with uneven layers."""
+    """What the chapter runs, on uneven layers: each schedule, family and tying meets each of the other two."""
     draw, p = random.Random(seed), dist.get_world_size()
     results = {}
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
+    for turn, (name, v) in enumerate((("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))):
         for family in FAMILIES:
-            for tied in (False, True):
-                m = 3 * p if name == "interleaved" else 3
-                plan = schedule(name, p, m, v)
-                layers = [1 + (stage == 1) for stage in range(plan.num_stages)]
-                model = awkward(draw, family, layers=sum(layers), tied=tied)
-                results[f"{name} {family} {tied=} {layers}"] = compare(
-                    model, plan, layers, windows(draw, model, [2] * m)
-                )
+            tied = (family == "llama") == bool(turn % 2)
+            m = 3 * p if name == "interleaved" else 3
+            plan = schedule(name, p, m, v)
+            layers = [1 + (stage == 1) for stage in range(plan.num_stages)]
+            model = awkward(draw, family, layers=sum(layers), tied=tied)
+            results[f"{name} {family} {tied=} {layers}"] = compare(
+                model, plan, layers, windows(draw, model, [2] * m)
+            )
     return results
 
 
@@ -258,12 +258,15 @@ def several_steps(seed: int, name: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_steps_accumulate_and_tied_copies_stay_equal(name: str) -> None:
-    ranks = run_ranks(several_steps, 2, new_seed(), name)
-    assert "embed.weight" in ranks[0]
-    assert "head.weight" in ranks[1]
-    assert max(max(distances.values()) for distances in ranks) < TOLERANCE
+def several_steps_of_two(seed: int) -> list[dict[str, float]]:
+    return [several_steps(seed, name) for name in ("1f1b", "zb-h1")]
+
+
+def test_steps_accumulate_and_tied_copies_stay_equal() -> None:
+    for ranks in zip(*run_ranks(several_steps_of_two, 2, new_seed()), strict=True):
+        assert "embed.weight" in ranks[0]
+        assert "head.weight" in ranks[1]
+        assert max(max(distances.values()) for distances in ranks) < TOLERANCE
 
 
 def frozen(seed: int) -> float:
@@ -378,12 +381,14 @@ def messages(name: str, v: int, tied: bool) -> tuple[dict, dict]:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "v", "tied"), [("1f1b", 1, False), ("interleaved", 2, True), ("zb-v", 1, True)]
-)
-def test_messages(name: str, v: int, tied: bool) -> None:
-    for counted, expected in run_ranks(messages, 2, name, v, tied):
-        assert counted == expected
+def messages_of_three() -> list[tuple[dict, dict]]:
+    return [messages(*case) for case in (("1f1b", 1, False), ("interleaved", 2, True), ("zb-v", 1, True))]
+
+
+def test_messages() -> None:
+    for cases in run_ranks(messages_of_three, 2):
+        for counted, expected in cases:
+            assert counted == expected
 
 
 def test_by_hand_a_rank_in_the_middle_sends_twice_a_microbatch() -> None:

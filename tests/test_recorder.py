@@ -1,6 +1,7 @@
 """The recorder agrees with counts by hand, and with CommDebugMode wherever both can see."""
 
 import threading
+import warnings
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import record_comms
+from lablib.toys import collective_names
 
 N = 3
 X = 12 * 4  # bytes of the twelve float32 that every rank holds
@@ -16,6 +18,13 @@ X = 12 * 4  # bytes of the twelve float32 that every rank holds
 
 def pieces(numbers=4):
     return [torch.ones(numbers) for _ in range(N)]
+
+
+def by_its_old_name(name, *args):
+    """torch 2.13 warns at these names; other people's code will use them for long."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        getattr(dist, name)(*args)
 
 
 def at_root(values):
@@ -29,7 +38,7 @@ COLLECTIVES = {
     "bf16": (lambda x: dist.all_reduce(x.bfloat16()), "all_reduce", X // 2, [32, 32, 32], [4, 4, 4]),
     "all_gather": (lambda x: dist.all_gather(pieces(12), x), "all_gather", 3 * X, [96] * 3, [2] * 3),
     "all_gather_single": (
-        lambda x: dist.all_gather_single(torch.ones(36), x),
+        lambda x: collective_names.all_gather(torch.ones(36), x),
         "all_gather",
         3 * X,
         [96] * 3,
@@ -42,8 +51,22 @@ COLLECTIVES = {
         [32] * 3,
         [2] * 3,
     ),
+    "all_gather_into_tensor": (
+        lambda x: by_its_old_name("all_gather_into_tensor", torch.ones(36), x),
+        "all_gather",
+        3 * X,
+        [96] * 3,
+        [2] * 3,
+    ),
     "reduce_scatter_single": (
-        lambda x: dist.reduce_scatter_single(torch.ones(4), x),
+        lambda x: collective_names.reduce_scatter(torch.ones(4), x),
+        "reduce_scatter",
+        X,
+        [32] * 3,
+        [2] * 3,
+    ),
+    "reduce_scatter_tensor": (
+        lambda x: by_its_old_name("reduce_scatter_tensor", torch.ones(4), x),
         "reduce_scatter",
         X,
         [32] * 3,

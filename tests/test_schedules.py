@@ -272,6 +272,10 @@ def test_a_written_schedule_says_where_stages_live():
         parse_schedule(["0F0", "0B0"])
     with pytest.raises(ValueError, match="no rank runs stage 1, but the schedule has a stage 2"):
         parse_schedule(["0F0 2F0"])
+    with pytest.raises(ValueError, match="no rank runs stage 1, but the schedule has a stage 9999999999"):
+        parse_schedule("0F0 0B0\n9999999999F0")  # at once, and not after a gigabyte of stages
+    with pytest.raises(ValueError, match="micro-batch 999999999 has 1000000000 of them, but 2 actions"):
+        parse_schedule("0F0 0B999999999")
     with pytest.raises(ValueError, match="the schedule has no action"):
         parse_schedule("")
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 import copy
 import os
 import random
+import runpy
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -22,13 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import record_comms
+from lablib.toys import collective_names
 from lablib.toys.tensor_parallel import (
     check_tp,
     full_state_dict,
     load_full_state_dict,
     parallelize,
 )
-from lablib.toys.tp_blocks import ParallelBlock
+from lablib.toys.tp_blocks import ParallelBlock, Plan
 from lablib.toys.transformer import Block, Transformer, rotary, tiny_config
 
 TOLERANCE = 1e-5
@@ -36,14 +40,25 @@ STEPS = 3
 VARIANTS = [False, "keep", "shard"]
 
 
-def new_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
+@pytest.fixture(scope="module")
+def _seed() -> int:
+    """A new seed for every run; LABLIB_SEED repeats an old one."""
+    return int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
 
 
-def draw(seed: int, family: str, kv: int, tied: bool):
+@pytest.fixture
+def seed(_seed):
+    print(f"LABLIB_SEED={_seed}")  # in the report of every test that fails
+    return _seed
+
+
+@cache
+def on_ranks(fn: Callable, ranks: int, *args):
+    """One start of the ranks for all tests that read its results; see `run_ranks`."""
+    return run_ranks(fn, ranks, *args, timeout=120)
+
+
+def draw(seed: int, family: str, kv: int, tied: bool, frozen: bool):
     """A model with odd inner width and vocabulary, every weight random (norms and biases too), and tokens."""
     sizes = random.Random(seed)
     head_dim = sizes.choice([6, 10])
@@ -64,6 +79,8 @@ def draw(seed: int, family: str, kv: int, tied: bool):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
+    for parameter in sizes.sample(list(model.parameters()), k=6 * frozen):
+        parameter.requires_grad_(False)
     return model, torch.randint(0, config.vocab, (STEPS, 3, sizes.choice([10, 12, 14])))
 
 
@@ -72,70 +89,90 @@ def reference_loss(model: Transformer, tokens_BT: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+def three_steps(model: torch.nn.Module, loss_of: Callable, tokens: torch.Tensor) -> dict:
+    """Train, and return every loss and gradient by name and step, and the weights at the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+    seen = {}
+    for step in range(STEPS):
+        loss = loss_of(tokens[step])
+        loss.backward()
+        seen["loss", step] = loss.detach()
+        seen |= {(n, step): None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {(name, "end"): value for name, value in model.state_dict().items()}
 
 
-def far(a: torch.Tensor, b: torch.Tensor) -> float:
+def far(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None:  # the gradient of a frozen weight
+        return 0.0 if a is b else float("inf")
     assert a.shape == b.shape
     return (a.double() - b.double()).abs().max().item()
 
 
-def train(seed: int, family: str, kv: int, tied: bool) -> dict[str, float]:
-    """Return how far each variant is from one process."""
-    start, tokens = draw(seed, family, kv, tied)
-    group, found = dist.group.WORLD, {}
-    for variant in VARIANTS:
+def mine(model, name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's slice of a whole parameter or gradient: the one that the layer says it holds."""
+    owner, _, leaf = name.rpartition(".")
+    dim, split = getattr(model.get_submodule(owner), "splits", {}).get(leaf, (0, None))
+    return whole if split is None or whole is None else split.cut(whole, dim, dist.get_rank())
+
+
+def train(seed: int, cases: tuple) -> list[dict[str, float]]:
+    """Return for each case how far each variant is from one process."""
+    found = []
+    for case in cases:
+        start, tokens = draw(seed, *case)
         single = copy.deepcopy(start)
-        model = parallelize(start, group, sequence_parallel=variant)
-        state = full_state_dict(model)
-        assert list(state) == list(start.state_dict())
-        assert all(torch.equal(state[name], whole) for name, whole in start.state_dict().items())
-        pair = optimizer_of(single), optimizer_of(model)
-        for step in range(STEPS):
-            loss, expected = model.loss(tokens[step]), reference_loss(single, tokens[step])
-            found[f"{variant} loss {step}"] = far(loss, expected)
-            loss.backward()
-            expected.backward()
-            grads = dict(single.named_parameters())
-            for name, parameter in model.named_parameters():
-                whole = model.gather(name, parameter.grad)
-                found[f"{variant} {name}.grad {step}"] = far(whole, grads[name].grad)
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-        state = full_state_dict(model)
-        for name, value in single.state_dict().items():
-            found[f"{variant} {name}"] = far(state[name], value)
-        found["moved"] = -far(single.embed.weight, start.embed.weight)
-        load_full_state_dict(model, start.state_dict())
-        assert all(torch.equal(full_state_dict(model)[n], w) for n, w in start.state_dict().items())
+        truth = three_steps(single, lambda tokens, model=single: reference_loss(model, tokens), tokens)
+        before = start.state_dict()
+        differences = {"moved": -max(far(truth[name, "end"], before[name]) for name in before)}
+        for variant in VARIANTS:
+            model = parallelize(start, dist.group.WORLD, sequence_parallel=variant)
+            assert all(torch.equal(p, mine(model, n, before[n])) for n, p in model.state_dict().items())
+            for value in model.state_dict().values():
+                value.zero_()
+            load_full_state_dict(model, before)
+            state = full_state_dict(model)
+            assert list(state) == list(before)
+            assert all(torch.equal(state[name], whole) for name, whole in before.items())
+            for (name, step), value in three_steps(model, model.loss, tokens).items():
+                whole = truth[name, step]
+                expected = whole if name == "loss" else mine(model, name, whole)
+                differences[f"{variant} {name} {step}"] = far(value, expected)
+        found.append(differences)
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "family", "kv", "tied"),
-    [
-        (1, "llama", 2, False),
-        (2, "gpt2", 4, True),
-        (2, "llama", 1, True),
-        (4, "gpt2", 4, False),
-        (4, "llama", 2, False),
-        (4, "llama", 1, True),
-    ],
-)
-def test_equal_to_one_process(ranks, family, kv, tied):
-    for found in run_ranks(train, ranks, new_seed(), family, kv, tied, timeout=120):
-        assert found.pop("moved") < -1e-3
-        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+#: By number of ranks: family, KV heads (of four query heads), tied, some weights frozen.
+CASES = {
+    1: (("llama", 2, False, False),),
+    2: (("gpt2", 4, True, False), ("llama", 1, True, True)),
+    4: (
+        ("gpt2", 4, False, True),
+        ("llama", 2, False, False),
+        ("llama", 1, True, False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(n, case) for n, cases in CASES.items() for case in cases])
+def test_equal_to_one_process(ranks, case, seed):
+    for found in on_ranks(train, ranks, seed, CASES[ranks]):
+        differences = dict(found[CASES[ranks].index(case)])
+        assert differences.pop("moved") < -1e-3
+        wrong = {name: error for name, error in differences.items() if not error < TOLERANCE}
         assert not wrong
 
 
 # Against DTensor: one block, whose split and counts are known
 
 
-def against_dtensor(seed: int, variant: bool | str) -> tuple[float, Counter, Counter]:
-    """Return the largest difference in output and gradients, and what each of the two called."""
+def against_dtensor(seed: int) -> dict[bool | str, tuple[float, Counter, Counter]]:
+    """Return for each variant the largest difference in output and gradients, and what each of the two called."""
+    return {variant: one_against_dtensor(seed, variant) for variant in VARIANTS}
+
+
+def one_against_dtensor(seed: int, variant: bool | str) -> tuple[float, Counter, Counter]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -165,7 +202,7 @@ def against_dtensor(seed: int, variant: bool | str) -> tuple[float, Counter, Cou
         )
         plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     parallelize_module(theirs, init_device_mesh("cpu", (t,)), plan)
-    ours = ParallelBlock(whole, config, group, variant)
+    ours = ParallelBlock(whole, Plan(config, group, variant))
     part = slice(seq * rank // t, seq * (rank + 1) // t) if variant else slice(None)
     outputs, inputs, logs = [], [], []
     for block in (ours, theirs):
@@ -182,28 +219,32 @@ def against_dtensor(seed: int, variant: bool | str) -> tuple[float, Counter, Cou
         other = theirs_by_name[name].grad
         if hasattr(other, "full_tensor"):  # a shard, or a partial sum for norms
             other = other.full_tensor()
-        if other.shape != parameter.shape:
-            owner, _, leaf = name.rpartition(".")
-            dim, split = ours.get_submodule(owner).splits[leaf]
-            other = split.cut(other, dim, rank)
-        differences.append(far(parameter.grad, other))
+        differences.append(far(parameter.grad, mine(ours, name, other)))
     return max(differences), logs[0], logs[1]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_to_dtensor(ranks, variant):
-    for difference, ours, theirs in run_ranks(against_dtensor, ranks, new_seed(), variant, timeout=120):
+def test_equal_to_dtensor(ranks, variant, seed):
+    for found in on_ranks(against_dtensor, ranks, seed):
+        difference, ours, theirs = found[variant]
         assert difference < TOLERANCE
         if not variant:
             assert ours == {"all_reduce": 4}
             assert theirs["all_reduce"] == 7  # q, k, v and up, gate: a reduction each, not one a half
+        if variant == "keep":
+            for op in ("all_gather", "reduce_scatter"):  # ours also sums gradients of norms: all-reduces
+                assert ours[op] == theirs[op] == 4
 
 
 # What is sent
 
 
-def sent(variant: bool | str, layers: int) -> tuple[Counter, float]:
+def sent() -> dict[tuple[bool | str, int], tuple[Counter, float]]:
+    return {(variant, layers): sent_by(variant, layers) for variant in VARIANTS for layers in (1, 2)}
+
+
+def sent_by(variant: bool | str, layers: int) -> tuple[Counter, float]:
     config = tiny_config("llama", hidden=40, num_layers=layers)
     model = parallelize(Transformer(config), dist.group.WORLD, sequence_parallel=variant)
     for parameter in model.parameters():
@@ -226,38 +267,57 @@ def sent(variant: bool | str, layers: int) -> tuple[Counter, float]:
     ],
 )
 def test_a_layer_sends_what_the_formula_says(ranks, variant, calls, factor):
-    one, two = (run_ranks(sent, ranks, variant, layers) for layers in (1, 2))
-    for (calls_1, elements_1), (calls_2, elements_2) in zip(one, two, strict=True):
+    for found in on_ranks(sent, ranks):
+        (calls_1, elements_1), (calls_2, elements_2) = found[variant, 1], found[variant, 2]
         assert calls_2 - calls_1 == calls
         assert elements_2 - elements_1 == pytest.approx(factor * 2 * 12 * 40 * (ranks - 1) / ranks)
 
 
-def full_logits_seen(variant: bool | str) -> tuple[bool, bool]:
-    """Return whether some operator of ours, and of the whole model, returns a tensor as wide as the vocabulary."""
+class _Widest(TorchDispatchMode):
+    """Notes whether some operator returns a tensor as large and as wide as the full logits."""
 
-    class Watch(TorchDispatchMode):
-        seen = False
+    seen = False
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for value in result if isinstance(result, tuple | list) else [result]:
-                if isinstance(value, torch.Tensor):
-                    self.seen |= value.dim() > 1 and value.numel() >= 2 * 12 * 211 and 211 in value.shape
-            return result
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.seen |= value.dim() > 1 and value.numel() >= 2 * 12 * 211 and 211 in value.shape
+        return result
 
+
+def full_logits_seen() -> dict[bool | str | None, bool]:
+    """Return whether full logits appear, by variant; None is the whole model."""
     config, tokens = tiny_config("llama", hidden=24, vocab=211, num_layers=1), torch.ones(2, 13).long()
     whole = Transformer(config)
-    answers = []
-    for model in (parallelize(whole, dist.group.WORLD, sequence_parallel=variant), whole):
-        with Watch() as watch:
+    models = {v: parallelize(whole, dist.group.WORLD, sequence_parallel=v) for v in VARIANTS} | {None: whole}
+    found = {}
+    for variant, model in models.items():
+        with _Widest() as watch:
             model.loss(tokens).backward()
-        answers.append(watch.seen)
-    return tuple(answers)
+        found[variant] = watch.seen
+    return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_rank_holds_the_full_logits(variant):
-    assert run_ranks(full_logits_seen, 2, variant) == [(False, True)] * 2
+def test_no_rank_holds_the_full_logits():
+    for found in run_ranks(full_logits_seen, 2):
+        assert found.pop(None), "the watch sees them where they are"
+        assert not any(found.values()), found
+
+
+# Names of collectives
+
+
+def test_each_version_of_torch_gets_the_name_that_it_knows(monkeypatch):
+    now = runpy.run_path(collective_names.__file__)
+    for name, old, new in (
+        ("all_gather", "all_gather_into_tensor", "all_gather_single"),
+        ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    ):
+        assert now[name] is getattr(dist, new, None) or not hasattr(dist, new)
+        monkeypatch.delattr(dist, new, raising=False)
+        monkeypatch.setattr(dist, old, old, raising=False)
+        assert runpy.run_path(collective_names.__file__)[name] == old
 
 
 # Bad input

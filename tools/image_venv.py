@@ -52,7 +52,7 @@ def main() -> None:
     constraints = venv / "image-constraints.txt"
     constraints.write_text("".join(f"{n}=={v}\n" for n, v in versions.items()), encoding="utf-8")
     subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", ".[labs]"], check=True
+        [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", ".[labs,hf]"], check=True
     )
     check = (
         "import sys, torch; from pathlib import Path; "

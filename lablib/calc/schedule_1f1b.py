@@ -53,7 +53,7 @@ def gpipe(p: int, m: int) -> Schedule:
         ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
-    ranks = [[Action(kind, i, k) for kind in "FB" for k in range(m)] for i in range(p)]
+    ranks = [[*each("F", i, m), *each("B", i, m)] for i in range(p)]
     return Schedule(ranks, m, range(p), "gpipe")
 
 
@@ -71,11 +71,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
-    ranks = []
-    for i in range(p):
-        forwards = (Action("F", i, k) for k in range(m))
-        backwards = (Action("B", i, k) for k in range(m))
-        ranks.append(list(alternate(forwards, backwards, warmup=min(m, p - 1 - i))))
+    ranks = [list(alternate(each("F", i, m), each("B", i, m), warmup=min(m, p - 1 - i))) for i in range(p)]
     return Schedule(ranks, m, range(p), "1f1b")
 
 
@@ -117,6 +113,11 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         warmup = min(m * v, 2 * (p - 1 - i) + p * (v - 1))
         ranks.append(list(alternate(forwards, backwards, warmup)))
     return Schedule(ranks, m, [stage % p for stage in range(p * v)], "interleaved")
+
+
+def each(kind: str, stage: int, m: int, first: int = 0) -> Iterator[Action]:
+    """Yield one action of this kind for each micro-batch in order, from `first` to m - 1."""
+    return (Action(kind, stage, k) for k in range(first, m))
 
 
 def alternate(forwards: Iterator[Action], backwards: Iterator[Action], warmup: int) -> Iterator[Action]:

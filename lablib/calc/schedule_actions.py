@@ -184,7 +184,7 @@ def from_steps(ranks: Sequence[Sequence[Step]], name: str = "schedule") -> Sched
         name: What to call it.
 
     Raises:
-        ValueError: If there is no action, or a stage is missing or on two ranks.
+        ValueError: If there is no action, fewer than micro-batches, or a stage is missing or on two ranks.
     """
     home: dict[int, int] = {}
     last = -1
@@ -197,6 +197,11 @@ def from_steps(ranks: Sequence[Sequence[Step]], name: str = "schedule") -> Sched
                 )
     if not home:
         raise ValueError("the schedule has no action")
-    if missing := sorted(set(range(max(home) + 1)) - set(home)):
-        raise ValueError(f"no rank runs stage {missing[0]}, but the schedule has a stage {max(home)}")
+    if last >= (count := sum(len(step.parts) for steps in ranks for step in steps)):
+        raise ValueError(
+            f"a schedule with a micro-batch {last} has {last + 1} of them, but {count} action{'s' * (count > 1)}: count from 0, without gaps"
+        )
+    if len(home) <= max(home):
+        missing = next(stage for stage in range(max(home)) if stage not in home)
+        raise ValueError(f"no rank runs stage {missing}, but the schedule has a stage {max(home)}")
     return Schedule(ranks, last + 1, [home[stage] for stage in range(len(home))], name)

@@ -16,15 +16,15 @@ Chapter: book/04_pipeline_parallelism.md
 
 from __future__ import annotations
 
-from lablib.calc.schedule_1f1b import alternate, at_least_one
+from lablib.calc.schedule_1f1b import alternate, at_least_one, each
 from lablib.calc.schedule_actions import Action, Schedule, Step
 
 
 def zb_h1(p: int, m: int) -> Schedule:
     """Return ZB-H1: rank i runs `p - 1 - i` forwards first and its weight halves i micro-batches late.
 
-    Idle within a stage's span `(p - 1)(t_F + t_I - t_W)` where W is the shortest of the three, as it is in a
-    Transformer; at most p micro-batches held (Table 2 of the paper).
+    Idle `(p - 1)(t_F + t_I - t_W)`, all of it within the first stage's span, where W is the shortest of the three,
+    as it is in a Transformer; at most p micro-batches held (Table 2 of the paper).
     Chapter: book/04_pipeline_parallelism.md.
 
     Args:
@@ -40,7 +40,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_h2(p: int, m: int) -> Schedule:
     """Return ZB-H2: rank i runs `2 (p - 1 - i)` forwards first and its weight halves 2i micro-batches late.
 
-    Idle within a stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative; at most `2p - 1`
+    Idle within the first stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative; at most `2p - 1`
     micro-batches held (Table 2 of the paper).
     Over the whole step ranks still idle: they start, and end, one after another. The next step may fill that time
     only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
@@ -60,14 +60,11 @@ def _split(p: int, m: int, depth: int, name: str) -> Schedule:
     at_least_one(p=p, m=m)
     ranks = []
     for i in range(p):
-        forwards = (Action("F", i, k) for k in range(m))
-        inputs = (Action("I", i, k) for k in range(m))
+        late = depth * i  # micro-batches from an input half to the weight half that follows it
         steps: list[Step] = []
-        for action in alternate(forwards, inputs, warmup=min(m, depth * (p - 1 - i))):
+        for action in alternate(each("F", i, m), each("I", i, m), warmup=min(m, depth * (p - 1 - i))):
             steps.append(action)
-            late = action.microbatch - depth * i
-            if action.kind == "I" and late >= 0:
-                steps.append(Action("W", i, late))
-        steps += [Action("W", i, k) for k in range(max(0, m - depth * i), m)]
-        ranks.append(steps)
+            if action.kind == "I" and action.microbatch >= late:
+                steps.append(Action("W", i, action.microbatch - late))
+        ranks.append([*steps, *each("W", i, m, first=max(0, m - late))])
     return Schedule(ranks, m, range(p), name)

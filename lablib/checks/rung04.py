@@ -186,6 +186,8 @@ def _valid(rows: object, p: int, m: int) -> Schedule:
     """Return the learner's schedule, or say which idea keeps it from running."""
     if isinstance(rows, str) or not isinstance(rows, Sequence) or len(rows) != p:
         raise Wrong(f"Return a list with one row of actions for each of the {p} ranks.")
+    if odd := [row for row in rows if not isinstance(row, str | Sequence)]:
+        raise Wrong(f'A row is text, such as "0F0 0F1 0B0 0B1", and not {odd[0]!r}.')
     try:
         mine = parse_schedule(list(rows))
         if (mine.num_stages, mine.num_microbatches) != (p, m) or mine.placement != tuple(range(p)):

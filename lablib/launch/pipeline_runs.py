@@ -14,6 +14,7 @@ Chapter: book/04_pipeline_parallelism.md
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import time
@@ -163,8 +164,14 @@ def microbatch_windows(count: int, batch: int, seq: int, seed: int = 0) -> list[
         seq: Inputs in a window, S.
         seed: Of the draw.
     """
-    generator, content = torch.Generator().manual_seed(seed), tokens()
-    return [sample_windows(content, count=batch, seq=seq, generator=generator) for _ in range(count)]
+    generator = torch.Generator().manual_seed(seed)
+    return [sample_windows(_text(), count=batch, seq=seq, generator=generator) for _ in range(count)]
+
+
+@functools.cache
+def _text() -> Tensor:
+    """Return all tokens of the text; reading a megabyte of it takes longer than a step of the lab."""
+    return tokens()
 
 
 def measured_times(timeline: Timeline) -> dict[str, list[float]]:

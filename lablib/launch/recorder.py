@@ -124,6 +124,8 @@ class _Kind:
     times_n: bool = False
 
 
+# By the dispatcher's names, which stay when Python's change: `all_gather_single` of torch 2.13 and the older
+# `all_gather_into_tensor` are both `_allgather_base_`, and so for reduce-scatter.
 _C10D = {
     "allreduce_": _Kind("all_reduce"),
     "allreduce_coalesced_": _Kind("all_reduce"),

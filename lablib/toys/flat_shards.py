@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lablib.toys.collective_names import all_gather, reduce_scatter
+
 
 class FlatShards:
     """Parameters of one dtype, all trained or all frozen, as one padded array of which this rank owns a shard.
@@ -89,7 +91,7 @@ class FlatShards:
 
     def refill(self) -> None:
         """Start an all-gather into the array that exists: ψ(N-1)/N values sent."""
-        self._gathering = dist.all_gather_into_tensor(self.full, self.shard, group=self.group, async_op=True)
+        self._gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
     def wait(self) -> None:
         """Wait until the whole array is there."""
@@ -129,7 +131,7 @@ class FlatShards:
                 self._views[p].zero_()
             self.grads[self.numel :].zero_()
         piece = torch.empty_like(self.shard)
-        work = dist.reduce_scatter_tensor(piece, self.grads, group=self.group, async_op=True)
+        work = reduce_scatter(piece, self.grads, group=self.group, async_op=True)
         # The message must live until it has left.
         self._reducing = work, piece, self.grads
         self.grads, self._views, self._missing = None, {}, set(self.params)

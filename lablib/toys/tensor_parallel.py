@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lablib.calc.models import ModelConfig
-from lablib.toys.tp_blocks import ParallelAttention, ParallelBlock, ParallelMLP
+from lablib.toys.tp_blocks import ParallelAttention, ParallelBlock, ParallelMLP, Plan
 from lablib.toys.tp_functions import copy_to_tp, reduce_from_tp, sum_gradient
 from lablib.toys.tp_layers import (
     VARIANTS,
@@ -42,6 +42,7 @@ __all__ = [
     "ParallelBlock",
     "ParallelMLP",
     "ParallelTransformer",
+    "Plan",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "check_tp",
@@ -92,10 +93,8 @@ class ParallelTransformer(nn.Module):
         self.embed = VocabParallelEmbedding(embed, self.first, group, bool(variant))
         self.embed.splits = {"weight": (0, vocab)}
         self.positions = copy.deepcopy(model.positions)
-        replicas = _kv_replicas(config, group)
-        self.blocks = nn.ModuleList()
-        for whole in model.blocks:
-            self.blocks.append(ParallelBlock(whole, config, group, variant, replicas))
+        plan = Plan(config, group, variant, _kv_replicas(config, group))
+        self.blocks = nn.ModuleList(ParallelBlock(whole, plan) for whole in model.blocks)
         self.norm = copy.deepcopy(model.norm)
         self.head = ColumnParallelLinear(model.head, vocab, group, variant)
         if config.tied:

@@ -50,7 +50,9 @@ def tokens(content: str | None = None) -> Tensor:
         content: The text; `text()` if None.
     """
     encoded = (text() if content is None else content).encode()
-    return torch.tensor(list(encoded), dtype=torch.int64)
+    if not encoded:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).long()
 
 
 def decode(tokens_T: Tensor) -> str:

@@ -8,6 +8,7 @@ Paper: Shoeybi et al. 2019 (1909.08053), figure 3.  Chapter: book/03_tensor_para
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,35 +20,43 @@ from lablib.toys.tp_layers import ColumnParallelLinear, RowParallelLinear, colum
 from lablib.toys.transformer import MLP, Attention, Block, rotate
 
 
-class ParallelAttention(Attention):
-    """Attention over this rank's heads: heads never mix before the output projection.
+@dataclass(frozen=True)
+class Plan:
+    """How a model is split; the same for every part of every block.
 
-    Args:
-        whole: The attention to split; its weights are copied.
+    Attributes:
         config: Of the model.
         group: The tensor parallel ranks.
         sequence_parallel: False, "keep" or "shard".
         replicas: The ranks with the same KV heads, when there are more ranks than KV heads.
     """
 
-    def __init__(
-        self,
-        whole: Attention,
-        config: ModelConfig,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool | str = False,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
+    config: ModelConfig
+    group: dist.ProcessGroup
+    sequence_parallel: bool | str = False
+    replicas: dist.ProcessGroup | None = None
+
+
+class ParallelAttention(Attention):
+    """Attention over this rank's heads: heads never mix before the output projection.
+
+    Args:
+        whole: The attention to split; its weights are copied.
+        plan: How to split it.
+    """
+
+    def __init__(self, whole: Attention, plan: Plan) -> None:
         nn.Module.__init__(self)  # Attention's own would make whole projections
+        config, group, variant = plan.config, plan.group, plan.sequence_parallel
         t, width = group.size(), config.head_dim
         self.head_dim, self.fused, self.dropout = width, whole.fused, copy.deepcopy(whole.dropout)
         self.queries_per_key = (config.num_heads // t) // max(1, config.num_kv_heads // t)
         q_split = head_split(config.num_heads, width, t)
         kv_split = head_split(config.num_kv_heads, width, t)
-        self.q = ColumnParallelLinear(whole.q, q_split, group, sequence_parallel)
-        self.k = ColumnParallelLinear(whole.k, kv_split, group, sequence_parallel, replicas)
-        self.v = ColumnParallelLinear(whole.v, kv_split, group, sequence_parallel, replicas)
-        self.out = RowParallelLinear(whole.out, q_split, group, sequence_parallel)
+        self.q = ColumnParallelLinear(whole.q, q_split, group, variant)
+        self.k = ColumnParallelLinear(whole.k, kv_split, group, variant, plan.replicas)
+        self.v = ColumnParallelLinear(whole.v, kv_split, group, variant, plan.replicas)
+        self.out = RowParallelLinear(whole.out, q_split, group, variant)
 
     def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None) -> Tensor:
         """Return what attention adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -62,24 +71,17 @@ class ParallelMLP(nn.Module):
 
     Args:
         whole: The MLP to split; its weights are copied.
-        config: Of the model.
-        group: The tensor parallel ranks.
-        sequence_parallel: False, "keep" or "shard".
+        plan: How to split it.
     """
 
-    def __init__(
-        self,
-        whole: MLP,
-        config: ModelConfig,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool | str = False,
-    ) -> None:
+    def __init__(self, whole: MLP, plan: Plan) -> None:
         super().__init__()
-        split = even_split(config.ffn, group.size())
-        self.up = ColumnParallelLinear(whole.up, split, group, sequence_parallel)
+        group, variant = plan.group, plan.sequence_parallel
+        split = even_split(plan.config.ffn, group.size())
+        self.up = ColumnParallelLinear(whole.up, split, group, variant)
         gate = whole.gate
-        self.gate = gate and ColumnParallelLinear(gate, split, group, sequence_parallel)
-        self.down = RowParallelLinear(whole.down, split, group, sequence_parallel)
+        self.gate = gate and ColumnParallelLinear(gate, split, group, variant)
+        self.down = RowParallelLinear(whole.down, split, group, variant)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return what the MLP adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -94,27 +96,17 @@ class ParallelBlock(Block):
 
     Args:
         whole: The block to split; its weights are copied.
-        config: Of the model.
-        group: The tensor parallel ranks.
-        sequence_parallel: False, "keep" or "shard".
-        replicas: The ranks with the same KV heads, when there are more ranks than KV heads.
+        plan: How to split it.
     """
 
-    def __init__(
-        self,
-        whole: Block,
-        config: ModelConfig,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool | str = False,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, whole: Block, plan: Plan) -> None:
         nn.Module.__init__(self)
         # In the order of Block, since optimizers number the parameters by it.
         self.norm1 = copy.deepcopy(whole.norm1)
-        self.attention = ParallelAttention(whole.attention, config, group, sequence_parallel, replicas)
+        self.attention = ParallelAttention(whole.attention, plan)
         self.norm2 = copy.deepcopy(whole.norm2)
-        self.mlp = ParallelMLP(whole.mlp, config, group, sequence_parallel)
+        self.mlp = ParallelMLP(whole.mlp, plan)
         self.dropout = copy.deepcopy(whole.dropout)
-        if sequence_parallel:
+        if plan.sequence_parallel:
             for parameter in (*self.norm1.parameters(), *self.norm2.parameters()):
-                sum_gradient(parameter, group)  # they see this rank's tokens only
+                sum_gradient(parameter, plan.group)  # they see this rank's tokens only

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lablib.toys import collective_names
+
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `x` over the ranks; `x` itself stays as it is, since autograd may still need it."""
@@ -34,7 +36,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the whole sequence from every rank's part, x_BSH."""
     parts = x_BsH.new_empty(group.size() * len(x_BsH), *x_BsH.shape[1:])  # one after the other in dim 0
-    dist.all_gather_into_tensor(parts, x_BsH.contiguous(), group=group)
+    collective_names.all_gather(parts, x_BsH.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), dim=1)
 
 
@@ -44,7 +46,7 @@ def reduce_scatter(x_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
     if seq % t:
         raise ValueError(f"tp={t} does not divide the sequence of {seq} tokens; pad it to {seq + -seq % t}")
     part_BsH = x_BSH.new_empty(len(x_BSH), seq // t, *x_BSH.shape[2:])
-    dist.reduce_scatter_tensor(part_BsH, torch.cat(x_BSH.chunk(t, dim=1)), group=group)
+    collective_names.reduce_scatter(part_BsH, torch.cat(x_BSH.chunk(t, dim=1)), group=group)
     return part_BsH
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lablib.toys.collective_names import all_gather
 from lablib.toys.flat_shards import FlatShards, group_flat
 
 
@@ -194,7 +195,7 @@ class ZeRO1(nn.Module):
                 whole = None
                 if isinstance(value, Tensor) and value.shape == flat.updated.shape:
                     whole = value.new_empty(flat.world_size * flat.width)
-                    dist.all_gather_into_tensor(whole, value, group=self.group)
+                    all_gather(whole, value, group=self.group)
                 parts = [value] * len(flat.params) if whole is None else flat.split(whole)
                 for p, part in zip(flat.params, parts, strict=True):
                     states.setdefault(names[p], {})[key] = part.clone() if isinstance(part, Tensor) else part

@@ -50,13 +50,12 @@ class Message(Protocol):
 
 
 class _Bar(NamedTuple):
-    """A piece of a lane: overlapped actions share its height."""
+    """A piece of a lane: overlapped actions share its height, so `box` is the bottom and the height."""
 
     action: Action
     start: float
-    end: float
-    bottom: float
-    height: float
+    width: float
+    box: tuple[float, float]
 
 
 def pipeline(
@@ -119,11 +118,15 @@ def _panel(ax: Axes, events: Sequence[Event], ranks: int, longest: float) -> Non
         ax.broken_barh([(0, end)], (rank - _HEIGHT / 2, _HEIGHT), facecolor=COLORS["idle"], alpha=0.35)
         bars = [bar for event in events if event.rank == rank for bar in _bars(event)]
         stages = sorted({bar.action.stage for bar in bars})
-        for kind, stage in sorted({(bar.action.kind, bar.action.stage) for bar in bars}):
+        alike: dict[tuple, list[_Bar]] = {}  # drawn in one call: one by one takes several times as long
+        for bar in bars:
+            alike.setdefault((bar.action.kind, bar.action.stage, bar.box), []).append(bar)
+        for (kind, stage, box), some in sorted(alike.items()):
             color = _darker(KINDS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
-            for bar in bars:
-                if bar.action[:2] == (kind, stage):
-                    _draw(ax, bar, color, longest)
+            times = [(bar.start, bar.width) for bar in some]
+            ax.broken_barh(times, box, facecolor=color, edgecolor="white", linewidth=0.4)
+        for bar in bars:
+            _number(ax, bar, longest)
     # Rank 0 on top, as every paper draws it.
     ax.set_ylim(ranks - 0.45, -0.55)
     every = 1 if ranks <= 8 else 8
@@ -136,17 +139,16 @@ def _bars(event: Event) -> list[_Bar]:
     height = _HEIGHT / len(parts)
     top = event.rank - _HEIGHT / 2
     return [
-        _Bar(part, event.start, event.end, top + index * height, height) for index, part in enumerate(parts)
+        _Bar(part, event.start, event.end - event.start, (top + index * height, height))
+        for index, part in enumerate(parts)
     ]
 
 
-def _draw(ax: Axes, bar: _Bar, color: str, longest: float) -> None:
-    width = bar.end - bar.start
-    box = (bar.bottom, bar.height)
-    ax.broken_barh([(bar.start, width)], box, facecolor=color, edgecolor="white", linewidth=0.4)
-    label = str(bar.action.microbatch)
-    if bar.height == _HEIGHT and width / longest * _AXES_WIDTH > _DIGIT * len(label) + 1:
-        middle = (bar.start + width / 2, bar.bottom + bar.height / 2)
+def _number(ax: Axes, bar: _Bar, longest: float) -> None:
+    """Write the number of a bar's micro-batch into it if there is room."""
+    label, (bottom, height) = str(bar.action.microbatch), bar.box
+    if height == _HEIGHT and bar.width / longest * _AXES_WIDTH > _DIGIT * len(label) + 1:
+        middle = (bar.start + bar.width / 2, bottom + height / 2)
         ax.text(*middle, label, ha="center", va="center", color="white", fontsize=9)
 
 

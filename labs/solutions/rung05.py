@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lablib.toys.collective_names import all_gather, reduce_scatter
+
 
 def state_bytes(params, ranks, stage):
     """Weights, gradients and optimizer state of one rank; a shard is rounded up, since padding is held too."""
@@ -21,10 +23,10 @@ def zero2_step(weights, gradient, momentum, lr):
     n, rank = dist.get_world_size(), dist.get_rank()
     mine = weights.chunk(n)[rank]
     mean = torch.empty_like(momentum)
-    dist.reduce_scatter_tensor(mean, gradient / n)  # divided first: a sum could overflow
+    reduce_scatter(mean, gradient / n)  # divided first: a sum could overflow
     momentum.mul_(0.9).add_(mean)
     mine.sub_(lr * momentum)
-    dist.all_gather_into_tensor(weights, mine.clone())
+    all_gather(weights, mine.clone())
 
 
 def zero3_step(layers, x, gather, release, forward, backward, scatter):

@@ -32,7 +32,7 @@ def blocks(seed: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from lablib.launch.recorder import record_comms
-    from lablib.toys.tp_blocks import ParallelBlock
+    from lablib.toys.tp_blocks import ParallelBlock, Plan
     from lablib.toys.transformer import Block, rotary, tiny_config
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def blocks(seed: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     models = {
-        OURS: ParallelBlock(whole, config, dist.group.WORLD),
+        OURS: ParallelBlock(whole, Plan(config, dist.group.WORLD)),
         THEIRS: parallelize_module(copy.deepcopy(whole), mesh, plan),
     }
     x_BSH = torch.randn(2, 128, config.hidden, requires_grad=True)
