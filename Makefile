@@ -16,6 +16,12 @@ BIN := $(VENV)/bin
 SITE := _build/html
 # What `make setup-gpu` leaves: an environment around the image's torch, without the book.
 IMAGE_VENV := $(wildcard $(VENV)/image-constraints.txt)
+# Two workers; one file stays on one worker, in the order of conftest.py: what takes long comes first.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+NBVAL := --nbval --nbval-cell-timeout=300
+SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
+# Where nbval leaves the labs that it ran.
+EXECUTED := $(CURDIR)/.cache/executed
 
 export PYTHONUNBUFFERED := 1
 # A build and a test run write apart from the learner's own distributed-experiments/, and draw no bars.
@@ -52,9 +58,12 @@ setup-gpu: ## On a CUDA image: keep the image's own torch, install the labs, ski
 ##@ Prove
 
 .PHONY: test
-test: install ## Everything CI runs: lint, arrows, book, unit tests, labs, links, browser
+test: export EXECUTED_LABS := $(EXECUTED)
+test: install ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser
 	@tools/chromium.sh
-	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) lint arrows site check
+	@rm -rf $(EXECUTED)
+	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) \
+	  lint arrows check site pages
 
 .PHONY: lint
 lint: install ## Ruff (lint and format) and notebooks stored without outputs
@@ -66,22 +75,23 @@ lint: install ## Ruff (lint and format) and notebooks stored without outputs
 arrows: install ## Which room may import which (import-linter)
 	@$(BIN)/lint-imports
 
-# One pytest run over all of it keeps both cores busy and ends with one line to read.
+# One pytest run over both keeps both cores busy. Under `make test` the site is then built from the labs
+# as nbval ran them here; `make book` and `make site` run every lab themselves, one at a time.
 .PHONY: check
-check: install ## Unit tests, labs through nbval, and the built site: contents, links, browser
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --nbval --nbval-cell-timeout=300 --durations=10 --durations-min=5 tests labs
+check: install ## Unit tests and labs (through nbval) together
+	@$(PYTEST) $(NBVAL) -m "not site" --durations=10 --durations-min=5 tests labs
 
 .PHONY: unit
 unit: install ## Unit tests alone
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not site" tests
+	@$(PYTEST) -m "not site" tests
 
 .PHONY: labs
 labs: install ## Labs alone, through nbval
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --nbval --nbval-cell-timeout=300 labs
+	@$(PYTEST) $(NBVAL) labs
 
 .PHONY: pages
 pages: install ## Tests of the site as last built: contents, internal links, browser
-	@$(BIN)/python -m pytest -q -m site tests
+	@$(PYTEST) -m site $(SITE_TESTS)
 
 .PHONY: bench
 bench: install ## Speed against PyTorch's own implementations and against stated limits
@@ -111,8 +121,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) tools/check_python.py
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): about two minutes the first time ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/torch_index.py) \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$($(PYTHON) tools/torch_index.py) \
 	  -c constraints.txt -e '.[all]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # what pip does on one core; templates may fail
 	@$(BIN)/python -c 'import matplotlib.pyplot' 2>/dev/null # builds the font cache, or a lab would print that it does
 	@touch $@
 

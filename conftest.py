@@ -1,8 +1,11 @@
-"""For the tests and the labs alike: a run leaves no file in labs/."""
+"""For the tests and the labs alike: labs first, executed labs kept for the site, no file left in labs/."""
 
+import copy
 import os
+import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent
@@ -16,13 +19,49 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a built site, let one test say so instead of a hundred."""
+    """Begin with the files that take long, and leave out the pages of a site that is not built."""
+    # Both workers then end together: the last files that xdist hands out are the quick ones.
+    items.sort(key=lambda item: _weight(item.path), reverse=True)
     if (ROOT / "_build" / "html" / "index.html").exists():
         return
+    # Without a built site, let one test say so instead of a hundred.
     lost = [i for i in items if i.get_closest_marker("site") and i.name != "test_the_site_is_built"]
     if lost:
         items[:] = [item for item in items if item not in lost]
         config.hook.pytest_deselected(items=lost)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Keep a lab whose cells all passed under nbval, with their outputs, in the folder $EXECUTED_LABS."""
+    report = yield
+    folder = os.environ.get("EXECUTED_LABS")
+    if folder and report.passed and call.when == "call" and hasattr(item, "test_outputs"):
+        lab = item.parent
+        passed = lab.stash.setdefault(_PASSED, {})
+        passed[item.cell_num] = item.test_outputs
+        keep_executed(lab.nb, passed, Path(folder) / lab.path.name)
+    return report
+
+
+def keep_executed(notebook, passed, path):
+    """Write a notebook with the outputs of its run, once every code cell has passed.
+
+    Args:
+        notebook: The notebook as shipped.
+        passed: Outputs of the code cells that passed, by number among the code cells.
+        path: The file to write.
+    """
+    executed = copy.deepcopy(notebook)
+    cells = [cell for cell in executed.cells if cell.cell_type == "code"]
+    if sorted(passed) != list(range(len(cells))):
+        return
+    for number, cell in enumerate(cells):
+        cell.execution_count = number + 1
+        cell.outputs = [nbformat.from_dict(output) for output in passed[number]]
+    executed.metadata["mystnb"] = {"execution_mode": "off"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(executed, path)
 
 
 def pytest_sessionfinish(session):
@@ -42,8 +81,20 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"ERROR the run left a file in labs/: {path}", red=True)
 
 
+def _weight(path):
+    """Labs weigh most, then files that start processes, each by how often."""
+    if path not in _WEIGHTS:
+        starts = len(
+            re.findall(r"run_ranks\(|torchrun\(|subprocess\.|visit", path.read_text(encoding="utf-8"))
+        )
+        _WEIGHTS[path] = (path.suffix == ".ipynb", starts)
+    return _WEIGHTS[path]
+
+
 def _files_of_labs():
     return {p for p in (ROOT / "labs").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
 
 
 _BEFORE, _LEFT = pytest.StashKey[set](), pytest.StashKey[list]()
+_PASSED = pytest.StashKey[dict]()
+_WEIGHTS = {}

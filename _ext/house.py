@@ -1,13 +1,18 @@
-"""Two things the book decides when it is built: where MathJax comes from, and whose repository the buttons name."""
+"""What the book decides when it is built: MathJax's place, whose repository the buttons name, who ran the labs."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
+
+_LOG = logging.getLogger(__name__)
 
 #: Filled by tools/mathjax.sh where npm is at hand.
 _MATHJAX = ".cache/mathjax-*"
@@ -42,6 +47,26 @@ def _copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
         shutil.copytree(source, Path(app.outdir) / "_static" / "mathjax", dirs_exist_ok=True)
 
 
+def _executed(docname: str) -> Path | None:
+    """Return the lab as nbval has just run it, under `make test`; else None, and the build runs the lab."""
+    folder, stem = os.environ.get("EXECUTED_LABS"), Path(docname).name
+    path = Path(folder or "", f"{stem}.ipynb")
+    return path if folder and docname == f"labs/{stem}" and path.exists() else None
+
+
+def _code(notebook: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+
+
+def _show_executed(app: Sphinx, docname: str, source: list[str]) -> None:
+    if path := _executed(docname):
+        executed = path.read_text(encoding="utf-8")
+        if _code(executed) != _code(source[0]):
+            raise ExtensionError(f"{path} is not the run of {docname}.ipynb as it is now")
+        source[0] = executed
+        _LOG.info("%s: shown as nbval ran it", docname)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build.
 
@@ -49,5 +74,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
         app: The Sphinx application.
     """
     app.connect("config-inited", _configure, priority=400)
+    app.connect("source-read", _show_executed)
     app.connect("build-finished", _copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

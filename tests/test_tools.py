@@ -1,6 +1,7 @@
-"""The Makefile's helpers: a learner's answers survive, a busy port is explained, a failing stage fails the run."""
+"""The Makefile's helpers: answers survive, a busy port is explained, a failing stage fails, a lab's run is its own."""
 
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -8,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _tool(name):
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+def _tool(name, folder="tools"):
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -130,3 +132,58 @@ def test_help_lists_every_target_that_has_a_line():
     explained = re.findall(r"^([a-z-]+):.*##", makefile, re.M)
     assert explained
     assert re.findall(r"^  make ([a-z-]+) ", run.stdout, re.M) == explained
+
+
+@pytest.fixture
+def lab():
+    cells = [
+        nbformat.v4.new_markdown_cell("# A lab", id="a"),
+        nbformat.v4.new_code_cell("print(1)", id="b"),
+        nbformat.v4.new_code_cell("2", id="c"),
+    ]
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+#: As nbval collects them.
+_OUTPUTS = {
+    0: [{"output_type": "stream", "name": "stdout", "text": "1\n"}],
+    1: [{"output_type": "execute_result", "data": {"text/plain": "2"}, "metadata": {}, "execution_count": 1}],
+}
+
+
+def test_a_lab_that_passed_is_kept_with_its_outputs(lab, tmp_path):
+    path = tmp_path / "new" / "01_a.ipynb"
+    _tool("conftest", ".").keep_executed(lab, _OUTPUTS, path)
+    kept = nbformat.read(path, 4)
+    assert [cell.source for cell in kept.cells] == [cell.source for cell in lab.cells]
+    assert [cell.outputs for cell in kept.cells[1:]] == list(_OUTPUTS.values())
+    assert kept.metadata.mystnb.execution_mode == "off"
+    assert lab.cells[1].outputs == []
+
+
+def test_a_lab_with_a_cell_that_did_not_pass_is_not_kept(lab, tmp_path):
+    _tool("conftest", ".").keep_executed(lab, {0: _OUTPUTS[0]}, tmp_path / "01_a.ipynb")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch):
+    _tool("conftest", ".").keep_executed(lab, _OUTPUTS, tmp_path / "01_a.ipynb")
+    monkeypatch.setenv("EXECUTED_LABS", str(tmp_path))
+    house, shipped = _tool("house", "_ext"), nbformat.writes(lab)
+    source = [shipped]
+    house._show_executed(None, "labs/01_a", source)
+    assert json.loads(source[0])["cells"][1]["outputs"][0]["text"] == ["1\n"]
+    for other in ("labs/02_b", "book/01_a"):  # not run by nbval: executed by the build
+        source = [shipped]
+        house._show_executed(None, other, source)
+        assert source == [shipped]
+    lab.cells[2].source = "3"
+    with pytest.raises(house.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
+        house._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
+
+
+def test_without_make_test_the_build_runs_the_labs(lab, tmp_path, monkeypatch):
+    monkeypatch.delenv("EXECUTED_LABS", raising=False)
+    house, source = _tool("house", "_ext"), [nbformat.writes(lab)]
+    house._show_executed(None, "labs/01_a", source)
+    assert source == [nbformat.writes(lab)]

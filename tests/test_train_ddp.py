@@ -7,15 +7,19 @@ that leaves less than 1e-9. One sample more or less moves the loss by more than 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +27,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+
+from lablib.launch._rank_server import ensure_server, no_main_module
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
 TOLERANCE = 1e-9
@@ -36,7 +42,7 @@ SMALL = {
     "--dtype": "float64",
     "--checkpoint-every": 3,
 }
-PATIENCE = 90  # seconds for a run of two; loading torch takes most of it
+PATIENCE = 90  # seconds for a run of two
 
 
 def load() -> ModuleType:
@@ -53,27 +59,79 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **usual, **more}
 
 
-def start(command: list[str], **env: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def arguments(options: Sequence[object]) -> list[str]:
     return [str(word) for word in (SCRIPT, *itertools.chain(*SMALL.items()), *options)]
 
 
+def start(words: list[str], env: dict[str, str]) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *words], env=env, **pipes)
+
+
 def torchrun(ranks: int, *options: object) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return start([*launcher, *arguments(options)])
+    return start([*launcher, *arguments(options)], environment())
 
 
-def workers(ranks: int, *options: object) -> list[subprocess.Popen]:
-    """Start the ranks as torchrun does, but with a handle on each."""
+def be_the_script(words: list[str], env: dict[str, str], output: str) -> None:
+    """Run the program as `python train_ddp.py ...` would, in a process that has torch loaded."""
+    gc.enable()  # the server that this process is forked from has it off
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+class Worker:
+    """One rank with the interface of Popen, forked from a server that has loaded torch.
+
+    For ranks that end well: how an interpreter ends after an error is seen in one of its own.
+
+    Args:
+        words: The script and its options.
+        env: Its whole environment.
+    """
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        file, self.output = tempfile.mkstemp(suffix=".train_ddp")
+        os.close(file)
+        context = multiprocessing.get_context("forkserver")
+        with no_main_module():
+            ensure_server(context)
+            self.process = context.Process(target=be_the_script, args=(words, env, self.output))
+            self.process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("train_ddp.py", timeout)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        output = Path(self.output)
+        text = output.read_text()
+        output.unlink()
+        return text, None
+
+
+Job = subprocess.Popen | Worker
+
+
+def workers(ranks: int, *options: object, start: Callable[..., Job] = Worker) -> list[Job]:
+    """Start the ranks that torchrun would start, with a handle on each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -83,10 +141,12 @@ def workers(ranks: int, *options: object) -> list[subprocess.Popen]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return [start(arguments(options), RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(ranks)]
+    return [
+        start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)
+    ]
 
 
-def finish(*jobs: subprocess.Popen) -> list[int]:
+def finish(*jobs: Job) -> list[int]:
     try:
         outputs = [job.communicate(timeout=PATIENCE)[0] for job in jobs]
     finally:
@@ -108,7 +168,7 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def wait_for_steps(job: subprocess.Popen, path: Path, count: int) -> None:
+def wait_for_steps(job: Job, path: Path, count: int) -> None:
     """Return when the job has logged `count` steps; fail if it ends or takes for ever."""
     for _ in range(50 * PATIENCE):
         if path.exists() and path.read_text().count("\n") >= count:
@@ -134,23 +194,42 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return curve
 
 
-def test_two_ranks_walk_the_curve_of_one(tmp_path: Path, undisturbed: list[float]) -> None:
-    """PyTorch's DDP with accumulation, and the toy without."""
-    variants = {"ddp": ["--accumulate", 2], "toy": ["--toy"]}
-    jobs = [
-        torchrun(2, *options, "--steps", 20, "--losses", tmp_path / name)
-        for name, options in variants.items()
-    ]
+def test_the_toy_walks_the_curve_of_one_until_sigterm_to_one_rank(tmp_path: Path, undisturbed) -> None:
+    """All ranks stop after the same step, checkpoint and exit 0."""
+    log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
+    jobs = workers(2, "--toy", "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
+    wait_for_steps(jobs[0], log, 20)
+    jobs[1].send_signal(signal.SIGTERM)
     assert finish(*jobs) == [0, 0]
-    for name in variants:
-        assert losses(tmp_path / name) == pytest.approx(undisturbed[:20], abs=TOLERANCE)
+    walks_the_curve(losses(log), undisturbed)
+    assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
+
+
+def test_ddp_walks_the_curve_of_one_until_sigterm_to_torchrun(tmp_path: Path, undisturbed) -> None:
+    """torchrun passes the signal on, waits for the ranks, and reports the signal as its own end.
+
+    PyTorch's DDP with accumulation: two ranks with two micro-batches each take the steps of one.
+    """
+    log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
+    job = torchrun(2, "--accumulate", 2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
+    wait_for_steps(job, log, 20)
+    job.send_signal(signal.SIGTERM)
+    finish(job)
+    walks_the_curve(losses(log), undisturbed)
+    assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
+
+
+def walks_the_curve(curve: list[float], undisturbed: list[float]) -> None:
+    steps = min(len(curve), len(undisturbed))
+    assert steps >= 20
+    assert curve[:steps] == pytest.approx(undisturbed[:steps], abs=TOLERANCE)
 
 
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[float]) -> None:
     """Rank 0 is killed, somewhere between two checkpoints. The run goes on with one rank, in mid-epoch."""
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
     options = ["--losses", log, "--checkpoint", checkpoint]
-    jobs = workers(2, "--steps", 10**6, *options)
+    jobs = workers(2, "--steps", 10**6, *options, start=start)
     wait_for_steps(jobs[0], log, 4)
     jobs[0].kill()
     codes = finish(*jobs)
@@ -164,30 +243,11 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
     assert losses(log) == pytest.approx(undisturbed[: saved + 7], abs=TOLERANCE)
 
 
-def test_sigterm_to_one_rank_checkpoints_and_exits_0(tmp_path: Path) -> None:
-    log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
-    jobs = workers(2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
-    wait_for_steps(jobs[0], log, 2)
-    jobs[1].send_signal(signal.SIGTERM)
-    assert finish(*jobs) == [0, 0]
-    assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
-
-
-def test_sigterm_to_torchrun_checkpoints(tmp_path: Path) -> None:
-    """torchrun passes the signal on, waits for the ranks, and reports the signal as its own end."""
-    log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
-    job = torchrun(2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
-    wait_for_steps(job, log, 2)
-    job.send_signal(signal.SIGTERM)
-    finish(job)
-    assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
-
-
 def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.pt"
     torch.save({"settings": dict.fromkeys(load().SAME_RUN, "another")}, checkpoint)
-    (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt")
-    (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume")
+    (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt", start=start)
+    (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume", start=start)
     for job, says in (
         (no_text, "nowhere.txt"),
         (other_run, "the checkpoint is of another run: global_batch, seq"),

@@ -13,7 +13,7 @@ from tests.built_site import CHAPTERS, LABS, MATHJAX_IS_LOCAL, PAGES, SITE, pars
 pytestmark = pytest.mark.site
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTHS = {1280: 900, 390: 844}
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 #: sphinx-thebe writes its script twice into each page; the second declaration is refused and nothing is lost.
 KNOWN_ERRORS = ("Identifier 'THEBE_JS_URL' has already been declared",)
 
@@ -50,23 +50,29 @@ def browser():
         chromium.close()
 
 
+@pytest.fixture(scope="module")
+def context(browser):
+    """One reader: what all pages share is loaded once."""
+    with browser.new_context(viewport=DESK) as context:
+        yield context
+
+
 class Visit:
-    """One page in one theme, with what went wrong while it loaded.
+    """One page, with what went wrong while it loaded.
 
     Args:
-        browser: Playwright's browser.
+        context: Playwright's browser context.
         address: Where the site is served.
         page: The page, without its suffix.
-        theme: "light" or "dark".
+        theme: "light" or "dark", as the reader chose it before.
     """
 
-    def __init__(self, browser, address, page, theme="light"):
+    def __init__(self, context, address, page, theme="light"):
         self.errors, self.foreign = [], []
-        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
-        self.context.add_init_script(
+        self.page = context.new_page()
+        self.page.add_init_script(
             f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
         )
-        self.page = self.context.new_page()
         self.page.on("pageerror", lambda error: self._note(error.message))
         self.page.on("console", lambda entry: self._note(entry.text) if entry.type == "error" else None)
         self.page.on("response", lambda r: self._note(f"{r.status} {r.url}") if r.status >= 400 else None)
@@ -85,34 +91,47 @@ class Visit:
         return self
 
     def __exit__(self, *_):
-        self.context.close()
+        self.page.close()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_whole_on_a_desk_and_on_a_phone(browser, address, page):
-    with Visit(browser, address, page) as visit:
-        for width, height in WIDTHS.items():
-            visit.page.set_viewport_size({"width": width, "height": height})
-            # What is too wide must scroll in its own box: the page itself never scrolls sideways.
-            assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
-            title = visit.page.locator("article h1").bounding_box()
-            assert title["x"] >= 0
-            assert title["x"] + title["width"] <= width
+def test_a_page_reads_well(context, address, page):
+    """Loading a page takes most of the time, so it is loaded once for all that is looked at."""
+    with Visit(context, address, page) as visit:
+        it_is_whole_on_a_desk_and_on_a_phone(visit)
         if MATHJAX_IS_LOCAL:
+            formulas_are_drawn(visit)
             assert visit.foreign == []
             assert visit.errors == []
+        if page in CHAPTERS:
+            for theme in ("light", "dark"):
+                figures_stand_on_the_page(visit, theme)
+            a_solution_is_folded_until_it_is_asked_for(visit)
+        if page in LABS:
+            a_lab_leads_back_to_its_chapter(visit, page)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_formulas_are_drawn(browser, address, page):
-    if not parsed(page).select(".math"):
-        return
+def test_formulas_were_looked_at():
+    assert any(parsed(page).select(".math") for page in PAGES)
     if not MATHJAX_IS_LOCAL:
         pytest.skip("MathJax comes from its CDN in this build: npm was not at hand")
-    with Visit(browser, address, page) as visit:
-        formulas = visit.page.locator("article .math")
-        assert visit.page.locator("article .math mjx-container").count() >= formulas.count()
-        assert visit.page.locator("mjx-merror").count() == 0
+
+
+def it_is_whole_on_a_desk_and_on_a_phone(visit):
+    for size in (PHONE, DESK):
+        visit.page.set_viewport_size(size)
+        # What is too wide must scroll in its own box: the page itself never scrolls sideways.
+        width = size["width"]
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
+        title = visit.page.locator("article h1").bounding_box()
+        assert title["x"] >= 0
+        assert title["x"] + title["width"] <= width
+
+
+def formulas_are_drawn(visit):
+    formulas = visit.page.locator("article .math")
+    assert visit.page.locator("article .math mjx-container").count() >= formulas.count()
+    assert visit.page.locator("mjx-merror").count() == 0
 
 
 _CONTRAST = """figure => {
@@ -139,42 +158,46 @@ _CONTRAST = """figure => {
 }"""
 
 
+def figures_stand_on_the_page(visit, theme):
+    visit.page.set_viewport_size(DESK)
+    # What the page's own button does; test_the_theme_can_be_switched presses it.
+    visit.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+    for figure in visit.page.locator("figure.house-figure").all():
+        seen = figure.evaluate(_CONTRAST)
+        assert "text_html" not in seen["box"], "the theme put a box behind a figure"
+        assert (seen["page"] > 0.5) == (theme == "light")
+        # WCAG 2.1, 1.4.3: text needs 4.5:1.
+        assert seen["text"] >= 4.5
+        assert seen["caption"] >= 4.5
+    visit.page.set_viewport_size(PHONE)
+    for figure in visit.page.locator("figure.house-figure").all():
+        assert figure.bounding_box()["width"] <= PHONE["width"]
+
+
+def a_solution_is_folded_until_it_is_asked_for(visit):
+    box = visit.page.locator(".admonition.dropdown").first
+    answer = box.locator("> *:not(.admonition-title)").first
+    assert not answer.is_visible()
+    box.locator(".admonition-title").click()
+    answer.wait_for(state="visible", timeout=5000)
+
+
+def a_lab_leads_back_to_its_chapter(visit, page):
+    chapter = page.replace("labs/", "book/")
+    visit.page.locator(f"article a[href$='{chapter}.html']").first.click()
+    visit.page.wait_for_load_state("load")
+    assert chapter in visit.page.url
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("page", CHAPTERS)
-def test_figures_stand_on_the_page_in_both_themes(browser, address, page, theme):
-    with Visit(browser, address, page, theme) as visit:
+def test_the_theme_is_the_one_the_reader_chose(context, address, theme):
+    with Visit(context, address, CHAPTERS[0], theme) as visit:
         assert visit.page.locator("html").get_attribute("data-theme") == theme
-        for figure in visit.page.locator("figure.house-figure").all():
-            seen = figure.evaluate(_CONTRAST)
-            assert "text_html" not in seen["box"], "the theme put a box behind a figure"
-            assert (seen["page"] > 0.5) == (theme == "light")
-            # WCAG 2.1, 1.4.3: text needs 4.5:1.
-            assert seen["text"] >= 4.5
-            assert seen["caption"] >= 4.5
-            visit.page.set_viewport_size({"width": 390, "height": 844})
-            assert figure.bounding_box()["width"] <= 390
+        figures_stand_on_the_page(visit, theme)
 
 
-@pytest.mark.parametrize("page", CHAPTERS)
-def test_a_solution_is_folded_until_it_is_asked_for(browser, address, page):
-    with Visit(browser, address, page) as visit:
-        box = visit.page.locator(".admonition.dropdown").first
-        answer = box.locator("> *:not(.admonition-title)").first
-        assert not answer.is_visible()
-        box.locator(".admonition-title").click()
-        answer.wait_for(state="visible", timeout=5000)
-
-
-@pytest.mark.parametrize("page", LABS)
-def test_a_lab_leads_back_to_its_chapter(browser, address, page):
-    with Visit(browser, address, page) as visit:
-        visit.page.locator(f"article a[href$='{page.replace('labs/', 'book/')}.html']").first.click()
-        visit.page.wait_for_load_state("load")
-        assert page.replace("labs/", "book/") in visit.page.url
-
-
-def test_the_theme_can_be_switched(browser, address):
-    with Visit(browser, address, PAGES[0]) as visit:
+def test_the_theme_can_be_switched(context, address):
+    with Visit(context, address, PAGES[0]) as visit:
         button = visit.page.locator("button.theme-switch-button:visible").first
         seen = set()
         for _ in range(3):
@@ -183,7 +206,7 @@ def test_the_theme_can_be_switched(browser, address):
         assert seen == {"light", "dark"}
 
 
-def test_the_search_finds_a_chapter(browser, address):
-    with Visit(browser, address, "search") as visit:
+def test_the_search_finds_a_chapter(context, address):
+    with Visit(context, address, "search") as visit:
         visit.page.goto(f"{address}search.html?q=gradients", wait_until="load")
         visit.page.locator("#search-results li a").first.wait_for(timeout=10000)
