@@ -1,0 +1,237 @@
+"""Distributed checkpoints: each rank writes its own shards, and any number of ranks reads them.
+
+    saving = save("checkpoints", model, optimizer, step, data={"sample": 640}, wait=False)
+    ...                                             # training goes on while files are written
+    saving.result()                                 # Path("checkpoints/step-00000020")
+
+    progress = load(latest("checkpoints"), model, optimizer)
+
+PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, whole, in pieces.
+A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
+
+Chapter: book/06_fsdp.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import zlib
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lablib.launch.checkpoint_export import export_safetensors
+from lablib.launch.checkpoint_files import alone_is_fine, begin, latest, name_of, publish, read_info
+from lablib.launch.together import agree, count_ranks, from_rank_0, own_group, own_rank, readable
+from lablib.launch.wrapping import tied_parameters
+
+__all__ = ["Progress", "Saving", "export_safetensors", "latest", "load", "save"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint holds besides the model and the optimizer.
+
+    Attributes:
+        step: Optimizer steps taken.
+        data: What the training loop gave to `save`, such as its position in the data.
+        ranks: Ranks that saved it.
+        rng: "restored" to the state of each rank, or "reseeded": with another number of ranks there is no state
+            to continue from, so each rank starts a new stream made from the saved one and its own number.
+    """
+
+    step: int
+    data: dict[str, Any]
+    ranks: int
+    rng: str
+
+
+class Saving:
+    """A checkpoint on its way to disk."""
+
+    def __init__(self, path: Path, future: Future):
+        self._path, self._future = path, future
+        self._asked = False
+
+    def done(self) -> bool:
+        """Tell whether this rank has nothing left to write."""
+        return self._future.done()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is complete on all ranks, and return its path; every rank must call.
+
+        Raises:
+            RuntimeError: If a rank could not write. Older checkpoints are as they were.
+        """
+        if not self._asked:
+            self._asked = True
+            agree(lambda: self._future.result(), f"saving {self._path.name} failed")
+        self._future.result()
+        return self._path
+
+    def finish(self) -> None:
+        """Wait like `result`, unless it has been called."""
+        if not self._asked:
+            self.result()
+
+
+#: The save that is under way. A second one waits for it: two at a time would mix their messages.
+_pending: Saving | None = None
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    data: dict[str, Any] | None = None,
+    keep: int | None = 2,
+    wait: bool = True,
+) -> Saving:
+    """Save model, optimizer, step, random state and data position as `folder/step-00000010`.
+
+    Every rank must call it. Until everything is on disk the checkpoint has another name, so `latest` never returns
+    a half one.
+
+    Args:
+        folder: On a file system that all ranks see.
+        model: Sharded by `lablib.launch.fsdp.shard`, or a plain module in a single process.
+        optimizer: Of this model.
+        step: Optimizer steps taken.
+        data: Anything that JSON can write; the position in the data, so that no sample comes twice.
+        keep: Newest checkpoints to keep; None keeps all.
+        wait: False returns once the state is copied, and writes in the background. Call `result()` before the
+            process ends.
+
+    Returns:
+        A handle; `result()` is the path.
+
+    Raises:
+        ValueError: If the step is saved already, or a number is out of range.
+        RuntimeError: If a rank could not write.
+
+    Chapter: book/06_fsdp.md.
+    """
+    global _pending
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"step={step} must not be negative, and keep={keep} must be None or at least 1")
+    folder, previous, _pending = Path(folder), _pending, None
+    if previous is not None:
+        previous.finish()
+    token = from_rank_0(secrets.token_hex(4))
+    aside = folder / f".writing-{step:08d}-{token}"
+    agree(lambda: begin(folder, step, token) if own_rank() == 0 else None, "")
+    state = {
+        "model": _without_ties(model, get_model_state_dict(model)),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "rng": {f"rank{own_rank()}": torch.get_rng_state()},
+    }
+    info = {"step": step, "data": data or {}, "ranks": count_ranks(), "tied": tied_parameters(model)}
+    writing: Future = Future()
+    if wait or not dist.is_initialized():
+        try:
+            with alone_is_fine():
+                dcp.save(
+                    state, checkpoint_id=aside, process_group=own_group(), no_dist=not dist.is_initialized()
+                )
+            writing.set_result(publish(aside, info, keep) if own_rank() == 0 else None)
+        except BaseException as error:
+            writing.set_exception(readable(error))
+    else:
+        copied = dcp.async_save(state, checkpoint_id=aside, process_group=own_group())
+
+        def finish() -> None:
+            try:
+                copied.result()
+                # DCP's rank 0 ends after all others have written.
+                writing.set_result(publish(aside, info, keep) if own_rank() == 0 else None)
+            except BaseException as error:
+                writing.set_exception(readable(error))
+
+        threading.Thread(target=finish, name=f"checkpoint-{step}").start()
+    saving = Saving(name_of(folder, step), writing)
+    if wait:
+        saving.result()
+    else:
+        _pending = saving
+    return saving
+
+
+def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
+    """Load a checkpoint into a model on any number of ranks, in place.
+
+    Every rank must call it.
+
+    Args:
+        path: A checkpoint, such as `latest(folder)`.
+        model: Sharded in any way, or a plain module; the same architecture as the saved one.
+        optimizer: To continue training; None loads the model only.
+
+    Returns:
+        The rest of what was saved. The random state of this rank is set, too.
+
+    Raises:
+        ValueError: If the checkpoint is missing, damaged, or of another model; nothing is changed then.
+
+    Chapter: book/06_fsdp.md.
+    """
+    info = read_info(path)
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    weights = _without_ties(model, get_model_state_dict(model))
+    _check_same_model(path, weights, stored)
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    same_ranks = info["ranks"] == count_ranks()
+    rng = f"rank{own_rank() if same_ranks else 0}"
+    state["rng"] = {rng: torch.get_rng_state()}
+    with alone_is_fine():
+        dcp.load(state, checkpoint_id=path, process_group=own_group(), no_dist=not dist.is_initialized())
+    for first, *others in tied_parameters(model):
+        state["model"] |= dict.fromkeys(others, state["model"][first])
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if same_ranks:
+        torch.set_rng_state(state["rng"][rng])
+    else:
+        torch.manual_seed(zlib.crc32(state["rng"][rng].numpy().tobytes()) + own_rank())
+    return Progress(info["step"], info["data"], info["ranks"], "restored" if same_ranks else "reseeded")
+
+
+def _without_ties(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Drop the second and further names of tied parameters: one tensor is stored once."""
+    again = {name for _, *others in tied_parameters(model) for name in others}
+    return {name: value for name, value in weights.items() if name not in again}
+
+
+def _check_same_model(path: str | Path, weights: dict[str, Any], stored: dict[str, Any]) -> None:
+    saved = {name.removeprefix("model."): m for name, m in stored.items() if name.startswith("model.")}
+    missing = sorted(weights.keys() - saved.keys())
+    unknown = sorted(saved.keys() - weights.keys())
+    shapes = [
+        f"{name} is {tuple(saved[name].size)} there and {tuple(weights[name].shape)} here"
+        for name in sorted(weights.keys() & saved.keys())
+        if tuple(saved[name].size) != tuple(weights[name].shape)
+    ]
+    problems = [
+        f"{what} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for what, names in (("it lacks", missing), ("the model has no", unknown), ("", shapes))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"checkpoint {path} is of another model: {'; '.join(p.strip() for p in problems)}")

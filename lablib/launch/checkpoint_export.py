@@ -1,0 +1,65 @@
+"""A sharded checkpoint as one safetensors file, for everything that knows nothing of ranks.
+
+Chapter: book/06_fsdp.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lablib.launch.checkpoint_files import alone_is_fine, read_info
+
+_PREFIX = "model."
+
+
+def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the model of a checkpoint as one safetensors file; in one process, without ranks.
+
+    Names are those of the module that was saved: a Hugging Face model's file is one that `from_pretrained` reads.
+    Of tied parameters the first name is written, as Hugging Face does; `safetensors.torch.load_model` restores
+    the others. The whole model must fit into memory.
+
+    Args:
+        checkpoint: From `save`.
+        file: Target; an older file is replaced when the new one is complete.
+        dtype: Cast floating-point tensors to this; None keeps what was saved.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If the checkpoint is missing or damaged, or the package safetensors is not installed.
+
+    Chapter: book/06_fsdp.md.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("exporting needs the package safetensors: pip install safetensors") from error
+    info, file = read_info(checkpoint), Path(file)
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(_PREFIX)
+    }
+    with alone_is_fine():
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    tensors = {
+        name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t
+        for name, t in state.items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.writing")
+    save_file(
+        tensors,
+        aside,
+        metadata={"format": "pt", "step": str(info["step"]), "tied": json.dumps(info["tied"])},
+    )
+    os.replace(aside, file)
+    return file

@@ -1,0 +1,164 @@
+"""Forecast the memory of an FSDP2 step with PyTorch's FSDPMemTracker, without memory and without other ranks.
+
+FakeTensorMode computes shapes and no values, and a fake process group answers every collective at once, so one
+process plays rank 0 of many, and a model of any size fits. It is a model of memory, not a measurement: activations
+are those of the CPU's kernels, and an allocator's gaps are in no count.
+
+The tracker and the fake process group are private parts of PyTorch; this module is the only one that touches them.
+
+Chapter: book/06_fsdp.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lablib.launch.fsdp import ShardReport, make_mesh, shard
+
+#: The tracker's names, and ours.
+KINDS = {
+    "Sharded Param": "parameters",
+    "Unsharded Param": "unsharded parameters",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "unsharded gradients",
+    "OptState": "optimizer",
+    "All Gather": "all-gather buffers",
+    "Reduce Scatter": "reduce-scatter buffers",
+    "Activation": "activations",
+    "Temp": "temporary",
+    "Buffer": "buffers",
+    "Inputs": "inputs",
+}
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on rank 0, by the kinds of `KINDS`.
+
+    Attributes:
+        peak: At the moment when the most is held in all.
+        after_backward: Between backward and the optimizer's step: the states.
+        most: The most of each kind at any moment; these moments differ, so the sum means nothing.
+        most_gathered: The most of unsharded parameters and all-gather buffers together: what
+            `lablib.calc.fsdp.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number
+            keeps after forward are among the activations here.
+        report: What `shard` did.
+    """
+
+    peak: dict[str, int]
+    after_backward: dict[str, int]
+    most: dict[str, int]
+    most_gathered: int
+    report: ShardReport
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak.values())
+
+
+def forecast(
+    build: Callable[[], nn.Module],
+    *,
+    world_size: int,
+    batch: int,
+    seq: int,
+    loss: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> MemoryForecast:
+    """Play two training steps of rank 0 among many ranks; the second one counts, with its optimizer state.
+
+    Call it in a process without a process group, such as a notebook.
+
+    Args:
+        build: Returns the model; runs without memory.
+        world_size: Ranks to pretend.
+        batch: Sequences on each rank.
+        seq: Tokens of each that the model reads.
+        loss: Gets the model and `tokens_BT` with T = seq + 1. By default `model.loss(tokens_BT)`, or, for a
+            Hugging Face model, its own loss.
+        optimizer: Makes the optimizer from the parameters.
+        **options: Of `lablib.launch.fsdp.shard`.
+
+    Raises:
+        ValueError: If a number is out of range, a process group is there already, or `shard` refuses.
+
+    Chapter: book/06_fsdp.md.
+    """
+    for name, number in (("world_size", world_size), ("batch", batch), ("seq", seq)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    if dist.is_initialized():
+        raise ValueError("a process group is there already: call forecast outside of run_ranks and torchrun")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        mesh = make_mesh(options.pop("mesh", None))
+        fake = FakeTensorMode()
+        with fake:
+            model = build()
+        # Outside of the mode: fully_shard reads the mesh, which is a real tensor.
+        model, report = shard(model, mesh=mesh, **options)
+        with fake, warnings.catch_warnings():
+            # True of every linear layer with a batch and a sequence, and harmless without in-place operations.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            updates = optimizer(model.parameters())
+            tokens_BT = torch.zeros(batch, seq + 1, dtype=torch.int64)
+            tracker = _Tracker(model, updates)
+            tracker.track_inputs((tokens_BT,))
+            with tracker:
+                for step in range(2):
+                    (loss or _loss)(model, tokens_BT).backward()
+                    after_backward = _bytes(tracker.get_tracker_snapshot("current"))
+                    updates.step()
+                    updates.zero_grad()
+                    if step == 0:
+                        tracker.reset_mod_stats()
+            peak = _bytes(tracker.get_tracker_snapshot("peak"))
+    finally:
+        dist.destroy_process_group()
+    return MemoryForecast(peak, after_backward, tracker.most, tracker.most_gathered, report)
+
+
+class _Tracker(FSDPMemTracker):
+    """Also remembers the most of each kind, which need not be at the peak of the sum."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.most = dict.fromkeys(KINDS.values(), 0)
+        self.most_gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            held = _bytes(self._curr_mem_snap)  # get_tracker_snapshot would copy it, at every operation
+            self.most = {kind: max(most, held[kind]) for kind, most in self.most.items()}
+            gathered = held["unsharded parameters"] + held["all-gather buffers"]
+            self.most_gathered = max(self.most_gathered, gathered)
+        return result
+
+
+def _bytes(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
+    """Return a snapshot of all devices by our kinds."""
+    total = dict.fromkeys(KINDS.values(), 0)
+    for kinds in snapshot.values():
+        for kind, size in kinds.items():
+            if (name := KINDS.get(getattr(kind, "value", kind))) is not None:
+                total[name] += size
+    return total
+
+
+def _loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    if hasattr(model, "loss") and callable(model.loss):
+        return model.loss(tokens_BT)
+    return model(input_ids=tokens_BT, labels=tokens_BT).loss

@@ -1,0 +1,150 @@
+"""Pictures of FSDP: who holds which rows, what is gathered when, and what the size of a unit decides.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/06_fsdp.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+#: One colour and one dash for each case that shares a picture with others.
+_HUES = ("weights", "gradients", "optimizer", "activations", "communication")
+_DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)))
+
+#: One tensor, one colour, in the pictures of cells.
+_TENSORS = ("weights", "gradients", "optimizer", "activations")
+
+
+def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) -> Figure:
+    """Draw what each rank holds, a cell for a number, one picture for each way to cut.
+
+    Args:
+        pictures: Title to one row of cells per rank; a cell is (text, number of its tensor), None for padding.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    ranks = max(len(rows) for rows in pictures.values())
+    fig, axes = figure(height=0.7 + 0.36 * ranks, ncols=len(pictures), squeeze=False)
+    most = max(len(row) for rows in pictures.values() for row in rows)
+    for ax, (title, rows) in zip(axes[0], pictures.items(), strict=True):
+        for rank, cells in enumerate(rows):
+            ax.text(-0.25, rank + 0.45, f"rank {rank}", ha="right", va="center", fontsize=9)
+            for place, (text, tensor) in enumerate(cells):
+                color = COLORS["idle"] if tensor is None else COLORS[_TENSORS[tensor % len(_TENSORS)]]
+                look = {"facecolor": "none", "hatch": HATCHES["idle"], "linewidth": 0.8}
+                look = look if tensor is None else {"facecolor": color}
+                ax.add_patch(Rectangle((place, rank), 0.92, 0.9, edgecolor=color, **look))
+                if text:
+                    ax.text(
+                        place + 0.46, rank + 0.45, text, ha="center", va="center", color="white", fontsize=9
+                    )
+        ax.set_xlim(-1.6, most)
+        ax.set_ylim(ranks, -0.1)
+        ax.set_title(title, fontsize=10)
+        ax.axis("off")
+    return fig
+
+
+def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str) -> Figure:
+    """Draw the whole parameters that a rank holds over a step, one stepped line per case.
+
+    Args:
+        curves: Name of the case to its (time, amount from then on) points; the last amount ends the line.
+        unit: Of the amounts, printed at the axis.
+        xlabel: Quantity and unit of the times.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
+        times, amounts = zip(*points, strict=True)
+        ax.step(times, amounts, where="post", color=COLORS[role], linestyle=dash, label=name, linewidth=1.8)
+    ax.set_ylim(bottom=0)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(f"gathered ({unit})")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def unit_size(
+    counts: Sequence[int],
+    seconds: Sequence[float],
+    gigabytes: Sequence[float],
+    *,
+    computing: float,
+    names: Mapping[int, str],
+) -> Figure:
+    """Draw step time and gathered memory over the number of units, one above the other.
+
+    Args:
+        counts: Numbers of units, ascending.
+        seconds: Step time with so many units.
+        gigabytes: The most whole parameters held at a time.
+        computing: Seconds of a step in which nothing waits.
+        names: Texts beside some of the counts.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
+    top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
+    top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+    top.text(counts[0], computing, "computing alone", ha="left", va="bottom", fontsize=9)
+    top.set_ylim(0, 1.25 * max(seconds))
+    top.set_ylabel("step (s)")
+    bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
+    bottom.set_ylim(0, 1.1 * max(gigabytes))
+    bottom.set_ylabel("gathered (GB)")
+    bottom.set_xlabel("units in the model")
+    bottom.set_xscale("log")
+    bottom.set_xticks(counts, labels=[str(count) for count in counts])
+    bottom.set_xticks([], minor=True)
+    for count, text in names.items():
+        place = counts.index(count)
+        side = "left" if place == 0 else "right" if place == len(counts) - 1 else "center"
+        top.annotate(text, (count, seconds[place]), (0, 7), textcoords="offset points", ha=side, fontsize=9)
+    return fig
+
+
+def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
+    """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard.
+
+    Args:
+        shards: Number of the shard that each rank holds, by row and column.
+        rows: Text for what a row does.
+        columns: Text for what a column does.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    wide, tall = len(shards[0]), len(shards)
+    fig, ax = figure(height=1.0 + 0.62 * tall)
+    for y, row in enumerate(shards):
+        for x, shard in enumerate(row):
+            color = COLORS[_TENSORS[shard % len(_TENSORS)]]
+            ax.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, facecolor=color))
+            ax.text(
+                x + 0.5,
+                y + 0.5,
+                f"rank {y * wide + x}\nshard {shard}",
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=9,
+            )
+    ax.text(wide / 2, -0.12, rows, ha="center", va="bottom", fontsize=10)
+    ax.text(-0.1, tall / 2, columns, ha="right", va="center", rotation=90, fontsize=10)
+    ax.set_xlim(-0.55, wide)
+    ax.set_ylim(tall, -0.55)
+    ax.axis("off")
+    return fig

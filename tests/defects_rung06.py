@@ -1,0 +1,365 @@
+"""Planted defects of rung 06: each runs, keeps shapes, and is wrong in one idea."""
+
+from torch import nn
+
+# --- count_collectives -------------------------------------------------------------------------------------
+
+
+def _count(
+    root,
+    units,
+    reshard,
+    micro_batches,
+    sync_every,
+    *,
+    root_passes=1,
+    freed_passes=2,
+    last_again=True,
+    gather_every=True,
+    scatters_each=1,
+    scatter_turns=None,
+    root_scatters=True,
+):
+    passes = freed_passes if reshard else 1
+    skipped = 0 if last_again or not reshard or not units else 1
+    turns = micro_batches if gather_every else 1
+    reductions = scatter_turns or (micro_batches if sync_every else 1)
+    return {
+        "all_gathers": turns * (root_passes + passes * len(units) - skipped),
+        "reduce_scatters": reductions * scatters_each * (root_scatters + len(units)),
+        "gathered": turns * (root_passes * root + passes * sum(units) - skipped * (units or [0])[-1]),
+        "reduced": reductions * scatters_each * (root * root_scatters + sum(units)),
+    }
+
+
+def root_gathered_twice(*case):
+    return _count(*case, root_passes=2)
+
+
+def never_gathered_again(*case):
+    return _count(*case, freed_passes=1)
+
+
+def last_unit_not_again(*case):
+    return _count(*case, last_again=False)
+
+
+def gathers_once_a_step(*case):
+    return _count(*case, gather_every=False)
+
+
+def scatters_in_forward_too(*case):
+    return _count(*case, scatters_each=2)
+
+
+def always_reduces(root, units, reshard, micro_batches, sync_every):
+    return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
+
+
+def reduces_once(root, units, reshard, micro_batches, sync_every):
+    return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=1)
+
+
+def root_without_gradients(*case):
+    return _count(*case, root_scatters=False)
+
+
+def message_by_message(root, units, reshard, micro_batches, sync_every):
+    """Second solution: write the messages down and count them."""
+    gathers, scatters = [], []
+    for turn in range(micro_batches):
+        gathers += [root, *units]
+        if reshard:
+            gathers += reversed(units)
+        if sync_every or turn == micro_batches - 1:
+            scatters += [*reversed(units), root]
+    return {
+        "all_gathers": len(gathers),
+        "reduce_scatters": len(scatters),
+        "gathered": sum(gathers),
+        "reduced": sum(scatters),
+    }
+
+
+# --- units_by_size -----------------------------------------------------------------------------------------
+
+
+def _size(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def _inside_out(model):
+    named = [(name, m) for name, m in model.named_modules() if name and not isinstance(m, nn.ModuleList)]
+    return sorted(named, key=lambda item: -item[0].count("."))
+
+
+def counts_inner_units_again(model, least):
+    return [name for name, module in _inside_out(model) if _size(module) >= least]
+
+
+def leaves_only(model, least):
+    return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
+
+
+def from_the_outside(model, least):
+    """Takes the outermost module that is large enough."""
+    units = []
+    for name, module in reversed(_inside_out(model)):
+        if _size(module) >= least and not any(name.startswith(f"{unit}.") for unit in units):
+            units.append(name)
+    return units
+
+
+def own_parameters_only(model, least):
+    """Forgets what small children leave open."""
+    return [n for n, m in _inside_out(model) if sum(p.numel() for p in m.parameters(recurse=False)) >= least]
+
+
+def outside_first(model, least):
+    return list(reversed(one_pass_from_the_deepest(model, least)))
+
+
+def with_the_root(model, least):
+    return [*one_pass_from_the_deepest(model, least), ""]
+
+
+def lists_too(model, least):
+    return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
+
+
+def _depth(item):
+    return -item[0].count(".")
+
+
+def _close(model, modules, least):
+    """Close units in the order of `modules`, deepest first, on what is still open."""
+    open_ = {name: p.numel() for name, p in model.named_parameters()}
+    units = []
+    for name, _ in modules:
+        mine = [each for each in open_ if each.startswith(f"{name}.")]
+        if sum(open_[each] for each in mine) >= least:
+            units.append(name)
+            for each in mine:
+                del open_[each]
+    return units
+
+
+def one_pass_from_the_deepest(model, least):
+    """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
+    return _close(model, _inside_out(model), least)
+
+
+# --- write_checkpoint --------------------------------------------------------------------------------------
+
+
+def _write(
+    disk,
+    rank,
+    ranks,
+    step,
+    state,
+    barrier,
+    *,
+    clear=True,
+    wait_after_clear=True,
+    wait=True,
+    writers=None,
+    content=None,
+    publishers=(0,),
+    forget_old=False,
+):
+    aside = f"tmp-{step}"
+    if clear and rank == 0:
+        disk.remove(aside)
+    if wait_after_clear:
+        barrier()
+    if writers is None or rank in writers:
+        disk.write(f"{aside}/rank-{rank}", {**state, "step": step} if content is None else content)
+    if wait:
+        barrier()
+    if forget_old and rank == 0:
+        disk.remove("step-40")
+    if rank in publishers:
+        disk.rename(aside, f"step-{step}")
+    barrier()
+
+
+def in_place(disk, rank, ranks, step, state, barrier):
+    disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
+    barrier()
+
+
+def does_not_wait(*args):
+    _write(*args, wait=False)
+
+
+def leaves_the_rest_of_a_crash(*args):
+    _write(*args, clear=False)
+
+
+def clears_while_others_write(*args):
+    _write(*args, wait_after_clear=False)
+
+
+def only_rank_0_writes(*args):
+    _write(*args, writers=(0,))
+
+
+def without_the_optimizer(disk, rank, ranks, step, state, barrier):
+    _write(disk, rank, ranks, step, state, barrier, content={"model": state["model"], "step": step})
+
+
+def without_the_step(disk, rank, ranks, step, state, barrier):
+    _write(disk, rank, ranks, step, state, barrier, content=dict(state))
+
+
+def everybody_publishes(*args):
+    _write(*args, publishers=range(args[2]))
+
+
+def nobody_publishes(*args):
+    _write(*args, publishers=())
+
+
+def old_one_goes_first(*args):
+    _write(*args, forget_old=True)
+
+
+def renames_file_by_file(disk, rank, ranks, step, state, barrier):
+    """Each file is published at once, the checkpoint is not."""
+    disk.write(f"tmp-{step}-{rank}", {**state, "step": step})
+    barrier()
+    disk.rename(f"tmp-{step}-{rank}", f"step-{step}/rank-{rank}")
+    barrier()
+
+
+def last_rank_publishes(disk, rank, ranks, step, state, barrier):
+    """Second solution: a fresh folder name instead of clearing, and the last rank renames."""
+    name = f"aside-of-{step}"
+    while disk.exists(name):
+        name += "-again"
+    barrier()  # everybody has looked before anybody writes
+    saved = {"step": step}
+    saved.update(state)
+    disk.write(f"{name}/rank-{rank}", saved)
+    barrier()
+    if rank == ranks - 1:
+        disk.rename(name, f"step-{step}")
+
+
+# --- choose_wrapping ---------------------------------------------------------------------------------------
+
+
+def _peak(root, units):
+    return root + max((2 * b + a for a, b in zip([root, *units], units, strict=False)), default=root)
+
+
+def _choose(rules, budget, *, peak=_peak, messages=lambda n: 3 * n + 2, pick=min):
+    peaks = {rule: peak(root, units) for rule, (root, *units) in rules.items()}
+    sent = {rule: messages(len(units) - 1) for rule, units in rules.items()}
+    fits = [rule for rule in rules if peaks[rule] <= budget]
+    return {"peak": peaks, "messages": sent, "best": pick(fits, key=sent.get, default=None)}
+
+
+def whole_model_at_once(rules, budget):
+    return _choose(rules, budget, peak=lambda root, units: 2 * (root + sum(units)))
+
+
+def forgets_the_root(rules, budget):
+    return _choose(rules, budget, peak=lambda root, units: _peak(root, units) - bool(units) * root)
+
+
+def forgets_the_buffers(rules, budget):
+    return _choose(rules, budget, peak=lambda root, units: root + max(units, default=0))
+
+
+def forgets_the_one_before(rules, budget):
+    return _choose(rules, budget, peak=lambda root, units: root + 2 * max(units, default=root / 2))
+
+
+def gathers_only(rules, budget):
+    return _choose(rules, budget, messages=lambda n: 1 + 2 * n)
+
+
+def root_twice(rules, budget):
+    return _choose(rules, budget, messages=lambda n: 3 * n + 3)
+
+
+def most_messages(rules, budget):
+    return _choose(rules, budget, pick=max)
+
+
+def smallest_peak(rules, budget):
+    found = _choose(rules, budget)
+    return {**found, "best": min(rules, key=found["peak"].get)}
+
+
+def unit_after_unit(rules, budget):
+    """Second solution: walk through forward and look at each moment."""
+    found = {"peak": {}, "messages": {}, "best": None}
+    for rule, units in rules.items():
+        root, before = units[0], 0
+        moments = []
+        for unit in units:
+            whole = root + (unit if unit is not units[0] or before else 0)
+            moments.append(whole + unit + before)
+            before = unit
+        found["peak"][rule] = max(moments)
+        found["messages"][rule] = len(units) + (len(units) - 1) + len(units)
+    for rule in sorted(rules, key=lambda rule: -found["messages"][rule]):
+        if found["peak"][rule] <= budget:
+            found["best"] = rule
+    return found
+
+
+DEFECTS = {
+    "count_collectives": [
+        root_gathered_twice,
+        never_gathered_again,
+        last_unit_not_again,
+        gathers_once_a_step,
+        scatters_in_forward_too,
+        always_reduces,
+        reduces_once,
+        root_without_gradients,
+    ],
+    "units_by_size": [
+        counts_inner_units_again,
+        leaves_only,
+        from_the_outside,
+        own_parameters_only,
+        outside_first,
+        with_the_root,
+        lists_too,
+    ],
+    "write_checkpoint": [
+        in_place,
+        does_not_wait,
+        leaves_the_rest_of_a_crash,
+        clears_while_others_write,
+        only_rank_0_writes,
+        without_the_optimizer,
+        without_the_step,
+        everybody_publishes,
+        nobody_publishes,
+        old_one_goes_first,
+        renames_file_by_file,
+    ],
+    "choose_wrapping": [
+        whole_model_at_once,
+        forgets_the_root,
+        forgets_the_buffers,
+        forgets_the_one_before,
+        gathers_only,
+        root_twice,
+        most_messages,
+        smallest_peak,
+    ],
+}
+
+SECOND_SOLUTIONS = {
+    "count_collectives": message_by_message,
+    "units_by_size": one_pass_from_the_deepest,
+    "write_checkpoint": last_rank_publishes,
+    "choose_wrapping": unit_after_unit,
+}

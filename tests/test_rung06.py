@@ -1,0 +1,242 @@
+"""Rung 06: the step's timeline, its checks for every draw, the page about FSDP1, and what its sentences say."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from lablib.calc.fsdp_gathered import peak_unsharded_bytes
+from lablib.calc.fsdp_schedule import TimedUnit, fsdp_step
+from lablib.checks import rung06
+from lablib.checks.checkpoint_disk import World
+from lablib.checks.report import Wrong
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import defects_rung06  # noqa: E402
+
+# --- the timeline of a step --------------------------------------------------------------------------------
+
+
+def _unit(name, size=4, gather=4.0, run=3.0):
+    return TimedUnit(name=name, bytes=size, gather=gather, scatter=gather, forward=run, backward=2 * run)
+
+
+ROOT_UNIT = TimedUnit(name="", bytes=1, gather=0, scatter=0, forward=0, backward=0)
+
+
+def test_two_units_by_hand():
+    """Forward 4 + 3 + 4 + 3 without prefetch; 4 + max(3, 4) + 3 with it. Backward 4 + 6 + 4 + 4 + 6 + 4, or
+    4 + 6 + 6 + 4, since the second gather and the first scatter run beside the 12 s of computing."""
+    slow = fsdp_step([ROOT_UNIT, _unit("A"), _unit("B")], prefetch=False)
+    fast = fsdp_step([ROOT_UNIT, _unit("A"), _unit("B")])
+    assert (slow.seconds, slow.peak) == (14 + 28, 1 + 4)
+    assert (fast.seconds, fast.peak) == (11 + 20, 1 + 4 + 4)
+    assert slow.compute == fast.compute == 18
+    assert fast.exposed == 31 - 18
+
+
+def test_one_unit_hides_nothing():
+    step = fsdp_step([_unit("", gather=8.0, run=6.0)])
+    assert step.seconds == 8 + 6 + 12 + 8
+    assert [bar.kind for bar in step.bars] == ["gather", "forward", "backward", "scatter"]
+
+
+def _random_units():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    return [
+        TimedUnit(
+            name=f"{i}",
+            bytes=dice.randint(1, 99),
+            gather=dice.random(),
+            scatter=dice.random(),
+            forward=dice.random(),
+            backward=dice.random(),
+        )
+        for i in range(dice.randint(1, 12))
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard": False}, {"root_reshard": True}, {"prefetch": False}])
+def test_a_step_keeps_the_rules_of_link_and_device(options):
+    for _ in range(20):
+        units = _random_units()
+        step = fsdp_step(units, **options)
+        for lane in ("link", "device"):
+            bars = [bar for bar in step.bars if bar.lane == lane]
+            assert all(a.end <= b.start for a, b in itertools.pairwise(bars)), "one thing at a time"
+        assert step.memory[-1][1] == 0
+        assert min(size for _, size in step.memory) >= 0
+        # Nothing runs before it has arrived, and a gradient leaves after its unit's backward.
+        for unit in units:
+            mine = [bar for bar in step.bars if bar.unit == unit.name]
+            gather = next(bar for bar in mine if bar.kind == "gather")
+            forward, backward, scatter = (
+                next(bar for bar in mine if bar.kind == kind) for kind in ("forward", "backward", "scatter")
+            )
+            assert gather.end <= forward.start <= backward.start
+            assert backward.end <= scatter.start
+        root_again, again = options.get("root_reshard", False), options.get("reshard", True)
+        assert sum(bar.kind == "gather" for bar in step.bars) == 1 + root_again + (1 + again) * (
+            len(units) - 1
+        )
+        work = sum(unit.forward + unit.backward for unit in units)
+        assert step.compute == pytest.approx(work)
+        assert step.seconds >= step.compute
+
+
+def test_prefetch_never_costs_time_and_holds_two_neighbours_at_most():
+    for _ in range(20):
+        units = _random_units()
+        fast, slow = fsdp_step(units), fsdp_step(units, prefetch=False)
+        assert fast.seconds <= slow.seconds + 1e-9
+        root, *rest = [unit.bytes for unit in units]
+        assert slow.peak == root + max(rest, default=0)
+        assert fast.peak <= root + max(
+            (a + b for a, b in itertools.pairwise(rest)), default=max(rest, default=0)
+        )
+
+
+def test_a_step_needs_a_unit():
+    with pytest.raises(ValueError, match="the root is always there"):
+        fsdp_step([])
+
+
+def test_the_formula_of_the_chapter_is_the_calculators():
+    for _ in range(50):
+        root, *rest = [2 * unit.bytes for unit in _random_units()]
+        copies = [2 * b + a for a, b in zip([root, *rest], rest, strict=False)]
+        assert peak_unsharded_bytes([root, *rest], 2, param_bytes=1) == root + max(copies, default=root)
+
+
+# --- the checks, whatever is drawn -------------------------------------------------------------------------
+
+DRAWN = ("count_collectives", "units_by_size")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_right_answers_pass_whatever_is_drawn(name):
+    answer = defects_rung06.SECOND_SOLUTIONS[name]
+    assert {getattr(rung06, name)(answer, seed).status for seed in range(6)} == {"passed"}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_defects_are_caught_whatever_is_drawn(name):
+    for defect in defects_rung06.DEFECTS[name]:
+        assert {getattr(rung06, name)(defect, seed).status for seed in range(4)} == {"wrong"}, defect.__name__
+
+
+#: Slips, and the words that the sentence about them must have.
+SENTENCES = {
+    "root_gathered_twice": "The root is not freed",
+    "never_gathered_again": "gathered again in backward",
+    "last_unit_not_again": "FSDP frees it like the others",
+    "gathers_once_a_step": "Every micro-batch gathers",
+    "always_reduces": "after the last one only",
+    "root_without_gradients": "The root has gradients too",
+    "scatters_in_forward_too": "Gradients exist in backward only",
+    "counts_inner_units_again": "do not count again",
+    "leaves_only": "from the inside to the outside",
+    "own_parameters_only": "enough open parameters",
+    "outside_first": "would take the inner parameters first",
+    "with_the_root": "The root is a unit anyway",
+    "lists_too": "has no forward",
+    "in_place": "half written",
+    "does_not_wait": "only when every rank has written",
+    "leaves_the_rest_of_a_crash": "comes from a crashed job",
+    "only_rank_0_writes": "only when every rank has written",
+    "without_the_optimizer": "starts its moments from zero",
+    "without_the_step": "The step is not saved",
+    "everybody_publishes": "one rank renames, once",
+    "nobody_publishes": "nobody published it",
+    "old_one_goes_first": "without any checkpoint",
+    "renames_file_by_file": "only when every rank has written",
+    "whole_model_at_once": "Not all units are whole at a time",
+    "forgets_the_root": "The root stays gathered",
+    "forgets_the_buffers": "exists twice while it is copied",
+    "forgets_the_one_before": "The buffer of the unit before",
+    "gathers_only": "Count both",
+    "root_twice": "The root is gathered once",
+    "most_messages": "fewer messages",
+    "smallest_peak": "fewer messages",
+}
+
+
+@pytest.mark.parametrize("slip", SENTENCES)
+def test_a_slip_gets_the_sentence_about_its_own_idea(slip):
+    name, defect = next(
+        (name, d) for name, ds in defects_rung06.DEFECTS.items() for d in ds if d.__name__ == slip
+    )
+    assert SENTENCES[slip] in getattr(rung06, name)(defect).message
+
+
+def test_ranks_that_wait_for_nobody_are_told_so():
+    def act(disk, rank, barrier):
+        if rank == 0:
+            barrier()
+
+    with pytest.raises(Wrong, match="never reach"):
+        World(2, (0, 1), {}).run(act)
+
+
+def test_the_disk_plays_every_order_the_same_way_twice():
+    def act(disk, rank, barrier):
+        disk.write(f"a/{rank}", rank)
+        barrier()
+        if rank == 0:
+            disk.rename("a", "step-1")
+
+    worlds = [World(3, order, {}) for order in ((0, 1, 2), (0, 1, 2), (2, 1, 0))]
+    for world in worlds:
+        world.run(act)
+    first, again, other = [world.moments for world in worlds]
+    assert first == again != other
+    assert first[-1] == other[-1] == {"step-1/0": 0, "step-1/1": 1, "step-1/2": 2}
+    assert len(first) == 1 + 3 * 2 + 1
+
+
+def test_an_error_of_a_rank_reaches_the_learner():
+    def act(disk, rank, barrier):
+        barrier()
+        if rank == 1:
+            raise KeyError("model")
+        barrier()
+
+    with pytest.raises(KeyError, match="model"):
+        World(2, (0, 1), {}).run(act)
+
+
+# --- FSDP1 -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_about_fsdp1_says_what_happens():
+    from lablib.launch.fsdp1_history import EXPERIMENTS, run_all
+
+    seen = {result.name: result for result in run_all()}
+    assert list(seen) == list(EXPERIMENTS)
+    fails = {name for name, result in seen.items() if result.error}
+    assert fails >= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names"}
+    assert fails <= {
+        "policy called",
+        "policy of FSDP2",
+        "prefetch policy",
+        "mesh without names",
+        "no device_id",
+    }
+    # Wrapped alike, both send alike; without a policy everything is one message.
+    for name in ("wrapped by class", "policy as partial", "original parameters"):
+        assert (seen[name].calls, seen[name].bytes) == (
+            seen["FSDP2 per block"].calls,
+            seen["FSDP2 per block"].bytes,
+        )
+    assert seen["no policy"].calls == {"all_gather": 1, "reduce_scatter": 1}
+    assert seen["SHARD_GRAD_OP"].calls == {"all_gather": 5, "reduce_scatter": 5}
+    assert seen["NO_SHARD"].calls == {"all_reduce": 5}
+    assert "deprecated" in seen["NO_SHARD"].warning
+    assert seen["mixed precision"].bytes["all_gather"] * 2 == seen["no policy"].bytes["all_gather"]
+    assert (seen["wrapped by class"].parameters, seen["original parameters"].parameters) == (5, 39)

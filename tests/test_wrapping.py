@@ -1,0 +1,135 @@
+"""Wrap units: which modules, in which order, and that no parameter is lost or counted twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lablib.launch.wrapping import calc_units, is_linear, tied_parameters, wrap_units
+from lablib.toys.transformer import Transformer, tiny_config
+
+SIZES = {"vocab_size": 50, "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2}
+MODELS = {
+    "toy gpt2": lambda: Transformer(tiny_config("gpt2", num_layers=3, hidden=16)),
+    "toy llama": lambda: Transformer(tiny_config("llama", num_layers=3, hidden=16)),
+    "GPT-2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_layer=3, n_embd=16, n_head=2)),
+    "Llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, intermediate_size=40, num_key_value_heads=1, tie_word_embeddings=False)
+    ),
+    "Qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, intermediate_size=40, num_key_value_heads=1, tie_word_embeddings=True)
+    ),
+}
+#: The class of a block, its linear layers, and whether the head is tied.
+FACTS = {
+    "toy gpt2": ("Block", 6, True),
+    "toy llama": ("Block", 7, False),
+    "GPT-2": ("GPT2Block", 4, True),
+    "Llama": ("LlamaDecoderLayer", 7, False),
+    "Qwen2": ("Qwen2DecoderLayer", 7, True),
+}
+
+
+def build(name: str) -> nn.Module:
+    with torch.device("meta"):  # shapes are all that counts here
+        return MODELS[name]()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_and_linear_layers(name: str) -> None:
+    kind, linear, tied = FACTS[name]
+    model = build(name)
+    if name == "Qwen2":
+        model.tie_weights()
+    assert wrap_units(model, "none") == []
+    blocks = wrap_units(model, "block")
+    assert [type(module).__name__ for _, module in blocks] == [kind] * 3
+    assert [name for name, _ in blocks] == sorted(name for name, _ in blocks)
+    assert all(model.get_submodule(name) is module for name, module in blocks)
+    layers = wrap_units(model, "linear")
+    assert len(layers) == 3 * linear + (not tied)
+    assert all(is_linear(module) for _, module in layers)
+    assert bool(tied_parameters(model)) == tied
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rule", ["none", "block", "linear", "size:700", "size:2500", "size:10M"])
+def test_every_parameter_has_one_home(name: str, rule: str) -> None:
+    model = build(name)
+    units = calc_units(model, rule)
+    assert units[0].name == ""
+    assert sorted(u.name for u in units[1:]) == sorted(name for name, _ in wrap_units(model, rule))
+    assert sum(u.params for u in units) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("least", [1, 300, 900, 2_000, 4_000])
+def test_size_closes_a_unit_as_soon_as_it_is_large_enough(least: int) -> None:
+    model = build("toy llama")
+    by_name = {u.name: u.params for u in calc_units(model, f"size:{least}")}
+    root = by_name.pop("")
+    assert all(params >= least for params in by_name.values())
+    for name, module in model.named_modules():
+        if name in by_name or not name or isinstance(module, nn.ModuleList):
+            continue
+        inside = sum(p.numel() for p in module.parameters())
+        taken = sum(params for unit, params in by_name.items() if unit.startswith(f"{name}."))
+        assert inside - taken < least, f"{name} has {inside - taken} open parameters and is no unit"
+    assert root + sum(by_name.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_children_come_before_the_modules_around_them() -> None:
+    model = build("toy gpt2")
+    names = [name for name, _ in wrap_units(model, lambda name, _: name.startswith("blocks.1"))]
+    assert "blocks.1" in names
+    for position, name in enumerate(names):
+        assert not any(name.startswith(f"{earlier}.") for earlier in names[:position])
+    units = calc_units(model, lambda name, _: name in ("blocks.1", "blocks.1.mlp"))
+    sizes = {u.name: u.params for u in units}
+    assert sizes["blocks.1.mlp"] == sum(p.numel() for p in model.blocks[1].mlp.parameters())
+    assert sizes["blocks.1"] == sum(p.numel() for p in model.blocks[1].parameters()) - sizes["blocks.1.mlp"]
+
+
+def test_frozen_and_tied_parameters() -> None:
+    model = build("toy gpt2")
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].mlp.up.weight = model.blocks[1].mlp.up.weight  # tied between two blocks
+    units = {u.name: u for u in calc_units(model, "block")}
+    assert list(units) == ["", "blocks.0"]  # neither of the two owns all it has
+    assert units["blocks.0"].shapes == ()
+    assert units["blocks.0"].params == sum(p.numel() for p in model.blocks[0].parameters())
+    assert ("blocks.1.mlp.up.weight", "blocks.2.mlp.up.weight") in tied_parameters(model)
+
+
+def test_sequential_models_have_blocks_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert [name for name, _ in wrap_units(model, "block")] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("layer", 'wrap=\'layer\' is unknown; use "none", "block"'),
+        ("size:many", "'many' is no number of parameters; try size:1_000_000"),
+        ("size:0", "the size must be at least 1"),
+        (lambda name, module: name == "head", "unit 'head' shares a parameter with embed.weight"),
+    ],
+)
+def test_bad_rules(rule: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        wrap_units(build("toy gpt2"), rule)
+
+
+def test_nothing_to_wrap() -> None:
+    with pytest.raises(ValueError, match="wrap='block' finds nothing: the model has no"):
+        wrap_units(nn.Linear(2, 2), "block")
+    with pytest.raises(ValueError, match="wrap='linear' finds nothing"):
+        wrap_units(nn.Sequential(nn.LayerNorm(2)), "linear")
