@@ -273,16 +273,13 @@ def train_hf(name: str, **options: object) -> tuple[list[float], dict[str, Tenso
 def hugging_face() -> dict[str, object]:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     result: dict[str, object] = {}
-    alone = {name: train_hf(name) for name in ("Qwen2", "Llama", "GPT-2")}
     for name, options in (
         ("Qwen2", {"wrap": "block", "recompute": True}),
-        ("Qwen2", {"wrap": "linear"}),
         ("Llama", {"wrap": "block", "prefetch": 1}),
-        ("GPT-2", {"wrap": "block", "reshard_after_forward": False}),
         ("GPT-2", {"wrap": "linear"}),
     ):
         losses, state, report, agreed = train_hf(name, **options)
-        expected_losses, expected, _, _ = alone[name]
+        expected_losses, expected, _, _ = train_hf(name)
         result[f"{name} {options['wrap']}"] = {
             "far": distance(state, expected),
             "agreed": agreed,
@@ -423,7 +420,7 @@ def test_hugging_face_models(others: list[dict]) -> None:
             assert result["loss"] < 1e-6, name  # Hugging Face takes the mean over tokens in fp32
             assert result["agreed"], name
         tied = [name for name, result in rank["hf"].items() if any("tied:" in n for n in result["notes"])]
-        assert tied == ["Qwen2 block", "Qwen2 linear", "GPT-2 block", "GPT-2 linear"]
+        assert tied == ["Qwen2 block", "GPT-2 linear"]
         assert any("use_cache" in note for note in rank["hf"]["Qwen2 block"]["notes"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -61,10 +63,13 @@ def test_blocks_and_linear_layers(name: str) -> None:
     assert bool(tied_parameters(model)) == tied
 
 
+built = cache(build)  # for tests that only look
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rule", ["none", "block", "linear", "size:700", "size:2500", "size:10M"])
 def test_every_parameter_has_one_home(name: str, rule: str) -> None:
-    model = build(name)
+    model = built(name)
     units = calc_units(model, rule)
     assert units[0].name == ""
     assert sorted(u.name for u in units[1:]) == sorted(name for name, _ in wrap_units(model, rule))
@@ -73,7 +78,7 @@ def test_every_parameter_has_one_home(name: str, rule: str) -> None:
 
 @pytest.mark.parametrize("least", [1, 300, 900, 2_000, 4_000])
 def test_size_closes_a_unit_as_soon_as_it_is_large_enough(least: int) -> None:
-    model = build("toy llama")
+    model = built("toy llama")
     by_name = {u.name: u.params for u in calc_units(model, f"size:{least}")}
     root = by_name.pop("")
     assert all(params >= least for params in by_name.values())

@@ -1,0 +1,262 @@
+"""Pictures of precision: formats on one axis, gradients that vanish, losses side by side, errors of sums and of FP8.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/08_mixed_precision.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from lablib.view.style import COLORS, figure
+
+#: Told apart by colour and by dash, in this order.
+_HUES = ("neutral", "backward", "weights", "optimizer", "gradients", "activations")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
+
+
+def _power(exponent: float) -> str:
+    return f"$2^{{{exponent:.0f}}}$"
+
+
+def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: Sequence[int]) -> Figure:
+    """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals.
+
+    Args:
+        rows: Name to log2 of the smallest subnormal, the smallest normal and the largest number, and significant bits.
+        ticks: Powers of two to mark.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.3 + 0.38 * len(rows))
+    solid, light = COLORS["weights"], COLORS["gradients"]
+    for row, (subnormal, normal, top, bits) in enumerate(rows.values()):
+        ax.barh(row, top - normal, 0.6, normal, color=solid)
+        ax.barh(row, normal - subnormal, 0.6, subnormal, color=light, alpha=0.75)
+        ax.annotate(f"{bits} bits", (top, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set_yticks(range(len(rows)), labels=list(rows))
+    ax.set_xticks(list(ticks), labels=[_power(tick) for tick in ticks])
+    ax.set_xlim(min(row[0] for row in rows.values()) - 4, max(row[2] for row in rows.values()) + 50)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("magnitude of a number")
+    handles = [Patch(color=solid, label="full precision"), Patch(color=light, alpha=0.75, label="subnormals")]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    return fig
+
+
+def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw how many significant bits each format keeps of a number, over its magnitude.
+
+    Args:
+        powers: log2 of magnitudes, ascending.
+        curves: Name of a format to its bits at each of them; 0 where it holds nothing.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.0)
+    for (name, bits), hue, dash in zip(curves.items(), _HUES[1:], _DASHES, strict=False):
+        ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
+    ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
+    ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
+    ax.set_xlabel("magnitude of a number")
+    ax.set_ylabel("significant bits kept")
+    ax.set_ylim(0, None)
+    fig.legend(loc="outside lower center", ncols=4)
+    return fig
+
+
+def gradient_histogram(
+    counts: Mapping[int, int], *, floor: float, normal: float, name: str, top: float | None = None
+) -> Figure:
+    """Draw how many values lie in each power of two, and where a format loses them.
+
+    Args:
+        counts: Exponent to how many values have it.
+        floor: Exponent below which the format holds zero.
+        normal: Exponent below which it loses bits.
+        name: Of the format.
+        top: Exponent above which it holds infinity; None if that is far away.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.0)
+    spans = {
+        "backward": (f"zero in {name}", [p for p in counts if p < floor]),
+        "gradients": ("fewer bits", [p for p in counts if floor <= p < normal]),
+        "weights": ("kept", [p for p in counts if normal <= p and (top is None or p < top)]),
+        "activations": (f"infinite in {name}", [p for p in counts if top is not None and p >= top]),
+    }
+    for role, (label, powers) in spans.items():
+        if powers:
+            ax.bar(powers, [counts[p] for p in powers], 0.9, align="edge", color=COLORS[role], label=label)
+    for edge in (floor, normal):
+        ax.axvline(edge, color=COLORS["neutral"], linewidth=1.2, linestyle="--")
+    # A few far-off values would make everything else narrow: bars too low to be seen do not set the limits.
+    seen = [p for p, count in counts.items() if count >= max(counts.values()) / 200]
+    left, right = min(*seen, floor) - 2, max(*seen, normal) + 3
+    ticks = [p for p in range(-160, 160, 8) if left <= p <= right]
+    ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
+    ax.set_xlim(left, right)
+    ax.set_xlabel("magnitude of a gradient")
+    ax.set_ylabel("how many")
+    fig.legend(loc="outside lower center", ncols=4)
+    return fig
+
+
+def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
+    """Draw shares side by side, a group of bars for each name, in percent.
+
+    Args:
+        bars: Case, as the legend has it, to {name: share between 0 and 1}.
+        xlabel: Share of what.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    names = list(next(iter(bars.values())))
+    fig, ax = figure(height=1.2 + (0.16 + 0.16 * len(bars)) * len(names))
+    tall = 0.8 / len(bars)
+    for k, (case, values) in enumerate(bars.items()):
+        places = [row + (k - (len(bars) - 1) / 2) * tall for row in range(len(names))]
+        color = COLORS[_HUES[k + 1]]
+        ax.barh(places, [100 * values[name] for name in names], 0.9 * tall, color=color, label=case)
+    ax.set_yticks(range(len(names)), labels=names)
+    ax.set_xlim(0, 100)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    if len(bars) > 1:
+        fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel: str = "loss") -> Figure:
+    """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value.
+
+    Args:
+        lines: Name of the run to its values. The first, the reference, is grey and wide.
+        xlabel: What is counted.
+        ylabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.1)
+    for k, (name, values) in enumerate(lines.items()):
+        style = (
+            {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
+        )
+        ax.plot(range(len(values)), values, color=COLORS[_HUES[k]], label=name, **style)
+        finite = [step for step, value in enumerate(values) if math.isfinite(value)]
+        if finite and len(finite) < len(values):
+            cross = {"markersize": 9, "markeredgewidth": 2.5}
+            ax.plot(finite[-1:], [values[finite[-1]]], "x", color=COLORS[_HUES[k]], **cross)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
+    """Draw the loss scale of each step as a power of two, and the steps that were skipped.
+
+    Args:
+        exponents: log2 of the scale, one for a step.
+        skipped: Numbers of the steps whose gradients were not finite.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=2.6)
+    steps = range(len(exponents))
+    ax.step(steps, exponents, where="mid", color=COLORS["weights"], label="loss scale")
+    ax.plot(
+        list(skipped),
+        [exponents[k] for k in skipped],
+        "x",
+        color=COLORS["backward"],
+        markersize=8,
+        markeredgewidth=2,
+        label="skipped step",
+    )
+    ticks = sorted({round(e) for e in exponents})[:: max(1, len(set(exponents)) // 5)]
+    ax.set_yticks(ticks, labels=[_power(tick) for tick in ticks])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("step")
+    ax.set_ylabel("scale")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def sum_errors(
+    ranks: Sequence[int], measured: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Draw the error of a sum over ranks, measured as points and expected as lines, in percent.
+
+    Args:
+        ranks: Numbers of ranks, ascending.
+        measured: Name of the case to its relative errors.
+        expected: The same names, from a formula.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.1)
+    for (name, values), hue, dash in zip(measured.items(), _HUES[1:], _DASHES, strict=False):
+        ax.plot(ranks, [100 * e for e in expected[name]], color=COLORS[hue], linestyle=dash, label=name)
+        ax.plot(ranks, [100 * e for e in values], "o", color=COLORS[hue])
+    _log_axes(ax, ranks)
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("error of the sum (%)")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(list(ranks), labels=[str(n) for n in ranks])
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    marks = [m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= m <= high]
+    ax.set_yticks(marks, labels=[f"{m:g}" for m in marks])
+
+
+def history(
+    lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0
+) -> Figure:
+    """Draw values of every step on a logarithmic axis, and single out some steps.
+
+    Args:
+        lines: Name to its values, all positive.
+        ylabel: Quantity and unit.
+        marks: Steps where a vertical line is drawn.
+        start: Step of the first value.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.0)
+    for k, (name, values) in enumerate(lines.items()):
+        steps = range(start, start + len(values))
+        ax.plot(steps, values, color=COLORS[_HUES[k + 1]], linestyle=_DASHES[k], label=name)
+    for step in marks:
+        ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=":")
+    ax.set_yscale("log")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("step")
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig

@@ -1,0 +1,392 @@
+"""Planted defects of rung 08: each runs, keeps shapes, and is wrong in one idea."""
+
+import math
+
+import torch
+
+# --- round_to ----------------------------------------------------------------------------------------------
+
+
+def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=None):
+    bias = 2 ** (exponent_bits - 1) - 1
+    least = 1 - bias if floor is None else floor(bias)
+    exponent = max(math.frexp(x)[1] - 1, least)
+    gap = 2.0 ** (exponent - mantissa_bits)
+    rounded = how(x / gap) * gap
+    top = (2 - 2.0**-mantissa_bits) * 2.0**bias
+    if abs(rounded) <= top:
+        return rounded
+    return math.copysign(math.inf if largest is None else largest(top), x)
+
+
+def cuts_off_the_rest(x, exponent_bits, mantissa_bits):
+    return _rounded(x, exponent_bits, mantissa_bits, how=math.trunc)
+
+
+def halves_go_up(x, exponent_bits, mantissa_bits):
+    return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.floor(steps + 0.5))
+
+
+def no_subnormals(x, exponent_bits, mantissa_bits):
+    bias = 2 ** (exponent_bits - 1) - 1
+    return 0.0 if abs(x) < 2.0 ** (1 - bias) else _rounded(x, exponent_bits, mantissa_bits)
+
+
+def gap_shrinks_for_ever(x, exponent_bits, mantissa_bits):
+    return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -1000)
+
+
+def field_zero_is_an_exponent(x, exponent_bits, mantissa_bits):
+    return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -bias)
+
+
+def saturates(x, exponent_bits, mantissa_bits):
+    return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
+
+
+def never_overflows(x, exponent_bits, mantissa_bits):
+    exponent = max(math.frexp(x)[1] - 1, 2 - 2 ** (exponent_bits - 1))
+    gap = 2.0 ** (exponent - mantissa_bits)
+    return round(x / gap) * gap
+
+
+def one_bit_too_many(x, exponent_bits, mantissa_bits):
+    """Counts the leading one, which is not stored, as a mantissa bit that is."""
+    return _rounded(x, exponent_bits, mantissa_bits + 1)
+
+
+def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
+    largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
+    return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
+
+
+def by_adding_and_subtracting(x, exponent_bits, mantissa_bits):
+    """Second solution: a large number pushes the low bits out, and fp64 itself rounds them to nearest even."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    power = 1 - bias
+    while 2.0 ** (power + 1) <= abs(x):
+        power += 1
+    push = 1.5 * 2.0 ** (52 + power - mantissa_bits)
+    rounded = (x + push) - push
+    if abs(rounded) >= 2.0 ** (bias + 1):
+        return math.inf if x > 0 else -math.inf
+    return rounded
+
+
+# --- scaler_step -------------------------------------------------------------------------------------------
+
+
+def _finite(gradients):
+    return all(gradient.isfinite().all() for gradient in gradients)
+
+
+def _sgd(weights, gradients, lr):
+    return [weight - lr * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+
+
+def _scaler(weights, gradients, scale, good_steps, lr, interval, divide=None, finite=_finite):
+    unscaled = [divide(g) if divide else g.float() / scale for g in gradients]
+    if not finite(unscaled):
+        return weights, scale / 2, 0
+    grows = good_steps + 1 == interval
+    return _sgd(weights, unscaled, lr), scale * (2 if grows else 1), 0 if grows else good_steps + 1
+
+
+def never_unscales(*args):
+    return _scaler(*args, divide=lambda g: g.float())
+
+
+def unscales_in_fp16(weights, gradients, scale, *rest):
+    return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
+
+
+def looks_at_the_first_tensor(*args):
+    return _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
+
+
+def sees_infinity_and_not_nan(*args):
+    return _scaler(*args, finite=lambda gradients: not any(g.isinf().any() for g in gradients))
+
+
+def steps_all_the_same(weights, gradients, scale, good_steps, lr, interval):
+    unscaled = [g.float() / scale for g in gradients]
+    new = _sgd(weights, unscaled, lr)
+    return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
+
+
+def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
+    kept = [torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0) / scale for g in gradients]
+    new = _sgd(weights, kept, lr)
+    return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
+
+
+def scale_never_shrinks(weights, gradients, scale, *rest):
+    new, found, good = _scaler(weights, gradients, scale, *rest)
+    return new, max(found, scale), good
+
+
+def scale_never_grows(weights, gradients, scale, *rest):
+    new, found, good = _scaler(weights, gradients, scale, *rest)
+    return new, min(found, scale), good
+
+
+def counts_on_after_an_overflow(weights, gradients, scale, good_steps, *rest):
+    new, found, good = _scaler(weights, gradients, scale, good_steps, *rest)
+    return new, found, good if _finite(gradients) else good_steps
+
+
+def counts_on_after_growing(weights, gradients, scale, good_steps, lr, interval):
+    new, found, _ = _scaler(weights, gradients, scale, good_steps, lr, interval)
+    return new, found, good_steps + 1 if _finite(gradients) else 0
+
+
+def grows_a_step_late(weights, gradients, scale, good_steps, lr, interval):
+    return _scaler(weights, gradients, scale, good_steps, lr, interval + 1)
+
+
+def by_the_sum_of_everything(weights, gradients, scale, good_steps, lr, interval):
+    """Second solution: one flat fp32 vector, whose sum with zeros is NaN if anything is not finite, in place."""
+    flat = torch.cat([gradient.flatten().to(torch.float32) for gradient in gradients])
+    if torch.isnan((flat * 0).sum()):
+        return weights, 0.5 * scale, 0
+    flat.mul_(1 / scale)
+    for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        weight.sub_(lr * part.view_as(weight))
+    good_steps = (good_steps + 1) % interval
+    return weights, scale if good_steps else scale * 2, good_steps
+
+
+# --- what_breaks -------------------------------------------------------------------------------------------
+
+_LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
+_SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133}
+_NORMAL = {"fp16": 2.0**-14, "bf16": 2.0**-126}
+_BITS = {"fp16": 10, "bf16": 7}
+
+
+def _broken(
+    name,
+    activation,
+    gradients,
+    scale,
+    weight,
+    update,
+    master,
+    *,
+    largest=_LARGEST,
+    smallest=_SUBNORMAL,
+    gap=0.5,
+    bits=_BITS,
+    relative=True,
+    on_activation=1.0,
+    on_large=None,
+    on_small=None,
+    cures=None,
+):
+    low, high = gradients
+    broken = set()
+    large = high * (scale if on_large is None else on_large)
+    if activation * (scale if on_activation == "scale" else 1) > largest[name] or large > largest[name]:
+        broken.add("overflow")
+    if low * (scale if on_small is None else on_small) < smallest[name] / 2:
+        broken.add("underflow")
+    power = 2.0 ** (math.frexp(weight)[1] - 1) if relative else 1.0
+    if update < gap * power * 2.0 ** -bits[name] and not (master if cures is None else cures):
+        broken.add("stall")
+    return broken
+
+
+def bf16_with_the_range_of_fp16(*case):
+    return _broken(*case, largest=dict.fromkeys(_LARGEST, 65504.0))
+
+
+def no_subnormals_at_all(*case):
+    return _broken(*case, smallest={name: 2 * least for name, least in _NORMAL.items()})
+
+
+def a_whole_gap(*case):
+    return _broken(*case, gap=1.0)
+
+
+def bf16_as_precise_as_fp16(*case):
+    return _broken(*case, bits=dict.fromkeys(_BITS, 10))
+
+
+def gap_of_one_everywhere(*case):
+    return _broken(*case, relative=False)
+
+
+def scales_activations_too(*case):
+    return _broken(*case, on_activation="scale")
+
+
+def scaling_only_helps(*case):
+    return _broken(*case, on_large=1.0)
+
+
+def forgets_the_scale(*case):
+    return _broken(*case, on_small=1.0)
+
+
+def a_master_copy_does_not_help(*case):
+    return _broken(*case, cures=False)
+
+
+def bf16_never_breaks(name, *case):
+    return set() if name == "bf16" else _broken(name, *case)
+
+
+def fp16_never_stalls(name, *case):
+    return _broken(name, *case) - ({"stall"} if name == "fp16" else set())
+
+
+def with_torch_casts(name, activation, gradients, scale, weight, update, master):
+    """Second solution: let PyTorch cast, from fp64."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+    def held(value):
+        return torch.tensor(value, dtype=torch.float64).to(dtype)
+
+    low, high = (held(g * scale) for g in gradients)
+    checks = {
+        "overflow": bool(torch.isinf(held(activation)) or torch.isinf(high)),
+        "underflow": bool(low == 0),
+        "stall": not master and bool(held(weight + update) == held(weight)),
+    }
+    return [failure for failure, there in checks.items() if there]
+
+
+# --- fp8_round_trip ----------------------------------------------------------------------------------------
+
+
+def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
+    blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    found = (largest or (lambda b: b.abs().amax(dim=(1, 3), keepdim=True)))(blocks)
+    scale = torch.where(found > 0, found / top, 1.0)
+    if exact:
+        scale = exact(scale)
+    limit = torch.finfo(dtype).max
+    values = (blocks / scale).clamp(-limit, limit).to(dtype).float()
+    return (values * scale if back else values).reshape(x.shape)
+
+
+def one_scale_for_all(x, rows, columns):
+    return _trip(x, *x.shape)
+
+
+def a_scale_for_every_row(x, rows, columns):
+    return _trip(x, 1, x.shape[1])
+
+
+def rows_and_columns_swapped(x, rows, columns):
+    return _trip(x, columns, rows)
+
+
+def never_scales_back(x, rows, columns):
+    return _trip(x, rows, columns, back=False)
+
+
+def no_scale(x, rows, columns):
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def largest_not_magnitude(x, rows, columns):
+    return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
+
+
+def scale_by_the_mean(x, rows, columns):
+    return _trip(x, rows, columns, largest=lambda b: b.abs().mean(dim=(1, 3), keepdim=True))
+
+
+def e5m2_for_e4m3(x, rows, columns):
+    return _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
+
+
+def scale_for_another_format(x, rows, columns):
+    """Scales to the largest number of the FNUZ variant."""
+    return _trip(x, rows, columns, top=240.0)
+
+
+def divides_by_zero(x, rows, columns):
+    blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
+
+
+def forgets_to_cast(x, rows, columns):
+    return x.clone()
+
+
+def block_by_block(x, rows, columns):
+    """Second solution: a loop over blocks, and the inverse of the scale."""
+    out = torch.zeros_like(x)
+    for top in range(0, x.shape[0], rows):
+        for left in range(0, x.shape[1], columns):
+            place = (slice(top, top + rows), slice(left, left + columns))
+            largest = x[place].abs().max().item()
+            if largest > 0:
+                inverse = 448.0 / largest
+                codes = (x[place] * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+                out[place] = codes.float() / inverse
+    return out
+
+
+DEFECTS = {
+    "round_to": [
+        cuts_off_the_rest,
+        halves_go_up,
+        no_subnormals,
+        gap_shrinks_for_ever,
+        field_zero_is_an_exponent,
+        saturates,
+        never_overflows,
+        one_bit_too_many,
+        infinite_from_the_largest_on,
+    ],
+    "scaler_step": [
+        never_unscales,
+        unscales_in_fp16,
+        looks_at_the_first_tensor,
+        sees_infinity_and_not_nan,
+        steps_all_the_same,
+        skips_only_what_is_infinite,
+        scale_never_shrinks,
+        scale_never_grows,
+        counts_on_after_an_overflow,
+        counts_on_after_growing,
+        grows_a_step_late,
+    ],
+    "what_breaks": [
+        bf16_with_the_range_of_fp16,
+        no_subnormals_at_all,
+        a_whole_gap,
+        bf16_as_precise_as_fp16,
+        gap_of_one_everywhere,
+        scales_activations_too,
+        scaling_only_helps,
+        forgets_the_scale,
+        a_master_copy_does_not_help,
+        bf16_never_breaks,
+        fp16_never_stalls,
+    ],
+    "fp8_round_trip": [
+        one_scale_for_all,
+        a_scale_for_every_row,
+        rows_and_columns_swapped,
+        never_scales_back,
+        no_scale,
+        largest_not_magnitude,
+        scale_by_the_mean,
+        e5m2_for_e4m3,
+        scale_for_another_format,
+        divides_by_zero,
+        forgets_to_cast,
+    ],
+}
+
+SECOND_SOLUTIONS = {
+    "round_to": by_adding_and_subtracting,
+    "scaler_step": by_the_sum_of_everything,
+    "what_breaks": with_torch_casts,
+    "fp8_round_trip": block_by_block,
+}

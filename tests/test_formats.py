@@ -1,0 +1,250 @@
+"""Number formats against PyTorch's own: every code of every small format, casts bit for bit, and what follows."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from lablib.calc import fp8
+from lablib.calc.format_support import cards_with, peak_ratio, support, support_table
+from lablib.calc.formats import FORMATS, find_format, significant_bits, spans
+from lablib.calc.models import preset
+
+SEED = random.randrange(2**31)
+WITH_DTYPE = [name for name, fmt in FORMATS.items() if fmt.torch_name]
+SMALL = [name for name in WITH_DTYPE if FORMATS[name].bits <= 16]
+INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, FORMATS[name].torch_name)
+
+
+def _same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+
+
+@pytest.mark.parametrize("name", WITH_DTYPE)
+def test_limits_are_those_of_finfo(name: str) -> None:
+    fmt, info = FORMATS[name], torch.finfo(_dtype(name))
+    assert (fmt.bits, fmt.max, fmt.min_normal) == (info.bits, info.max, info.smallest_normal)
+    # PyTorch 2.13 says 0.125 for float8_e5m2fnuz, which has two mantissa bits: the gap after 1 is 0.25.
+    one = torch.ones(1).to(_dtype(name))
+    integers = INTEGERS[fmt.bits]
+    after = (one.view(integers) + 1).view(_dtype(name)).double().item()
+    assert after - 1 == fmt.epsilon
+    assert fmt.epsilon == info.eps or name == "e5m2fnuz"
+    assert fmt.bytes == torch.empty(1, dtype=_dtype(name)).element_size()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_code_means_what_pytorch_says(name: str) -> None:
+    fmt = FORMATS[name]
+    codes = torch.arange(2**fmt.bits).to(INTEGERS[fmt.bits])
+    for code, value in enumerate(codes.view(_dtype(name)).double().tolist()):
+        assert _same(fmt.decode(code), value), (name, code)
+        if not math.isnan(value):
+            assert fmt.encode(value) == code, (name, code)
+    if fmt.specials != "none":
+        assert math.isnan(fmt.decode(fmt.encode(math.nan)))
+
+
+def _awkward(name: str) -> list[float]:
+    """Random fp32 numbers over the range of a format, ties between neighbours, and what lies beside them."""
+    fmt, rng = FORMATS[name], random.Random(SEED)
+    low, high = math.log2(fmt.min_subnormal) - 2, math.log2(fmt.max) + 2
+    numbers = [2 ** rng.uniform(max(low, -148), min(high, 127.9)) for _ in range(1500)]
+    for _ in range(500):
+        below = fmt.round(rng.choice(numbers), overflow="saturate")
+        tie = below + fmt.ulp(below) / 2
+        numbers += [below, tie, tie * (1 + 2**-22), tie * (1 - 2**-22)]
+    # Each as fp32 holds it, since that is what PyTorch casts from.
+    exact = torch.tensor([0.0, *numbers], dtype=torch.float64).float()
+    signed = torch.cat((exact, -exact)) if fmt.signed else exact
+    return signed[signed.isfinite()].double().tolist()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rounding_is_pytorchs_cast_bit_for_bit(name: str) -> None:
+    fmt, numbers = FORMATS[name], _awkward(name)
+    if name == "e8m0":  # PyTorch rounds fp32's own subnormals, below 2^-126, in another way
+        numbers = [number for number in numbers if number >= 2.0**-126]
+    cast = torch.tensor(numbers, dtype=torch.float32).to(_dtype(name)).double().tolist()
+    for number, theirs in zip(numbers, cast, strict=True):
+        ours = fmt.round(number)
+        if math.isnan(ours):  # beyond a format without infinity: PyTorch saturates or says NaN, by version
+            assert math.isnan(theirs) or abs(theirs) == fmt.max, (name, number, SEED)
+            assert fmt.round(number, overflow="saturate") == math.copysign(fmt.max, number)
+        else:
+            assert _same(ours, theirs), (name, number, ours, theirs, SEED)
+
+
+def test_tf32_is_fp32_with_13_bits_less() -> None:
+    fmt, rng = FORMATS["tf32"], random.Random(SEED)
+    for _ in range(500):
+        x = torch.tensor(rng.gauss(0, 1) * 2.0 ** rng.randrange(-30, 30))
+        # Round to nearest even on the bits of fp32: add half of the last kept bit, and its parity, then cut.
+        bits = x.view(torch.int32).item()
+        kept = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+        theirs = torch.tensor(kept, dtype=torch.int64).to(torch.int32).view(torch.float32).item()
+        assert fmt.round(x.item()) == theirs, (x, SEED)
+    assert fmt.bits == 19
+    assert fmt.bytes == 4
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_ulp_is_the_gap_to_the_next_value(name: str) -> None:
+    fmt, rng = FORMATS[name], random.Random(SEED)
+    for x in [1.0, 0.02, fmt.min_normal, fmt.min_subnormal, *(rng.lognormvariate(0, 5) for _ in range(50))]:
+        held = torch.tensor(min(x, fmt.max / 2)).to(_dtype(name))
+        following = torch.nextafter(held, torch.tensor(math.inf).to(held.dtype))
+        assert fmt.ulp(held.item()) == following.double().item() - held.double().item(), (x, SEED)
+
+
+def test_neighbours_enclose_and_are_next_to_each_other() -> None:
+    fmt, rng = FORMATS["bf16"], random.Random(SEED)
+    for _ in range(200):
+        x = rng.gauss(0, 1)
+        below, above = fmt.neighbours(x)
+        assert below <= x <= above
+        assert {fmt.round(below), fmt.round(above)} == {below, above}
+        assert fmt.round(x) in (below, above)
+        assert above - below == fmt.ulp(x)
+    assert fmt.neighbours(0.5) == (0.5, 0.5)
+    with pytest.raises(ValueError, match="outside the range of e4m3, which ends at 448"):
+        FORMATS["e4m3"].neighbours(500)
+
+
+def test_values_lists_each_finite_value_once() -> None:
+    values = list(FORMATS["e2m1"].values())
+    assert values == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert len(list(FORMATS["e4m3"].values(1, 2))) == 2**3 + 1
+    halves = list(FORMATS["fp16"].values())
+    assert halves == sorted(set(halves))
+    assert len(halves) == 31 * 2**10  # 31 exponents that are finite
+    assert halves[-1] == 65504
+
+
+@pytest.mark.parametrize(("name", "epsilon_percent", "top"), [("e4m3", 12.5, 448), ("e5m2", 25, 57344)])
+def test_claim_fp8_precision(name: str, epsilon_percent: float, top: float) -> None:
+    fmt = FORMATS[name]
+    assert 100 * fmt.epsilon == epsilon_percent
+    assert fmt.max == top
+    # Half of epsilon bounds the relative error of every normal number, and nothing smaller does.
+    worst = max(
+        abs(fmt.round(x) - x) / x
+        for a in fmt.values(1, 2 - fmt.epsilon)
+        for x in (a + fmt.epsilon * k / 64 for k in range(64))
+    )
+    assert fmt.unit_roundoff / (1 + fmt.unit_roundoff) <= worst <= fmt.unit_roundoff
+
+
+def test_claim_bf16_has_the_range_of_fp32_and_not_its_precision() -> None:
+    bf16, fp32, fp16 = (FORMATS[name] for name in ("bf16", "fp32", "fp16"))
+    assert bf16.binades == fp32.binades == 254
+    assert 0.99 < bf16.max / fp32.max < 1
+    assert bf16.epsilon == 2**-7 == 8 * fp16.epsilon
+    # Which update moves a weight: from 1/512 of it at the end of a binade to 1/256 at its beginning.
+    assert not bf16.moves(1.0, 2**-8)
+    assert bf16.moves(1.0, 2**-8 * 1.01)
+    assert not bf16.moves(1.984375, 1.984375 * 2**-9)
+    assert bf16.moves(1.984375, 1.984375 * 2**-9 * 1.02)
+    assert not bf16.moves(0.02, 5e-5)
+    assert fp16.moves(0.02, 5e-5)
+
+
+def test_axis_points() -> None:
+    by_name = {span.name: span for span in spans()}
+    assert (by_name["fp16"].subnormal, by_name["fp16"].normal) == (-24, -14)
+    assert by_name["e4m3"].top == math.log2(448)
+    assert by_name["bf16"].bits == 8
+    fp16 = FORMATS["fp16"]
+    assert [significant_bits(fp16, 2.0**k) for k in (-25, -24, -20, -14, 0, 16)] == [0, 1, 5, 11, 11, 0]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="unknown format 'bf61'; did you mean bf16"):
+        find_format("bf61")
+    assert find_format("torch.bfloat16") is FORMATS["bf16"]
+    with pytest.raises(ValueError, match="code 256 is not among the 256 codes of e4m3"):
+        FORMATS["e4m3"].decode(256)
+    with pytest.raises(ValueError, match="e8m0 has no sign bit"):
+        FORMATS["e8m0"].round(-1.0)
+    with pytest.raises(ValueError, match="e2m1 has no code for NaN"):
+        FORMATS["e2m1"].encode(math.nan)
+    with pytest.raises(ValueError, match="unknown overflow"):
+        FORMATS["fp16"].round(1.0, overflow="wrap")
+
+
+def test_bit_strings() -> None:
+    assert FORMATS["fp16"].bit_string(FORMATS["fp16"].encode(1.5)) == "0 01111 1000000000"
+    assert FORMATS["e4m3"].bit_string(FORMATS["e4m3"].encode(-448)) == "1 1111 110"
+    assert FORMATS["e8m0"].bit_string(127) == "01111111"
+
+
+def test_claim_a100_has_no_fp8() -> None:
+    assert not support("a100").fp8_formats
+    assert {"h100", "h200", "b200", "mi300x", "l40s"} <= set(cards_with("fp8"))
+    assert cards_with("mxfp8") == ["b200", "gb200"]
+    assert support("mi300x").fp8_formats == ("e4m3fnuz", "e5m2fnuz")
+    assert "bf16" not in support("t4").formats
+    # Where the hardware table has a rate, the card has the format.
+    from lablib.calc.hardware import ACCELERATORS
+
+    for row in support_table():
+        for dtype in set(ACCELERATORS[row.card].flops) - {"fp32"}:
+            assert dtype in row.formats, (row.card, dtype)
+    assert {row.card for row in support_table()} == set(ACCELERATORS)
+    with pytest.raises(ValueError, match="unknown format"):
+        cards_with("fp9")
+
+
+def test_claim_two_to_three_times_faster_depends_on_the_baseline() -> None:
+    assert peak_ratio("a100", "bf16", "fp32") == 16
+    assert peak_ratio("a100", "bf16", "tf32") == 2
+    assert peak_ratio("h100", "fp8", "bf16") == pytest.approx(2, rel=1e-3)
+
+
+def test_claim_fp8_training_saves_no_memory() -> None:
+    totals = {name: recipe.total for name, recipe in fp8.STATES.items()}
+    assert totals["mixed-bf16"] == totals["torchao float8 with FSDP2"] == 16
+    assert totals["deepseek-v3"] == 13
+    (base, memory), (fast, fast_memory) = list(fp8.TORCHAO_LLAMA3_8B.values())[:2]
+    assert fast_memory > memory
+    share = fp8.implied_share(fast / base)
+    assert fp8.step_speedup(share) == pytest.approx(fast / base)
+    assert 0.39 < share < 0.41
+    assert fp8.step_speedup(1) == 2
+
+
+def test_float8_gather_counts_matrices_once_and_the_rest_twice() -> None:
+    from lablib.toys.transformer import Transformer, tiny_config
+
+    for family in ("gpt2", "llama"):
+        config = tiny_config(family, num_layers=3)
+        model = Transformer(config)
+        inside = [p.numel() for name, p in model.named_parameters() if "blocks" in name and p.dim() == 2]
+        everything = sum(p.numel() for p in model.parameters())
+        assert fp8.linear_params(config) == sum(inside)
+        assert fp8.gather_bytes(config, 4, float8=False) == 2 * everything * 3 / 4
+        assert fp8.gather_bytes(config, 4, float8=True) == (2 * everything - sum(inside)) * 3 / 4
+    with pytest.raises(ValueError, match="only dense models"):
+        fp8.linear_params(preset("mixtral-8x7b"))
+
+
+def test_claim_deepseek_hours() -> None:
+    reached = fp8.achieved_flops(37e9, 14.8e12, 2.664e6)
+    assert reached / 1e12 == pytest.approx(343, abs=1)
+    assert reached / 989.4e12 == pytest.approx(0.346, abs=0.001)
+
+
+def test_scale_bytes() -> None:
+    assert fp8.scale_count(300, 200, "block128x128") == 3 * 2
+    assert fp8.scale_count(300, 200, "block1x128") == 300 * 2
+    assert fp8.quantized_bytes(256, 256, "mx32") == 256 * 256 * (1 + 1 / 32)
+    assert fp8.quantized_bytes(7, 5, "row") == 35 + 28
+    with pytest.raises(ValueError, match="unknown scaling"):
+        fp8.scale_count(1, 1, "column")
