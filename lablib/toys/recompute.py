@@ -1,0 +1,116 @@
+"""Activation checkpointing from `autograd.Function`: forget in forward, compute again in backward.
+
+    y = checkpoint(block, x)          # in place of y = block(x)
+
+Forward runs under no_grad, so that autograd keeps nothing but the inputs. Backward puts back the random state and the
+autocast settings of forward, runs the function once more with gradients on, and calls backward inside backward.
+Hence the name of this way: reentrant. It is PyTorch's `use_reentrant=True`, and has its limits:
+
+- Gradients of parameters inside the function arrive as a side effect in `.grad`. `torch.autograd.grad`, and
+  `backward(inputs=...)`, cannot ask for them, and pipeline schedules that split backward in two do just that.
+- Only tensors among the arguments get gradients, not those inside a list or a dict, and not the ones that a closure
+  brings along, unless they are leaves.
+- The whole function runs again, also the end that no gradient needs (PyTorch's other way stops early), and what the
+  function prints, counts or normalizes over batches happens twice.
+- A function that does other things the second time, by a global variable or a clock, gives wrong gradients in silence;
+  PyTorch's other way compares shapes and dtypes and raises.
+- A backward inside backward is opaque to `torch.compile` and to hooks on saved tensors of the graph outside.
+
+`use_reentrant=False` has none of these: it leaves the graph as it is and puts a hook on every saved tensor, which
+forgets it in forward and computes it again when backward asks.
+
+Chapter: book/09_activation_checkpointing.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Surroundings:
+    """What a function depends on beside its arguments: random states and autocast, of the CPU and one device."""
+
+    def __init__(self, args: tuple, preserve_rng_state: bool) -> None:
+        devices = {
+            arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")
+        }
+        self.random = torch.get_rng_state() if preserve_rng_state else None
+        self.device_random = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in (devices if preserve_rng_state else ())
+        }
+        self.autocast = [
+            (
+                kind,
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_enabled(kind),
+                torch.is_autocast_cache_enabled(),
+            )
+            for kind in {"cpu", *(device.type for device in devices)}
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Go back to them, and afterwards to what was the case outside."""
+        with ExitStack() as stack:
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.set_rng_state(self.random)
+            for device, state in self.device_random.items():
+                module = torch.get_device_module(device)
+                stack.callback(module.set_rng_state, module.get_rng_state(device), device)
+                module.set_rng_state(state, device)
+            for kind, dtype, enabled, cache in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            yield
+
+
+class Recompute(torch.autograd.Function):
+    """`fn(*args)` that keeps its arguments and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, fn: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+        """Run without a graph; keep tensors where autograd watches them for changes in place."""
+        ctx.fn, ctx.surroundings = fn, Surroundings(args, preserve_rng_state)
+        ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        ctx.where = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        ctx.save_for_backward(*(args[i] for i in ctx.where))
+        return fn(*args)  # under no_grad: autograd sees a Function from outside only
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Run again with a graph, then through it."""
+        args = list(ctx.others)
+        for i, tensor in zip(ctx.where, ctx.saved_tensors, strict=True):
+            args[i] = tensor.detach().requires_grad_(tensor.requires_grad)
+        with ctx.surroundings.restored(), torch.enable_grad():
+            outputs = ctx.fn(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+
+
+def checkpoint(fn: Callable, *args: Any, preserve_rng_state: bool = True) -> Any:
+    """Return `fn(*args)`, keeping the arguments for backward and none of the values between.
+
+    Args:
+        fn: A function or module of tensors and other things, that returns a tensor or a tuple.
+        *args: Its arguments; tensors in them get gradients.
+        preserve_rng_state: Go back to forward's random numbers when `fn` runs again, so that dropout drops the same.
+
+    Chapter: book/09_activation_checkpointing.md
+    """
+    # Parameters inside fn are no arguments: without this ticket a frozen input would cut them off from backward.
+    ticket = torch.empty(0, requires_grad=True)
+    return Recompute.apply(ticket, fn, preserve_rng_state, *args)

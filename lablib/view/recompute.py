@@ -1,0 +1,278 @@
+"""Pictures of recomputation: what a block keeps, what is kept when, which blocks run again, and the frontier.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+Chapter: book/09_activation_checkpointing.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from lablib.view.style import COLORS, figure
+
+#: Which colour a term of `layer_activations` has, and what the legend calls it.
+KINDS = {
+    "norms": ("neutral", "norms"),
+    "attention": ("activations", "attention"),
+    "scores": ("backward", "scores"),
+    "mlp": ("forward", "MLP"),
+}
+#: What can become of a block's tensors: colour, fill and words.
+CELLS = {
+    "kept": ("activations", 1.0, "kept"),
+    "again": ("backward", 0.45, "computed again"),
+    "host": ("communication", 0.8, "on the host"),
+}
+_LINES = ("activations", "backward", "forward", "optimizer", "gradients")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
+    """Draw what one block keeps, one bar a tensor, from the first operator to the last.
+
+    Args:
+        tensors: (name, kind, size) of each; kinds are keys of `KINDS`.
+        xlabel: Quantity and unit.
+        number: Format of the size at the end of each bar.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.0 + 0.29 * len(tensors))
+    for row, (_, kind, size) in enumerate(tensors):
+        ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
+        ax.annotate(
+            number.format(size), (size, row), (3, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlim(0, 1.15 * max(size for _, _, size in tensors))
+    ax.set_xlabel(xlabel)
+    used = {kind for _, kind, _ in tensors}
+    handles = [
+        Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=4)
+    return fig
+
+
+def kept_over_time(
+    lines: Mapping[str, Sequence[float]], *, forward: int, ylabel: str, xlabel: str = "blocks run"
+) -> Figure:
+    """Draw how much is kept after each block's run, forward and then backward; runs again count as runs.
+
+    Args:
+        lines: Name of the strategy to what is kept after each run, the first value before anything ran.
+        forward: Runs of the forward pass, marked with a line.
+        ylabel: Quantity and unit.
+        xlabel: What a step along the axis is.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.5)
+    for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
+        ax.step(range(len(values)), values, where="post", color=COLORS[role], linestyle=dash, label=name)
+    ax.axvline(forward, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+    top = 1.2 * max(max(values) for values in lines.values())
+    for text, side in (("forward ", "right"), (" backward", "left")):
+        ax.text(forward, top, text, ha=side, va="top", fontsize=9)
+    ax.set_ylim(0, top)
+    ax.set_xlim(0, None)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=min(3, len(lines)))
+    return fig
+
+
+def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
+    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part.
+
+    Args:
+        strategies: Name to one {part: "kept", "again" or "host"} per block.
+        parts: The parts of a block, from the first cell to the last.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    blocks = len(next(iter(strategies.values())))
+    step, wide = len(parts) + 0.8, 0.92
+    fig, ax = figure(height=1.1 + 0.42 * len(strategies))
+    for row, (name, cells) in enumerate(strategies.items()):
+        ax.text(-0.5, -row + 0.33, name, ha="right", va="center", fontsize=10)
+        for block, fate in enumerate(cells):
+            for place, part in enumerate(parts):
+                role, alpha, _ = CELLS[fate[part]]
+                face = "none" if fate[part] == "again" else COLORS[role]
+                ax.add_patch(
+                    Rectangle(
+                        (block * step + place, -row),
+                        wide,
+                        0.66,
+                        facecolor=face,
+                        edgecolor=COLORS[role],
+                        linewidth=1.0,
+                        linestyle="--" if fate[part] == "again" else "-",
+                        alpha=1.0 if fate[part] == "again" else alpha,
+                    )
+                )
+    for block in range(blocks):
+        ax.text(block * step + len(parts) / 2, 0.85, f"block {block}", ha="center", va="bottom", fontsize=9)
+    ax.set_xlim(-0.42 * blocks * step, blocks * step - 0.7)
+    ax.set_ylim(-len(strategies) + 0.9, 1.4)
+    ax.axis("off")
+    used = {fate for cells in strategies.values() for block in cells for fate in block.values()}
+    handles = [
+        Patch(
+            facecolor="none" if key == "again" else COLORS[role],
+            edgecolor=COLORS[role],
+            linewidth=1.0,
+            linestyle="--" if key == "again" else "-",
+            label=label,
+        )
+        for key, (role, _, label) in CELLS.items()
+        if key in used
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    return fig
+
+
+def frontier_plot(
+    points: Sequence[tuple[str, float, float, bool, bool]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    measured: Sequence[tuple[float, float]] = (),
+    places: Mapping[str, tuple[int, int]] | None = None,
+) -> Figure:
+    """Draw strategies on the plane of bytes saved and FLOPs paid; hollow where another one is better.
+
+    Args:
+        points: (name, bytes saved, extra FLOPs, uses the host, is beaten) of each strategy.
+        xlabel: What is saved, and its unit.
+        ylabel: What is paid, and its unit.
+        measured: (saved, paid) of runs, drawn as crosses.
+        places: Where a name stands, in typographic points right of and above its mark, if not just beside it; far
+            names get a line to their mark.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.9)
+    for name, saved, paid, host, beaten in points:
+        color = COLORS["communication" if host else "activations"]
+        ax.plot(saved, paid, "s" if host else "o", color=color, markersize=8,
+                markerfacecolor="none" if beaten else color, markeredgewidth=1.6)  # fmt: skip
+        right, above = (places or {}).get(name, (8, 0))
+        far = abs(above) > 16 or abs(right) > 16
+        ax.annotate(
+            name,
+            (saved, paid),
+            (right, above),
+            textcoords="offset points",
+            ha="left" if right > 4 else "right" if right < -4 else "center",
+            va="center",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.7, "shrinkB": 4}
+            if far
+            else None,
+        )
+    if measured:
+        ax.plot(
+            *zip(*measured, strict=True), "+", color=COLORS["backward"], markersize=13, markeredgewidth=1.6
+        )
+    best = sorted((saved, paid) for _, saved, paid, host, beaten in points if not (host or beaten))
+    ax.plot(*zip(*best, strict=True), "--", color=COLORS["activations"], linewidth=1.0, zorder=0)
+    most = max(paid for _, _, paid, _, _ in points)
+    ax.set_ylim(-0.12 * most, 1.65 * most)
+    ax.margins(x=0.12)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    signs = [
+        ("o", "activations", None, "device alone"),
+        ("s", "communication", None, "needs the host"),
+        ("o", "activations", "none", "another one is better"),
+    ]
+    handles = [
+        Line2D(
+            [],
+            [],
+            marker=marker,
+            linestyle="",
+            color=COLORS[role],
+            markerfacecolor=face or COLORS[role],
+            label=text,
+        )
+        for marker, role, face, text in signs
+    ]
+    if measured:
+        handles.append(Line2D([], [], marker="+", linestyle="", color=COLORS["backward"], label="measured"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    return fig
+
+
+def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
+    """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value.
+
+    Args:
+        lengths: Blocks in a segment, ascending.
+        peaks: Name of the line to its peak at every length.
+        ylabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.4)
+    for (name, values), role, dash in zip(peaks.items(), _LINES, _DASHES, strict=False):
+        ax.plot(lengths, values, linestyle=dash, color=COLORS[role], label=name)
+        least = min(range(len(values)), key=values.__getitem__)
+        ax.plot(lengths[least], values[least], "o", color=COLORS[role], markersize=7)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ticks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= lengths[-1]]
+    ax.set_xticks(ticks, labels=[str(k) for k in ticks])
+    low, high = ax.get_ylim()
+    rungs = [base * 10**power for power in range(-3, 7) for base in (1, 2, 5)]
+    inside = [rung for rung in rungs if low <= rung <= high]
+    ax.set_yticks(inside, labels=[f"{rung:g}" for rung in inside])
+    ax.minorticks_off()
+    ax.set_xlabel("blocks in a segment")
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
+    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line.
+
+    Args:
+        milliseconds: Name of the strategy to its samples.
+        predicted: Name of the strategy to the predicted time; it may miss some.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.2 + 0.36 * len(milliseconds))
+    for row, (name, samples) in enumerate(milliseconds.items()):
+        ordered = sorted(samples)
+        ax.barh(row, ordered[len(ordered) // 2], 0.6, color=COLORS["forward"], alpha=0.55)
+        ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
+        if name in predicted:
+            ax.plot([predicted[name]] * 2, [row - 0.36, row + 0.36], color=COLORS["activations"], linewidth=3)
+    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("one step (ms)")
+    handles = [
+        Patch(color=COLORS["forward"], alpha=0.55, label="median"),
+        Line2D([], [], color=COLORS["backward"], marker="o", linestyle="", markersize=4, label="one step"),
+        Line2D([], [], color=COLORS["activations"], linewidth=3, label="from FLOPs alone"),
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    return fig

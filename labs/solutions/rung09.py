@@ -1,0 +1,71 @@
+"""Worked exercises of rung 09, activation checkpointing."""
+
+from __future__ import annotations
+
+import torch
+
+
+def block_bytes(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
+    """What a block keeps in 16 bits, tensor by tensor; a mask has one byte a value."""
+    tokens, width = batch * seq, hidden // heads
+    stream, keys, inner = 2 * tokens * hidden, 2 * tokens * kv_heads * width, 2 * tokens * ffn
+    norms = 2 * stream
+    attention = (
+        stream + stream + 2 * keys + stream
+    )  # input of the projections, q, k and v, input of the output
+    mlp = stream + (3 if gated else 2) * inner
+    masks = 2 * tokens * hidden if dropout else 0
+    pairs = heads * batch * seq * seq
+    scores = 4 * tokens * heads if fused else pairs * (2 + 1 + 2 if dropout else 2)
+    return norms + attention + scores + mlp + masks
+
+
+class Forgetful(torch.autograd.Function):
+    """A block that keeps its input and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        """Run without a graph."""
+        ctx.block, ctx.random = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Run again with a graph, on the same random numbers, and go back through it."""
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.random)
+            y = ctx.block(x)
+        y.backward(gradient)
+        return x.grad, None
+
+
+def checkpoint(block, x):
+    """`block(x)`, kept as its input."""
+    return Forgetful.apply(x, block)
+
+
+def segment_peak(layers, boundary, block, k):
+    """The largest moment: backward at segment i has i inputs before it and all blocks of the segment."""
+    peak = 0
+    for i, first in enumerate(range(0, layers, k)):
+        length = min(k, layers - first)
+        peak = max(peak, i * boundary + length * block)
+    return peak
+
+
+def choose(job):
+    """Of what fits, what computes least again."""
+    choices = [("none", job.layers * job.block, 0)]
+    stored = job.layers * (job.block - job.core)
+    choices.append(("selective", max(stored, stored + job.core - job.behind), job.layers * job.core_flops))
+    for n in range(1, job.layers + 1):
+        forward = n * job.boundary + (job.layers - n) * job.block
+        replay = (n - 1) * job.boundary + job.block
+        choices.append((f"first:{n}", max(forward, replay), n * job.block_flops))
+    fitting = [choice for choice in choices if choice[1] <= job.budget]
+    if not fitting:
+        return None
+    strategy, peak, extra = min(fitting, key=lambda choice: choice[2])
+    return {"strategy": strategy, "peak": peak, "extra": extra}

@@ -1,0 +1,444 @@
+"""Planted defects of rung 09: each runs, keeps shapes, and is wrong in one idea."""
+
+import torch
+
+# --- block_bytes -------------------------------------------------------------------------------------------
+
+
+def _block(
+    batch,
+    seq,
+    hidden,
+    heads,
+    kv_heads,
+    ffn,
+    gated,
+    dropout,
+    fused,
+    *,
+    mask=1,
+    norms=2,
+    inner=(2, 3),
+    statistics=4,
+    group=True,
+    after_dropout=2,
+    softmax=2,
+):
+    n, pairs = batch * seq, heads * batch * seq * seq
+    keys = hidden // heads * (kv_heads if group else heads)
+    kept = 2 * n * (norms * hidden + 3 * hidden + 2 * keys + hidden + inner[gated] * ffn)
+    kept += 2 * mask * n * hidden * dropout
+    if fused:
+        return kept + statistics * n * heads
+    return kept + pairs * (softmax + (mask + after_dropout) * dropout)
+
+
+def masks_of_two_bytes(*case):
+    return _block(*case, mask=2)
+
+
+def masks_forgotten(*case):
+    return _block(*case, mask=0)
+
+
+def every_query_its_own_keys(*case):
+    return _block(*case, group=False)
+
+
+def statistics_forgotten(*case):
+    return _block(*case, statistics=0)
+
+
+def fused_keeps_scores(*case):
+    return _block(*case[:8], False)
+
+
+def swiglu_as_gelu(*case):
+    return _block(*case, inner=(2, 2))
+
+
+def norms_keep_nothing(*case):
+    return _block(*case, norms=0)
+
+
+def scores_once_with_dropout(*case):
+    return _block(*case, after_dropout=0)
+
+
+def always_the_formula_with_dropout(batch, seq, hidden, heads, *rest):
+    return batch * seq * hidden * 34 + 5 * heads * seq * seq * batch
+
+
+def scores_of_one_sequence(batch, *case):
+    """Takes the scores for a s² values, whatever the batch."""
+    seq, heads, dropout, fused = case[0], case[2], case[6], case[7]
+    too_many = 0 if fused else (batch - 1) * heads * seq * seq * (5 if dropout else 2)
+    return _block(batch, *case) - too_many
+
+
+def operator_by_operator(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
+    """Second solution: a table of tensors, (values, bytes a value), summed."""
+    n, kv = batch * seq, hidden * kv_heads // heads
+    table = [
+        ("input of norm 1", n * hidden, 2),
+        ("output of norm 1", n * hidden, 2),
+        ("q", n * hidden, 2),
+        ("k", n * kv, 2),
+        ("v", n * kv, 2),
+        ("attention output", n * hidden, 2),
+        ("input of norm 2", n * hidden, 2),
+        ("output of norm 2", n * hidden, 2),
+        ("input of the activation", n * ffn, 2),
+        ("input of the down projection", n * ffn, 2),
+    ]
+    if gated:
+        table.append(("up", n * ffn, 2))
+    if dropout:
+        table += [("mask of attention", n * hidden, 1), ("mask of the MLP", n * hidden, 1)]
+    if fused:
+        table.append(("statistics", n * heads, 4))
+    else:
+        table.append(("softmax", batch * heads * seq**2, 2))
+        if dropout:
+            table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
+    return sum(values * size for _, values, size in table)
+
+
+# --- checkpoint --------------------------------------------------------------------------------------------
+
+
+def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True):
+    """Build a checkpoint with one idea changed."""
+
+    class Slip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, block):
+            ctx.block, ctx.random = block, torch.get_rng_state()
+            ctx.x = x.detach()
+            y = block(x)
+            if graph:
+                with torch.enable_grad():
+                    block.runs -= 1
+                    torch.set_rng_state(ctx.random)
+                    ctx.input = x.detach().requires_grad_()
+                    ctx.y = block(ctx.input)
+            if keep == "output":
+                ctx.x = y.detach()
+            return y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            after = torch.get_rng_state()
+            if graph:
+                ctx.y.backward(gradient)
+                return ctx.input.grad, None
+            for _ in range(times):
+                x = ctx.x.detach().requires_grad_()
+                with torch.enable_grad():
+                    if random:
+                        torch.set_rng_state(ctx.random)
+                    ctx.block.train(train)
+                    y = ctx.block(x)
+                    ctx.block.train()
+                y.backward(torch.ones_like(gradient) if seed == "ones" else gradient)
+            if fork:
+                torch.set_rng_state(after)
+            return x.grad, None
+
+    return lambda block, x: Slip.apply(x, block)
+
+
+new_random_numbers = _function(random=False)
+random_state_left_behind = _function(fork=False)
+graph_kept_in_forward = _function(graph=True)
+replays_from_the_output = _function(keep="output")
+ones_for_the_gradient = _function(seed="ones")
+replays_twice = _function(times=2)
+dropout_off_in_the_replay = _function(train=False)
+
+
+def no_checkpoint_at_all(block, x):
+    return block(x)
+
+
+class _WithoutWeights(torch.autograd.Function):
+    """Asks for the gradient of the input alone."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return *torch.autograd.grad(y, [x], gradient), None
+
+
+def weights_get_nothing(block, x):
+    return _WithoutWeights.apply(x, block)
+
+
+class _Residual(torch.autograd.Function):
+    """Adds the incoming gradient for the residual path, which the replay contains already."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block, ctx.random, ctx.x = block, torch.get_rng_state(), x.detach()
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.random)
+            y = ctx.block(x)
+        y.backward(gradient)
+        return x.grad + gradient, None
+
+
+def adds_the_residual_twice(block, x):
+    return _Residual.apply(x, block)
+
+
+class _Explicit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, random, x, *weights):
+        ctx.block, ctx.random = block, random
+        ctx.save_for_backward(x, *weights)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *weights = ctx.saved_tensors
+        before = torch.get_rng_state()
+        torch.set_rng_state(ctx.random)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.block(x)
+        torch.set_rng_state(before)
+        return None, None, *torch.autograd.grad(y, [x, *weights], gradient)
+
+
+def weights_as_arguments(block, x):
+    """Second solution: weights are arguments of the Function too, and nothing arrives as a side effect."""
+    return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
+
+
+# --- segment_peak ------------------------------------------------------------------------------------------
+
+
+def end_of_forward_only(layers, boundary, block, k):
+    return -(-layers // k) * boundary
+
+
+def one_block_at_a_time(layers, boundary, block, k):
+    return (-(-layers // k) - 1) * boundary + block
+
+
+def input_counted_twice(layers, boundary, block, k):
+    return -(-layers // k) * boundary + k * block
+
+
+def one_input_a_layer(layers, boundary, block, k):
+    return (layers - 1) * boundary + k * block
+
+
+def chens_chain(layers, boundary, block, k):
+    """Takes every block for one tensor of the size of its input."""
+    return (-(-layers // k) + k) * boundary
+
+
+def the_last_segment_only(layers, boundary, block, k):
+    """Takes the end of the model for the worst moment, where the last segment may be short."""
+    last = layers % k or k
+    return (-(-layers // k) - 1) * boundary + last * block
+
+
+def full_length_last_segment(layers, boundary, block, k):
+    return (-(-layers // k) - 1) * boundary + k * block
+
+
+def walked_backward(layers, boundary, block, k):
+    """Second solution: a walk with a list of what is kept."""
+    kept = [boundary for first in range(layers) if first % k == 0]
+    first, most = (layers - 1) // k * k, sum(kept)
+    end = layers
+    while first >= 0:
+        most = max(most, sum(kept) - kept[-1] + sum(block for _ in range(first, end)))
+        kept.pop()
+        first, end = first - k, first
+    return most
+
+
+# --- choose ------------------------------------------------------------------------------------------------
+
+
+def _choose(job, *, options=("none", "selective", "first"), peak=None, key=None, limit=None):
+    stored = job.layers * (job.block - job.core)
+    found = []
+    if "none" in options:
+        found.append(("none", job.layers * job.block, 0))
+    if "selective" in options:
+        found.append(("selective", stored + max(0, job.core - job.behind), job.layers * job.core_flops))
+    if "first" in options:
+        for n in range(1, job.layers + 1):
+            moments = n * job.boundary + (job.layers - n) * job.block, (n - 1) * job.boundary + job.block
+            found.append((f"first:{n}", max(moments), n * job.block_flops))
+    if "full" in options:
+        found.append(found.pop() if "first" in options else _full(job))
+    if peak:
+        found = [(name, peak(job, name, size), extra) for name, size, extra in found]
+    fits = [choice for choice in found if choice[1] <= (job.budget if limit is None else limit)]
+    if not fits:
+        return None
+    best = min(fits, key=key or (lambda choice: choice[2]))
+    return dict(zip(("strategy", "peak", "extra"), best, strict=True))
+
+
+def _full(job):
+    return f"first:{job.layers}", (job.layers - 1) * job.boundary + job.block, job.layers * job.block_flops
+
+
+def always_full(job):
+    return _choose(job, options=("full",))
+
+
+def all_or_nothing(job):
+    return _choose(job, options=("none", "full"))
+
+
+def never_selective(job):
+    return _choose(job, options=("none", "first"))
+
+
+def least_memory(job):
+    return _choose(job, key=lambda choice: choice[1])
+
+
+def selective_before_everything(job):
+    return _choose(job, options=("none", "selective")) or _choose(job)
+
+
+def forgets_the_replay(job):
+    """Compares with the budget what is kept when forward ends."""
+
+    def forward(job, name, size):
+        if name == "none":
+            return size
+        if name == "selective":
+            return job.layers * (job.block - job.core)
+        n = int(name[6:])
+        return n * job.boundary + (job.layers - n) * job.block
+
+    return _choose(job, peak=forward)
+
+
+def inputs_are_free(job):
+    """Takes recomputed blocks to keep nothing at all."""
+
+    def free(job, name, size):
+        return (
+            size
+            if name in ("none", "selective")
+            else max(job.block, (job.layers - int(name[6:])) * job.block)
+        )
+
+    return _choose(job, peak=free)
+
+
+def nothing_released(job):
+    """Counts the replayed core on top of a block that backward has half released."""
+
+    def conservative(job, name, size):
+        return job.layers * (job.block - job.core) + job.core if name == "selective" else size
+
+    return _choose(job, peak=conservative)
+
+
+def ignores_the_budget(job):
+    return _choose(job, limit=float("inf"))
+
+
+def backward_counts_too(job):
+    """Counts the replay as forward and backward: three times its FLOPs."""
+    found = _choose(job)
+    return found and found | {"extra": 3 * found["extra"]}
+
+
+def walked_from_the_cheapest(job):
+    """Second solution: go through the choices from the cheapest to the dearest, and stop at the first that fits."""
+    choices = [(0, "none"), (job.layers * job.core_flops, "selective")]
+    choices += [(n * job.block_flops, n) for n in range(1, job.layers + 1)]
+    for extra, what in sorted(choices, key=lambda choice: choice[0]):
+        if what == "none":
+            kept = [job.layers * job.block]
+        elif what == "selective":
+            slim = job.block - job.core
+            kept = [job.layers * slim, (job.layers - 1) * slim + job.block - job.behind]
+        else:
+            inputs = what * job.boundary
+            kept = [inputs + (job.layers - what) * job.block, inputs - job.boundary + job.block]
+        if max(kept) <= job.budget:
+            name = what if isinstance(what, str) else f"first:{what}"
+            return {"strategy": name, "peak": max(kept), "extra": extra}
+    return None
+
+
+DEFECTS = {
+    "block_bytes": [
+        masks_of_two_bytes,
+        masks_forgotten,
+        every_query_its_own_keys,
+        statistics_forgotten,
+        fused_keeps_scores,
+        swiglu_as_gelu,
+        norms_keep_nothing,
+        scores_once_with_dropout,
+        always_the_formula_with_dropout,
+        scores_of_one_sequence,
+    ],
+    "checkpoint": [
+        new_random_numbers,
+        random_state_left_behind,
+        graph_kept_in_forward,
+        replays_from_the_output,
+        ones_for_the_gradient,
+        replays_twice,
+        dropout_off_in_the_replay,
+        no_checkpoint_at_all,
+        weights_get_nothing,
+        adds_the_residual_twice,
+    ],
+    "segment_peak": [
+        end_of_forward_only,
+        one_block_at_a_time,
+        input_counted_twice,
+        one_input_a_layer,
+        chens_chain,
+        the_last_segment_only,
+        full_length_last_segment,
+    ],
+    "choose": [
+        always_full,
+        all_or_nothing,
+        never_selective,
+        least_memory,
+        selective_before_everything,
+        forgets_the_replay,
+        inputs_are_free,
+        nothing_released,
+        ignores_the_budget,
+        backward_counts_too,
+    ],
+}
+
+SECOND_SOLUTIONS = {
+    "block_bytes": operator_by_operator,
+    "checkpoint": weights_as_arguments,
+    "segment_peak": walked_backward,
+    "choose": walked_from_the_cheapest,
+}
