@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from lablib.cli import labs
 from lablib.cli.doctor import doctor
 from lablib.cli.memory import memory
+from lablib.cli.plan import plan
 from lablib.cli.schedule import schedule
 
 #: The class of every usage error, in the click that this version of Typer uses.
@@ -47,6 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(memory)
+app.command()(plan)
 app.command()(doctor)
 app.command()(schedule)
 app.add_typer(labs.app, name="labs")

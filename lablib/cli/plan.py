@@ -1,0 +1,202 @@
+"""`rung plan`: layouts of a model on a cluster, by predicted step time."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lablib.calc.plan import Candidate, Plan
+
+FIXED = ("tp", "cp", "ep", "pp", "dp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages")
+FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences in a step, over all replicas.")],
+    gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")] = "h100",
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
+    nic: Annotated[
+        str | None, typer.Option(help="One GPU's link out of its node: ib-ndr, 400gbe, or '40 GB/s'.")
+    ] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")
+    ] = None,
+    rails: Annotated[
+        bool, typer.Option(help="A group uses all its network cards in a node together.")
+    ] = False,
+    recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
+    attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
+    sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
+    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
+    tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Fix pipeline stages.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Fix replicas.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Fix sequences of a micro-batch.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="Fix recomputation: none, selective or full.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")
+    ] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Fix chunks of layers in a stage.")] = None,
+    top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
+    why: Annotated[bool, typer.Option("--why", help="Say why the winner wins and others lose.")] = False,
+    export: Annotated[str | None, typer.Option(help=f"Print the winner for {FRAMEWORKS}.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Rank the layouts that fit by predicted step time, and say why the winner wins."""
+    given = locals()
+    fixed = {name: given[name] for name in FIXED if given[name] is not None}
+
+    from lablib.calc.plan import nothing_fits
+    from lablib.calc.plan import plan as find
+    from lablib.calc.plan_why import why as reasons
+    from lablib.calc.units import parse_bytes
+
+    if top < 1:
+        raise ValueError(f"--top={top} must be at least 1")
+    if as_json and export:
+        raise ValueError("--json and --export print two different things; give one")
+    result = find(
+        Path(model) if os.path.exists(model) else model,
+        gpus=gpus,
+        gpu=gpu,
+        seq=seq,
+        global_batch=global_batch,
+        gpus_per_node=gpus_per_node,
+        nic=_bandwidth(nic),
+        intra=_bandwidth(intra),
+        rails=rails,
+        recipe_=recipe,
+        attention=attention,
+        sequence_parallel=sequence_parallel,
+        reserve=parse_bytes(reserve),
+        **fixed,
+    )
+    if not result.candidates:
+        raise ValueError(nothing_fits(result))
+    if export:
+        typer.echo(_export(result, export), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(plan_dict(result, top=top, why=reasons(result)), indent=1))
+    else:
+        typer.echo(plan_table(result, top=top))
+        if why:
+            typer.echo("\n" + "\n".join(textwrap.fill(line, 80) for line in reasons(result)))
+
+
+def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
+    """Return the plan as plain dictionaries and numbers.
+
+    Args:
+        result: What `lablib.calc.plan.plan` returned.
+        top: Layouts to list.
+        why: The reasons.
+    """
+    machine = result.cluster
+    return {
+        "model": result.load.model.name,
+        "gpus": machine.gpus,
+        "gpu": machine.gpu.name,
+        "gpus_per_node": machine.gpus_per_node,
+        "seq": result.load.seq,
+        "global_batch": result.load.global_batch,
+        "recipe": result.load.recipe.name,
+        "capacity_bytes": result.capacity,
+        "valid": result.valid,
+        "dropped_by": result.dropped_by,
+        "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
+        "dropped": [
+            {
+                "layout": one.layout.as_dict(),
+                "term": one.term,
+                "excess_bytes": one.excess,
+                "memory": one.memory,
+            }
+            for one in result.dropped[:top]
+        ],
+        "why": why,
+    }
+
+
+def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
+    load = result.load
+    return {
+        **candidate.layout.as_dict(),
+        "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
+        "step_seconds": candidate.step,
+        "seconds": candidate.seconds,
+        "mfu": result.mfu(candidate),
+        "tflops_per_gpu": result.tflops(candidate),
+        "hardware_tflops_per_gpu": result.tflops(candidate, hardware=True),
+        "tokens_per_second": load.global_batch * load.seq / candidate.step,
+        "memory_bytes": candidate.total_memory,
+        "memory": candidate.memory,
+    }
+
+
+def plan_table(result: Plan, *, top: int) -> str:
+    """Return the best layouts as aligned text.
+
+    Args:
+        result: What `lablib.calc.plan.plan` returned.
+        top: Layouts to list.
+    """
+    load, machine = result.load, result.cluster
+    dropped = sum(result.dropped_by.values())
+    head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
+    lines = [
+        head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
+        f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
+        "",
+        f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
+        f"{'zero':>5}{'mb':>4} {'recompute':<9} schedule",
+    ]
+    for candidate in result.distinct(top):
+        layout = candidate.layout
+        chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
+        lines.append(
+            f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
+            f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
+            f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
+            + (chunks if layout.pp > 1 else "-")
+        )
+    return "\n".join(lines)
+
+
+def _export(result: Plan, framework: str) -> str:
+    from lablib.calc.export_job import export_job
+    from lablib.calc.export_layout import export_layout
+
+    load = result.load
+    job = export_job(
+        load.model,
+        result.best.layout,
+        seq=load.seq,
+        global_batch=load.global_batch,
+        gpus_per_node=result.cluster.gpus_per_node,
+        sequence_parallel=load.sequence_parallel,
+        dtype="fp16" if "fp16" in load.recipe.name else "bf16",
+    )
+    return export_layout(job, framework)
+
+
+def _bandwidth(text: str | None) -> str | float | None:
+    from lablib.calc.links import LINKS
+    from lablib.calc.units import parse_bandwidth
+
+    if text is None or text.lower().replace("_", "-") in LINKS or not text[:1].isdigit():
+        return text
+    return parse_bandwidth(text)

@@ -1,0 +1,189 @@
+"""The mesh against NumPy's reshape, and its drawings."""
+
+from __future__ import annotations
+
+import os
+import random
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from lablib.calc.mesh import AXES, Mesh, mesh
+from lablib.calc.mesh_text import group_line, mesh_svg, mesh_text
+from lablib.calc.plan_cluster import cluster
+
+
+def seeded() -> random.Random:
+    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"LABLIB_SEED={seed}")
+    return random.Random(seed)
+
+
+def draw(rng: random.Random, most: int = 400) -> Mesh:
+    """A mesh with odd factors, in any order."""
+    while True:
+        sizes = {axis: rng.choice((1, 1, 2, 3, 4, 5, 7)) for axis in AXES}
+        order = rng.sample(AXES, 5)
+        if 1 < int(np.prod(list(sizes.values()))) <= most:
+            return mesh(**sizes, order=order, gpus_per_node=rng.choice((1, 2, 3, 4, 6, 8)))
+
+
+def grid(found: Mesh) -> np.ndarray:
+    """Rank numbers as an array whose axes are the mesh's, slowest first: the independent account."""
+    return np.arange(found.ranks).reshape(found.sizes[::-1])
+
+
+def oracle(found: Mesh, *axes: str) -> set[tuple[int, ...]]:
+    names = found.order[::-1]
+    rest = [i for i, name in enumerate(names) if name not in axes]
+    moved = np.transpose(grid(found), rest + [names.index(axis) for axis in axes])
+    size = int(np.prod([found.size(axis) for axis in axes]))
+    return {tuple(sorted(row)) for row in moved.reshape(-1, size).tolist()}
+
+
+def test_eight_ranks_by_hand() -> None:
+    found = mesh(tp=2, dp=2, pp=2, gpus_per_node=8)
+    assert found.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found.coordinates(5) == {"tp": 1, "cp": 0, "ep": 0, "dp": 0, "pp": 1}
+    assert found.rank(tp=1, pp=1) == 5
+    assert not any(found.crosses(axis) for axis in AXES)
+
+
+def test_coordinates_and_groups_are_those_of_a_reshaped_array() -> None:
+    rng = seeded()
+    for _ in range(30):
+        found = draw(rng)
+        where = grid(found)
+        for rank in rng.sample(range(found.ranks), min(10, found.ranks)):
+            at = found.coordinates(rank)
+            assert where[tuple(at[axis] for axis in found.order[::-1])] == rank == found.rank(at)
+        for axes in [(axis,) for axis in AXES] + [("dp", "cp"), ("dp", "ep", "cp")]:
+            groups = found.groups(*axes)
+            assert {tuple(group) for group in groups} == oracle(found, *axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(found.ranks))
+
+
+def test_which_groups_cross_is_what_looking_at_every_group_says() -> None:
+    rng = seeded()
+    for _ in range(60):
+        found = draw(rng)
+        for axis in AXES:
+            looked = [
+                group
+                for group in oracle(found, axis)
+                if len({rank // found.gpus_per_node for rank in group}) > 1
+            ]
+            assert found.crosses(axis) == bool(looked)
+            assert sorted(map(tuple, found.crossing(axis))) == sorted(looked)
+
+
+def test_the_planner_gives_a_group_the_slow_link_exactly_if_it_crosses() -> None:
+    rng = seeded()
+    for _ in range(60):
+        found = draw(rng)
+        if found.ranks > found.gpus_per_node and found.ranks % found.gpus_per_node:
+            continue
+        machine = cluster("a100", found.ranks, gpus_per_node=found.gpus_per_node)
+        for axis in AXES:
+            if found.size(axis) > 1:
+                slow = machine.bandwidth(found.size(axis), found.strides[axis]) < machine.intra
+                assert slow == found.crosses(axis), (found, axis)
+
+
+def test_64_gpus_with_stages_before_replicas_and_after() -> None:
+    """TP 8, PP 4, DP 2: a replica is four neighbouring nodes only if pp comes before dp in the order."""
+    found = mesh(tp=8, pp=4, dp=2, order="tp-cp-ep-pp-dp", gpus=64)
+    replicas = [
+        {found.node(rank) for rank in range(64) if found.coordinates(rank)["dp"] == d} for d in (0, 1)
+    ]
+    assert replicas == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert all(found.nodes_of(group) == [i] for i, group in enumerate(found.groups("tp")))
+    megatron = mesh(tp=8, pp=4, dp=2, gpus=64)
+    assert {megatron.node(rank) for rank in range(64) if megatron.coordinates(rank)["dp"] == 0} == {
+        0,
+        2,
+        4,
+        6,
+    }
+
+
+def test_1024_gpus_8_by_8_by_16() -> None:
+    found = mesh(tp=8, pp=8, dp=16, gpus=1024)
+    assert (len(found.groups("tp")), len(found.groups("pp")), len(found.groups("dp"))) == (128, 128, 64)
+    assert [found.crosses(axis) for axis in ("tp", "dp", "pp")] == [False, True, True]
+    assert found.group(0, "dp") == list(range(0, 128, 8))
+    assert (
+        "pp: 128 groups of 8, like [0, 128, 256, ..., 896]; they leave a node (the first touches 8)"
+        in mesh_text(found)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tp": 8, "pp": 4, "cp": 8, "gpus": 128}, "tp=8 x cp=8 x pp=4 = 256 ranks, but there are gpus=128"),
+        ({"tp": 8, "cp": 16, "pp": 16, "dp": 4, "gpus": 16384}, "= 8192 ranks.*dp=8 would fill them"),
+        ({"tp": 0}, "tp=0 must be a whole number of at least 1"),
+        ({"dp": 2.0}, "dp=2.0 must be a whole number"),
+        ({"order": "tp-dp-pp"}, "must name each of tp, cp, ep, dp, pp once"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0"),
+    ],
+)
+def test_what_cannot_be_names_its_factors(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh(**arguments)
+
+
+def test_ranks_and_axes_that_do_not_exist() -> None:
+    found = mesh(tp=2, dp=3)
+    with pytest.raises(ValueError, match=r"rank=6 is not in 0\.\.5"):
+        found.coordinates(6)
+    with pytest.raises(ValueError, match=r"dp=3 is not in 0\.\.2"):
+        found.rank(dp=3)
+    with pytest.raises(ValueError, match="unknown axis 'sp'"):
+        found.groups("sp")
+    with pytest.raises(ValueError, match="at least one axis"):
+        found.group(0)
+
+
+def test_text_and_svg_show_every_rank() -> None:
+    found = mesh(tp=2, dp=3, pp=2, gpus_per_node=6)
+    text = mesh_text(found)
+    assert "node 0" in text
+    assert "t1 d2 p1" in text
+    assert group_line(found, "tp") in text
+    assert "tp: 6 groups of 2, like [0, 1]; they stay in a node" in text
+    root = ET.fromstring(mesh_svg(found))
+    name = "{http://www.w3.org/2000/svg}"
+    boxes = root.findall(f"{name}rect")
+    assert len(boxes) == found.ranks
+    assert len({box.get("fill") for box in boxes}) == 2
+    written = [text.text for text in root.findall(f"{name}text")]
+    assert all(str(rank) in written for rank in range(12))
+    assert "node 1" in written
+    with pytest.raises(ValueError, match="2,048 ranks are more than"):
+        mesh_svg(mesh(dp=2048))
+
+
+def test_a_large_mesh_is_described_without_drawing_it_all() -> None:
+    text = mesh_text(mesh(tp=8, pp=16, dp=128))
+    assert "... and 2,040 more nodes" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_figures_of_mesh_and_plan() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    from lablib.view.mesh import mesh_figure, predicted_against_published, step_parts
+
+    found = mesh(tp=2, dp=2, pp=2, gpus_per_node=4)
+    fig = mesh_figure({axis: found.groups(axis) for axis in ("tp", "dp", "pp")}, gpus_per_node=4)
+    assert [len(ax.patches) for ax in fig.axes] == [8, 8, 8]
+    assert {text.get_text() for text in fig.axes[2].texts} >= {"0 A", "4 A", "node 1"}
+    bars = step_parts({"one": {"matmul": 2.0, "bubble": 1.0}, "two": {"matmul": 2.5, "tp": 0.25}})
+    assert sum(patch.get_width() for patch in bars.axes[0].patches) == 5.75
+    points = predicted_against_published([("a", 100, 90), ("a", 120, 130), ("b", 400, 420)])
+    assert [len(line.get_xdata()) for line in points.axes[0].lines[-2:]] == [2, 1]
+    plt.close("all")
