@@ -21,6 +21,9 @@ _FACTOR = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "send_recv": lambda n: 1.0,
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
 }
@@ -134,8 +137,8 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
     """Return busbw in bytes per second: what each rank sent, over the time; compare it with the link.
 
-    busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather and all_to_all, and
-    1 for broadcast and reduce (nccl-tests, doc/PERFORMANCE.md).
+    busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, all_to_all, gather and
+    scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).
 
     Args:
         collective: One of those names.

@@ -1,0 +1,282 @@
+"""Steps, messages and bytes of every collective algorithm, rank by rank and exact for any size.
+
+An array of `numel` elements on n ranks is cut into n chunks; the first `numel mod n` of them have one element more.
+A step is one round of the algorithm: every rank counts all rounds, also those in which it has nothing to do.
+Messages and bytes are those that one rank sends; what is empty is not sent.
+
+The toys in `lablib.toys.collectives` count what they do and return the same `Traffic`.
+
+Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """What one rank does in one collective.
+
+    Attributes:
+        steps: Rounds of the algorithm.
+        messages: Messages that this rank sends.
+        bytes: Bytes that it sends.
+    """
+
+    steps: int
+    messages: int
+    bytes: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the traffic of one collective after the other."""
+        return Traffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Job(NamedTuple):
+    """One collective, as seen by one rank.
+
+    Attributes:
+        numel: Elements of the whole array.
+        ranks: n.
+        rank: Which one, 0 to n - 1.
+        itemsize: Bytes per element.
+        root: Where a broadcast starts and a reduction ends.
+        segment_bytes: The ring cuts chunks into segments of at most so many bytes; None does not cut.
+    """
+
+    numel: int
+    ranks: int
+    rank: int
+    itemsize: int = 4
+    root: int = 0
+    segment_bytes: int | None = None
+
+    def start(self, chunk: int, parts: int) -> int:
+        """Return the first element of a chunk when the array is cut into `parts` chunks."""
+        size, more = divmod(self.numel, parts)
+        return chunk * size + min(chunk, more)
+
+    def sent(self, steps: int, *elements: int) -> Traffic:
+        """Return the traffic of one message for each number of elements; an empty one is not sent."""
+        return Traffic(steps, sum(count > 0 for count in elements), sum(elements) * self.itemsize)
+
+
+def chunk_sizes(numel: int, parts: int) -> list[int]:
+    """Return the elements of each chunk: as equal as can be, the larger ones first.
+
+    Args:
+        numel: Elements of the whole array.
+        parts: Number of chunks.
+    """
+    size, more = divmod(numel, parts)
+    return [size + (chunk < more) for chunk in range(parts)]
+
+
+def segment_elements(itemsize: int, segment_bytes: int | None) -> int | None:
+    """Return the elements of one segment of the ring, at least 1; None if chunks are not cut.
+
+    Args:
+        itemsize: Bytes per element.
+        segment_bytes: How large a segment may be; None is a whole chunk.
+    """
+    return None if segment_bytes is None else max(1, segment_bytes // itemsize)
+
+
+def _ring(job: Job, last_held: int) -> Traffic:
+    """Pass on every chunk but one, in n - 1 steps; a chunk goes in ⌈chunk / segment⌉ messages."""
+    sizes = chunk_sizes(job.numel, job.ranks)
+    del sizes[last_held % job.ranks]
+    segment = segment_elements(job.itemsize, job.segment_bytes)
+    messages = sum(-(-size // (segment or max(size, 1))) for size in sizes)
+    return Traffic(job.ranks - 1, messages, sum(sizes) * job.itemsize)
+
+
+def _ring_reduce_scatter(job: Job) -> Traffic:
+    return _ring(job, job.rank)  # chunk r ends here
+
+
+def _ring_all_gather(job: Job) -> Traffic:
+    return _ring(job, job.rank + 1)  # the right neighbour's own chunk is the last to arrive
+
+
+def _ring_all_reduce(job: Job) -> Traffic:
+    return _ring_reduce_scatter(job) + _ring_all_gather(job)
+
+
+class _Fold(NamedTuple):
+    """How n ranks become a power of two: 2 · extra of them pair up, and the odd one works for both."""
+
+    power: int
+    extra: int
+    place: int | None  # among the power-of-two ranks; None for a rank that waits
+
+
+def _fold(job: Job) -> _Fold:
+    power = 1 << (job.ranks.bit_length() - 1)
+    extra = job.ranks - power
+    if job.rank >= 2 * extra:
+        return _Fold(power, extra, job.rank - extra)
+    return _Fold(power, extra, job.rank // 2 if job.rank % 2 else None)
+
+
+def _folded(job: Job, levels: Callable[[_Fold], Traffic], rounds: int) -> Traffic:
+    """Add the round before and the round after that a number of ranks other than a power of two costs."""
+    fold = _fold(job)
+    once = job.sent(0, job.numel)
+    if fold.place is None:
+        return Traffic(rounds + 2, once.messages, once.bytes)
+    inner = levels(fold)
+    if not fold.extra:
+        return inner
+    back = once if job.rank < 2 * fold.extra else Traffic(0, 0, 0)
+    return inner + back + Traffic(2, 0, 0)
+
+
+def _recursive_doubling_all_reduce(job: Job) -> Traffic:
+    rounds = job.ranks.bit_length() - 1
+    return _folded(job, lambda fold: job.sent(rounds, *[job.numel] * rounds), rounds)
+
+
+def _halving_doubling_all_reduce(job: Job) -> Traffic:
+    rounds = job.ranks.bit_length() - 1
+
+    def levels(fold: _Fold) -> Traffic:
+        low, high, halves, doubles = 0, fold.power, [], []
+        for level in range(rounds):
+            middle = (low + high) // 2
+            lower, upper = (low, middle), (middle, high)
+            kept, given = (upper, lower) if fold.place >> level & 1 else (lower, upper)
+            halves.append(given)  # sent on the way down
+            doubles.append(kept)  # and back up
+            low, high = kept
+        ranges = [job.start(b, fold.power) - job.start(a, fold.power) for a, b in halves + doubles]
+        return job.sent(2 * rounds, *ranges)
+
+    return _folded(job, levels, 2 * rounds)
+
+
+def _rounds(ranks: int) -> int:
+    """Return ⌈log2 n⌉."""
+    return (ranks - 1).bit_length()
+
+
+def _tree_broadcast(job: Job) -> Traffic:
+    place, rounds = (job.rank - job.root) % job.ranks, _rounds(job.ranks)
+    # It has the data after as many rounds as its place has bits; then it sends in every round to place + 2^k.
+    children = sum(place + (1 << k) < job.ranks for k in range(place.bit_length(), rounds))
+    return job.sent(rounds, *[job.numel] * children)
+
+
+def _tree_reduce(job: Job) -> Traffic:
+    return job.sent(_rounds(job.ranks), *[job.numel] * (job.rank != job.root))
+
+
+def _tree_all_reduce(job: Job) -> Traffic:
+    return _tree_reduce(job) + _tree_broadcast(job)
+
+
+def _naive_all_reduce(job: Job) -> Traffic:
+    others = job.ranks - 1
+    return job.sent(2 * others, *[job.numel] * (others if job.rank == 0 else 1))
+
+
+def _pairwise_all_to_all(job: Job) -> Traffic:
+    sizes = chunk_sizes(job.numel, job.ranks)
+    del sizes[job.rank]
+    return job.sent(job.ranks - 1, *sizes)
+
+
+_TRAFFIC: dict[str, Callable[[Job], Traffic]] = {
+    "ring_reduce_scatter": _ring_reduce_scatter,
+    "ring_all_gather": _ring_all_gather,
+    "ring_all_reduce": _ring_all_reduce,
+    "recursive_doubling_all_reduce": _recursive_doubling_all_reduce,
+    "halving_doubling_all_reduce": _halving_doubling_all_reduce,
+    "tree_broadcast": _tree_broadcast,
+    "tree_reduce": _tree_reduce,
+    "tree_all_reduce": _tree_all_reduce,
+    "naive_all_reduce": _naive_all_reduce,
+    "pairwise_all_to_all": _pairwise_all_to_all,
+}
+
+#: Names of the algorithms, as the functions of `lablib.toys.collectives` are called.
+ALGORITHMS = tuple(_TRAFFIC)
+
+
+def traffic(
+    algorithm: str,
+    numel: int,
+    ranks: int,
+    *,
+    rank: int = 0,
+    itemsize: int = 4,
+    root: int = 0,
+    segment_bytes: int | None = None,
+) -> Traffic:
+    """Return the steps, messages and bytes of one rank.
+
+    On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; halving-doubling the same if n is a
+    power of two; recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+        numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
+        ranks: n, at least 1.
+        rank: Which one.
+        itemsize: Bytes per element.
+        root: Where a broadcast starts and a reduction ends.
+        segment_bytes: How large the ring's segments are, at most; None is a whole chunk.
+
+    Raises:
+        ValueError: If the algorithm is unknown or a number makes no sense.
+    """
+    if algorithm not in _TRAFFIC:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    if ranks < 1 or not 0 <= rank < ranks or not 0 <= root < ranks:
+        raise ValueError(
+            f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1"
+        )
+    if numel < 0 or itemsize < 1 or (segment_bytes is not None and segment_bytes < 1):
+        raise ValueError(f"numel={numel}, itemsize={itemsize}, segment_bytes={segment_bytes}: too small")
+    if ranks == 1:
+        return Traffic(0, 0, 0)
+    return _TRAFFIC[algorithm](Job(numel, ranks, rank, itemsize, root, segment_bytes))
+
+
+def hierarchical_traffic(
+    numel: int,
+    ranks: int,
+    *,
+    ranks_per_node: int,
+    rank: int = 0,
+    itemsize: int = 4,
+    segment_bytes: int | None = None,
+) -> tuple[Traffic, Traffic]:
+    """Return what one rank does inside its node and across nodes in a hierarchical all-reduce.
+
+    Reduce-scatter inside the node of g ranks, all-reduce of one chunk over the n/g nodes, all-gather inside:
+    2(g-1)/g · S stay inside, and 2(n/g - 1)/(n/g) · S/g leave.
+
+    Args:
+        numel: Elements of the array.
+        ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
+        ranks_per_node: g.
+        rank: Which one.
+        itemsize: Bytes per element.
+        segment_bytes: As in `traffic`.
+
+    Raises:
+        ValueError: If g does not divide n.
+    """
+    if ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node} does not divide ranks={ranks}")
+    node, local = divmod(rank, ranks_per_node)
+    options = {"itemsize": itemsize, "segment_bytes": segment_bytes}
+    inside = [
+        traffic(half, numel, ranks_per_node, rank=local, **options)
+        for half in ("ring_reduce_scatter", "ring_all_gather")
+    ]
+    own = chunk_sizes(numel, ranks_per_node)[local]
+    across = traffic("ring_all_reduce", own, ranks // ranks_per_node, rank=node, **options)
+    return inside[0] + inside[1], across

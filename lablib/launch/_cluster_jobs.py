@@ -1,0 +1,97 @@
+"""Commands on several hosts at once: what one of them prints when it fails, and the end of all others.
+
+Chapter: book/10_communication.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lablib.launch._cluster_network import Network
+
+_TAIL = 15  # lines of output shown with a failure
+
+
+class ClusterError(RuntimeError):
+    """A job on the cluster failed or took too long.
+
+    Attributes:
+        host: The host that failed first, or None if time ran out.
+        output: What each host printed.
+    """
+
+    def __init__(self, message: str, host: int | None, output: list[str]) -> None:
+        super().__init__(message)
+        self.host, self.output = host, output
+
+
+def run_jobs(
+    network: Network, jobs: Sequence[tuple[int, Sequence[str]]], env: dict[str, str], timeout: float
+) -> list[str]:
+    """Run commands on hosts at the same time and return what each printed.
+
+    Args:
+        network: The hosts.
+        jobs: A host and the words of its command, for each.
+        env: Environment variables for all of them, on top of this process's own.
+        timeout: Seconds until all are killed.
+
+    Raises:
+        ClusterError: If one fails or takes too long; all others are ended.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in jobs]
+        running: list[subprocess.Popen] = []
+        try:
+            for (host, words), file in zip(jobs, files, strict=True):
+                running.append(
+                    subprocess.Popen(
+                        network.command(*words, host=host),
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **env},
+                        start_new_session=True,
+                    )
+                )
+            failed = _wait(running, time.monotonic() + timeout)
+        finally:
+            if any(process.poll() is None for process in running):
+                network.end_processes()
+            for process in running:
+                process.wait()
+        output = [_text(file) for file in files]
+    if failed is None:
+        return output
+    if failed < 0:
+        raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
+    host = jobs[failed][0]
+    tail = "\n".join(output[failed].splitlines()[-_TAIL:])
+    message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
+    raise ClusterError(message, host, output)
+
+
+def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
+    """Return the first job that failed, -1 if time ran out, None if all are well."""
+    left = dict(enumerate(running))
+    while left:
+        for number, process in list(left.items()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+                del left[number]
+                if process.returncode:
+                    return number
+        if left and time.monotonic() > deadline:
+            return -1
+    return None
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return file.read()

@@ -1,0 +1,362 @@
+"""Hosts as network namespaces: what runs on them, how fast their links are, and that nothing is left of them.
+
+A host is real here: every test makes namespaces and sends through them. Where the system forbids it, the tests that
+need hosts are skipped with the reason that readers get.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from lablib.calc.topology import tcp_bandwidth
+from lablib.launch import _cluster_network
+from lablib.launch.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
+
+ROOT = Path(__file__).parents[1]
+REFUSED = why_not()
+needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no cluster on this machine: {REFUSED}")
+AS = [
+    pytest.param(True, id="user"),
+    pytest.param(False, id="root", marks=pytest.mark.skipif(os.geteuid() != 0, reason="not root")),
+]
+
+# One host listens, the other sends and prints how long the bytes took, as bench tools do.
+TALK = """
+import socket, sys, time
+role, address, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if role == "listen":
+    with socket.create_server((address, 5000)) as server:
+        connection, peer = server.accept()
+        with connection:
+            got = 0
+            while got < count:
+                got += len(connection.recv(1 << 16))
+            connection.sendall(b"!")
+    print(peer[0])
+else:
+    deadline, connection = time.monotonic() + 20, None
+    while connection is None:  # until the other host listens
+        try:
+            connection = socket.create_connection((address, 5000), 5)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+    with connection:
+        start = time.perf_counter()
+        connection.sendall(bytes(count))
+        connection.recv(1)
+        print(time.perf_counter() - start)
+"""
+
+
+def network_of(pid: int | str) -> str | None:
+    """Return the network namespace of a process, None if it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def left_of(token: str, networks: set[str]) -> list[str]:
+    """Return the processes that carry a token in their environment, or live in one of the networks."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            told = token.encode() in (folder / "environ").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z" and (told or network_of(folder.name) in networks):
+            found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def wait_until_gone(token: str, networks: set[str]) -> None:
+    """Look until nothing is left: what was killed needs a moment to go."""
+    deadline = time.monotonic() + 10
+    while left := left_of(token, networks):
+        assert time.monotonic() < deadline, left
+
+
+def cables() -> set[str]:
+    """Return the network cards of this machine."""
+    return set(os.listdir("/sys/class/net"))
+
+
+@needs_hosts
+@pytest.mark.parametrize("user", AS)
+def test_two_hosts_talk_as_fast_as_their_link(user: bool) -> None:
+    """At 8 Mb/s 512 KiB take half a second: a busy machine cannot add much to it."""
+    cards, count = cables(), 512 * 1024
+    with Cluster(3, rate="1 Gb/s", user=user) as cluster:
+        address, talk = _cluster_network.address(0), [sys.executable, "-c", TALK]
+        seconds = {}
+        for rate in ("80 Mb/s", "8 Mb/s"):
+            if rate == "80 Mb/s":
+                cluster.throttle(rate)
+            else:  # from one of the hosts, as a rank does it
+                inside = f"from lablib.launch.cluster import throttle; throttle({rate!r})"
+                cluster.run_all([(1, [sys.executable, "-c", inside])], env={"LABLIB_HOSTS": "3"})
+            jobs = [(0, [*talk, "listen", address, str(count)]), (2, [*talk, "send", address, str(count)])]
+            peer, said = cluster.run_all(jobs)
+            assert peer.strip() == _cluster_network.address(2)
+            seconds[rate] = float(said)
+        for rate, bytes_per_second in (("80 Mb/s", 1e7), ("8 Mb/s", 1e6)):
+            # The cards at both ends let a burst through at once; more than that cannot be saved.
+            least = (count - 2 * burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
+            assert seconds[rate] >= least
+        assert seconds["8 Mb/s"] <= 1.5 * count / tcp_bandwidth(1e6)
+        cluster.throttle(None)
+        assert "tbf" not in cluster.run(2, "tc", "qdisc", "show", "dev", "eth0")
+        assert "gso_max_size 65536" in cluster.run(2, "ip", "-d", "link", "show", "eth0")
+        assert cables() == cards  # the machine's own network has not changed
+        networks = {cluster.run(host, "readlink", "/proc/self/ns/net").strip() for host in range(3)}
+        assert len(networks) == 3
+        assert network_of("self") not in networks
+    wait_until_gone("no token", networks)
+
+
+def job(rates: list[str]) -> dict:
+    """What each rank does on the cluster: see where it is, and time an all-reduce at several bandwidths."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from lablib.toys.collectives import hierarchical_all_reduce, node_groups, ring_all_reduce
+
+    groups = node_groups(2)
+    seconds = {}
+    for rate in rates:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            throttle(rate)
+        dist.barrier()
+        for name, call in (
+            ("flat", ring_all_reduce),
+            ("levels", lambda x: hierarchical_all_reduce(x, groups)),
+        ):
+            x = torch.full((2**17,), float(dist.get_rank()))
+            dist.barrier()
+            start = time.perf_counter()
+            call(x)
+            seconds[rate, name] = time.perf_counter() - start
+            assert (x == 6).all()
+    local, world = os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+    return {
+        "rank": dist.get_rank(),
+        "local": local,
+        "world": world,
+        "network": network_of("self"),
+        "s": seconds,
+    }
+
+
+@needs_hosts
+def test_torchrun_on_two_hosts() -> None:
+    """4 ranks on 2 hosts meet by c10d; ranks follow hosts; a rank throttles the links that all of them use."""
+    rates = ["40 Mb/s", "10 Mb/s"]
+    with Cluster(2) as cluster:
+        ranks = cluster.run_ranks(job, rates, ranks_per_host=2, timeout=100)
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+    assert [rank["local"] for rank in ranks] == ["0", "1", "0", "1"]
+    assert {rank["world"] for rank in ranks} == {"4"}
+    networks = [rank["network"] for rank in ranks]
+    assert networks[0] == networks[1] != networks[2] == networks[3]
+    size = 4 * 2**17
+    for rate, bytes_per_second in zip(rates, (5e6, 1.25e6), strict=True):
+        # Flat, every link between hosts carries 2 · 3/4 of the array; in two levels the array once.
+        for name, share in (("flat", 1.5), ("levels", 1.0)):
+            slowest = max(rank["s"][rate, name] for rank in ranks)
+            assert slowest >= (share * size - 2 * burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
+    slow = {name: max(rank["s"]["10 Mb/s", name] for rank in ranks) for name in ("flat", "levels")}
+    assert slow["levels"] < slow["flat"]
+    assert slow["flat"] <= 2 * 1.5 * size / tcp_bandwidth(1.25e6)
+
+
+@needs_hosts
+def test_failure_names_the_host_and_ends_the_others() -> None:
+    token = uuid.uuid4().hex
+    with Cluster(2) as cluster:
+        jobs = [(0, ["sleep", "1000"]), (1, ["sh", "-c", "echo no such luck; exit 3"])]
+        with pytest.raises(ClusterError, match=r"host 1 failed with status 3.*\nno such luck") as caught:
+            cluster.run_all(jobs, env={"TOKEN": token})
+        assert caught.value.host == 1
+        wait_until_gone(token, set())
+        # A process that hides from its parent ends too, and the hosts go on working.
+        hidden = ["sh", "-c", "setsid sleep 1000 & sleep 1000"]
+        with pytest.raises(ClusterError, match=r"no end after 0\.2 s"):
+            cluster.run_all([(0, hidden)], env={"TOKEN": token}, timeout=0.2)
+        wait_until_gone(token, set())
+        assert cluster.run(0, "echo", "well").strip() == "well"
+        with pytest.raises(ClusterError, match="host 0 failed"):
+            cluster.run(0, "false")
+        stays = ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & exit 0"]
+        cluster.run_all([(1, stays)], env={"TOKEN": token})
+    wait_until_gone(token, set())
+    with pytest.raises(ValueError, match="closed"):
+        cluster.run(0, "true")
+    cluster.close()  # a second time does nothing
+
+
+@needs_hosts
+def test_a_failing_rank_is_named_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank in this process, in torchrun's place: what it writes down is what the error shows."""
+
+    def one_rank(self: Cluster, *script: str, **_: object) -> list[str]:
+        monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+        monkeypatch.setattr(dist, "get_rank", lambda: 3)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        try:
+            _cluster_rank.main(Path(script[-1]))
+        except ZeroDivisionError as error:
+            raise ClusterError("host 1 failed", 1, ["", "what torchrun says"]) from error
+        return []
+
+    import torch.distributed as dist
+
+    from lablib.launch import _cluster_rank
+
+    monkeypatch.setattr(Cluster, "torchrun", one_rank)
+    with Cluster(2) as cluster, pytest.raises(ClusterError, match="rank 3 failed first") as caught:
+        cluster.run_ranks(lambda x: 1 / x, 0, ranks_per_host=2)
+    assert "ZeroDivisionError: division by zero" in str(caught.value)
+    assert caught.value.host == 1
+
+
+LIVE = """
+import sys
+from lablib.launch.cluster import Cluster
+with Cluster(2, rate="1 Gb/s") as cluster:
+    for host in range(2):
+        print(cluster.run(host, "readlink", "/proc/self/ns/net").strip(), flush=True)
+    print("working", flush=True)
+    cluster.run_all([(host, ["sh", "-c", "setsid sleep 1000 & sleep 1000"]) for host in range(2)], timeout=100)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_an_interrupt(end: signal.Signals) -> None:
+    """Neither when the cluster can close in order, nor when its process is killed and can do nothing."""
+    token, cards = uuid.uuid4().hex, cables()
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TOKEN": token},
+    )
+    networks = {process.stdout.readline().strip() for _ in range(2)}
+    assert process.stdout.readline() == "working\n"
+    while len([line for line in left_of(token, networks) if line.startswith("sleep")]) < 4:
+        assert process.poll() is None
+    process.send_signal(end)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert end != signal.SIGINT or "KeyboardInterrupt" in errors
+    wait_until_gone(token, networks)
+    assert cables() == cards
+    assert not [name for name in _names() if name.startswith("h0")]
+
+
+def _names() -> list[str]:
+    return os.listdir("/run/netns") if os.path.isdir("/run/netns") else []
+
+
+@needs_hosts
+def test_delay_or_the_reason_why_not() -> None:
+    if not _has_netem():
+        with pytest.raises(
+            Refused, match=r"^this kernel has no netem, which delays packets; leave delay out$"
+        ):
+            Cluster(2, delay=0.02)
+        return
+    with Cluster(2, delay=0.02) as cluster:
+        address, talk = _cluster_network.address(0), [sys.executable, "-c", TALK]
+        jobs = [(0, [*talk, "listen", address, "1"]), (1, [*talk, "send", address, "1"])]
+        assert float(cluster.run_all(jobs)[1]) >= 0.04  # there and back
+
+
+def _has_netem() -> bool:
+    """Ask the kernel itself: a queue of that kind on a host's own loopback."""
+    with Cluster(2) as cluster:
+        said = ""
+        try:
+            cluster.run(0, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        except ClusterError as error:
+            said = str(error)
+    assert not said or "qdisc kind is unknown" in said
+    return not said
+
+
+@needs_hosts
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_an_ordinary_user_needs_no_rights() -> None:
+    python = next((p for p in ("/usr/bin/python3", "/usr/local/bin/python3") if os.path.exists(p)), None)
+    become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    code = "import sys; sys.path.insert(0, '.'); from lablib.launch.cluster import Cluster, Refused\n"
+    code += "with Cluster(2, rate='1 Gb/s') as c: print(c.network.user, c.run(1, 'id', '-u'))"
+    probe = "import sys, os; os.stat('lablib/launch/cluster.py'); sys.exit(sys.version_info < (3, 11))"
+    if python is None or not shutil.which("setpriv"):
+        pytest.skip("no Python or setpriv that another user could run")
+    if subprocess.run([*become, python, "-c", probe], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("another user cannot read this folder with a Python 3.11")
+    done = subprocess.run(
+        [*become, python, "-B", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+def test_one_sentence_where_there_can_be_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_cluster_network.sys, "platform", "darwin")
+        with pytest.raises(Refused, match=r"^hosts are Linux network namespaces, and this is darwin$"):
+            Cluster(2)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(Refused, match="unshare, nsenter, ip, tc is not installed"):
+            Cluster(2)
+    for tool in _cluster_network.TOOLS:
+        (tmp_path / tool).write_text(
+            "#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n"
+        )
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    why_not.cache_clear()
+    sentence = why_not()
+    why_not.cache_clear()
+    assert sentence == (
+        "this system does not let you make network namespaces (unshare failed: Operation not permitted)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hosts": 1}, "hosts=1 must be from 2 to 64"),
+        ({"rate": "fast"}, "fast"),
+        ({"rate": 1}, "rate=1 is 1 bytes per second"),
+        ({"delay": -1}, "delay=-1"),
+    ],
+)
+def test_bad_input(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Cluster(**options)
+
+
+def test_throttle_outside_a_cluster() -> None:
+    with pytest.raises(RuntimeError, match=r"cluster\.throttle"):
+        throttle("1 Gb/s")

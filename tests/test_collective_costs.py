@@ -1,0 +1,398 @@
+"""What collectives cost: counts against messages followed one by one, times against laws and a topology, and fits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lablib.calc.collective_costs import ALGORITHMS, Traffic, chunk_sizes, hierarchical_traffic, traffic
+from lablib.calc.collective_rounds import Send, hierarchical_rounds, rounds
+from lablib.calc.collective_times import all_reduce_bound, collective_time, crossover, fastest, terms
+from lablib.calc.comm import ring_all_reduce_time
+from lablib.calc.line_fit import Pieces, fit_line, fit_pieces
+from lablib.calc.nccl_tests import PROGRAMS, parse, recomputed, table
+from lablib.calc.topology import Topology, tcp_bandwidth
+
+ALL_REDUCES = [name for name in ALGORITHMS if name.endswith("all_reduce")]
+sizes = st.floats(1, 1e12)
+many = st.integers(1, 40)
+links = st.fixed_dictionaries(
+    {"bandwidth": st.floats(1e6, 1e12), "latency": st.floats(1e-7, 1e-3), "gamma": st.floats(0, 1e-9)}
+)
+
+
+# Counts
+
+
+def test_four_ranks_eight_numbers() -> None:
+    """By hand: chunks of 2 numbers of 4 bytes."""
+    expected = {
+        "ring_reduce_scatter": Traffic(3, 3, 24),
+        "ring_all_gather": Traffic(3, 3, 24),
+        "ring_all_reduce": Traffic(6, 6, 48),
+        "recursive_doubling_all_reduce": Traffic(2, 2, 64),
+        "halving_doubling_all_reduce": Traffic(4, 4, 48),  # 4 + 2 numbers down, 2 + 4 up
+        "tree_broadcast": Traffic(2, 2, 64),  # rank 0 sends to 1, then to 2
+        "tree_reduce": Traffic(2, 0, 0),
+        "tree_all_reduce": Traffic(4, 2, 64),
+        "naive_all_reduce": Traffic(6, 3, 96),
+        "pairwise_all_to_all": Traffic(3, 3, 24),
+    }
+    assert {name: traffic(name, 8, 4) for name in ALGORITHMS} == expected
+    assert traffic("ring_all_reduce", 8, 4, segment_bytes=4) == Traffic(6, 12, 48)
+    assert hierarchical_traffic(8, 4, ranks_per_node=2) == (Traffic(2, 2, 32), Traffic(2, 2, 16))
+
+
+def counted(all_rounds: list[list[Send]], rank: int, itemsize: int = 4) -> Traffic:
+    mine = [send for sends in all_rounds for send in sends if send.source == rank]
+    return Traffic(len(all_rounds), len(mine), itemsize * sum(send.stop - send.start for send in mine))
+
+
+@given(st.sampled_from(ALGORITHMS), st.integers(0, 100), st.integers(1, 19))
+def test_formulas_count_what_the_rounds_send(name: str, numel: int, n: int) -> None:
+    for rank in range(n):
+        assert traffic(name, numel, n, rank=rank) == counted(rounds(name, numel, n), rank)
+
+
+@given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 5))
+def test_hierarchical_formula_counts_what_the_rounds_send(numel: int, nodes: int, g: int) -> None:
+    for rank in range(nodes * g):
+        inside, across = hierarchical_traffic(numel, nodes * g, ranks_per_node=g, rank=rank)
+        assert inside + across == counted(hierarchical_rounds(numel, nodes * g, g), rank)
+
+
+def follow(all_rounds: list[list[Send]], numel: int, n: int) -> list[list[int]]:
+    """Return who is in every element on every rank: rank r's number is 100^r, so two of one rank would show."""
+    held = [[100**rank] * numel for rank in range(n)]
+    for sends in all_rounds:
+        before = [list(row) for row in held]
+        for send in sends:
+            for i in range(send.start, send.stop):
+                held[send.target][i] = before[send.source][i] + (held[send.target][i] if send.adds else 0)
+    return held
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12])
+@pytest.mark.parametrize("numel", [1, 7, 24])
+def test_every_number_arrives_once(n: int, numel: int) -> None:
+    everybody = sum(100**rank for rank in range(n))
+    starts = list(itertools.accumulate(chunk_sizes(numel, n), initial=0))
+    for name in ALL_REDUCES:
+        assert follow(rounds(name, numel, n), numel, n) == [[everybody] * numel] * n, name
+    for g in [g for g in range(1, n + 1) if n % g == 0]:
+        assert follow(hierarchical_rounds(numel, n, g), numel, n) == [[everybody] * numel] * n
+    assert follow(rounds("tree_reduce", numel, n), numel, n)[0] == [everybody] * numel
+    assert follow(rounds("tree_broadcast", numel, n), numel, n) == [[1] * numel] * n
+    scattered = follow(rounds("ring_reduce_scatter", numel, n), numel, n)
+    gathered = follow(rounds("ring_all_gather", numel, n), numel, n)
+    for rank, (start, stop) in enumerate(itertools.pairwise(starts)):
+        assert scattered[rank][start:stop] == [everybody] * (stop - start)
+        assert all(row[start:stop] == [100**rank] * (stop - start) for row in gathered)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_all_to_all_sends_each_piece_once(n: int) -> None:
+    sent = Counter((s.source, s.target) for sends in rounds("pairwise_all_to_all", 3 * n, n) for s in sends)
+    assert sent == Counter(itertools.permutations(range(n), 2))
+    for sends in rounds("pairwise_all_to_all", 3 * n, n):
+        assert len({s.target for s in sends}) == n  # nobody gets two messages at once
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64))
+def test_bandwidth_lower_bound(numel: int, n: int) -> None:
+    """Over all ranks no all-reduce sends less than 2(n-1) arrays; the ring sends exactly that."""
+    for name in ALL_REDUCES:
+        total = sum(traffic(name, numel, n, rank=rank, itemsize=1).bytes for rank in range(n))
+        assert total >= 2 * (n - 1) * numel
+        if name.startswith(("ring", "tree", "naive")):
+            assert total == 2 * (n - 1) * numel
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 5000))
+def test_ring_is_reduce_scatter_and_all_gather(numel: int, n: int, segment: int) -> None:
+    for rank in {0, n // 2, n - 1}:
+        job = {"rank": rank, "segment_bytes": segment}
+        halves = [traffic(f"ring_{half}", numel, n, **job) for half in ("reduce_scatter", "all_gather")]
+        assert traffic("ring_all_reduce", numel, n, **job) == halves[0] + halves[1]
+
+
+# Times
+
+
+@given(st.sampled_from(ALGORITHMS), st.integers(1, 17), links)
+def test_times_are_those_of_the_rounds(name: str, n: int, link: dict) -> None:
+    """On one node, where all ports are alike, the formula is what the rounds take, for chunks without a rest."""
+    size = math.lcm(n, 1 << (n.bit_length() - 1)) * 12
+    node = Topology(
+        nodes=1,
+        ranks_per_node=n,
+        inside=link["bandwidth"],
+        across=1.0,
+        inside_latency=link["latency"],
+        gamma=link["gamma"],
+    )
+    assert node.collective_time(name, size) == pytest.approx(collective_time(name, size, n, **link))
+
+
+@given(sizes, many, links)
+def test_laws_of_time(size: float, n: int, link: dict) -> None:
+    plain = {key: link[key] for key in ("bandwidth", "latency")}
+    ring = collective_time("ring_all_reduce", size, n, **plain)
+    assert ring == pytest.approx(ring_all_reduce_time(size, n, **plain))
+    halves = [collective_time(f"ring_{half}", size, n, **plain) for half in ("reduce_scatter", "all_gather")]
+    assert ring == pytest.approx(sum(halves))
+    for name in ALL_REDUCES:
+        assert collective_time(name, size, n, **plain) >= all_reduce_bound(size, n, **plain) * (1 - 1e-9)
+        assert collective_time(name, size, n, **link) >= collective_time(name, size, n, **plain)
+        assert collective_time(name, size, 1, **link) == 0
+
+
+@given(sizes, st.integers(1, 4096), st.floats(1e6, 1e12))
+def test_limits(size: float, n: int, bandwidth: float) -> None:
+    """Without latency the ring is as fast as can be; with latency alone the doubling is, for a power of two."""
+    ring = collective_time("ring_all_reduce", size, n, bandwidth=bandwidth)
+    assert ring == pytest.approx(all_reduce_bound(size, n, bandwidth=bandwidth))
+    power = 1 << (n.bit_length() - 1)
+    halving = collective_time("halving_doubling_all_reduce", size, power, bandwidth=bandwidth)
+    assert halving == pytest.approx(all_reduce_bound(size, power, bandwidth=bandwidth))
+    assert terms("recursive_doubling_all_reduce", power).rounds == power.bit_length() - 1
+
+
+def test_two_ranks_are_all_alike() -> None:
+    """Of two ranks the ring and halving-doubling do the same."""
+    assert terms("ring_all_reduce", 2) == terms("halving_doubling_all_reduce", 2)
+    assert terms("tree_all_reduce", 2) == terms("naive_all_reduce", 2)
+
+
+@given(st.integers(3, 512), links)
+def test_crossover(n: int, link: dict) -> None:
+    short, long = "recursive_doubling_all_reduce", "ring_all_reduce"
+    size = crossover(short, long, n, **link)
+    if n > 4:  # at 3 and 4 the ring has as few rounds as folding, or a few more
+        assert size > 0
+        assert collective_time(short, size, n, **link) == pytest.approx(
+            collective_time(long, size, n, **link)
+        )
+    for factor in (0.5, 2):
+        faster = collective_time(long, size * factor, n, **link) < collective_time(
+            short, size * factor, n, **link
+        )
+        assert faster == (factor == 2 or size == 0) or size == 0
+    assert crossover(long, long, n, **link) == 0
+    assert crossover("ring_all_reduce", "naive_all_reduce", n, **link) is None
+
+
+def test_crossover_by_hand() -> None:
+    """8 ranks, 10 us, 1 GB/s: 14 against 3 rounds, 3 against 1.75 passes: 110 us = 1.25 S/W, S = 88 kB."""
+    link = {"bandwidth": 1e9, "latency": 10e-6}
+    assert crossover("recursive_doubling_all_reduce", "ring_all_reduce", 8, **link) == pytest.approx(88e3)
+    assert fastest(1e3, 8, **link) == "recursive_doubling_all_reduce"
+    assert fastest(1e8, 8, **link) == "halving_doubling_all_reduce"
+    assert fastest(1e8, 7, **link) == "ring_all_reduce"
+
+
+# Topologies
+
+
+def _two_nodes(**change: object) -> Topology:
+    usual = {"nodes": 2, "ranks_per_node": 2, "inside": 1000.0, "across": 10.0}
+    return Topology(**{**usual, **change})
+
+
+def test_slow_links_by_hand() -> None:
+    """800 bytes, 4 ranks on 2 nodes: flat, 6 steps of 200 bytes cross; in two levels, 2 steps of 2 x 200 bytes."""
+    two = _two_nodes()
+    assert two.collective_time("ring_all_reduce", 800) == pytest.approx(6 * 200 / 10)
+    inside = 2 * 400 / 1000
+    assert two.collective_time("hierarchical_all_reduce", 800) == pytest.approx(inside + 2 * 2 * 200 / 10)
+    cards = _two_nodes(cards=2)
+    assert cards.collective_time("ring_all_reduce", 800) == pytest.approx(6 * 200 / 10)  # one flow, one card
+    assert cards.collective_time("hierarchical_all_reduce", 800) == pytest.approx(inside + 2 * 200 / 10)
+    assert two.bytes_across(rounds("ring_all_reduce", 200, 4), 4) == 6 * 200
+    assert two.bytes_across(hierarchical_rounds(200, 4, 2), 4) == 800
+
+
+def test_a_ring_that_alternates_between_nodes_crosses_at_every_step() -> None:
+    scattered = _two_nodes(placement=(0, 2, 1, 3))
+    assert scattered.collective_time("ring_all_reduce", 800) == pytest.approx(6 * 2 * 200 / 10)
+    assert [scattered.node(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+@given(st.sampled_from(ALGORITHMS), st.integers(1, 4), st.integers(1, 4), links)
+def test_a_cluster_of_equal_links_is_one_node(name: str, nodes: int, g: int, link: dict) -> None:
+    """With a card for every rank and the same link everywhere, nodes make no difference."""
+    same = {
+        "inside": link["bandwidth"],
+        "across": link["bandwidth"],
+        "inside_latency": link["latency"],
+        "across_latency": link["latency"],
+    }
+    cluster = Topology(nodes=nodes, ranks_per_node=g, cards=g, **same)
+    one = Topology(nodes=1, ranks_per_node=nodes * g, **same)
+    assert cluster.collective_time(name, 4000) == pytest.approx(one.collective_time(name, 4000))
+
+
+def test_tcp_share() -> None:
+    assert tcp_bandwidth(1e9 / 8) / (1e9 / 8) == pytest.approx(1448 / 1514)
+    assert tcp_bandwidth(1.0, mtu=9000, frame=38) == pytest.approx(8948 / 9038)
+
+
+# nccl-tests
+
+
+def _printed(collective: str, n: int, rows: list[tuple[int, float, float]], root: bool) -> str:
+    """Lines in the program's own columns, from times alone."""
+    lines = [
+        "# nThread 1 nGpus 8 minBytes 8",
+        "#       size         count      type   redop    root     time",
+    ]
+    factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1}.get(collective, (n - 1) / n)
+    for size, *halves in rows:
+        words = [str(size), str(size // 4), "float", *(["sum", "-1"] if root else [])]
+        for us in halves:
+            words += [f"{us:.2f}", f"{size / us / 1e3:.2f}", f"{size / us / 1e3 * factor:.2f}", "0"]
+        lines.append("  ".join(words))
+    return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 12.3"])
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_printed_bandwidths_are_computed_from_size_and_time(collective: str, root: bool) -> None:
+    text = _printed(collective, 8, [(2**20, 71.25, 70.5), (2**30, 4700.0, 4712.0)], root)
+    runs = parse(text)
+    assert [(run.size, run.in_place) for run in runs] == [
+        (2**20, False),
+        (2**20, True),
+        (2**30, False),
+        (2**30, True),
+    ]
+    for run in runs:
+        for ours, printed in zip(recomputed(run, collective, 8), (run.algbw, run.busbw), strict=True):
+            assert ours == pytest.approx(printed, abs=0.005e9)  # two decimals of GB/s
+        assert run.wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "line"),
+    [
+        # 8 GPUs, in pull request 3484 of kvcache-ai/Mooncake
+        ("all_reduce", 8, "1048576 262144 float sum -1 27.76 37.78 66.11 0 27.49 38.15 66.76 0"),
+        ("all_reduce", 8, "33554432 8388608 float sum -1 195.40 171.72 300.51 0 195.40 171.73 300.52 0"),
+    ],
+)
+def test_lines_that_others_have_published(collective: str, ranks: int, line: str) -> None:
+    for run in parse(line):
+        algbw, busbw = recomputed(run, collective, ranks)
+        assert algbw == pytest.approx(run.algbw, rel=2e-3)  # the printed time has four digits
+        assert busbw == pytest.approx(run.busbw, rel=2e-3)
+
+
+def test_table_in_their_columns() -> None:
+    """1 MiB in 1 ms on 4 ranks: 1.049 GB/s, and 1.5 times that on the bus."""
+    assert table("all_reduce", 4, [(2**20, 1e-3)]).splitlines()[1].split() == [
+        "1048576",
+        "1000.0",
+        "1.049",
+        "1.573",
+    ]
+    assert set(PROGRAMS.values()) >= {"all_reduce", "all_to_all", "send_recv"}
+
+
+# Fits
+
+
+def test_a_line_is_found_again() -> None:
+    points = [2**k for k in range(10, 27, 2)]
+    line = fit_line(points, [30e-6 + size / 12e9 for size in points])
+    assert line.latency == pytest.approx(30e-6)
+    assert line.bandwidth == pytest.approx(12e9)
+    assert line.worst < 1e-9
+
+
+def test_least_squares_as_numpy_does_it() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    draw = random.Random(seed)
+    points = sorted(draw.uniform(1, 1e8) for _ in range(30))
+    times = [(1e-4 + size / 1e9) * draw.uniform(0.8, 1.25) for size in points]
+    slope, start = np.polyfit(points, times, 1, w=1 / np.array(times))  # polyfit squares its weights
+    line = fit_line(points, times)
+    assert line.latency == pytest.approx(start, rel=1e-6)
+    assert line.seconds_per_byte == pytest.approx(slope, rel=1e-6)
+
+
+def test_pieces_find_where_the_line_breaks() -> None:
+    points = [2**k for k in range(8, 28)]
+    times = [20e-6 + s / 4e9 if s < 2**17 else 120e-6 + s / 1e9 for s in points]
+    assert fit_line(points, times).worst > 0.2
+    fit = fit_pieces(list(reversed(points)), list(reversed(times)), 2)
+    assert [line.first for line in fit.lines] == [2**8, 2**17]
+    assert fit.worst < 1e-6
+    assert [fit.seconds(s) for s in points] == pytest.approx(times)
+
+
+def test_more_pieces_never_fit_worse_and_no_cut_is_better() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    draw = random.Random(seed)
+    points = [2.0**k for k in range(4, 14)]
+    times = [(1e-5 + s / 1e9) * draw.uniform(0.5, 2) for s in points]
+
+    def squares(fit: Pieces) -> float:
+        return sum(r * r for r in fit.residuals)
+
+    errors = [squares(fit_pieces(points, times, k)) for k in (1, 2, 3)]
+    assert errors == sorted(errors, reverse=True)
+    by_hand = [
+        sum(
+            r * r
+            for part in (slice(0, cut), slice(cut, 10))
+            for r in fit_line(points[part], times[part]).residuals
+        )
+        for cut in range(2, 9)
+    ]
+    assert errors[1] == pytest.approx(min(by_hand))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: traffic("gossip", 8, 2), "gossip"),
+        (lambda: traffic("tree_reduce", 8, 2, root=2), "root=2"),
+        (lambda: traffic("ring_all_reduce", -1, 2), "numel=-1"),
+        (lambda: traffic("ring_all_reduce", 8, 2, segment_bytes=0), "segment_bytes=0"),
+        (lambda: hierarchical_traffic(8, 6, ranks_per_node=4), "ranks_per_node=4 does not divide ranks=6"),
+        (lambda: rounds("gossip", 8, 2), "gossip"),
+        (lambda: rounds("ring_all_reduce", 8, 0), "ranks=0"),
+        (lambda: hierarchical_rounds(8, 6, 4), "ranks_per_node=4"),
+        (lambda: terms("gossip", 2), "gossip"),
+        (lambda: collective_time("ring_all_reduce", 8, 2, bandwidth=0), "bandwidth=0"),
+        (lambda: fastest(8, 2, bandwidth=1, latency=0, operation="scan"), "scan"),
+        (lambda: _two_nodes(cards=0), "cards=0"),
+        (lambda: _two_nodes(across=0), "across=0"),
+        (lambda: _two_nodes(placement=(0, 1, 2, 2)), "placement="),
+        (
+            lambda: _two_nodes(placement=(3, 2, 1, 0)).collective_time("hierarchical_all_reduce", 8),
+            "placement",
+        ),
+        (lambda: tcp_bandwidth(1.0, mtu=50), "mtu=50"),
+        (lambda: parse("# nothing here"), "no line"),
+        (lambda: fit_line([1, 1], [1, 2]), "two different sizes"),
+        (lambda: fit_line([1, 2], [1, 0]), "above 0"),
+        (lambda: fit_line([1, 2], [1]), "2 sizes and 1 times"),
+        (lambda: fit_pieces([1, 2, 3], [1, 2, 3], 2), "pieces=2"),
+    ],
+)
+def test_bad_input(call, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
