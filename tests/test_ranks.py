@@ -349,6 +349,8 @@ def work(path):
     print("ready")
     signal.pause()
 
+# What a shell starts in the background ignores SIGINT, and so would these tests started there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     run_ranks(work, 2, sys.argv[1], live=True)
 except KeyboardInterrupt:
