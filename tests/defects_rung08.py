@@ -50,6 +50,16 @@ def never_overflows(x, exponent_bits, mantissa_bits):
     return round(x / gap) * gap
 
 
+def gap_of_the_power_above(x, exponent_bits, mantissa_bits):
+    """Takes the exponent of frexp for that of the power of two below."""
+    return _rounded(x, exponent_bits, mantissa_bits - 1)
+
+
+def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
+    rounded = _rounded(x, exponent_bits, mantissa_bits)
+    return math.inf if math.isinf(rounded) else rounded
+
+
 def one_bit_too_many(x, exponent_bits, mantissa_bits):
     """Counts the leading one, which is not stored, as a mantissa bit that is."""
     return _rounded(x, exponent_bits, mantissa_bits + 1)
@@ -98,6 +108,19 @@ def never_unscales(*args):
 
 def unscales_in_fp16(weights, gradients, scale, *rest):
     return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
+
+
+def doubles_before_it_divides(weights, gradients, scale, good_steps, lr, interval):
+    grows = good_steps + 1 == interval
+    return _scaler(
+        weights,
+        gradients,
+        scale,
+        good_steps,
+        lr,
+        interval,
+        divide=lambda g: g.float() / (2 * scale if grows else scale),
+    )
 
 
 def looks_at_the_first_tensor(*args):
@@ -282,6 +305,10 @@ def rows_and_columns_swapped(x, rows, columns):
     return _trip(x, columns, rows)
 
 
+def blocks_of_consecutive_values(x, rows, columns):
+    return _trip(x.reshape(-1, rows * columns), 1, rows * columns).reshape(x.shape)
+
+
 def never_scales_back(x, rows, columns):
     return _trip(x, rows, columns, back=False)
 
@@ -340,12 +367,15 @@ DEFECTS = {
         field_zero_is_an_exponent,
         saturates,
         never_overflows,
+        gap_of_the_power_above,
+        infinity_without_its_sign,
         one_bit_too_many,
         infinite_from_the_largest_on,
     ],
     "scaler_step": [
         never_unscales,
         unscales_in_fp16,
+        doubles_before_it_divides,
         looks_at_the_first_tensor,
         sees_infinity_and_not_nan,
         steps_all_the_same,
@@ -373,6 +403,7 @@ DEFECTS = {
         one_scale_for_all,
         a_scale_for_every_row,
         rows_and_columns_swapped,
+        blocks_of_consecutive_values,
         never_scales_back,
         no_scale,
         largest_not_magnitude,

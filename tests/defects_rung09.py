@@ -45,6 +45,10 @@ def every_query_its_own_keys(*case):
     return _block(*case, group=False)
 
 
+def input_of_the_output_projection_forgotten(batch, seq, hidden, *rest):
+    return _block(batch, seq, hidden, *rest) - 2 * batch * seq * hidden
+
+
 def statistics_forgotten(*case):
     return _block(*case, statistics=0)
 
@@ -223,6 +227,33 @@ class _Explicit(torch.autograd.Function):
         return None, None, *torch.autograd.grad(y, [x, *weights], gradient)
 
 
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block, ctx.random = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.random)
+            ctx.block(x).backward(gradient)
+        return None, None
+
+
+def replay_not_detached(block, x):
+    """Starts the replay from the saved input itself, so that its backward goes on into the block before."""
+    return _Attached.apply(x, block)
+
+
+def no_grad_alone(block, x):
+    """Forgets what is inside, and has nothing that computes it again."""
+    with torch.no_grad():
+        return block(x)
+
+
 def weights_as_arguments(block, x):
     """Second solution: weights are arguments of the Function too, and nothing arrives as a side effect."""
     return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
@@ -256,6 +287,18 @@ def the_last_segment_only(layers, boundary, block, k):
     """Takes the end of the model for the worst moment, where the last segment may be short."""
     last = layers % k or k
     return (-(-layers // k) - 1) * boundary + last * block
+
+
+def inner_inputs_counted_out(layers, boundary, block, k):
+    """Takes the inputs inside a segment for kept already, as the first one is."""
+    return max(
+        (i + 1) * boundary + min(k, layers - f) * (block - boundary)
+        for i, f in enumerate(range(0, layers, k))
+    )
+
+
+def earlier_inputs_forgotten(layers, boundary, block, k):
+    return min(k, layers) * block
 
 
 def full_length_last_segment(layers, boundary, block, k):
@@ -392,6 +435,7 @@ DEFECTS = {
     "block_bytes": [
         masks_of_two_bytes,
         masks_forgotten,
+        input_of_the_output_projection_forgotten,
         every_query_its_own_keys,
         statistics_forgotten,
         fused_keeps_scores,
@@ -412,6 +456,8 @@ DEFECTS = {
         no_checkpoint_at_all,
         weights_get_nothing,
         adds_the_residual_twice,
+        replay_not_detached,
+        no_grad_alone,
     ],
     "segment_peak": [
         end_of_forward_only,
@@ -421,6 +467,8 @@ DEFECTS = {
         chens_chain,
         the_last_segment_only,
         full_length_last_segment,
+        inner_inputs_counted_out,
+        earlier_inputs_forgotten,
     ],
     "choose": [
         always_full,

@@ -15,7 +15,8 @@ from lablib.calc.choices import one_of
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params, layer_params
 
-# What DeepSeek-V3 (arXiv 2412.19437, section 3.3) keeps in BF16 or FP32, and why.
+# What DeepSeek-V3 (arXiv 2412.19437, section 3.3) keeps in BF16 or FP32. The paper says that these are sensitive to
+# low precision or cheap; the reason beside each is ours.
 HIGH_PRECISION = {
     "embedding": "BF16 or FP32: a table, not a matmul",
     "output head": "BF16 or FP32: its errors reach the loss directly",

@@ -84,7 +84,7 @@ def chen_cost(num_layers: int, k: int) -> int:
 
     `⌈L / k⌉` inputs of segments, and the k tensors of the segment that runs again.
     The sum of `L / k` and `k` is least where they are equal, at `k = √L`, and is `2 √L` there
-    (Chen et al. 2016, arXiv 1604.06174, section 4: sublinear memory at the price of one more forward pass).
+    (Chen et al. 2016, arXiv 1604.06174: sublinear memory at the price of one more forward pass).
 
     Args:
         num_layers: L.

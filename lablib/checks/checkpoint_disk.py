@@ -173,14 +173,25 @@ def write_checkpoint(answer: Callable[..., None]) -> str:
         world = World(ranks, order, old)
         world.run(lambda disk, rank, barrier, n=ranks: answer(disk, rank, n, 50, _state(rank, 50), barrier))
         moments += len(world.moments)
+        written: set[int] = set()  # ranks whose new file has been on the disk, whole
         for files in world.moments:
-            _judge_moment(files, ranks)
+            written |= (there := _on_disk(files, ranks))
+            _judge_moment(files, ranks, written - there)
         _judge_end(_published(world.moments[-1]), ranks)
     return f"{len(_CASES)} runs, {moments} moments, and a whole checkpoint to resume from at each of them."
 
 
-def _judge_moment(files: Files, ranks: int) -> None:
+def _on_disk(files: Files, ranks: int) -> set[int]:
+    """Return the ranks whose part of the new checkpoint lies anywhere on the disk."""
+    models = [content.get("model") for content in files.values() if isinstance(content, dict)]
+    return {rank for rank in range(ranks) if _state(rank, 50)["model"] in models}
+
+
+def _judge_moment(files: Files, ranks: int, lost: set[int]) -> None:
     found = _published(files)
+    if early := [folder for folder in found if folder not in ("step-40", "step-50")]:
+        raise Wrong(f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write "
+                    "into it. Give the folder that you write aside another kind of name.")  # fmt: skip
     if not found:
         raise Wrong(
             "There is a moment without any checkpoint: the old one must stay until the new one is published."
@@ -189,7 +200,14 @@ def _judge_moment(files: Files, ranks: int) -> None:
         if _TORN in content.values():
             raise Wrong(f"There is a moment when {folder} is visible and a file in it is half written. Write aside, "
                         "then rename.")  # fmt: skip
-        missing = [f"rank-{r}" for r in range(ranks) if f"rank-{r}" not in content]
+        absent = [r for r in range(ranks) if f"rank-{r}" not in content]
+        missing = [f"rank-{r}" for r in absent]
+        strangers = [name for name in content if not name.removeprefix("rank-").isdigit()]
+        if missing and strangers:
+            raise Wrong(f"{folder} holds {strangers[0]!r}, and the file of a rank is called {missing[0]!r}.")
+        if lost & set(absent):
+            raise Wrong(f"{folder} is published without {missing[0]}, which was written and then removed again: what a "
+                        "crash has left must be cleared before anybody writes.")  # fmt: skip
         if missing:
             raise Wrong(f"There is a moment when {folder} is visible without {missing[0]}. It may be published only "
                         "when every rank has written.")  # fmt: skip
@@ -205,7 +223,7 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
     for rank in range(ranks):
         state, right = content[f"rank-{rank}"], _state(rank, 50)
         if not isinstance(state, dict) or "model" not in state:
-            raise Wrong("A rank's file is a dictionary with everything in `state`, and the step.")
+            raise Wrong("A rank's file is one dictionary: the keys of `state`, and beside them the key step.")
         if "optimizer" not in state:
             raise Wrong(
                 "The optimizer state is not saved: the resumed run starts its moments from zero, without an error."

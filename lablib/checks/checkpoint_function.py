@@ -46,7 +46,7 @@ def _step(run: Callable, dropout: float) -> dict:
         live.end_forward()
         kept = live.kept
         forward_runs = [block.runs for block in blocks]
-        (weigh * y).sum().backward()
+        _backward((weigh * y).sum())
     return {
         "value": y.detach(),
         "node": y.grad_fn,
@@ -57,6 +57,23 @@ def _step(run: Callable, dropout: float) -> dict:
         "weights": [p.grad for block in blocks for p in block.parameters()],
         "next": torch.rand(3),
     }
+
+
+def _backward(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise Wrong(
+            "The output has no graph, so backward ends here. Run the block inside of the Function's forward, which "
+            "hides it from autograd and leaves one node, and call `YourFunction.apply(...)` on the input."
+        )
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise Wrong(
+            "The replay's backward went on past the block, through the graph that made its input. Start the replay from "
+            "a detached copy of the input that needs a gradient, and stop there."
+        ) from None
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

@@ -74,8 +74,13 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
 def _explain_count(
     name: str, got: float, root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool
 ) -> None:
-    case = (f"root {root:,} and {len(units)} units, reshard={reshard}, {micro_batches} micro-batches, "
+    case = (f"root={root:,}, units={_some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
             f"sync_every={sync_every}")  # fmt: skip
+    truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
+    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2):
+        raise Wrong(
+            f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case})."
+        )
     other = partial(_counted, root, units)
     if name in ("all_gathers", "gathered"):
         once = 1 if name == "all_gathers" else root
@@ -90,8 +95,12 @@ def _explain_count(
             raise Wrong("The last unit is needed first in backward, but FSDP frees it like the others: only the root "
                         f"is kept ({case}).")  # fmt: skip
         if micro_batches > 1 and got == other(reshard, 1, True)[name]:
-            raise Wrong(f"Every micro-batch gathers: not reducing gradients does not keep weights ({case}).")
-        raise Wrong(f"`{name}` is {right:,}, not {got:,.0f} ({case}).")
+            raise Wrong("Every micro-batch gathers again: weights are freed after each backward, whether or not "
+                        f"gradients are reduced ({case}).")  # fmt: skip
+        if got == right - micro_batches * once:
+            raise Wrong(f"The root has weights too: it is gathered once in each micro-batch ({case}).")
+        raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
+                    f"again in backward, one message each ({case}).")  # fmt: skip
     right = _counted(root, units, reshard, micro_batches, sync_every)[name]
     if micro_batches > 1 and got == other(reshard, micro_batches, not sync_every)[name]:
         raise Wrong(
@@ -101,7 +110,12 @@ def _explain_count(
         raise Wrong(f"The root has gradients too, and one reduce-scatter of its own ({case}).")
     if got == 2 * right:
         raise Wrong(f"Gradients exist in backward only: one reduce-scatter for each unit, not two ({case}).")
-    raise Wrong(f"`{name}` is {right:,}, not {got:,.0f} ({case}).")
+    raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
+                f"that reduces ({case}).")  # fmt: skip
+
+
+def _some(units: list[int]) -> str:
+    return f"{units}" if len(units) < 4 else f"[{len(units)} of them]"
 
 
 # --- which rule to take: the Done-when of the rung ---------------------------------------------------------
@@ -175,6 +189,8 @@ def _judge_choice(got: object, rules: Mapping[str, list[int]], budget: int) -> N
             if not close(got[key][rule], truth, rel=0):
                 _explain_choice(key, float(got[key][rule]), truth, rule, rules[rule])
     best = right["best"]
+    if got["best"] is not None and not isinstance(got["best"], str):
+        raise Wrong(f"`best` is the name of a rule, or None, and not {got['best']!r}.")
     if got["best"] == best:
         return
     case = f"budget {budget:,}, peaks {right['peak']}, messages {right['messages']}"
@@ -187,7 +203,7 @@ def _judge_choice(got: object, rules: Mapping[str, list[int]], budget: int) -> N
 
 def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int]) -> None:
     root, rest = units[0], units[1:]
-    case = f"rule {rule!r}, root {root:,}, {len(rest)} units"
+    case = f"rule {rule!r}, root {root:,}, units {_some(rest)}"
     if key == "messages":
         if got in (1 + 2 * len(rest), 1 + len(rest)):
             raise Wrong(f"Count both: all-gathers and reduce-scatters ({case}).")
@@ -198,6 +214,10 @@ def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int
         raise Wrong(
             f"Not all units are whole at a time: one is, while the one before leaves its buffer ({case})."
         )
+    if rest and got == root + max(2 * unit + before for before, unit in zip([0, *rest], rest, strict=False)):
+        raise Wrong(
+            f"The root is there throughout, and its buffer too while the first unit is copied ({case})."
+        )
     if rest and got == right - root:
         raise Wrong(f"The root stays gathered while the units run ({case}).")
     if got in (root + max(rest, default=0), root):
@@ -205,7 +225,8 @@ def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int
     if rest and got == root + 2 * max(rest):
         raise Wrong("The buffer of the unit before is still there while a unit is copied; the first unit comes after "
                     f"the root ({case}).")  # fmt: skip
-    raise Wrong(f"At most {right:,} bytes are gathered at a time, not {got:,.0f} ({case}).")
+    raise Wrong(f"At most {right:,} bytes are gathered at a time, not {got:,.0f}: for each unit add up what is there "
+                f"while it is copied, and take the largest sum ({case}).")  # fmt: skip
 
 
 def _measured(picks: Mapping[str, tuple[str, int]]) -> str:

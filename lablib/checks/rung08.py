@@ -20,6 +20,7 @@ __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
 
 _SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 3)}
 _BY_HAND = [
+    ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
     ("bf16", 1.006),
     ("bf16", 257.0),
     ("bf16", 259.0),
@@ -65,6 +66,10 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
             raise Wrong(
                 f"{x:g} needs more room than your arithmetic has: look at the exponent first."
             ) from None
+        except ValueError:
+            if x:
+                raise
+            raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
         if got != fmt.round(x):
             _explain_rounding(got, x, fmt)
     return f"{len(cases)} numbers, ties and subnormals included."
@@ -73,6 +78,8 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
 def _explain_rounding(got: float, x: float, fmt: Format) -> None:
     right, size = fmt.round(x), abs(x)
     where = f"{x:.6g} in {fmt.name} ({fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits)"
+    if math.isinf(right) and math.isinf(got):
+        raise Wrong(f"Infinity has the sign of the number: {where}.")
     if math.isinf(right):
         raise Wrong(f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity: {where}.")
     if math.isinf(got) or math.isnan(got):
@@ -91,6 +98,10 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
     down = math.copysign(math.floor(size / gap) * gap, x)
     if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
         raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
+    if got != down and abs(got) == round(size / (2 * gap)) * 2 * gap:
+        raise Wrong(
+            f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1 ({where})."
+        )
     if got == down:
         raise Wrong(f"The rest is cut off; the nearest neighbour is the one above: {where}.")
     if abs(got - x) < abs(right - x):
@@ -181,7 +192,7 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
     if failure == "overflow":
         if math.isinf(fmt.round(scale * activation)):
             raise Wrong(
-                f"The loss scale is for gradients; the activation stays {activation:.3g}, and {name} holds it."
+                f"The loss scale is for gradients and for nothing else; the activation stays {activation:.3g}, and {name} holds it."
             )
         raise Wrong(
             f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g} and scaled gradients up to "

@@ -66,7 +66,7 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
     dice = random.Random(seed)
     gpt3 = (1, 2048, 12288, 96, 96, 49152, False, True, False)
     llama = (1, 8192, 4096, 32, 8, 14336, True, False, True)
-    cases = [gpt3, (*gpt3[:7], False, False), llama, (*llama[:8], False), *(_draw(dice) for _ in range(40))]
+    cases = [(*gpt3[:7], False, False), gpt3, llama, (*llama[:8], False), *(_draw(dice) for _ in range(40))]
     for case in cases:
         named = dict(zip(_BLOCK, case, strict=True))
         config = _config(**{name: named[name] for name in ("hidden", "heads", "kv_heads", "ffn", "gated")})
@@ -87,15 +87,18 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
     keys = 4 * n * (h - h // a * named["kv_heads"])
     pairs = a * b * s * s
     slips = {
+        "Values have 16 bits, 2 bytes each.": [truth],
         "A dropout mask has one byte a value, not two.": [2 * n * h, 2 * n * h + pairs, pairs]
         if named["dropout"]
         else [],
-        "There are two dropout masks in the stream, n h bytes each.": [-2 * n * h, -n * h]
+        "There are two dropout masks in the stream, n h bytes each.": [-2 * n * h, -n * h, n * h]
         if named["dropout"]
         else [],
         "Keys and values have kv_heads heads, not heads.": [keys] if keys else [],
         "Fused attention keeps no scores, but 4 bytes of statistics a token and query head.": [
             -4 * n * a,
+            -2 * n * a,
+            4 * n * a,
             2 * pairs - 4 * n * a,
             2 * pairs,
             5 * pairs - 4 * n * a,
@@ -110,7 +113,11 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
         ]
         if named["dropout"] and not named["fused"]
         else [],
-        "Without dropout the softmax output is kept once, and no mask.": [3 * pairs]
+        "Without dropout the softmax output is kept once, and no mask.": [
+            3 * pairs,
+            2 * pairs,
+            3 * pairs + 2 * n * h,
+        ]
         if not named["dropout"] and not named["fused"]
         else [],
         "The softmax output itself is missing: a b s² values of 2 bytes.": [-2 * pairs]
@@ -119,7 +126,13 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
         "A gated MLP keeps three inner tensors: gate, up, and their product.": [-2 * n * f, 2 * n * f]
         if named["gated"]
         else [],
-        "Each of the two norms keeps its input.": [-2 * n * h, -4 * n * h],
+        "Each norm, the projections to q, k and v together, the output projection, and the MLP keep an input of h "
+        "values a token; one or two are missing.": [-2 * n * h, -4 * n * h],
+        "Matrices that read the same tensor keep it once: q, k and v share theirs, and so do gate and up.": [
+            2 * n * h,
+            4 * n * h,
+            6 * n * h,
+        ],
     }
     for sentence, offsets in slips.items():
         if off in offsets:
@@ -141,6 +154,12 @@ def _segment_peak(layers: int, boundary: int, block: int, k: int) -> int:
     return max((i + 1) * boundary + length * block - boundary for i, length in enumerate(lengths))
 
 
+_SHORTER = (
+    "{truth:,} bytes, not {got:,.0f}. The last segment is shorter, and the one before it is replayed when an input "
+    "less is kept: look for the largest moment ({case})."
+)
+
+
 @check
 def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) -> str:
     """Judge `segment_peak(layers, boundary, block, k)`, by hand first, then on random chains."""
@@ -157,6 +176,8 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
         case = f"{layers} blocks of {block} bytes with inputs of {boundary}, segments of {k}"
         if close(got, segments * boundary) or close(got, layers / k * boundary):
             raise Wrong(f"That is kept when forward ends; the segment that runs again comes on top ({case}).")
+        if layers % k and close(got, (segments - 1) * boundary + (layers % k) * block):
+            raise Wrong(_SHORTER.format(truth=truth, got=float(got), case=case))
         one_block = [segments * boundary + block, (segments - 1) * boundary + block]
         if k > 1 and any(close(got, size) for size in one_block):
             raise Wrong(f"The replay brings back all blocks of a segment, not one ({case}).")
@@ -164,13 +185,17 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
             raise Wrong(
                 f"The segment's input is among what its first block keeps, and is counted once ({case})."
             )
+        if k > 1 and close(got, segments * boundary + k * (block - boundary)):
+            raise Wrong(
+                f"Inside a segment every block brings back all of its {block} bytes, its own input included; only "
+                f"the first block's input was there already ({case})."
+            )
+        if segments > 1 and close(got, k * block):
+            raise Wrong(f"While a segment runs again, the inputs of those before it are still kept ({case}).")
         if close(got, layers * boundary + block - boundary) and k > 1:
             raise Wrong(f"Only the inputs of segments are kept, {segments} of them ({case}).")
         if layers % k:
-            raise Wrong(
-                f"{truth:,} bytes, not {float(got):,.0f}. The last segment is shorter, and the one before it is "
-                f"replayed when an input less is kept: look for the largest moment ({case})."
-            )
+            raise Wrong(_SHORTER.format(truth=truth, got=float(got), case=case))
         raise Wrong(f"The most that is kept is {truth:,} bytes, not {float(got):,.0f} ({case}).")
     return f"{len(cases)} chains, shorter last segments included."
 
@@ -203,23 +228,43 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
         raise Wrong(
             f"`strategy` is 'none', 'selective' or 'first:n' with n from 1 to the {job.layers} layers."
         )
-    peak, extra = _cost(job, name, int(number or 0))
+    n = int(number or 0)
+    peak, extra = _cost(job, name, n)
+    if not close(got["peak"], peak, rel=1e-12):
+        raise Wrong(
+            f"{got['strategy']!r} keeps {peak:,} bytes at most, not {float(got['peak']):,.0f}. {_moments(job, name, n)} "
+            f"({job.words})."
+        )
+    if not close(got["extra"], extra, rel=1e-12):
+        raise Wrong(
+            f"{got['strategy']!r} computes {extra:,} FLOPs again, not {float(got['extra']):,.0f}: forward only, of "
+            f"every block or core that is replayed ({job.words})."
+        )
     if peak > job.budget:
         where = "Even this" if truth is None else "This"
         raise Wrong(f"{where} does not fit: {got['strategy']!r} keeps {peak:,} bytes at most, and the budget is "
                     f"{job.budget:,} ({job.words}).")  # fmt: skip
     if got["strategy"] != truth["strategy"]:
         raise Wrong(
-            f"{got['strategy']!r} fits, but {truth['strategy']!r} fits too and computes less again ({job.words})."
+            f"{got['strategy']!r} fits, but {truth['strategy']!r} keeps {truth['peak']:,} bytes at most, which fits "
+            f"too, and computes less again ({job.words})."
         )
-    if not close(got["peak"], peak, rel=1e-12):
-        raise Wrong(
-            f"{got['strategy']!r} keeps {peak:,} bytes at most, not {float(got['peak']):,.0f} ({job.words})."
+
+
+def _moments(job: Job, name: str, n: int) -> str:
+    """Say which moments of a strategy compete for its peak."""
+    if name == "none":
+        return "Nothing is ever replayed: forward ends with all blocks kept"
+    if name == "selective":
+        return (
+            "Forward ends with every block less its core; then the last block's core comes back, when `behind` bytes of "
+            "that block are gone, and the larger moment counts"
         )
-    if not close(got["extra"], extra, rel=1e-12):
-        raise Wrong(
-            f"{got['strategy']!r} computes {extra:,} FLOPs again, not {float(got['extra']):,.0f} ({job.words})."
-        )
+    forward, replay = moments_of_first(job, n)
+    return (
+        f"Forward ends with {forward:,}; when block {n} comes back, the blocks after it are gone, and {replay:,} are "
+        "kept: the larger moment counts"
+    )
 
 
 def _cost(job: Job, name: str, n: int) -> tuple[int, int]:

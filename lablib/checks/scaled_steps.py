@@ -115,7 +115,12 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
         raise Wrong("All gradients are finite, and the weights did not move.")
     if _equal(new, stepped(lambda g: g.float())):
         raise Wrong("The gradients are still multiplied by the scale: divide by it before the update.")
-    if _equal(new, stepped(lambda g: (g / scale).float())):
+    if _equal(new, stepped(lambda g: g.float() / (2 * scale))):
+        raise Wrong(
+            "These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them."
+        )
+    in_fp16 = (lambda g: (g / scale).float(), lambda g: (g * (_LR / scale)).float() / _LR)
+    if any(_equal(new, stepped(unscaled)) for unscaled in in_fp16):
         raise Wrong(
             "The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first."
         )
@@ -173,6 +178,11 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
             raise Wrong(f"This is what {other!r} scaling gives; {block} were asked for.")
     if _agrees(got, quantize(x_MK.T, scaling).dequantize().T):
         raise Wrong(f"Rows and columns are swapped: a block has {rows} rows and {columns} columns.")
+    runs = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
+    if _agrees(got, runs):
+        raise Wrong(
+            f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
+        )
     if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()):
         raise Wrong(
             "These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number."

@@ -61,13 +61,14 @@ def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
         raise Wrong("The root is a unit anyway, and gets what is left: don't return its name, the empty one.")
     modules = dict(model.named_modules())
     if strangers := [name for name in got if name not in modules]:
-        raise Wrong(f"The model has no module {strangers[0]!r}: names are put together with dots ({case}).")
+        raise Wrong(f"The model has no module {strangers[0]!r}: a name is the whole path from the root, with dots between "
+                    f"its parts and none in front ({case}).")  # fmt: skip
     if lists := [name for name in got if isinstance(modules[name], nn.ModuleList)]:
         raise Wrong(
             f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case})."
         )
     if len(set(got)) < len(got):
-        raise Wrong(f"A module is in the list twice ({case}).")
+        raise Wrong(f"A module is in the list twice; a name is the whole path from the root ({case}).")
     own = _own(model, got)
     if small := [name for name in got if own[name] < least]:
         raise Wrong(f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units "

@@ -196,7 +196,9 @@ def overflow(
     }
 
 
-def stall(*, steps: int = 40, lr: float = 3e-5, warm_up: int = 80) -> dict[str, Training]:
+def stall(
+    *, steps: int = 40, lr: float = 3e-5, warm_up: int = 80, trained: nn.Module | None = None
+) -> dict[str, Training]:
     """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures.
 
     The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays.
@@ -205,12 +207,15 @@ def stall(*, steps: int = 40, lr: float = 3e-5, warm_up: int = 80) -> dict[str, 
         steps: Steps of each run.
         lr: The small learning rate.
         warm_up: Steps of the training before.
+        trained: Start from this fp32 model instead, and train nothing before.
 
     Returns:
         Runs "fp32", "bf16", "bf16, stochastic rounding" and "bf16, master weights".
     """
-    trained = MasterWeights(small_model(), torch.float32)
-    train(trained, steps=warm_up, lr=1e-2)
+    if trained is None:
+        before = MasterWeights(small_model(), torch.float32)
+        train(before, steps=warm_up, lr=1e-2)
+        trained = before.master
     generator = torch.Generator().manual_seed(0)
     made: dict[str, Callable[[nn.Module], MasterWeights]] = {
         "fp32": lambda model: MasterWeights(model, torch.float32),
@@ -221,6 +226,6 @@ def stall(*, steps: int = 40, lr: float = 3e-5, warm_up: int = 80) -> dict[str, 
         "bf16, master weights": lambda model: MasterWeights(model, torch.bfloat16),
     }
     return {
-        name: train(make(copy.deepcopy(trained.master)), steps=steps, lr=lr, repeat=True, seed=2)
+        name: train(make(copy.deepcopy(trained)), steps=steps, lr=lr, repeat=True, seed=2)
         for name, make in made.items()
     }

@@ -14,7 +14,7 @@ Hence the name of this way: reentrant. It is PyTorch's `use_reentrant=True`, and
   function prints, counts or normalizes over batches happens twice.
 - A function that does other things the second time, by a global variable or a clock, gives wrong gradients in silence;
   PyTorch's other way compares shapes and dtypes and raises.
-- A backward inside backward is opaque to `torch.compile` and to hooks on saved tensors of the graph outside.
+- A backward inside backward is hidden from hooks on saved tensors of the graph outside.
 
 `use_reentrant=False` has none of these: it leaves the graph as it is and puts a hook on every saved tensor, which
 forgets it in forward and computes it again when backward asks.
