@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lablib.calc.fsdp import fsdp_traffic
 from lablib.launch.fsdp import (
     clip_grad_norm,
     full_state_dict,
@@ -154,17 +153,7 @@ def train(seed: int, variant: str) -> dict[str, object]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(total))
-    traffic = fsdp_traffic(
-        report.units,
-        report.shards,
-        replicas=report.replicas,
-        reshard=report.reshard,
-        root_reshard=report.root_reshard,
-        param_bytes=report.param_bytes,
-        reduce_bytes=report.reduce_bytes,
-        micro_batches=parts,
-        **accumulation,
-    )
+    traffic = report.traffic(micro_batches=parts, **accumulation)
     return {
         "state": full_state_dict(model),
         "losses": losses,

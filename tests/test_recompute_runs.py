@@ -155,7 +155,7 @@ def test_times_are_taken_when_asked_for():
     model = Transformer(tiny_config("gpt2", num_layers=1, hidden=8, vocab=7))
     step = measure_step(model, "full", batch=1, seq=4, flops=False, repeats=3)
     assert len(step.seconds) == 3
-    assert 0 < step.median_seconds <= max(step.seconds)
+    assert min(step.seconds) > 0
     assert all(p.grad is None for p in model.parameters())
 
 

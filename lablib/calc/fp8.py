@@ -173,6 +173,9 @@ def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
     return 6 * params * tokens / (3600 * gpu_hours)
 
 
+# DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
+DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
+
 # torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GB.
 TORCHAO_LLAMA3_8B = {
     "bf16": (6150.0, 47.65),

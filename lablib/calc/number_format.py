@@ -64,11 +64,6 @@ class Format:
         return self.epsilon / 2
 
     @property
-    def decimal_digits(self) -> float:
-        """Decimal digits that M + 1 bits are worth, `(M + 1) log10 2`."""
-        return (self.mantissa_bits + 1) * math.log10(2)
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number, `1 - bias`; E8M0, which has no subnormals, begins at `-bias`."""
         return 1 - self.bias if self.has_subnormals else -self.bias

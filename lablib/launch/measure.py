@@ -85,8 +85,9 @@ class SavedActivations:
         return sum(self.by_kind.values())
 
 
-class _CurrentOperator(TorchFunctionMode):
-    # Remembers which torch function runs: hooks get a tensor, and not what it is kept for.
+class CurrentOperator(TorchFunctionMode):
+    """Remembers in `name` which torch function runs: hooks get a tensor, and not what it is kept for."""
+
     name = "(none)"
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +116,7 @@ def saved_activations(model: nn.Module | None = None) -> Iterator[SavedActivatio
     running: list[nn.Module] = []
     # By identity and not by address: memory that is freed meanwhile is soon given to another storage.
     saved: dict[StorageWeakRef, tuple[torch.UntypedStorage, str, str]] = {}
-    operator = _CurrentOperator()
+    operator = CurrentOperator()
 
     def enter(module: nn.Module, args: Any) -> None:
         if module not in names:

@@ -8,7 +8,6 @@ Chapter: book/09_activation_checkpointing.md
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,11 +62,6 @@ class MeasuredStep:
     flops: int
     seconds: tuple[float, ...]
     loss: float
-
-    @property
-    def median_seconds(self) -> float:
-        """Time of a step."""
-        return statistics.median(self.seconds)
 
 
 def measure_step(

@@ -102,6 +102,8 @@ class CommLog:
 def record_comms(log: CommLog | None = None) -> Iterator[CommLog]:
     """Record what this rank communicates inside the block.
 
+    It sees every operator, so `torch.compile` compiles nothing inside the block.
+
     Args:
         log: A log to add to; a new one by default.
 

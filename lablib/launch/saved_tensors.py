@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lablib.calc.saved_tensors import SavedTensor
-from lablib.launch.measure import _CurrentOperator
+from lablib.launch.measure import CurrentOperator
 
 # What the n-th tensor is that an operator keeps in a module, parameters left out.
 _RMSNORM = {
@@ -103,7 +103,7 @@ def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) ->
     order: Counter[tuple[str, str]] = Counter()
     found: dict[StorageWeakRef, dict] = {}
     copies: Counter[StorageWeakRef] = Counter()
-    operator = _CurrentOperator()
+    operator = CurrentOperator()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -61,12 +61,15 @@ class ShardReport:
         """Return the parameters of a unit that a rank keeps, padding included."""
         return padded(unit.shapes + unit.frozen, self.shards) // self.shards
 
-    def traffic(self, *, micro_batches: int = 1, sync_every: bool = True) -> Traffic:
+    def traffic(
+        self, *, micro_batches: int = 1, sync_every: bool = True, keep_gathered: bool = False
+    ) -> Traffic:
         """Return the collectives of one optimizer step of this model, as `lablib.calc.fsdp` counts them.
 
         Args:
             micro_batches: Forward and backward passes in the step.
             sync_every: False if all but the last run inside `no_sync`.
+            keep_gathered: As given to `no_sync`.
         """
         return fsdp_traffic(
             self.units,
@@ -78,6 +81,7 @@ class ShardReport:
             reduce_bytes=self.reduce_bytes,
             micro_batches=micro_batches,
             sync_every=sync_every,
+            keep_gathered=keep_gathered,
         )
 
     def gathered_timeline(self) -> list[Moment]:
