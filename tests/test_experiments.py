@@ -1,6 +1,7 @@
 """Predictions lock once measured; records are whole, dated and never made by accident."""
 
 import json
+import math
 
 import pytest
 
@@ -22,6 +23,13 @@ def test_a_prediction_can_change_until_it_is_measured(capsys):
     assert lab.compare("bytes", 32) == 2
     assert lab.predict("bytes", 32, "B") == 16
     assert "locked at 16 B" in capsys.readouterr().out
+
+
+def test_a_prediction_of_zero_has_no_ratio(capsys):
+    lab = Predictions("00_test")
+    lab.predict("bytes", 0, "B")
+    assert math.isnan(lab.compare("bytes", 3))
+    assert "measured   bytes: 3 B (predicted 0)" in capsys.readouterr().out
 
 
 def test_measuring_without_predicting_is_refused():

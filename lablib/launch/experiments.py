@@ -112,7 +112,7 @@ class Predictions:
             measured: In the unit of the prediction.
 
         Returns:
-            Measured over predicted.
+            Measured over predicted; not a number where zero was predicted.
 
         Raises:
             ValueError: If nothing was predicted under this name.
@@ -124,9 +124,9 @@ class Predictions:
         entry.measured = float(measured)
         self._save()
         ratio = measured / entry.value if entry.value else float("nan")
+        times = f", ratio {ratio:.3f}" if entry.value else ""  # there is none to a prediction of zero
         print(
-            f"measured   {name}: {_number(measured)} {entry.unit}"
-            f" (predicted {_number(entry.value)}, ratio {ratio:.3f})"
+            f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})"
         )
         return ratio
 
