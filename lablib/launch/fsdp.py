@@ -8,8 +8,8 @@ FSDP2 (`torch.distributed.fsdp.fully_shard`) keeps every parameter as a DTensor 
 hook gathers the parameters of a unit before it runs, another frees them; in backward the same, and the gradients
 are reduce-scattered. The module stays the same object with the same parameter names.
 
-What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. The other
-way round the recomputation would gather once more, or the compiler would meet FSDP's hooks.
+What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
+compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
 
 Chapter: book/06_fsdp.md.
 """

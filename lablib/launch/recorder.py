@@ -45,6 +45,7 @@ class CommEvent:
         time: Seconds from the opening of the log to the call.
         sent: Bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says.
         messages: Messages that it sends then.
+        ranks: The ranks of the group, in order.
     """
 
     op: str
@@ -53,6 +54,7 @@ class CommEvent:
     time: float
     sent: float
     messages: int
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -225,7 +227,8 @@ def _event(kind: _Kind, data: Any, named: dict[str, Any], started: float) -> Com
             sent, messages = size, 1
         case _:  # recv
             sent, messages = 0, 0
-    return CommEvent(kind.op, size, n, started, float(sent), messages)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return CommEvent(kind.op, size, n, started, float(sent), messages, ranks)
 
 
 def _group(named: dict[str, Any]) -> dist.ProcessGroup:

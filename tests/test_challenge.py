@@ -1,0 +1,125 @@
+"""The challenge: published layouts, the planner's, and layouts with one thing wrong; and the worked examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from lablib.calc.challenge import CASES, planner, score
+from lablib.calc.params import count_params
+from lablib.calc.plan import RESERVE
+from lablib.calc.plan_fit import predict
+from lablib.calc.plan_layout import Layout
+from lablib.calc.plan_runs import LLAMA3, RUNS
+from lablib.calc.published_layouts import deepseek_rate, read_layout, reading_names, total_parameters
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_published_layout_runs_and_is_its_own_measure(name: str) -> None:
+    case = CASES[name]
+    judged = score(case.published, case)
+    assert case.run in RUNS
+    assert judged.verdict == "runs"
+    assert judged.to_published == pytest.approx(1)
+    assert judged.step == pytest.approx(sum(predict(case.run).seconds.values()))
+    assert judged.to_planner >= 1
+    assert 50 < judged.points <= 100
+    assert sum(judged.memory.values()) <= judged.capacity
+    assert case.published.shape == (case.run.tp, case.run.cp, case.run.pp, case.run.dp)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planners_best_has_all_points(name: str) -> None:
+    best = planner(name).best
+    judged = score(best.layout.as_dict(), name)
+    assert judged.points == 100
+    assert judged.to_planner == pytest.approx(1)
+    assert judged.memory == best.memory
+    assert judged.seconds == pytest.approx(best.seconds)
+    # No layout that fits is faster, so nobody has more.
+    assert all(candidate.step >= judged.step for candidate in planner(name).candidates)
+
+
+def test_what_cannot_be_says_why() -> None:
+    cannot = (
+        ({"tp": 16, "pp": 16, "dp": 64}, "tp=16 does not divide num_kv_heads=8"),
+        ({"tp": 8, "pp": 16, "dp": 64}, "there are gpus=16384; with dp=128 they would be 16384"),
+        ({"tp": 8, "pp": 16, "dp": 128, "colour": 3}, "unknown field 'colour'"),
+        ({"tp": 8, "pp": 16, "dp": 128, "micro_batch": 32}, "global_batch=2048"),
+    )
+    for layout, why in cannot:
+        judged = score(layout, "llama-405b")
+        assert judged.verdict == "cannot be"
+        assert why in judged.sentences[0]
+        assert (judged.points, judged.step, judged.to_planner, judged.runs) == (0, 0, None, False)
+    with pytest.raises(ValueError, match="unknown case 'gpt-5'"):
+        score(Layout(), "gpt-5")
+
+
+def test_what_does_not_fit_names_the_term_that_broke_it() -> None:
+    whole = score({"tp": 8, "pp": 2, "dp": 4, "micro_batch": 1, "recompute": "full"}, "gpt-175b")
+    assert whole.verdict == "does not fit"
+    assert whole.term == "optimizer" == max(whole.memory, key=whole.memory.get)
+    assert "zero=1" in whole.sentences[0]
+    kept = score({"tp": 8, "pp": 8, "micro_batch": 4}, "gpt-175b")
+    assert kept.term == "activations"
+    assert "recompute" in kept.sentences[0]
+    assert kept.points == 0
+    assert kept.capacity == 80 * 2**30 - RESERVE
+    assert kept.step > 0, "a time is predicted; it counts for nothing"
+
+
+def test_slow_layouts_hear_the_idea() -> None:
+    across = score({"tp": 16, "pp": 4, "dp": 16, "recompute": "full", "zero": 1}, "gpt-76b")
+    assert across.to_planner > 2
+    assert any("leaves the node of 8" in sentence for sentence in across.sentences)
+    idle = score({"tp": 8, "pp": 8, "recompute": "full", "micro_batch": 8}, "gpt-175b")
+    assert any(
+        "8 micro-batches for 8 stages leave the pipeline idle" in sentence for sentence in idle.sentences
+    )
+    gathered = score({"dp": 64, "zero": 3, "recompute": "full"}, "gpt-175b")
+    assert any("ZeRO-3 gathers the weights" in sentence for sentence in gathered.sentences)
+    # 6 of 8 parts of a step grow; the sentence names the one that grows most.
+    assert "What the planner gains most on is tensor-parallel collectives" in across.sentences[-1]
+    assert str(across).startswith("gpt-76b: tp=16")
+
+
+def test_readings_are_what_the_papers_print() -> None:
+    assert reading_names() == ["llama-3.1-405b", "deepseek-v3"]
+    llama, deepseek = map(read_layout, reading_names())
+    row = next(run for run in RUNS if run.name == "405B on 16384, 8K")
+    for fact, value in (
+        ("GPUs", row.gpus), ("tp", row.tp), ("cp", row.cp), ("pp", row.pp), ("dp", row.dp),
+        ("tokens of a sequence", row.seq), ("tokens of a step", row.seq * row.global_batch),
+        ("TFLOP/s of a GPU", row.tflops), ("layers", row.model.num_layers),
+    ):  # fmt: skip
+        assert llama.fact(fact) == value, fact
+    assert llama.fact("sequences of a replica") == llama.micro_batches * llama.layout.micro_batch
+    assert llama.paper == LLAMA3
+    # One layer fewer at both ends: 126 are 7 + 14 x 8 + 7.
+    assert (llama.layers[0], set(llama.layers[1:-1]), llama.layers[-1], sum(llama.layers)) == (7, {8}, 7, 126)
+    assert llama.groups["tp"] == (2048, 8, False)
+    assert llama.groups["pp"] == (1024, 16, True)
+    assert deepseek.layout.shape == (1, 1, 16, 128)
+    assert deepseek.groups["ep"] == (32, 64, True)
+    assert len(deepseek.mesh.nodes_of(deepseek.mesh.group(0, "ep"))) == deepseek.fact(
+        "nodes of an expert group"
+    )
+    assert deepseek.mesh.ranks == deepseek.fact("GPUs") == 2048
+    assert sum(deepseek.layers) == deepseek.model.num_layers == 61
+    for reading in (llama, deepseek):
+        assert any(line.startswith("not printed, ours") for line in reading.lines)
+        assert len(reading.lines) >= len(reading.facts) + 5
+    assert total_parameters("deepseek-v3") == pytest.approx(deepseek.fact("total parameters"), rel=1e-3)
+    assert count_params(deepseek.model).active == pytest.approx(deepseek.fact("active parameters"), rel=0.02)
+    with pytest.raises(ValueError, match="unknown fact"):
+        llama.fact("colour")
+    with pytest.raises(ValueError, match="unknown reading"):
+        read_layout("gpt-5")
+
+
+def test_deepseeks_rate_from_its_own_totals() -> None:
+    """6 x 37e9 x 14.8e12 over 2.664M hours is 343 TFLOP/s a GPU, 35 percent of the dense bf16 peak."""
+    rate = deepseek_rate()
+    assert rate["flops"] == pytest.approx(3.29e24, rel=2e-3)
+    assert rate["tflops"] == pytest.approx(343, abs=1)
+    assert rate["share"] == pytest.approx(0.346, abs=0.001)
