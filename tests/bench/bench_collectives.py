@@ -1,7 +1,8 @@
 """The ring toys against gloo's own collectives: 64 MiB where they must keep up, small messages where they lose.
 
-Ours and gloo's take turns in the same ranks, in an order drawn anew each round, the same on every rank; a collective
-takes as long as its slowest rank. Tensors are made once. Small messages have a wide limit: their rows show what
+Ours and gloo's of one collective run right after each other in the same ranks, so that a slow moment of the machine
+meets both; which of them is first, and the order of the collectives, is drawn anew each round, the same on every
+rank. A collective takes as long as its slowest rank. Tensors are made once. Small messages have a wide limit: their rows show what
 Python costs per message.
 """
 
@@ -15,8 +16,8 @@ from lablib.launch.ranks import run_ranks
 from tests.bench.bench_ddp import slowest
 from tests.bench.harness import Result, median
 
-LAUNCHES = 3  # the ranks are started anew; what is pooled are the rounds of all
-ROUNDS = 9
+LAUNCHES = 5  # the ranks are started anew; what is pooled are the rounds of all
+ROUNDS = 7
 WARMUP = 2
 RANKS = (2, 4)
 #: Ours over gloo's, at most, by size in bytes. Below 1: faster.
@@ -50,11 +51,11 @@ def collectives(seed: int) -> dict[str, list[float]]:
                 repeats = SMALL_REPEATS if size < 2**20 else 1
                 bound = (lambda call=call, x=whole, c=chunk: call(x, c)), repeats
                 variants[f"{operation} {size} {who}"] = bound
-    order, names = random.Random(seed), list(variants)
+    order, pairs = random.Random(seed), list(dict.fromkeys(name.rpartition(" ")[0] for name in variants))
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(WARMUP + ROUNDS):
-        order.shuffle(names)
-        for name in names:
+        order.shuffle(pairs)
+        for name in [f"{pair} {who}" for pair in pairs for who in order.sample(("ours", "gloo"), 2)]:
             call, repeats = variants[name]
             dist.barrier()
             start = time.perf_counter()
