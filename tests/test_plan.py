@@ -391,7 +391,7 @@ def test_printed_tables_are_judged() -> None:
     assert not verdict["13B", 8][0]
     assert "104.0 GB" in verdict["13B", 8][1]
     assert "zero=1" in verdict["13B", 8][1]
-    assert verdict["30B", 16] == (True, "60.0 GB of states a rank without ZeRO: fits a H100 SXM")
+    assert verdict["30B", 16] == (True, "60.0 GB of states a rank without ZeRO: fits on one H100 SXM")
     assert verdict["70B", 64][0]
     assert "35.0 GB" in verdict["70B", 64][1]
     assert "21.9 GB" in verdict["175B", 512][1]

@@ -114,7 +114,7 @@ def decide(
             continue
         if states > budget:
             reasons.append(
-                f"{what}; more than the {budget / 1e9:.1f} GB of a {card.name} that activations leave."
+                f"{what}; more than the {budget / 1e9:.1f} GB of one {card.name} that activations leave."
             )
             continue
         reasons.append(f"{what}; fits in {budget / 1e9:.1f} GB. " + _why(tp, pp, zero, gpus_per_node))
@@ -194,12 +194,12 @@ def check_example(example: Example, *, gpu: str | Accelerator = "h100") -> tuple
     plain = state_bytes(example.params, tp=example.tp, pp=example.pp)
     share = f"{plain / 1e9:.1f} GB of states a rank without ZeRO"
     if plain <= (1 - ROOM) * card.memory_bytes:
-        return True, f"{share}: fits a {card.name}"
+        return True, f"{share}: fits on one {card.name}"
     for zero in (1, 2, 3):
         sharded = state_bytes(example.params, tp=example.tp, pp=example.pp, dp=dp * example.cp, zero=zero)
         if sharded <= (1 - ROOM) * card.memory_bytes:
             return (
                 False,
-                f"{share}: does not fit a {card.name}; zero={zero} over dp={dp} makes it {sharded / 1e9:.1f} GB",
+                f"{share}: does not fit on one {card.name}; zero={zero} over dp={dp} makes it {sharded / 1e9:.1f} GB",
             )
-    return False, f"{share}: does not fit a {card.name}, with ZeRO neither"
+    return False, f"{share}: does not fit on one {card.name}, with ZeRO neither"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
 
 from lablib.view.style import COLORS, HATCHES, figure
 
@@ -93,7 +94,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
-    """Draw published rates against predicted ones, one colour a paper, with the lines of 10 and 25 percent.
+    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent.
 
     Args:
         rows: (paper, published, predicted) in TFLOP/s per device.
@@ -102,10 +103,12 @@ def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Fig
         The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.6)
-    most = 1.08 * max(max(published, predicted) for _, published, predicted in rows)
+    rates = [rate for _, *pair in rows for rate in pair]
+    ends = [min(rates) / 1.25, max(rates) * 1.25]
     for share, dash in ((0.0, "-"), (0.1, "--"), (0.25, ":")):
         for sign in {share, -share}:
-            ax.plot([0, most], [0, most * (1 + sign)], dash, color=COLORS["neutral"], linewidth=0.9)
+            line = [end * (1 + sign) for end in ends]
+            ax.plot(ends, line, dash, color=COLORS["neutral"], linewidth=0.9)
     for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
         points = [(published, predicted) for name, published, predicted in rows if name == paper]
         ax.plot(
@@ -115,8 +118,14 @@ def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Fig
             label=paper,
             markersize=5,
         )
-    ax.set_xlim(0, most)
-    ax.set_ylim(0, most)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+    ax.set_xlim(ends)
+    ax.set_ylim(ends)
     ax.set_xlabel("published TFLOP/s per device")
     ax.set_ylabel("predicted")
     ax.legend(loc="upper left")

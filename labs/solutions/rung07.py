@@ -1,0 +1,59 @@
+"""Worked exercises of rung 07, 3D parallelism."""
+
+from __future__ import annotations
+
+
+def coordinates(rank, sizes):
+    """Digits of the rank's number, the first axis being the last digit."""
+    at = {}
+    for axis, size in sizes.items():
+        rank, at[axis] = divmod(rank, size)
+    return at
+
+
+def sketch(sizes, gpus_per_node):
+    """Ranks that agree in every other coordinate are a group; an axis leaves a node if any of its groups does."""
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    groups, crossing = {}, []
+    for axis in sizes:
+        alike = {}
+        for rank in range(ranks):
+            others = tuple(at for name, at in coordinates(rank, sizes).items() if name != axis)
+            alike.setdefault(others, []).append(rank)
+        groups[axis] = list(alike.values())
+        if any(len({rank // gpus_per_node for rank in group}) > 1 for group in groups[axis]):
+            crossing.append(axis)
+    return {"groups": groups, "crossing": crossing}
+
+
+def group_traffic(layers, stream, gradients, tp, pp, dp, micro_batches):
+    """Bytes that a rank of a middle stage sends in a step, on rings."""
+    of_my_stage = layers // pp
+    held = gradients / (tp * pp)
+    return {
+        "tp": 4 * of_my_stage * micro_batches * 2 * (tp - 1) / tp * stream,
+        "pp": 2 * micro_batches * stream if pp > 1 else 0,
+        "dp": 2 * (dp - 1) / dp * held,
+    }
+
+
+def plan_cluster(case):
+    """Fill the node with tp, let states and activations decide pp, and make the rest replicas."""
+    layouts = {
+        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB; ZeRO-1 leaves 11, and nothing need be recomputed.
+        "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "zero": 1, "schedule": "interleaved", "virtual_stages": 5},
+        # 175B on 64: one replica on all of them. 64 micro-batches are 8 a stage; only the scores are recomputed.
+        "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
+        # 405B: 2,048 sequences over 128 replicas are 16 micro-batches, one a stage, so the chunks must be many.
+        "llama-405b": {
+            "tp": 8,
+            "pp": 16,
+            "dp": 128,
+            "zero": 1,
+            "schedule": "interleaved",
+            "virtual_stages": 8,
+        },
+    }
+    return layouts[case]
