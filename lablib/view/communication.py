@@ -1,0 +1,247 @@
+"""Pictures of communication: what a size costs, how well a fit does, and what a link leaves of the speed.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+
+`lablib.view.fabric` has the drawings of messages and switches.
+
+Chapter: book/10_communication.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+_ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+
+
+def _size(value: float) -> str:
+    """Name a size in bytes at a tick."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:g} {name}"
+    return f"{value:g} B"
+
+
+def _bytes_axis(ax: Axes, sizes: Sequence[float]) -> None:
+    ax.set_xscale("log", base=2)
+    ticks: list[float] = []
+    for size in sorted(sizes, reverse=True):  # names need room: about a fifth of the axis for each
+        if not ticks or ticks[-1] / size >= (max(sizes) / min(sizes)) ** 0.19:
+            ticks.append(size)
+    ax.set_xticks(ticks, labels=[_size(size) for size in ticks])
+    ax.set_xticks([], minor=True)
+
+
+def _plain_log(axis: Axis) -> None:
+    axis.set_major_locator(LogLocator(subs=(1, 3)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure:
+    """Draw the time of each algorithm as its latencies and its bytes.
+
+    Args:
+        bars: Name to (time of the latencies, time of the bytes).
+        xlabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.0 + 0.4 * len(bars))
+    rows = range(len(bars))
+    latency, rest = ([bar[part] for bar in bars.values()] for part in (0, 1))
+    ax.barh(
+        rows, latency, 0.66, color=COLORS["idle"], hatch=HATCHES["idle"], edgecolor="white", label="latency"
+    )
+    ax.barh(
+        rows,
+        rest,
+        0.66,
+        left=latency,
+        color=COLORS["communication"],
+        hatch=HATCHES["communication"],
+        edgecolor="white",
+        label="bytes",
+    )
+    ax.set_yticks(rows, labels=list(bars))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def time_curves(
+    sizes: Sequence[float],
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    points: Mapping[str, Sequence[float]] | None = None,
+    marks: Mapping[str, float] | None = None,
+    height: float = 3.6,
+) -> Figure:
+    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line.
+
+    Args:
+        sizes: Bytes, ascending.
+        seconds: Name to the seconds at each size.
+        points: Name to measured seconds at each size.
+        marks: Text to a size that gets a vertical line.
+        height: Inches.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=height)
+    for (name, values), role, dash in zip(seconds.items(), _ROLES, _DASHES, strict=False):
+        ax.plot(sizes, [value * 1e3 for value in values], linestyle=dash, color=COLORS[role], label=name)
+        if name in (points or {}):
+            ax.plot(sizes, [value * 1e3 for value in points[name]], "o", color=COLORS[role], markersize=5)
+    ax.set_yscale("log")
+    _plain_log(ax.yaxis)
+    _bytes_axis(ax, sizes)
+    for text, size in (marks or {}).items():
+        ax.axvline(size, color=COLORS["neutral"], linewidth=1.2)
+        ax.text(size * 1.15, 0.03, text, va="bottom", fontsize=9, transform=ax.get_xaxis_transform())
+    ax.set_xlabel("size of the array")
+    ax.set_ylabel("time (ms)")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def fit_and_residuals(
+    sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Draw measured times with one or more fits, and below them how far each fit is off.
+
+    Args:
+        sizes: Bytes, ascending.
+        seconds: Measured.
+        fits: Name of the fit to its seconds at each size.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, (top, bottom) = figure(height=4.4, nrows=2, sharex=True, height_ratios=[3, 2])
+    top.plot(sizes, [t * 1e3 for t in seconds], "o", color=COLORS["neutral"], markersize=5, label="measured")
+    for (name, values), role, dash in zip(fits.items(), _ROLES, _DASHES, strict=False):
+        top.plot(sizes, [t * 1e3 for t in values], linestyle=dash, color=COLORS[role], label=name)
+        off = [100 * (fit / t - 1) for fit, t in zip(values, seconds, strict=True)]
+        bottom.plot(sizes, off, "o", linestyle=dash, color=COLORS[role], linewidth=1.2, markersize=4)
+    bottom.axhline(0, color=COLORS["neutral"], linewidth=1.0)
+    top.set_yscale("log")
+    _plain_log(top.yaxis)
+    _bytes_axis(bottom, sizes)
+    top.set_ylabel("time (ms)")
+    bottom.set_ylabel("fit is off by (%)")
+    bottom.set_xlabel("size of the array")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+def efficiency_over_links(
+    names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]
+) -> Figure:
+    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen.
+
+    Args:
+        names: Of the links.
+        predicted: Efficiency, 0 to 1.
+        measured: The same.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.1)
+    places = range(len(names))
+    ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
+    ax.plot(
+        places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured"
+    )
+    ax.set_xticks(places, labels=names)
+    ax.set_ylim(0, 105)
+    ax.set_xlabel("link between the hosts")
+    ax.set_ylabel("scaling efficiency (%)")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def predicted_and_measured(
+    rows: Mapping[str, tuple[float, float]], *, xlabel: str, height: float | None = None
+) -> Figure:
+    """Draw measured values as bars, with a mark where each was predicted.
+
+    Args:
+        rows: Name to (predicted, measured).
+        xlabel: Quantity and unit.
+        height: Inches; by default enough for every row.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=height or 1.1 + 0.4 * len(rows))
+    places = range(len(rows))
+    predicted, measured = ([row[part] for row in rows.values()] for part in (0, 1))
+    ax.barh(places, measured, 0.66, color=COLORS["forward"], label="measured")
+    ax.plot(predicted, places, "D", color=COLORS["neutral"], markersize=7, label="predicted")
+    ax.set_yticks(places, labels=list(rows))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
+    """Draw ratios around a line at 1, above which the other side is faster.
+
+    Args:
+        ratios: Name to ratio.
+        xlabel: What over what.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.36 * len(ratios))
+    rows = range(len(ratios))
+    colors = [COLORS["optimizer" if ratio <= 1 else "backward"] for ratio in ratios.values()]
+    ax.barh(rows, list(ratios.values()), 0.66, color=colors)
+    for row, ratio in zip(rows, ratios.values(), strict=True):
+        ax.text(ratio + 0.03, row, f"{ratio:.2f}", va="center", fontsize=9)
+    ax.axvline(1, color=COLORS["neutral"], linewidth=1.4)
+    ax.set_yticks(rows, labels=list(ratios))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlim(0, 1.15 * max(ratios.values()))
+    ax.set_xlabel(xlabel)
+    return fig
+
+
+def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
+    """Draw what the slowest of n ranks costs, over n.
+
+    Args:
+        ranks: Numbers of ranks, ascending.
+        values: Name to the value at each number of ranks.
+        ylabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for (name, line), role, dash in zip(values.items(), _ROLES, _DASHES, strict=False):
+        ax.plot(ranks, line, linestyle=dash, color=COLORS[role], label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
+    ax.set_xlabel("ranks")
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig

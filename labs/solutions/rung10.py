@@ -1,0 +1,52 @@
+"""The worked exercises of rung 10."""
+
+import itertools
+import math
+
+
+def ring_all_reduce(row, rank, ranks, exchange):
+    """Reduce-scatter, then all-gather: in every step one chunk to the right, one from the left."""
+    chunks = row.tensor_split(ranks)
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    for step in range(ranks - 1):
+        mine, coming = chunks[(rank - step) % ranks], chunks[(rank - step - 1) % ranks]
+        landing = coming.new_empty(coming.shape)
+        exchange(mine, right, landing, left)
+        coming += landing
+    for step in range(ranks - 1):
+        exchange(chunks[(rank + 1 - step) % ranks], right, chunks[(rank - step) % ranks], left)
+
+
+def choose_algorithm(size, ranks, bandwidth, latency):
+    """Two straight lines in the size, and where they cross."""
+    ring_rounds, ring_passes = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+    levels = math.ceil(math.log2(ranks))
+    ring = ring_rounds * latency + ring_passes * size / bandwidth
+    tree = 2 * levels * latency + 2 * levels * size / bandwidth
+    added, saved = (ring_rounds - 2 * levels) * latency, (2 * levels - ring_passes) / bandwidth
+    best = "ring" if ring <= tree else "tree"
+    return {"ring": ring, "tree": tree, "crossover": max(0.0, added / saved), "best": best}
+
+
+def place(axes, ranks_per_host):
+    """Try every order, and count what leaves each host."""
+
+    def leaving(order):
+        ranks = math.prod(axes[name][0] for name in order)
+        out = [0.0] * (ranks // ranks_per_host)
+        stride = 1
+        for name in order:
+            size, kind, payload = axes[name]
+            for rank in range(ranks):
+                at = rank // stride % size
+                steps = [1] if kind == "all_reduce" else [s for s in (1, -1) if 0 <= at + s < size]
+                share = 2 * (size - 1) / size if kind == "all_reduce" else 1
+                for step in steps:
+                    target = rank + ((at + step) % size - at) * stride
+                    if target // ranks_per_host != rank // ranks_per_host:
+                        out[rank // ranks_per_host] += share * payload
+            stride *= size
+        return max(out)
+
+    best = min(itertools.permutations(axes), key=leaving)
+    return best, leaving(best)
