@@ -23,6 +23,16 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 OPTIONAL = {
     "deepspeed": {"deepspeed", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"},
     "fp8": {"torchao"},
+    "peft": {"peft"},
+    "tensorboard": {
+        "absl-py",
+        "grpcio",
+        "markdown",
+        "protobuf",
+        "tensorboard",
+        "tensorboard-data-server",
+        "werkzeug",
+    },
 }
 BY_CHOICE = set().union(*OPTIONAL.values())
 
