@@ -1,54 +1,256 @@
-"""The runner refuses what a lab does not have, and records only when told to."""
+"""The runner refuses what a lab does not have, outlives its terminal, repeats nothing and loses nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
 
 import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from lablib.cli.labs import app
-from lablib.launch import experiments, labs
+from lablib.cli.main import app
+from lablib.launch import experiments, gpu_records, kept, lab_jobs, labs, pack
+from lablib.launch.lab_worker import start
+from lablib.launch.machine import label
+
+#: The lab says when it has begun, keeps a sample, and then waits for a file.
+WORK = """
+import os, subprocess, sys, time
+from pathlib import Path
+from lablib.launch.kept import Kept, lab_folder
+kept = Kept("speed")
+print(steps, os.environ["LABLIB_RECORD"], os.environ["CUDA_VISIBLE_DEVICES"] == "")
+sample = kept.sample({"steps": steps}, lambda: {"pid": os.getpid()})
+assert steps > 0
+if wait:
+    # What a launcher leaves behind: in a session of its own, so no signal to the kernel's group reaches it.
+    left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    Path(wait + ".left").write_text(str(left.pid))
+    print("waiting", flush=True)
+    with open(wait) as gate:
+        gate.read()
+"""
+
+
+def _lab(path, name, source=WORK):
+    cells = [
+        nbformat.v4.new_markdown_cell(f"# {name}", id="a"),
+        nbformat.v4.new_code_cell('steps = 2\nwait = ""', id="b", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(source, id="c"),
+    ]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    path.mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path / f"{name}.ipynb")
 
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    """A repository with one small lab."""
-    cells = [
-        nbformat.v4.new_markdown_cell("# A lab", id="a"),
-        nbformat.v4.new_code_cell("steps = 2", id="b", metadata={"tags": ["parameters"]}),
-        nbformat.v4.new_code_cell(
-            "import os\nassert steps > 0\nprint(steps, os.environ['LABLIB_RECORD'])", id="c"
-        ),
-    ]
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    (tmp_path / "labs").mkdir()
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "labs" / "07_small.ipynb"
-    )
-    for module in (experiments, labs):
+    """A repository with two small labs."""
+    _lab(tmp_path / "labs", "07_small")
+    _lab(tmp_path / "labs", "08_other", "steps + 1\nassert 0 < steps < 100")
+    for module in (experiments, labs, pack, gpu_records):
         monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
+    monkeypatch.delenv("LABLIB_LAB_FOLDER", raising=False)
     return tmp_path
+
+
+def rung(*args):
+    return CliRunner().invoke(app, ["labs", *args])
+
+
+def _job(house, lab):
+    (path,) = (house / "mine").glob(f"*{lab}*/job.json")
+    return path, json.loads(path.read_text())
 
 
 def test_a_lab_is_found_by_number_or_stem(house):
     assert labs.find_lab("7") == labs.find_lab("07") == labs.find_lab("07_small")
     with pytest.raises(ValueError, match="there are: 07_small"):
-        labs.find_lab("8")
+        labs.find_lab("9")
 
 
-def test_an_unknown_parameter_is_refused_before_anything_runs(house):
-    with pytest.raises(ValueError, match="no parameter step; it has: steps"):
-        labs.run_lab("7", {"step": 3})
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["7", "-p", "step=3"], "no parameter step; 07_small has: steps, wait"),
+        (["7", "8", "-p", "step=3"], "no parameter step; 07_small has: .*; 08_other has: "),
+        (["7", "-p", "8.steps=3"], "lab 8 is not among the chosen labs"),
+        (["7", "-p", "steps=three"], "steps='three' is no int; 07_small has steps=2"),
+        (["7", "-p", "steps=true"], "steps=True is no int"),
+        (["7", "-p", "steps"], "is written NAME=VALUE"),
+        (["7", "07_small"], "named twice"),
+        (["9"], "no lab '9'"),
+        (["7", "--budget-minutes", "0"], "must be above 0"),
+        (["7", "--gpus", "64"], "this machine has"),
+        (["7", "--gpus", "two"], "neither"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(house, args, message):
+    result = rung("run", *args)
+    assert result.exit_code == 2
+    assert re.search(message, result.output), result.output
+    assert not list((house / "mine").glob("*/*.json"))
+
+
+def test_gpus_are_named_as_all_a_number_or_a_list():
+    assert labs.parse_gpus("all", 0) == labs.parse_gpus("cpu", 4) == labs.parse_gpus("0", 4) == []
+    assert labs.parse_gpus("all", 3) == [0, 1, 2]
+    assert labs.parse_gpus("2", 4) == [0, 1]
+    assert labs.parse_gpus("3,0", 4) == [3, 0]
+    assert labs.parse_gpus("2,", 4) == [2]
+    with pytest.raises(ValueError, match="names a GPU twice"):
+        labs.parse_gpus("1,1", 4)
+    with pytest.raises(ValueError, match="this machine has 1"):
+        labs.parse_gpus("2", 1)
+
+
+def test_a_key_depends_on_code_parameters_device_and_record_and_not_on_prose(house):
+    path, here = labs.find_lab("7"), {"cpu": "x", "cpus": 2}
+    key = labs.lab_key(path, {"steps": 2}, here, record=False)
+    others = {
+        labs.lab_key(path, {"steps": 3}, here, record=False),
+        labs.lab_key(path, {"steps": 2}, {"gpus": ["H100"]}, record=False),
+        labs.lab_key(path, {"steps": 2}, here, record=True),
+        labs.lab_key(labs.find_lab("8"), {"steps": 2}, here, record=False),
+    }
+    assert len(others | {key}) == 5
+    path.write_text(path.read_text().replace("# 07_small", "# another title"))
+    assert labs.lab_key(path, {"steps": 2}, here, record=False) == key
+    path.write_text(path.read_text().replace("steps > 0", "steps >= 0"))
+    assert labs.lab_key(path, {"steps": 2}, here, record=False) != key
+
+
+def _until(condition, seconds=60):
+    """Wait for what another process does: its files are all that it shows."""
+    end, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        pause.wait(0.05)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
+    gate = house / "gate"
+    os.mkfifo(gate)
+    chosen = ["-p", f"7.wait={gate}", "-p", "7.steps=5", "--gpus", "cpu", "--record"]
+    queue = lab_jobs.prepare(["7"], {"wait": str(gate), "steps": 5}, record=True, budget_minutes=10)
+    pid = start(queue)
+    _until(lambda: Path(f"{gate}.left").exists() and "waiting" in queue.with_suffix(".log").read_text())
+
+    # The terminal goes: SIGHUP reaches its own session, which this process left, and it ignores one even so.
+    assert os.getsid(pid) == pid
+    os.kill(pid, signal.SIGHUP)
+    busy = rung("run", "8")
+    assert (busy.exit_code, "already running" in busy.output) == (2, True)
+    assert re.search(r"^running +07_small +cell 4 of 4", rung("status").output, re.M)  # papermill adds a cell
+    left = int(Path(f"{gate}.left").read_text())
+    assert _alive(pid)
+    assert _alive(left)
+    assert rung("stop").exit_code == 0
+    _until(lambda: not _alive(pid))
+    assert not _alive(left), "what the lab left behind was not ended"
+    path, job = _job(house, "07_small")
+    assert [attempt["status"] for attempt in job["attempts"]] == ["stopped"]
+    sample = json.loads(next((path.parent / "samples").iterdir()).read_text())
+
+    # A budget that is as good as used up ends the next attempt.
+    short = rung("run", "7", *chosen, "--budget-minutes", "0.0001")
+    assert short.exit_code == 1
+    assert "stopped: the budget of 0.0001 minutes is used up" in short.output
+
+    # The same labs again: one goes on and is done, the other one fails, and an archive is left.
+    writer = subprocess.Popen([sys.executable, "-c", f"open({str(gate)!r}, 'w').write('go')"])
+    third = rung("run", "7", "8", *chosen, "-p", "8.steps=100", "--pack")
+    writer.wait()
+    assert third.exit_code == 1
+    assert "5 1 True\n" in third.output  # parameter, record switch and no GPU reached the kernel
+    assert "kept from" in third.output  # the sample of the first attempt was not measured again
+    assert json.loads(next((path.parent / "samples").iterdir()).read_text()) == sample
+    assert re.search(r"\[2/2\] 08_other: cell \d failed with AssertionError", third.output)
+    assert "1 of 2 labs are done; left: 08_other" in third.output
+    path, job = _job(house, "07_small")
+    assert [attempt["status"] for attempt in job["attempts"]] == ["stopped", "stopped", "done"]
+    assert set(job["device"]) == {"cpu", "cpus"}
+    assert set(job["versions"]) == {"torch", "python", "cuda", "nccl", "driver"}
+    executed = nbformat.read(path.parent / "07_small.ipynb", 4)
+    assert executed.cells[-1].outputs[0].text.startswith("5 1 True")
+    assert not _alive(int(Path(f"{gate}.left").read_text()))
+    (archive,) = (house / "mine").glob("*.tar.gz")
+    with tarfile.open(archive) as content:
+        names = content.getnames()
+    assert f"distributed-experiments/{path.parent.name}/07_small.ipynb" in names
+    assert any("/samples/speed-" in name for name in names)
+
+    again = rung("run", "7", *chosen)
+    assert again.exit_code == 0
+    assert "[1/1] 07_small: done before, in " in again.output
+    assert len(_job(house, "07_small")[1]["attempts"]) == 3
+    status = rung("status").output
+    assert re.search(r"^done +07_small", status, re.M)
+    assert re.search(r"^failed +08_other +cell \d failed with AssertionError", status, re.M)
+
+
+def test_without_the_runner_nothing_is_kept(house):
+    count = iter(range(9))
+    speed = kept.Kept("speed")
+    assert speed.sample({"n": 1}, lambda: {"s": next(count)}) == {"n": 1, "s": 0}
+    assert speed.sample({"n": 1}, lambda: {"s": next(count)}) == {"n": 1, "s": 1}
     assert not (house / "mine").exists()
 
 
-def test_parameters_and_the_record_switch_reach_the_kernel(house):
-    executed = nbformat.read(labs.run_lab("7", {"steps": 5}, record=True), 4)
-    assert executed.cells[-1].outputs[0].text == "5 1\n"
+def test_large_files_stay_behind_and_are_named(house, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="run a lab first"):
+        pack.pack()
+    (house / "mine" / "x").mkdir(parents=True)
+    (house / "mine" / "x" / "a.json").write_text("{}")
+    (house / "mine" / "x" / "w.safetensors").write_text("weights")
+    monkeypatch.setattr(pack, "LARGEST", 10)
+    (house / "mine" / "x" / "big.bin").write_text("more than ten")
+    with tarfile.open(pack.pack()) as content:
+        assert sorted(content.getnames()) == ["LEFT_OUT.txt", "distributed-experiments/x/a.json"]
+        assert content.extractfile("LEFT_OUT.txt").read().decode() == "13\tx/big.bin\n7\tx/w.safetensors\n"
 
 
-def test_the_command_says_what_failed_in_one_sentence(house):
-    result = CliRunner().invoke(app, ["run", "7", "-p", "steps=0"])
-    assert result.exit_code == 1
-    assert "AssertionError" in result.output
-    assert CliRunner().invoke(app, ["run", "7", "-p", "steps"]).exit_code == 2
-    assert "steps=2" in CliRunner().invoke(app, ["list"]).output
+def test_records_belong_to_a_number_of_gpus_and_gaps_are_named(house, monkeypatch, capsys):
+    import torch
+
+    def must_not_measure():
+        raise AssertionError("measured without a GPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_records.gpu_samples("11_speed", must_not_measure, gpus=2) is None
+    assert "11_speed: not yet recorded on 2 GPUs\n" in capsys.readouterr().out
+    monkeypatch.setenv("LABLIB_RECORD", "1")
+    experiments.save_record("11_speed-2gpu", [{"ranks": 2, "s": 1.0}], "rung labs run 11")
+    monkeypatch.delenv("LABLIB_RECORD")
+    assert gpu_records.recorded_counts("11_speed") == [2]
+    assert gpu_records.gpu_samples("11_speed", must_not_measure).samples == [{"ranks": 2, "s": 1.0}]
+    capsys.readouterr()
+    assert gpu_records.gpu_samples("11_speed", must_not_measure, gpus=8) is None
+    assert "not yet recorded on 8 GPUs; there are records on 2 GPUs" in capsys.readouterr().out
+    (row,) = gpu_records.coverage(["11_speed"])
+    assert row["1 GPU"] == row["8 GPUs"] == "not yet recorded"
+    assert row["2 GPUs"].startswith("20")
+
+
+def test_ranks_that_share_a_gpu_are_labelled():
+    one = {"gpus": ["H100"]}
+    assert label(one) == "1 x H100"
+    assert label(one, [{"ranks": 1}]) == "1 x H100"
+    assert "4 gloo ranks on 1 GPU: shows that it runs, not how it scales" in label(one, [{"ranks": 4}])
+    assert label({"gpus": [], "cpu": "Xeon", "cpus": 2}, [{"ranks": 4}]) == "Xeon, 2 CPUs"

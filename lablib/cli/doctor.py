@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,18 +38,30 @@ class Finding:
     mend: str = ""
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure GPUs, links, disk and limits, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Say what this machine has, what will run here, and what to do where something will not."""
     findings = examine()
+    if gpu and not any(finding.verdict == MISSING for finding in findings):
+        from lablib.cli.doctor_gpu import examine_gpu
+
+        findings += examine_gpu(Path.cwd())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         for finding in findings:
-            typer.echo(f"{finding.name:<14}{finding.verdict:<9}{finding.detail}")
+            typer.echo(f"{finding.name:<14}{finding.verdict:<9}{_wrapped(finding.detail)}")
             if finding.mend:
-                typer.echo(f"{'':<23}-> {finding.mend}")
+                typer.echo(f"{'':<23}-> {_wrapped(finding.mend, 26)}")
     if any(finding.verdict == MISSING for finding in findings):
         raise typer.Exit(1)
+
+
+def _wrapped(text: str, column: int = 23) -> str:
+    """Break a text that begins at a column so that the terminal's 80 hold it."""
+    return ("\n" + " " * column).join(textwrap.wrap(text, 80 - column))
 
 
 def examine() -> list[Finding]:

@@ -1,24 +1,29 @@
-"""`rung labs`: list the labs, run one, record one."""
+"""`rung labs`: list the labs, run them, follow them, carry the results off."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(help="List and run the labs.", no_args_is_help=True)
+POLL_S = 0.2
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
-def list_labs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_labs(as_json: Json = False) -> None:
     """List the labs and their parameters."""
-    from lablib.launch.experiments import repository_root
-    from lablib.launch.labs import lab_parameters
+    from lablib.launch.labs import all_labs, lab_parameters
 
-    labs = {
-        p.stem: lab_parameters(p) for p in sorted((repository_root() / "labs").glob("[0-9][0-9]_*.ipynb"))
-    }
+    labs = {path.stem: lab_parameters(path) for path in all_labs()}
     if as_json:
         typer.echo(json.dumps(labs, indent=1))
         return
@@ -28,25 +33,166 @@ def list_labs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
 @app.command("run")
 def run(
-    lab: Annotated[str, typer.Argument(help="Number or stem, for example 02.")],
+    labs: Annotated[list[str], typer.Argument(help="Numbers or stems, for example 06 11.")],
+    gpus: Annotated[str, typer.Option(help="all, a number, a list such as 0,3, or cpu.")] = "all",
     parameter: Annotated[
-        list[str] | None, typer.Option("--parameter", "-p", help="NAME=VALUE, as often as needed.")
+        list[str] | None,
+        typer.Option("--parameter", "-p", help="NAME=VALUE, or 06.NAME=VALUE for one lab; repeatable."),
     ] = None,
-    record: Annotated[bool, typer.Option(help="Write what it measures to labs/recorded/.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Write measurements to labs/recorded/.")] = False,
+    budget_minutes: Annotated[float | None, typer.Option(help="Stop everything after so long.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Run what is done, too.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Leave one archive at the end.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
-    """Execute a lab with papermill; the executed notebook stays in distributed-experiments/."""
-    from papermill.exceptions import PapermillExecutionError
+    """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
+    from lablib.launch.lab_jobs import is_running, prepare
+    from lablib.launch.labs import parse_gpus
 
-    from lablib.launch.labs import run_lab
+    if is_running():
+        raise ValueError("labs are already running here; see `rung labs status`, or end them: rung labs stop")
+    queue = prepare(
+        labs,
+        dict(_assignment(text) for text in parameter or []),
+        gpus=parse_gpus(gpus, _gpus_here()),
+        record=record,
+        again=again,
+        budget_minutes=budget_minutes,
+        pack=pack,
+        command=shlex.join(["rung", *sys.argv[1:]]),
+    )
+    from lablib.launch.lab_worker import start
+
+    start(queue)
+    if detach:
+        typer.echo("started; see `rung labs status`, or follow it: rung labs follow")
+        return
+    _exit_like(queue, _follow(queue))
+
+
+@app.command("status")
+def status(as_json: Json = False) -> None:
+    """Say what runs, what is done and what is left."""
+    from lablib.launch.lab_jobs import all_jobs, is_running, latest_queue, read_json
+    from lablib.launch.labs import source_digest
+
+    jobs = [read_json(path) | {"folder": str(path.parent)} for path in all_jobs()]
+    running, source = is_running(), source_digest()
+    for job in jobs:
+        if job["status"] == "running" and not running:
+            job["status"] = "interrupted"
+        job["older_code"] = job["source"] != source
+    if as_json:
+        queue = latest_queue()
+        typer.echo(
+            json.dumps({"running": running, "queue": str(queue) if queue else None, "jobs": jobs}, indent=1)
+        )
+        return
+    if not jobs:
+        typer.echo("no lab was run here yet; for example: rung labs run 02")
+    for job in jobs:
+        typer.echo(f"{job['status']:<12}{job['lab']:<28}{_detail(job)}")
+
+
+@app.command("follow")
+def follow() -> None:
+    """Show what the running labs print, until they end."""
+    from lablib.launch.lab_jobs import latest_queue
+
+    queue = latest_queue()
+    if queue is None:
+        raise ValueError("no lab was run here yet; for example: rung labs run 02")
+    _exit_like(queue, _follow(queue))
+
+
+@app.command("stop")
+def stop() -> None:
+    """End the running labs; the same command as before goes on where they stopped."""
+    from lablib.launch.lab_jobs import is_running, latest_queue, read_json
+
+    if not is_running():
+        raise ValueError("no labs are running here")
+    os.kill(read_json(latest_queue())["pid"], signal.SIGTERM)
+    while is_running():
+        time.sleep(POLL_S)
+    typer.echo("stopped")
+
+
+@app.command("pack")
+def pack_results() -> None:
+    """Write one archive with all results, to carry off a machine before it is stopped."""
+    from lablib.launch.pack import pack
 
     try:
-        typer.echo(run_lab(lab, dict(_assignment(text) for text in parameter or []), record=record))
-    except ValueError as error:
-        typer.echo(f"rung: {error}", err=True)
-        raise typer.Exit(2) from None
-    except PapermillExecutionError as error:
-        typer.echo(f"rung: cell {error.cell_index} failed with {error.ename}: {error.evalue}", err=True)
-        raise typer.Exit(1) from None
+        target = pack()
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    typer.echo(f"{target}  {target.stat().st_size / 1e6:.1f} MB")
+
+
+def _follow(queue: Path) -> bool:
+    """Print the queue's log until it ends; return whether it did."""
+    from lablib.launch.lab_jobs import is_running, read_json
+
+    def show(log: object) -> None:
+        # Whole lines' bytes as they come; a multi-byte letter cut in two is no reason to stop.
+        typer.echo(log.read().decode(errors="replace"), nl=False)
+
+    ending = {"finished", "stopped", "refused"}
+    try:
+        with queue.with_suffix(".log").open("rb") as log:
+            begun = time.monotonic()
+            while read_json(queue)["state"] not in ending:
+                show(log)
+                # A queue that was never begun, or whose process is gone, will never end.
+                if (
+                    not is_running()
+                    and time.monotonic() - begun > 30
+                    and read_json(queue)["state"] not in ending
+                ):
+                    break
+                if read_json(queue)["state"] == "running" and not is_running():
+                    break
+                time.sleep(POLL_S)
+            show(log)
+    except KeyboardInterrupt:
+        typer.echo("\nstill running; see `rung labs status`, or end it: rung labs stop")
+        return False
+    return True
+
+
+def _exit_like(queue: Path, ended: bool) -> None:
+    """Exit with 0 if all jobs are done, 1 if one is not."""
+    from lablib.launch.lab_jobs import read_json
+
+    content = read_json(queue)
+    if ended and content["state"] not in ("finished", "stopped"):
+        typer.echo("rung: the process that ran the labs is gone; the same command goes on", err=True)
+        raise typer.Exit(1)
+    if ended and any(read_json(Path(job))["status"] != "done" for job in content["jobs"]):
+        raise typer.Exit(1)
+
+
+def _detail(job: dict) -> str:
+    attempts = job["attempts"]
+    if job["status"] == "running":
+        path = Path(job["folder"]) / "progress.json"
+        if not path.exists():
+            return "starting"
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        return f"cell {progress['cell'] + 1} of {progress['cells']}, since {progress['since'][11:19]} UTC"
+    if not attempts:
+        return ""
+    text = f"{attempts[-1]['began'][:16]}  {attempts[-1]['seconds']:.0f} s  {Path(job['folder']).name}"
+    if attempts[-1]["failure"]:
+        text = attempts[-1]["failure"].splitlines()[0][:120]
+    return text + ("  (by older code)" if job["status"] == "done" and job["older_code"] else "")
+
+
+def _gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _assignment(text: str) -> tuple[str, object]:

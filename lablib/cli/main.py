@@ -8,9 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 from lablib.cli import labs
+from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
+from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
 from lablib.cli.plan import plan
+from lablib.cli.report import compare, report
 from lablib.cli.schedule import schedule
 
 #: The class of every usage error, in the click that this version of Typer uses.
@@ -51,6 +54,10 @@ app.command()(memory)
 app.command()(plan)
 app.command()(doctor)
 app.command()(schedule)
+app.command()(cost)
+app.command()(report)
+app.command()(compare)
+app.command()(graduate)
 app.add_typer(labs.app, name="labs")
 
 

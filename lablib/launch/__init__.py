@@ -1,1 +1,10 @@
 """Real jobs: ranks from a notebook, measurements, records."""
+
+import sys
+
+if (
+    "ipykernel" in sys.modules
+):  # a notebook: the server of its ranks loads torch while the notebook still does
+    from lablib.launch._rank_server import start_early
+
+    start_early()

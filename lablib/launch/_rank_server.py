@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import threading
@@ -11,10 +12,33 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
 
-# torch._dynamo is what the first optimizer of a process loads; in the server it is loaded once.
-_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "torch._dynamo"]
+# torch._dynamo is what the first optimizer of a process loads, with FSDP and DTensor; in the server it is loaded
+# once. Checkpoints and pipelines are small beside it, and would be loaded by every rank of every call.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "cloudpickle",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+]
 
 _one_at_a_time = threading.Lock()
+
+
+def start_early() -> None:
+    """In a notebook, start the server now: it loads torch while the cells before the first ranks run.
+
+    Only a kernel does this. A command, a test or a rank that imports `ranks` may never start any. What starts is
+    a new interpreter, not a fork, so it does not matter which threads the kernel already has; it ends with the
+    kernel.
+    """
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive else None
+    if getattr(shell, "kernel", None) is None or sys.platform == "win32":
+        return
+    with uninterrupted(), no_main_module():
+        ensure_server(multiprocessing.get_context("forkserver"))
 
 
 def ensure_server(context: BaseContext) -> None:

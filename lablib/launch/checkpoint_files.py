@@ -38,8 +38,8 @@ def latest(folder: str | Path) -> Path | None:
     Args:
         folder: As given to `save`.
     """
-    complete = _complete(Path(folder))
-    return complete[-1] if complete else None
+    found = complete(Path(folder))
+    return found[-1] if found else None
 
 
 def name_of(folder: Path, step: int) -> Path:
@@ -76,7 +76,7 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
     target = name_of(aside.parent, info["step"])
     aside.rename(target)
     _sync(aside.parent)
-    for old in _complete(aside.parent)[: -keep if keep else 0]:
+    for old in complete(aside.parent)[: -keep if keep else 0]:
         # Renamed first: a removal that is cut short must not leave half a checkpoint under a good name.
         dying = old.rename(old.with_name(f"{_ASIDE}old-{old.name}"))
         shutil.rmtree(dying)
@@ -118,7 +118,7 @@ def alone_is_fine() -> Iterator[None]:
         yield
 
 
-def _complete(folder: Path) -> list[Path]:
+def complete(folder: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
     if not folder.is_dir():
         return []

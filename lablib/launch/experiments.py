@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib import __version__
+from lablib.launch.machine import label, machine, topology
 
 #: The runner sets this variable; without it nothing is ever written to `labs/recorded/`.
 RECORD_SWITCH = "LABLIB_RECORD"
@@ -99,7 +99,7 @@ class Predictions:
                     f"{name}: locked at {_number(entry.value)} {entry.unit}, because it is already measured."
                 )
             return entry.value
-        self._entries[name] = _Prediction(float(value), unit, _now())
+        self._entries[name] = _Prediction(float(value), unit, now())
         self._save()
         print(f"predicted  {name}: {_number(value)} {unit}")
         return float(value)
@@ -158,6 +158,7 @@ class Record:
         command: How it was started.
         commit: The commit it was measured at, with "+changes" when the tree was not clean.
         date: UTC, ISO 8601.
+        topology: What connects its GPUs, from `lablib.launch.machine.topology`; empty without any.
     """
 
     name: str
@@ -167,26 +168,12 @@ class Record:
     commit: str
     date: str
     lablib: str = field(default=__version__)
+    topology: dict[str, Any] = field(default_factory=dict)
 
-
-def machine() -> dict[str, Any]:
-    """Identify the hardware and the versions that a measurement depends on.
-
-    Returns:
-        CPU model and count, memory in bytes, accelerators by name, operating system, Python and torch.
-    """
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu_model(),
-        "cpus": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": gpus,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    @property
+    def where(self) -> str:
+        """The hardware in one line, with a word when ranks shared a GPU."""
+        return label(self.machine, self.samples)
 
 
 def recorded(name: str) -> Record | None:
@@ -209,7 +196,9 @@ def save_record(name: str, samples: list[dict[str, Any]], command: str) -> Recor
         samples: Every raw sample.
         command: What measures this again.
     """
-    record = Record(name, samples, machine(), command, _commit(), _now())
+    here = machine()
+    links = topology() if here["gpus"] else {}
+    record = Record(name, samples, here, command, commit(), now(), topology=links)
     path = write_json(repository_root() / "labs" / "recorded" / f"{name}.json", asdict(record))
     print(f"recorded {len(samples)} samples in {path.relative_to(repository_root())}")
     return record
@@ -230,12 +219,14 @@ def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Rec
     record = recorded(name)
     if record is None:
         raise FileNotFoundError(f"{name} is not yet recorded; `rung labs run` with --record makes it")
-    where = ", ".join(record.machine["gpus"]) or f"{record.machine['cpu']}, {record.machine['cpus']} CPUs"
-    print(f"replaying {name}, recorded {record.date[:10]}\n  on {where}, torch {record.machine['torch']}")
+    print(
+        f"replaying {name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}"
+    )
     return record
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the moment as UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -245,16 +236,8 @@ def _number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit of this working tree, with "+changes" when it is not clean; "unknown" without git."""
     git = ["git", "-C", str(repository_root())]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)

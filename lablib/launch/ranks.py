@@ -11,6 +11,7 @@ The ranks are forked from a server process that has loaded torch and done nothin
 A fork of the notebook itself would inherit locks of threads that do not exist in the copy, and hang after
 the first backward pass; a new interpreter for every rank would load torch every time.
 The server loads torch and never lablib, so every call runs lablib as it is on disk.
+In a notebook it starts when `lablib.launch` is imported, elsewhere with the first call.
 Linux and macOS; on Windows, use WSL or the devcontainer.
 
 Chapter: book/02_data_parallelism.md; every lab with ranks uses it.
@@ -96,7 +97,7 @@ def run_ranks(
         backend: "gloo" or "nccl". By default NCCL for CUDA tensors where every rank has a GPU of its own,
             gloo for everything else.
         env: Environment variables for the ranks, on top of this process's own as they are now. What
-            libraries read while torch loads is fixed by the first call.
+            libraries read while torch loads is fixed when the server starts.
         live: Print each line when it comes; the order of the ranks then changes from run to run.
 
     Returns:

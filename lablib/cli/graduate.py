@@ -1,0 +1,66 @@
+"""`rung graduate`: every "Done when" of the eleven rungs on your own answers, and what is left."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def graduate(
+    rungs: Annotated[list[str] | None, typer.Argument(help="Rungs, for example 01 06. Default: all.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder of your labs; default: work/.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Check every exercise, not only Done when.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for one check.")] = 180,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check your answers in work/ against every Done when, and say what is left to do."""
+    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, multi_gpu_report, unmet
+    from lablib.launch.experiments import experiments_dir, repository_root
+
+    work = work or repository_root() / "work"
+    outcomes, told = [], set()
+    goals = {goal.rung: goal for goal in GOALS}
+    for outcome in examine(work, rungs=rungs, every=every, timeout=timeout):
+        outcomes.append(outcome)
+        if as_json:
+            continue
+        if outcome.rung not in told:
+            told.add(outcome.rung)
+            goal = goals[outcome.rung]
+            typer.echo(
+                f"\n{goal.rung} {goal.title}\n" + textwrap.indent(textwrap.fill(goal.done_when, 77), "   ")
+            )
+        typer.echo(f"   {outcome.name}: {outcome.status}")
+        if outcome.status == "wrong":
+            typer.echo(textwrap.indent(textwrap.fill(outcome.message, 74), "      "))
+    checks = {rung: goal.checks for rung, goal in goals.items()}
+    good = {(outcome.rung, outcome.name) for outcome in outcomes if outcome.status == "passed"}
+    passed = [rung for rung, names in checks.items() if all((rung, name) in good for name in names)]
+    report = multi_gpu_report(experiments_dir())
+    left = {requirement.text: unmet(requirement, passed, report) for requirement in REQUIREMENTS}
+    ready = rungs is None and len(passed) == len(GOALS) and not any(left.values())
+    if as_json:
+        content = {
+            "outcomes": [asdict(o) for o in outcomes],
+            "passed": passed,
+            "requirements": left,
+            "graduated": ready,
+        }
+        typer.echo(json.dumps(content, indent=1))
+    else:
+        typer.echo(f"\n{len(passed)} of {len(GOALS)} rungs are done.")
+        if rungs is None:
+            typer.echo("\nThe least to leave with:")
+            for text, wanting in left.items():
+                typer.echo(f"   {'done' if not wanting else 'left':<6}{text}")
+                for phrase in wanting:
+                    typer.echo(f"         - {phrase}")
+        if ready:
+            typer.echo("\nThat is all of it. You can leave this course.")
+    if any(outcome.status != "passed" for outcome in outcomes) or (rungs is None and not ready):
+        raise typer.Exit(1)

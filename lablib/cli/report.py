@@ -1,0 +1,207 @@
+"""`rung report` and `rung compare`: a scaling report drawn from its records, and two of them side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+NOTES = (
+    "A step's time is that of its slowest rank. Steps of the warm-up do not count; the rest give a median and quartiles.",
+    "Weak scaling keeps the batch of a rank, strong scaling the batch of all. Speedup is throughput over that of one "
+    "rank, efficiency is speedup over ranks.",
+    "A rank is taken to compute as long as the run on one rank did for the same work. What it took longer is "
+    "communication (the least that any rank spent so) or imbalance (what the others spent above that). Slower "
+    "computation on many ranks, because they share a memory bus or a cooler, therefore counts as communication, unless "
+    "a profiler measured communication itself.",
+    "The parts of the loss are means over the middle half of the steps, so that they add up; the table's times are "
+    "medians over all of them.",
+)
+
+
+def report(
+    folder: Annotated[Path | None, typer.Argument(help="Folder of a report; default: the newest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows instead.")] = False,
+) -> None:
+    """Draw a scaling report anew from its records, as one HTML page and its figures."""
+    from lablib.launch.scaling_report import rows
+
+    folder = folder or _newest()
+    if as_json:
+        typer.echo(json.dumps(rows(folder), indent=1))
+        return
+    target = build_report(folder)
+    for line in summary(rows(folder)):
+        typer.echo(line)
+    typer.echo(target)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="Folder of the report to compare with.")],
+    b: Annotated[Path, typer.Argument(help="Folder of the other report.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Put two scaling reports side by side: times, what changed, and whether the difference is more than spread."""
+    from lablib.launch.scaling_compare import compare_reports, differences
+
+    table, changed = compare_reports(a, b), differences(a, b)
+    if as_json:
+        typer.echo(json.dumps({"runs": table, "differences": changed}, indent=1))
+        return
+    typer.echo(f"{'':<18}{'A ms':>10}{'B ms':>10}{'B/A':>8}")
+    for row in table:
+        verdict = "differs" if row["apart"] else "within the spread"
+        typer.echo(
+            f"{row['run']:<18}{1e3 * row['a']:>10.1f}{1e3 * row['b']:>10.1f}{row['ratio']:>8.3f}  {verdict}"
+        )
+    typer.echo(
+        "\nnot the same in both:" if changed else "\nsettings, versions and machine are the same in both"
+    )
+    for line in changed:
+        typer.echo(f"  {line}")
+
+
+def build_report(folder: str | Path) -> Path:
+    """Draw the figures and the page of a report from its records, and nothing else.
+
+    Args:
+        folder: Of the report.
+
+    Returns:
+        The page, report.html; the figures are beside it in figures/, and rows.json has the numbers.
+
+    Raises:
+        ValueError: If there are no records, or none on one rank.
+    """
+    import matplotlib.pyplot as plt
+
+    from lablib.launch.experiments import write_json
+    from lablib.launch.scaling_report import records, rows
+    from lablib.view import scaling_report as view
+    from lablib.view.style import themed_svg
+
+    folder = Path(folder)
+    found, table = records(folder), rows(folder)
+    many = [row for row in table if "loss" in row]
+    steps = {
+        row["run"]: [max(line["seconds"] for line in step) for step in zip(*record["samples"], strict=False)]
+        for row, record in zip(table, found, strict=True)
+    }
+    drawn = {
+        "step_times": (
+            view.step_times(table),
+            "Time of a step: bars are medians, whiskers quartiles, and the line across is the prediction.",
+            "A horizontal bar a run with its median step time, whiskers at the quartiles, a mark at the prediction.",
+        ),
+        "every_step": (
+            view.every_step(steps, found[0]["warm_up"]),
+            "Every step of every run, the warm-up included. A report of one number would hide what this shows.",
+            "A line a run: milliseconds of each step over its number, with the warm-up shaded.",
+        ),
+    }
+    if many:
+        drawn["loss"] = (
+            view.loss_shares(many),
+            "What of a step was kept, and what took the rest.",
+            "A bar for each run on several ranks: the part kept, then communication, imbalance, bubble, data, compute.",
+        )
+    figures = []
+    for name, (fig, caption, alt) in drawn.items():
+        svg = themed_svg(fig, alt)
+        plt.close(fig)
+        path = folder / "figures" / f"{name}.svg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(svg, encoding="utf-8")
+        figures.append((svg, caption))
+    write_json(folder / "rows.json", {"rows": table})
+    head = ["run", "ms a step", "quartiles", "predicted", "tokens/s", "speedup", "efficiency", "MFU", "GB"]
+    cells = [_cells(row) for row in table]
+    # A column that nobody has a number for says nothing: MFU on a CPU, predictions where there were none.
+    kept = [i for i in range(len(head)) if any(row[i] != "-" for row in cells)]
+    target = folder / "report.html"
+    temporary = target.with_suffix(".part")
+    temporary.write_text(
+        view.page(
+            f"Scaling report: {found[0]['report']}",
+            sentences=summary(table),
+            head=[head[i] for i in kept],
+            table=[[row[i] for i in kept] for row in cells],
+            figures=figures,
+            facts=_facts(found),
+            notes=NOTES,
+        ),
+        encoding="utf-8",
+    )
+    temporary.replace(target)
+    return target
+
+
+def summary(table: list[dict[str, Any]]) -> list[str]:
+    """Return what a report says, one sentence a run.
+
+    Args:
+        table: From `lablib.launch.scaling_report.rows`.
+    """
+    lines = []
+    for row in table:
+        text = f"{row['run']}: {1e3 * row['seconds']['median']:.1f} ms a step"
+        if row["error"] is not None:
+            text += f", predicted {1e3 * row['predicted']:.1f} ({row['error']:+.0%})"
+        if "loss" in row:
+            text += f"; speedup {row['speedup']:.2f}, efficiency {row['efficiency']:.0%}"
+            if row["efficiency"] < 1:
+                text += f"; the most went to {row['largest']}, {row['loss'][row['largest']]:.0%} of the step"
+        lines.append(text + ".")
+    shared = sorted({row["where"] for row in table if "gloo ranks on" in row["where"]})
+    return lines + [f"Measured on {where}." for where in shared]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    seconds = row["seconds"]
+
+    def maybe(key: str, form: str, scale: float = 1) -> str:
+        return "-" if row.get(key) is None else format(scale * row[key], form)
+
+    return [
+        row["run"],
+        f"{1e3 * seconds['median']:.1f}",
+        f"{1e3 * seconds['low']:.1f} to {1e3 * seconds['high']:.1f}",
+        maybe("predicted", ".1f", 1e3),
+        f"{row['tokens_per_second']:,.0f}",
+        maybe("speedup", ".2f"),
+        maybe("efficiency", ".0%"),
+        maybe("mfu", ".1%"),
+        maybe("memory_bytes", ".2f", 1e-9),
+    ]
+
+
+def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
+    from lablib.launch.machine import label
+
+    first = found[0]
+    where = first["machine"]
+    versions = (
+        f"{name} {where[name]}" for name in ("python", "torch", "cuda", "nccl", "driver") if where.get(name)
+    )
+    config = first["facts"].get("config", {})
+    commands = dict.fromkeys(record["command"] for record in found)
+    return {
+        "machine": "; ".join(dict.fromkeys(label(record["machine"], [record]) for record in found)),
+        "versions": ", ".join(versions),
+        "settings": ", ".join(f"{key}={value}" for key, value in config.items() if key != "folder")
+        or "not known",
+        "commit": ", ".join(dict.fromkeys(record["commit"] for record in found)),
+        "command": "; ".join(commands),
+        "date": ", ".join(dict.fromkeys(record["date"] for record in found)),
+    }
+
+
+def _newest() -> Path:
+    from lablib.launch.experiments import experiments_dir
+
+    found = {path.parent.parent for path in experiments_dir().glob("*/runs/one-1.json")}
+    if not found:
+        raise ValueError(f"there is no report in {experiments_dir()}; lab 11 makes one")
+    return max(found, key=lambda folder: (folder / "runs" / "one-1.json").stat().st_mtime)

@@ -1,0 +1,160 @@
+"""Start a script under torchrun, have it restarted when a rank fails, and keep its log.
+
+    job = torchrun("labs/scripts/train_resilient.py", folder, json.dumps(settings), ranks=2, max_restarts=1)
+    job.returncode, job.restarts, job.log
+
+When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
+It restores nothing: what the run had learned is in its checkpoints.
+
+A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
+`torchrun` here does, or the new ranks may look for the old ones.
+
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lablib.launch.known_failures import explain
+
+_POLL_S = 0.02
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # By default the ranks meet in the agent's own store, which outlives them. After a restart they find the
+    # addresses of the ranks before, and may try to reach those: github.com/pytorch/pytorch/issues/135712.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended.
+
+    Attributes:
+        returncode: torchrun's: 0 if every rank ended with 0, and 1 for everything else.
+        log: What the agent and all ranks printed.
+        seconds: From the start to the end.
+    """
+
+    returncode: int
+    log: str
+    seconds: float
+
+    @property
+    def restarts(self) -> int:
+        """How often the agent started the ranks again: once for each failure that it reports, but not the last."""
+        return max(0, len(re.findall(r"failed \(exitcode: ", self.log)) - (self.returncode != 0))
+
+    @property
+    def meaning(self) -> str | None:
+        """What the log comes down to, where that is known."""
+        return None if self.returncode == 0 else explain(self.log)
+
+
+def torchrun(
+    script: str | Path,
+    *args: str,
+    ranks: int = 2,
+    max_restarts: int = 0,
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+    meanwhile: Callable[[subprocess.Popen[bytes]], bool] | None = None,
+) -> Job:
+    """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
+
+    Args:
+        script: A Python file.
+        *args: Its arguments.
+        ranks: How many.
+        max_restarts: How often a failed job is started again.
+        env: Environment variables on top of this process's own.
+        timeout: Seconds until everything is ended.
+        meanwhile: Called again and again with the agent's process while it runs, until it returns True.
+
+    Returns:
+        What became of it, also if it failed.
+
+    Raises:
+        ValueError: If the script is not there or a number makes no sense, before anything starts.
+        TimeoutError: If it has not ended in time; the last lines of its log are in the message.
+
+    Chapter: book/11_practical_fsdp.md.
+    """
+    if not Path(script).is_file():
+        raise ValueError(f"script={str(script)!r} is not a file")
+    if ranks < 1 or max_restarts < 0 or timeout <= 0:
+        raise ValueError(
+            f"ranks={ranks} must be at least 1, max_restarts={max_restarts} not negative, timeout={timeout} positive"
+        )
+    # What `torchrun` does; it loads PyTorch faster without collecting garbage meanwhile.
+    load = "import gc; gc.disable(); from torch.distributed.run import main; gc.enable(); main()"
+    command = [sys.executable, "-c", load, "--standalone", "--nproc-per-node", str(ranks)]
+    # The agent looks at its ranks every so many seconds; a short job would wait for that at its end.
+    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), str(script), *args]
+    variables = {**_DEFAULTS, **os.environ, **(env or {})}
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        agent = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
+        )
+        known: set[int] = set()
+        try:
+            while agent.poll() is None and time.monotonic() - begun < timeout:
+                if meanwhile is not None and meanwhile(agent):
+                    meanwhile = None
+                with suppress(subprocess.TimeoutExpired):
+                    agent.wait(_POLL_S)
+            ended = agent.returncode is not None
+        finally:
+            if agent.poll() is None:
+                known = descendants(agent.pid)
+                _end(agent, known)
+        output.seek(0)
+        log = output.read().decode(errors="replace")
+    if not ended:
+        tail = "\n".join(log.splitlines()[-10:])
+        raise TimeoutError(
+            f"{script} on {ranks} ranks has not ended after {timeout:g} s. Last lines:\n{tail}"
+        )
+    return Job(agent.returncode, log, time.monotonic() - begun)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, and theirs.
+
+    torchrun starts each rank in a session of its own, so a signal to the agent's group does not reach them.
+
+    Args:
+        pid: Of the process.
+    """
+    listing = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listing.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        new = set(children.get(todo.pop(), ())) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _end(agent: subprocess.Popen[bytes], others: set[int]) -> None:
+    for pid in [agent.pid, *others]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.wait()

@@ -1,0 +1,127 @@
+"""What a long error of a distributed job means, in one sentence.
+
+    with one_sentence():            # in a script: the sentence to standard error, exit code 1
+        main()
+
+    explain(log)                    # or None where it is nothing known
+
+A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. The order
+of the table is from causes to consequences, so the first match is the one to look at.
+
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FULL = (
+    "The disk is full: free some room or keep fewer checkpoints. The checkpoints that were complete before are "
+    "untouched, and the run resumes from the newest of them."
+)
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (r"No space left on device|Errno 28|Errno 122|Disk quota exceeded", _FULL),
+    (
+        r"Errno 27\b|File too large",
+        "A file is larger than this process may write: raise the limit (ulimit -f). The checkpoints that were complete "
+        "before are untouched.",
+    ),
+    (
+        # What PyTorch's writer of tensors says of a full disk; the system's error is lost on the way.
+        r"inline_container\.cc:\d+\] ?\.? unexpected pos",
+        "A file of the checkpoint could not be written to its end: the disk is full, or a quota is reached. The "
+        "checkpoints that were complete before are untouched, and the run resumes from the newest of them.",
+    ),
+    (
+        r"(checkpoint \S+ is damaged: [^;\n]+)",
+        "{0}: use `lablib.launch.resilience.resume`, which takes the newest whole one.",
+    ),
+    (
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "The rendezvous port is taken, perhaps by a job that you believe dead: end that job, or give another port "
+        "in --rdzv-endpoint.",
+    ),
+    (
+        r"RendezvousClosedError|rendezvous '?(\S*?)'? is closed",
+        "The rendezvous is closed: a job with the same --rdzv-id has ended on it. Start with another --rdzv-id, or "
+        "end the old agent that still holds the port.",
+    ),
+    (
+        r"RendezvousTimeoutError|RendezvousConnectionError|waiting for clients|wait for clients|"
+        r"connection to the C10d store has failed",
+        "Not all machines met in time: check that each one was started with the same --rdzv-endpoint, --rdzv-id and "
+        "--nnodes, and that the first one can be reached on that port.",
+    ),
+    (
+        r"connectFullMesh failed[^\n]*Connection refused|socketPollConnect[^\n]*Connection refused",
+        "A rank looked for another one at an address where nobody is any more: the rendezvous is stale. After a restart "
+        "by torchrun, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; otherwise give the job a new --rdzv-id and port.",
+    ),
+    (
+        r"Detected mismatch between collectives",
+        "Two ranks called different collectives in the same place: compare what each of them ran, named in the "
+        "message, and look for a branch that depends on the rank.",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError",
+        "A GPU's memory is full: take smaller micro-batches, recompute activations, or shard over more ranks.",
+    ),
+    (
+        r"SignalException: Process \d+ got signal: (\d+)",
+        "torchrun was told to stop by signal {0}, and handed it on to its ranks: a run with StopOnSignal has saved its "
+        "last step, and goes on from there when it is started again.",
+    ),
+    (
+        r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)|ended by SIGKILL",
+        "A rank was killed with signal 9, which nothing can catch: by somebody, or by the system for want of memory "
+        "(dmesg says so). The others end after it.",
+    ),
+    (
+        r"Watchdog caught collective operation timeout|Timed out waiting \d+ ?ms",
+        "A collective was not joined by all ranks in time: find the rank that is not in it, with the flight recorder "
+        "or TORCH_DISTRIBUTED_DEBUG=DETAIL.",
+    ),
+    (
+        r"Connection closed by peer|Connection reset by peer",
+        "Another rank ended first and closed its connection: the cause is in that rank's log.",
+    ),
+)
+
+
+def explain(text: str) -> str | None:
+    """Return one sentence, or two, for what is known, and None for the rest.
+
+    Args:
+        text: An error's message, or the log of a job.
+    """
+    for pattern, sentence in _KNOWN:
+        if found := re.search(pattern, text):
+            return sentence.format(*found.groups())
+    return None
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Print what a known error means and leave with code 1; other errors go their way with their traceback.
+
+    `ValueError` is what lablib raises for bad input, and its message is the sentence.
+    The process leaves at once: destructors of a process group can wait for ranks that are gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = explain(f"{type(error).__name__}: {error}")
+        if said is None and isinstance(error, ValueError):
+            said = str(error)
+        if said is None:
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}"
+        rank = os.environ.get("RANK")
+        print(f"{f'rank {rank}: ' if rank else ''}{said}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,94 @@
+"""Execute the notebook of one job with papermill, in a process of its own: `python -m ... JOB/job.json`.
+
+The executed notebook is saved after every cell, and every few seconds within one. What cells print also goes to
+standard output, and `progress.json` says which cell runs.
+
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import papermill
+from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
+from papermill.exceptions import PapermillExecutionError
+
+from lablib.launch.experiments import now, write_json
+from lablib.launch.lab_jobs import read_json
+
+AUTOSAVE_S = 5
+
+
+class _Engine(NBClientEngine):
+    """papermill's own engine, which also tells which cell runs."""
+
+    @classmethod
+    def execute_managed_notebook(
+        cls,
+        nb_man: NotebookExecutionManager,
+        kernel_name: str,
+        tell: Callable[[int, int], None] = lambda cell, cells: None,
+        **options: Any,
+    ) -> Any:
+        start = nb_man.cell_start
+
+        def cell_start(cell: Any, cell_index: int | None = None, **more: Any) -> None:
+            tell(cell_index or 0, len(nb_man.nb.cells))
+            start(cell, cell_index, **more)
+
+        nb_man.cell_start = cell_start
+        return super().execute_managed_notebook(nb_man, kernel_name, **options)
+
+
+papermill_engines.register("rung", _Engine)
+
+
+def run(job_file: Path) -> str | None:
+    """Execute the notebook of a job.
+
+    Args:
+        job_file: Its job.json.
+
+    Returns:
+        None, or what failed in one sentence.
+    """
+    job, folder = read_json(job_file), job_file.parent
+    path = Path(job["path"])
+
+    def tell(cell: int, cells: int) -> None:
+        write_json(folder / "progress.json", {"cell": cell, "cells": cells, "since": now()})
+
+    try:
+        papermill.execute_notebook(
+            str(path),
+            str(folder / path.name),
+            job["parameters"],
+            engine_name="rung",
+            cwd=str(path.parent),
+            progress_bar=False,
+            autosave_cell_every=AUTOSAVE_S,
+            stdout_file=sys.stdout,
+            tell=tell,
+        )
+    except PapermillExecutionError as error:
+        return f"cell {error.cell_index} failed with {error.ename}: {error.evalue}"
+    return None
+
+
+def main() -> int:
+    """Run the job named on the command line; the reason of a failure goes to `failure.json`."""
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    job_file = Path(sys.argv[1])
+    failure = run(job_file)
+    if failure:
+        write_json(job_file.parent / "failure.json", {"failure": failure})
+    return 1 if failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

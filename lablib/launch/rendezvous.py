@@ -1,0 +1,70 @@
+"""A rendezvous left over by an earlier job: found before it harms.
+
+Ranks find each other at a meeting place: a port (torchrun's --rdzv-endpoint, MASTER_PORT) or a file (file://...).
+What an earlier job left there looks like a peer. A new job then waits for ranks that are gone, or joins a job that
+is over.
+
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+_CONNECT_S = 1.0
+
+
+def free_port() -> int:
+    """Return a port that is free on this machine at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_port(endpoint: str) -> None:
+    """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun.
+
+    torchrun would not complain: an agent that cannot open the port takes it for the store of its own job, and joins.
+
+    Args:
+        endpoint: "host:port", as --rdzv-endpoint has it.
+
+    Raises:
+        ValueError: If it is no endpoint, or something answers there.
+
+    Chapter: book/11_practical_fsdp.md.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"endpoint={endpoint!r} must be host:port, such as 10.0.0.1:29500")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError:
+        return
+    raise ValueError(
+        f"something answers at {endpoint} before this job has started, perhaps an agent of a job that you believe dead: "
+        f"find it with `ss -ltnp 'sport = :{port}'` and end it, or choose another port"
+    )
+
+
+def check_file(path: str | Path) -> None:
+    """See to it that a meeting file is new.
+
+    A file that a killed job left holds the addresses of its ranks, and new ranks would try to reach those.
+
+    Args:
+        path: Without the "file://".
+
+    Raises:
+        ValueError: If the file is there and not empty, or its folder is missing.
+
+    Chapter: book/11_practical_fsdp.md.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"the folder of the meeting file {path} is not there")
+    if path.exists() and path.stat().st_size:
+        raise ValueError(
+            f"the meeting file {path} was left by an earlier job: delete it, or give each job a file of its own"
+        )

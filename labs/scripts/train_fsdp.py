@@ -1,0 +1,76 @@
+r"""Train a language model with FSDP2, from a laptop to several machines.
+
+    python labs/scripts/train_fsdp.py --folder runs/one --model tiny --steps 20                     # one process
+    torchrun --standalone --nproc-per-node 2 labs/scripts/train_fsdp.py --folder runs/two           # one machine
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        labs/scripts/train_fsdp.py --folder /shared/runs/three --model llama-3.2-1b                 # on both machines
+    accelerate launch --num_processes 8 labs/scripts/train_fsdp.py --folder runs/four --model qwen2-7b --recompute full
+    sbatch labs/scripts/train_fsdp.sbatch --folder /shared/runs/five --model qwen2-7b               # Slurm
+    sky launch labs/scripts/train_fsdp.sky.yaml                                                     # a rented machine
+
+Every step goes to FOLDER/metrics-rank0.jsonl and its brothers; `lablib.launch.train_metrics` explains each number.
+With --save-every the run survives: start it again, with as many ranks as you like, and it continues from its newest
+checkpoint. SIGTERM ends it after the current step with a checkpoint and exit code 143.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from lablib.launch.print_steps import PrintSteps
+from lablib.launch.resilience import LogEvents, SaveEvery, StopOnSignal, exit_code, resume
+from lablib.launch.train_arguments import config_of, train_parser
+from lablib.launch.train_start import launched_ranks
+from lablib.launch.trainer import Callback, Trainer
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = train_parser("Train a language model with FSDP2.")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0 saves none")
+    parser.add_argument("--fresh", action="store_true", help="do not resume, even if there is a checkpoint")
+    args = parser.parse_args(argv)
+    try:
+        args.config = config_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.save_every < 0:
+        parser.error(f"--save-every {args.save_every} must not be negative")
+    return args
+
+
+def callbacks(args: argparse.Namespace) -> list[Callback]:
+    """Return what the run does besides training."""
+    chosen: list[Callback] = [PrintSteps(args.print_every), LogEvents()]
+    if args.save_every:
+        chosen += [SaveEvery(args.save_every), StopOnSignal()]
+    return chosen
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train, and return the exit code of this rank."""
+    with launched_ranks(args.device):
+        trainer = Trainer(args.config, callbacks(args))
+        if args.save_every and not args.fresh:
+            for sentence in resume(trainer):
+                if trainer.rank == 0:
+                    print(sentence, flush=True)
+        trainer.run()
+        return exit_code(trainer)
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main() -> int:
+    args = arguments()
+    try:
+        return train(args)
+    except ValueError as error:  # what was asked for cannot be: one sentence says so
+        print(f"train_fsdp.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""A run that survives: started by torchrun, it goes on from its newest whole checkpoint, whatever ended it before.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
+        labs/scripts/train_resilient.py runs/a '{"model": "tiny", "steps": 30}' --save-every 10
+
+`--kill 1:15` ends rank 1 with SIGKILL after step 15, once. Exit codes: see `lablib.launch.resilience`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from lablib.launch.known_failures import one_sentence
+from lablib.launch.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
+from lablib.launch.train_config import TrainConfig
+from lablib.launch.train_start import launched_ranks
+from lablib.launch.trainer import Trainer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="of the run")
+    parser.add_argument("config", type=json.loads, help="settings of TrainConfig as JSON")
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--kill", metavar="RANK:STEP")
+    options = parser.parse_args()
+
+    config = TrainConfig(folder=options.folder, **options.config)
+    callbacks = [LogEvents(), SaveEvery(options.save_every), StopOnSignal()]
+    if options.kill:
+        rank, step = map(int, options.kill.split(":"))
+        callbacks.append(KillOnce(rank, step, f"{options.folder}/killed"))
+    with launched_ranks():
+        trainer = Trainer(config, callbacks)
+        for sentence in resume(trainer):
+            if trainer.rank == 0:
+                print(sentence, flush=True)
+        trainer.run()
+    return exit_code(trainer)
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        sys.exit(main())

@@ -1,0 +1,271 @@
+"""What nvidia-smi prints is read right, and every finding has a verdict and, where it is bad, a mend."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from lablib.calc import nvidia_smi as smi
+from lablib.cli import doctor_gpu as doctor
+from lablib.cli.main import app
+from lablib.launch import machine_probe
+
+#: In the form of the drivers since R535: an underlined head, tabs, network cards, affinities, a legend.
+MATRIX_8 = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tNV18\tNV18\tPIX\tSYS\t0-47,96-143\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tNV18\tNV18\tPXB\tSYS\t0-47,96-143\t0\t\tN/A\n"
+    "GPU2\tNV18\tNV18\t X \tNV18\tSYS\tPIX\t48-95,144-191\t1\t\tN/A\n"
+    "GPU3\tNV18\tNV18\tNV18\t X \tSYS\tPXB\t48-95,144-191\t1\t\tN/A\n"
+    "NIC0\tPIX\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
+    "NIC1\tSYS\tSYS\tPIX\tPXB\tSYS\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
+    "  NV#  = Connection traversing a bonded set of # NVLinks\n\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+)
+#: Two cards on PCIe, no network card, an older driver: fewer columns, spaces for tabs.
+MATRIX_2 = """        GPU0    GPU1    CPU Affinity    NUMA Affinity
+GPU0     X      PHB     0-29    0
+GPU1    PHB      X      0-29    0
+"""
+#: A pair with a bridge in a machine of four.
+MATRIX_4 = """	GPU0	GPU1	GPU2	GPU3	CPU Affinity
+GPU0	 X 	NV4	NODE	SYS	0-15
+GPU1	NV4	 X 	NODE	SYS	0-15
+GPU2	NODE	NODE	 X 	NV12	0-15
+GPU3	SYS	SYS	NV12	 X 	16-31
+"""
+CSV = (
+    "0, GPU-aa, NVIDIA A10, 550.54.15, 23028, 4, 16, 16, 61, 148.20, 150.00, 1455, 1695, 0, 0x0000000000000004\n"
+    "1, GPU-bb, NVIDIA A10, 550.54.15, 23028, 4, 8, 16, 88, 149.90, 150.00, 1005, 1695, 2, 0x0000000000000060\n"
+    "2, GPU-cc, GRID A10-8Q, 550.54.15, 8192, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]\n"
+)
+HEAD = """+-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
+"""
+FIELDS = [*smi.FIELDS, "reasons"]
+
+
+def test_the_matrix_of_a_machine_with_network_cards():
+    matrix = smi.parse_matrix(MATRIX_8)
+    assert matrix.gpus == 4
+    assert set(matrix.pairs().values()) == {"NV18"}
+    assert len(matrix.pairs()) == 6
+    assert smi.link_text(matrix.worst()) == "NVLink, 18 links"
+
+
+def test_the_matrix_of_two_cards_and_of_one():
+    assert smi.parse_matrix(MATRIX_2).links == (("X", "PHB"), ("PHB", "X"))
+    assert smi.parse_matrix(MATRIX_2).worst() == "PHB"
+    one = smi.parse_matrix("\t\x1b[4mGPU0\tCPU Affinity\x1b[0m\nGPU0\t X \t0-63\n")
+    assert (one.gpus, one.worst()) == (1, None)
+
+
+def test_the_worst_pair_limits_a_ring():
+    assert smi.parse_matrix(MATRIX_4).worst() == "SYS"
+    assert smi.parse_matrix(MATRIX_4.replace("SYS", "NV12").replace("NODE", "NV12")).worst() == "NV4"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "No devices were found\n",
+        MATRIX_2.replace("GPU1    PHB", "GPU2x   PHB"),
+        MATRIX_2.replace("PHB", "???"),
+    ],
+)
+def test_what_is_no_matrix_is_said_to_be_none(text):
+    with pytest.raises(ValueError, match="topo -m"):
+        smi.parse_matrix(text)
+
+
+def test_the_query_knows_what_a_card_does_not_have():
+    rows = smi.parse_query(CSV, FIELDS)
+    assert [row["name"] for row in rows] == ["NVIDIA A10", "NVIDIA A10", "GRID A10-8Q"]
+    assert rows[0]["pcie.link.width.current"] == "16"
+    assert rows[2]["reasons"] is None
+    with pytest.raises(ValueError, match="3 values for"):
+        smi.parse_query("0, x, y\n", FIELDS)
+    assert [row["uuid"] for row in doctor.in_order(rows, ["GPU-bb", "GPU-zz", "GPU-aa"])] == [
+        "GPU-bb",
+        "GPU-aa",
+    ]
+
+
+def test_an_older_driver_is_asked_by_the_older_name():
+    asked = []
+
+    def old(*arguments):
+        asked.append(arguments[0])
+        return "" if "clocks_event_reasons" in arguments[0] else CSV
+
+    assert len(doctor.query(old)) == 3
+    assert len(asked) == 2
+    assert doctor.query(lambda *_: "") == []
+
+
+def test_clock_reasons_by_their_bits():
+    assert smi.clock_reasons("0x0000000000000000") == []
+    assert smi.clock_reasons("0x0000000000000001") == [("idle", False)]
+    assert [text for text, _ in smi.clock_reasons("0x0000000000000048")] == [
+        "hardware slowdown",
+        "too hot, slowed by hardware",
+    ]
+    assert smi.clock_reasons("0x8000") == [("unknown reason 0x8000", True)]
+
+
+def test_the_head_says_which_cuda_the_driver_runs():
+    assert smi.driver_cuda(HEAD) == (12, 4)
+    assert smi.driver_cuda("NVIDIA-SMI has failed") is None
+
+
+def test_pcie_rates_are_those_of_the_table():
+    from lablib.calc.links import link
+
+    for generation in (3, 4, 5):
+        # The table has them rounded to a part of a GB/s.
+        assert smi.pcie_bandwidth(generation, 16) == pytest.approx(
+            link(f"pcie{generation}-x16").bandwidth, rel=2e-3
+        )
+    assert smi.pcie_bandwidth(1, 4) == 1e9
+    with pytest.raises(ValueError, match="generation 9"):
+        smi.pcie_bandwidth(9, 16)
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "text"),
+    [
+        (doctor.judge_driver("550", (12, 4), "12.4"), "ok", "up to 12.4"),
+        (doctor.judge_driver("550", (12, 4), "12.8"), "limited", "newer driver"),
+        (doctor.judge_driver("550", (12, 4), "13.0"), "missing", "torch for CUDA 12"),
+        (doctor.judge_driver("580", (13, 0), "12.8"), "ok", "wants 12.8"),
+        (doctor.judge_driver(None, None, "12.8"), "limited", "does not say"),
+        (doctor.judge_driver("550", (12, 4), None), "missing", "CPU"),
+        (doctor.judge_arch([(9, 0)], ["sm_80", "sm_90a"]), "ok", "9.0"),
+        (doctor.judge_arch([(8, 9)], ["sm_80"]), "ok", "8.9"),
+        (doctor.judge_arch([(7, 5)], ["sm_80", "sm_90"]), "missing", "7.5"),
+        (doctor.judge_arch([(10, 0)], ["sm_90", "compute_90"]), "ok", "10.0"),
+        (doctor.judge_arch([(10, 0)], ["sm_90"]), "missing", "10.0"),
+        (doctor.judge_nccl((2, 27, 5), 2), "ok", "2.27.5"),
+        (doctor.judge_nccl(None, 2), "missing", "not in this torch"),
+        (doctor.judge_nccl(None, 1), "limited", "not in this torch"),
+        (doctor.judge_topology(smi.parse_matrix(MATRIX_8), [[True] * 4] * 4), "ok", "NVLink, 18 links"),
+        (doctor.judge_topology(smi.parse_matrix(MATRIX_2), [[True] * 2] * 2), "limited", "accumulate"),
+        (doctor.judge_topology(smi.parse_matrix(MATRIX_2), [[True, False]] * 2), "limited", "NCCL_P2P_DISABLE"),
+        (doctor.judge_topology(smi.parse_matrix(MATRIX_4), [[True] * 4] * 4), "limited", "one socket"),
+        (doctor.judge_topology(None, [[True] * 2] * 2), "limited", "no matrix"),
+        (doctor.judge_pairs({(0, 1): 390e9, (1, 0): 391e9}, smi.parse_matrix(MATRIX_8), 450e9, 63e9), "ok", "450"),
+        (doctor.judge_pairs({(0, 1): 90e9, (1, 0): 391e9}, smi.parse_matrix(MATRIX_8), 450e9, 63e9), "limited", "90.0"),
+        (doctor.judge_pairs({(0, 1): 22e9, (1, 0): 23e9}, smi.parse_matrix(MATRIX_2), 450e9, 31.5e9), "ok", "link has 32"),
+        (doctor.judge_pairs({(0, 1): 9e9, (1, 0): 23e9}, smi.parse_matrix(MATRIX_2), None, 31.5e9), "limited", "IOMMU"),
+        (doctor.judge_pairs({(0, 1): 9e9}, None, None, None), "ok", "9.0 GB/s"),
+        (doctor.judge_host([{"to_device": 26e9, "to_host": 25e9}], [31.5e9]), "ok", "31.5"),
+        (doctor.judge_host([{"to_device": 26e9, "to_host": 25e9}, {"to_device": 6e9, "to_host": 6e9}], [31.5e9] * 2),
+         "limited", "GPU 1: 6.0"),
+        (doctor.judge_disk({"write": 1e9, "read": 2e9}), "ok", "60 GB"),
+        (doctor.judge_disk({"write": 5e7, "read": 2e9}), "limited", "background"),
+        (doctor.judge_shared_memory(16 * 2**30), "ok", "16.00 GiB"),
+        (doctor.judge_shared_memory(64 * 2**20), "limited", "--shm-size"),
+        (doctor.judge_shared_memory(None), "limited", "NCCL_SHM_DISABLE"),
+        (doctor.judge_limits({"files": 1024, "processes": None, "locked": None}), "limited", "ulimit -n 65536"),
+        (doctor.judge_limits({"files": None, "processes": None, "locked": None}), "ok", "unlimited open files"),
+        (doctor.judge_limits({"files": 65536, "processes": None, "locked": 2**23}), "ok", "InfiniBand"),
+    ],
+)  # fmt: skip
+def test_findings(finding, verdict, text):
+    assert finding.verdict == verdict
+    assert text in f"{finding.detail} {finding.mend}"
+    if verdict == "missing":
+        assert finding.mend
+
+
+def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate():
+    power, hot, virtual = smi.parse_query(CSV, FIELDS)
+    good = doctor.judge_clocks(0, power, 100e12, 125e12)
+    assert (good.verdict, good.mend) == ("ok", "")
+    assert "100 TFLOP/s in bf16, 80% of the peak at 1455 MHz, 61 C (power limit)" in good.detail
+    broken = doctor.judge_clocks(1, hot, 100e12, 125e12)
+    assert (broken.verdict, broken.mend) == ("missing", "return this machine")
+    cooked = doctor.judge_clocks(1, hot | {"ecc.errors.uncorrected.volatile.total": "0"}, 100e12, 125e12)
+    assert (cooked.verdict, "slowed by hardware" in cooked.detail) == ("limited", True)
+    assert doctor.judge_clocks(0, power, 30e12, 125e12).verdict == "limited"
+    assert doctor.judge_clocks(2, virtual, 30e12, None).verdict == "ok"
+    assert doctor.judge_clocks(2, None, 30e12, 125e12).verdict == "limited"
+
+
+def test_without_a_gpu_one_sentence_says_so_and_the_rest_is_measured(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    findings = doctor.examine_gpu(tmp_path, disk_bytes=2**20)
+    assert [finding.name for finding in findings] == ["GPU", "disk speed", "shared memory", "limits"]
+    assert findings[0].detail == doctor.NO_GPU
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_measures_only_when_asked(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "examine_gpu", lambda folder: [doctor.Finding("GPU", "limited", "x " * 60, "y " * 60)]
+    )
+    out = CliRunner().invoke(app, ["doctor", "--gpu"]).output
+    assert "GPU           limited  x x" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "GPU           limited  x x" not in CliRunner().invoke(app, ["doctor"]).output
+
+
+def test_probes_measure_what_they_say(tmp_path):
+    rates = machine_probe.disk_rates(tmp_path, 2**21)
+    assert set(rates) == {"write", "read"}
+    assert all(0 < rate < math.inf for rate in rates.values())
+    goes = []
+    assert machine_probe.fastest(lambda: goes.append(1), 100, repeats=3) > 0
+    assert len(goes) == 4
+    assert machine_probe.shared_memory_bytes(tmp_path) > 0
+    assert machine_probe.shared_memory_bytes(tmp_path / "none") is None
+    assert set(machine_probe.limits()) == {"files", "processes", "locked"}
+
+
+def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
+    """A machine of two A10 that CUDA numbers the other way round than nvidia-smi does; only the copies are made up."""
+    import torch
+
+    from lablib.launch import machine
+
+    properties = [
+        SimpleNamespace(uuid="bb", name="NVIDIA A10"),
+        SimpleNamespace(uuid="aa", name="NVIDIA A10"),
+    ]
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda i: properties[i],
+        "get_device_name": lambda i: properties[i].name,
+        "get_device_capability": lambda i: (8, 6),
+        "get_arch_list": lambda: ["sm_80", "sm_90"],
+        "can_device_access_peer": lambda a, b: True,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+
+    def printed(*arguments):
+        return HEAD if not arguments else MATRIX_2 if arguments[0] == "topo" else CSV
+
+    monkeypatch.setattr(machine, "smi", printed)
+    monkeypatch.setattr(machine_probe, "pair_rate", lambda a, b: 22e9)
+    monkeypatch.setattr(machine_probe, "host_rates", lambda i: {"to_device": 12e9 + i, "to_host": 12e9 + i})
+    monkeypatch.setattr(machine_probe, "while_busy", lambda gpu, look: (100e12, look()))
+    found = {finding.name: finding for finding in doctor.examine_gpu(tmp_path, disk_bytes=2**20)}
+    assert list(found) == [
+        "driver", "kernels", "NCCL", "topology", "GPU to GPU", "host to GPU", "GPU 0 load", "GPU 1 load",
+        "disk speed", "shared memory", "limits",
+    ]  # fmt: skip
+    assert found["driver"].verdict == found["kernels"].verdict == "ok"
+    assert found["NCCL"].verdict == "missing"
+    # GPU 0 is the second line of nvidia-smi: eight lanes, too hot, with memory errors.
+    assert "its PCIe link has 15.8" in found["host to GPU"].detail
+    assert found["host to GPU"].verdict == "ok"
+    assert found["GPU 0 load"].mend == "return this machine"
+    assert found["GPU 1 load"].verdict == "ok"
+    assert "link has 16" in found["GPU to GPU"].detail  # the pair is as fast as its slower card

@@ -1,0 +1,201 @@
+"""How often to checkpoint: the formulas against published values, a simulator and each other; Llama 3's log.
+
+The bounds for simulated jobs are six standard errors of the mean over independent stretches of a job, taken from the
+stretches themselves: a seed outside them comes once in 500 million.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import mean, stdev
+
+import pytest
+
+from lablib.calc.failure_log import LLAMA3, Cause, FailureLog
+from lablib.calc.failure_sim import exponential_gaps, simulate
+from lablib.calc.failures import (
+    best_interval,
+    daly_interval,
+    lost_share,
+    lost_time,
+    wall_time,
+    young_interval,
+)
+
+MINUTE, HOUR = 60.0, 3600.0
+
+
+@pytest.mark.parametrize(("hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
+def test_daly_interval_is_the_one_that_the_paper_prints(hours, minutes):
+    # Captions of figures 3 to 5 of Daly 2006: δ = 5 min.
+    found = daly_interval(5 * MINUTE, hours * HOUR) / MINUTE
+    assert found == pytest.approx(minutes, abs=0.5 if minutes > 10 else 0.05)
+
+
+def test_daly_interval_is_the_mtbf_where_a_checkpoint_takes_twice_as_long():
+    assert daly_interval(20.0, 10.0) == 10.0
+    assert daly_interval(50.0, 10.0) == 10.0
+
+
+def test_the_orders_of_the_approximation():
+    # x = δ/2M. Young leaves out terms of relative size sqrt(x), Daly those of x^(3/2).
+    for cost in (1e-6, 1e-4, 1e-2):
+        x = cost / 2
+        best = best_interval(cost, 1.0)
+        assert abs(young_interval(cost, 1.0) / best - 1) < 2 * math.sqrt(x)
+        assert abs(daly_interval(cost, 1.0) / best - 1) < 2 * x**1.5 + 1e-12
+
+
+def test_the_best_interval_is_the_smallest_wall_time_for_random_jobs():
+    generator = random.Random(11)
+    for _ in range(200):
+        mtbf = 10 ** generator.uniform(1, 6)
+        cost = mtbf * 10 ** generator.uniform(-6, 0.3)
+        restart = mtbf * generator.uniform(0, 0.5)
+        best = best_interval(cost, mtbf)
+        smallest = wall_time(HOUR, best, cost=cost, mtbf=mtbf, restart=restart)
+        for factor in (0.5, 0.9, 1.1, 2.0):
+            assert wall_time(HOUR, factor * best, cost=cost, mtbf=mtbf, restart=restart) > smallest
+
+
+def test_young_is_the_smallest_first_order_share():
+    cost, mtbf = 7.0, 5000.0
+    best = young_interval(cost, mtbf)
+    assert best == math.sqrt(2 * 7 * 5000)
+    share = lost_share(best, cost=cost, mtbf=mtbf)
+    assert share == pytest.approx(math.sqrt(2 * cost / mtbf))
+    assert (
+        lost_share(0.8 * best, cost=cost, mtbf=mtbf) > share < lost_share(1.25 * best, cost=cost, mtbf=mtbf)
+    )
+
+
+def test_a_failure_by_hand():
+    # 10 s of work, 1 s of checkpoint; the first failure after 14 s loses 3 s, the restart takes 5 s, and a second
+    # failure 2 s into it makes that 2 + 5 s.
+    run = simulate(30, 10, cost=1, restart=5, gaps=[14.0, 2.0])
+    assert (run.useful, run.checkpoint, run.rework, run.restart, run.failures) == (30, 3, 3, 7, 2)
+    assert run.wall == 43
+
+
+def test_a_failure_during_a_checkpoint_destroys_it():
+    run = simulate(10, 10, cost=4, gaps=[13.0])
+    assert (run.checkpoint, run.rework) == (4, 13)
+
+
+def test_without_failures_only_checkpoints_cost():
+    run = simulate(25, 10, cost=1, gaps=[])
+    assert (run.wall, run.failures) == (28, 0)
+
+
+@pytest.mark.parametrize(("interval", "cost", "restart"), [(600, 30, 400), (200, 30, 0), (4000, 300, 900)])
+def test_the_simulator_confirms_the_formula(interval, cost, restart):
+    mtbf, stretches = 3600.0, 400
+    runs = [
+        simulate(20 * interval, interval, cost=cost, restart=restart, gaps=exponential_gaps(mtbf, seed))
+        for seed in range(stretches)
+    ]
+    truth = wall_time(20 * interval, interval, cost=cost, mtbf=mtbf, restart=restart)
+    shares = lost_time(interval, cost=cost, mtbf=mtbf, restart=restart)
+    expected = {
+        "wall": truth,
+        "checkpoint": shares.checkpoint * truth,
+        "rework": shares.rework * truth,
+        "restart": shares.restart * truth,
+        "failures": shares.failures * 20 * interval,
+    }
+    for name, value in expected.items():
+        seen = [getattr(run, name) for run in runs]
+        error = stdev(seen) / math.sqrt(stretches)
+        assert abs(mean(seen) - value) <= 6 * error + 1e-9 * value, name
+        assert 6 * error < 0.35 * value or value == 0  # the bound says something
+
+
+def test_a_simulated_job_ends_soonest_near_the_best_interval():
+    # With the same failures for each interval, three times off costs more in the mean over 300 jobs. The difference
+    # of the means is tested against six of its standard errors.
+    mtbf, cost = 3600.0, 40.0
+    best = best_interval(cost, mtbf)
+
+    def walls(interval: float) -> list[float]:
+        gaps = (exponential_gaps(mtbf, seed) for seed in range(300))
+        return [simulate(60 * best, interval, cost=cost, gaps=each).wall for each in gaps]
+
+    right = walls(best)
+    for wrong in (walls(best / 4), walls(best * 4)):
+        more = [w - r for w, r in zip(wrong, right, strict=True)]
+        assert mean(more) > 6 * stdev(more) / math.sqrt(len(more))
+
+
+def test_shares_add_up_and_none_is_negative():
+    for interval in (1.0, 50.0, 1000.0):
+        shares = lost_time(interval, cost=5.0, mtbf=700.0, restart=60.0)
+        parts = (shares.useful, shares.checkpoint, shares.rework, shares.restart)
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(1)
+        assert shares.lost == pytest.approx(1 - shares.useful)
+
+
+def test_the_first_order_is_what_the_exact_model_tends_to():
+    exact = lost_time(100.0, cost=1.0, mtbf=1e6, restart=30.0)
+    rough = lost_share(100.0, cost=1.0, mtbf=1e6, restart=30.0)
+    assert exact.lost / exact.useful == pytest.approx(rough, rel=1e-3)
+
+
+def test_llama3_interruptions_are_the_published_ones():
+    assert (LLAMA3.unexpected, LLAMA3.planned, LLAMA3.gpus, LLAMA3.days) == (419, 47, 16_384, 54)
+    assert LLAMA3.mtbf / HOUR == pytest.approx(3.1, abs=0.05)
+    printed = {cause.name: cause.printed for cause in LLAMA3.causes}
+    off = {
+        cause.name
+        for cause in LLAMA3.causes
+        if abs(100 * cause.count / LLAMA3.unexpected - printed[cause.name]) > 0.051
+    }
+    assert off == {"Faulty GPU"}  # 148 of 419 is 35.3 %; 30.1 % is printed
+    assert sum(printed.values()) == pytest.approx(100 - (35.3 - 30.1), abs=0.2)
+
+
+def test_llama3_categories():
+    counts = LLAMA3.by_category()
+    assert sum(counts.values()) == 419
+    assert counts["GPU"] == 268
+    gpu = [cause for cause in LLAMA3.causes if cause.category == "GPU"]
+    assert sum(cause.printed for cause in gpu) == pytest.approx(58.7, abs=0.05)  # what the text says
+    assert LLAMA3.share("GPU") == pytest.approx(0.640, abs=5e-4)  # what the counts say
+    assert LLAMA3.share("GPU", "Host") == pytest.approx((268 + 21) / 419)
+
+
+def test_more_gpus_fail_more_often():
+    assert LLAMA3.mtbf_on(16_384) == pytest.approx(LLAMA3.mtbf)
+    assert LLAMA3.mtbf_on(1024) == pytest.approx(16 * LLAMA3.mtbf)
+    assert LLAMA3.gpu_mtbf / (365 * 24 * HOUR) == pytest.approx(5.8, abs=0.05)  # years
+
+
+def test_more_than_nine_tenths_effective_leaves_17_minutes_for_an_interruption():
+    assert LLAMA3.time_per_interruption(0.9) / MINUTE == pytest.approx(54 * 24 * 60 * 0.1 / 466)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: young_interval(0, 10), "cost=0 s must be positive"),
+        (lambda: daly_interval(1, -1), "mtbf=-1 s must be positive"),
+        (lambda: best_interval(float("nan"), 1), "cost=nan s must be positive"),
+        (lambda: wall_time(1, 1, cost=1, mtbf=1, restart=-1), "restart=-1 s must not be negative"),
+        (lambda: wall_time(1, 1e6, cost=1, mtbf=1), "make the interval shorter"),
+        (lambda: lost_share(0, cost=1, mtbf=1), "interval=0 s must be positive"),
+        (lambda: simulate(0, 1, cost=1, gaps=[]), "work=0 and interval=1 must be positive"),
+        (lambda: LLAMA3.mtbf_on(0), "gpus=0 must be at least 1"),
+        (lambda: LLAMA3.share("Moon"), "no category 'Moon'; it has GPU"),
+        (lambda: LLAMA3.time_per_interruption(1), "effective=1 must be between 0 and 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_another_log():
+    log = FailureLog("mine", 8, 10, 1, (Cause("disk", "Host", 2), Cause("bug", "Code", 3)), "notes")
+    assert log.mtbf == 2 * 24 * HOUR
+    assert log.by_category() == {"Code": 3, "Host": 2}

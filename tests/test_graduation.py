@@ -1,0 +1,170 @@
+"""Answers are taken out of notebooks as they are there, judged one by one, and what is left is said."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from lablib.checks import graduation
+from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, examine, multi_gpu_report, unmet
+from lablib.checks.learner_answers import answer_source, is_untouched
+from lablib.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _notebook(path, *sources):
+    path.parent.mkdir(exist_ok=True)
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def _run(source, name):
+    names = {}
+    exec(source, names)
+    return names[name]
+
+
+def test_an_answer_comes_with_what_it_needs_and_nothing_else(tmp_path):
+    path = _notebook(
+        tmp_path / "a.ipynb",
+        "%matplotlib inline\nimport math\nfrom os import path as p, sep",
+        "raise SystemExit('this cell must not run')",
+        "base = 2",
+        "def helper(x):\n    return math.sqrt(x) + base",
+        "def answer(x):\n    raise NotImplementedError\n\ncheck(answer);",
+        "def answer(x):  # the second try\n    return helper(x) * deep()",
+        "class Deep:\n    value = base\n\ndef deep():\n    return Deep.value",
+        "this is no Python",
+        "trained = run_for_hours()",
+    )
+    source = answer_source(path, "answer")
+    assert _run(source, "answer")(9) == 10
+    assert "NotImplementedError" not in source
+    assert "run_for_hours" not in source
+    assert "SystemExit" not in source
+    assert "from os" not in source
+    assert answer_source(path, "nobody") is None
+    assert answer_source(path, "base") is None
+    with pytest.raises(ValueError, match="is no notebook"):
+        answer_source(Path(__file__), "answer")
+
+
+def test_a_parameter_or_a_local_does_not_bring_the_notebook_s_variable_of_that_name(tmp_path):
+    path = _notebook(
+        tmp_path / "a.ipynb",
+        "ranks = read_metrics('a run that is gone')\nhalf = ranks[0]\nsteps, base = 1 / 0, 2",
+        "def answer(ranks):\n    half = len(ranks) / 2\n    return half + sum(steps for steps in ranks)",
+        "def other(x):\n    def inner(ranks):\n        return [ranks, base]\n    return inner(x)",
+    )
+    source = answer_source(path, "answer")
+    assert _run(source, "answer")([1, 2, 3]) == 7.5
+    assert "read_metrics" not in source
+    # What an inner function reads of the notebook comes along.
+    assert "base" in answer_source(path, "other").split("def other")[0]
+
+
+def test_the_stubs_of_every_lab_are_seen_as_untouched():
+    seen = 0
+    for path in sorted((ROOT / "labs").glob("[0-9][0-9]_*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells)
+        stub = r'def (\w+)\([^)]*\):\n(?:    """(?:[^"]|"[^"])*"""\n)?    raise NotImplementedError'
+        for name in re.findall(stub, text):
+            assert is_untouched(answer_source(path, name), name), (path.stem, name)
+            seen += 1
+    assert seen >= 30
+    assert not is_untouched("def f():\n    'doc'\n    return 1", "f")
+    assert is_untouched("def f():\n    'doc'\n    raise NotImplementedError('yet')", "f")
+
+
+@pytest.mark.parametrize("goal", GOALS, ids=lambda goal: goal.rung)
+def test_every_goal_is_that_of_its_chapter_and_its_lab(goal):
+    chapters = list((ROOT / "book").glob(f"{goal.rung}_*.md"))
+    if not chapters:
+        pytest.skip(f"chapter {goal.rung} is not written yet")
+    section = chapters[0].read_text(encoding="utf-8").split("## Done when")[1].split("\n## ")[0]
+    words = " ".join(section.replace("*", "").split())
+    assert goal.done_when.rstrip(".") in words
+    (lab,) = (ROOT / "labs").glob(f"{goal.rung}_*.ipynb")
+    for name in goal.checks:
+        assert name in (ROOT / "lablib" / "checks" / f"rung{goal.rung}.py").read_text(encoding="utf-8")
+        assert answer_source(lab, name), f"lab {goal.rung} has no stub {name}"
+
+
+def test_the_exercises_of_a_rung_are_its_checks():
+    assert graduation.exercises("01") == ["bytes_per_parameter", "fits", "block_activations", "run_memory"]
+
+
+def test_each_answer_has_its_own_fate(tmp_path):
+    work = tmp_path / "work"
+    solution = (ROOT / "labs" / "solutions" / "rung05.py").read_text(encoding="utf-8")
+    _notebook(
+        work / "05_zero.ipynb",
+        solution,
+        "END = __import__('os')._exit(7)\n\ndef state_bytes(*_):\n    return END",
+    )
+    _notebook(work / "05_zero.new.ipynb", "def zero_tradeoffs():\n    return 1")
+    _notebook(work / "03_tensor_parallelism.ipynb", "def split_qkv(*_):\n    while True:\n        pass")
+    _notebook(work / "02_data_parallelism.ipynb", "def ddp_bottleneck(*_):\n    raise NotImplementedError")
+    (work / "01_why.ipynb").write_text("torn")
+    (five,) = examine(work, rungs=["5"])
+    assert (five.status, five.name) == ("passed", "zero_tradeoffs")
+    crashed = graduation._examine_one(work / "05_zero.ipynb", "05", "state_bytes", 60)
+    assert crashed.status == "wrong"
+    assert "ended with code 7" in crashed.message
+    found = {o.rung: o for o in examine(work, rungs=["01", "02", "03", "04"], timeout=0.5)}
+    assert {rung: outcome.status for rung, outcome in found.items()} == {
+        "01": "wrong", "02": "not attempted", "03": "wrong", "04": "no lab",
+    }  # fmt: skip
+    assert "is no notebook" in found["01"].message
+    assert "does it end?" in found["03"].message
+    assert "make lab" in found["04"].message
+    with pytest.raises(ValueError, match="there is no rung 12"):
+        next(examine(work, rungs=["12"]))
+
+
+def test_the_requirements_name_what_is_left(tmp_path):
+    assert len(REQUIREMENTS) == 5
+    both = Requirement("both", ("02", "03"))
+    assert unmet(both, ["02", "03"], None) == []
+    assert unmet(both, ["03"], None) == ["rung 02"]
+    rented = REQUIREMENTS[-1]
+    assert unmet(rented, ["11"], None) == [
+        "a report of a run on two GPUs or more: rung labs run 11 --gpus all"
+    ]
+    runs = tmp_path / "x" / "runs"
+    runs.mkdir(parents=True)
+    (runs / "torn-2.json").write_text("{")
+    for gpus, counts in ((0, False), (1, False), (2, True)):  # two ranks on one GPU are no multi-GPU run
+        record = {"ranks": 2, "machine": {"gpus": ["H100"] * gpus}}
+        (runs / "strong-2.json").write_text(json.dumps(record))
+        assert (multi_gpu_report(tmp_path) == tmp_path / "x") is counts
+    assert unmet(rented, ["11"], tmp_path) == []
+
+
+def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch):
+    def examined(status):
+        return lambda work, **_: iter(
+            [graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks]
+        )
+
+    monkeypatch.setattr(graduation, "multi_gpu_report", lambda folder: tmp_path)
+    monkeypatch.setattr(graduation, "examine", examined("passed"))
+    good = CliRunner().invoke(app, ["graduate"])
+    assert good.exit_code == 0, good.output
+    assert "11 of 11 rungs are done." in good.output
+    assert "You can leave this course." in good.output
+    assert max(map(len, good.output.splitlines())) <= 80
+    monkeypatch.setattr(graduation, "examine", examined("wrong"))
+    bad = CliRunner().invoke(app, ["graduate"])
+    assert bad.exit_code == 1
+    assert "      Why." in bad.output
+    assert "left  Explain DDP, FSDP and ZeRO" in bad.output
+    content = json.loads(CliRunner().invoke(app, ["graduate", "--json"]).output)
+    assert content["graduated"] is False
+    assert content["passed"] == []

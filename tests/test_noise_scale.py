@@ -1,0 +1,212 @@
+"""The gradient noise scale: the estimator against enumerated batches, the rules, and two ranks against autograd."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lablib.calc.batch_size import (
+    examples_needed,
+    linear_rule,
+    noise_rule,
+    sqrt_rule,
+    step_gain,
+    steps_needed,
+)
+from lablib.calc.noise_scale import noise_scale
+from lablib.launch.fsdp import shard
+from lablib.launch.noise_scale import between_micro_batches, between_ranks, measure
+from lablib.launch.ranks import run_ranks
+from lablib.toys.transformer import Transformer, tiny_config
+
+SEED = random.randrange(10**6)
+DICE = random.Random(SEED)
+
+
+def _square(vector):
+    return sum(x * x for x in vector)
+
+
+def _mean(vectors):
+    return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
+
+
+@pytest.mark.parametrize(("examples", "width", "batch"), [(5, 3, 2), (4, 7, 3), (3, 1, 4)])
+def test_over_all_batches_the_estimator_is_exact(examples, width, batch):
+    """Every way to draw a batch with replacement, once each: expectations are sums, and nothing is left to chance."""
+    print(f"seed {SEED}")
+    gradients = [[DICE.gauss(0.5, 1) for _ in range(width)] for _ in range(examples)]
+    true = _mean(gradients)
+    variance = sum(_square([x - t for x, t in zip(g, true, strict=True)]) for g in gradients) / examples
+    batches = list(itertools.product(gradients, repeat=batch))
+    got = noise_scale(
+        [sum(map(_square, b)) / batch for b in batches],
+        [_square(_mean(b)) for b in batches],
+        batch_small=1,
+        batch_big=batch,
+    )
+    # Means of at most 81 batches, whose squares add up to signal and noise: double precision loses less than 1e-12
+    # of that sum. Of a small signal alone it may lose more, so the tolerance is absolute.
+    size = _square(true) + variance
+    assert got.signal == pytest.approx(_square(true), rel=0, abs=1e-12 * size)
+    assert got.noise == pytest.approx(variance, rel=0, abs=1e-12 * size)
+    assert got.steps == examples**batch
+
+
+def test_by_hand():
+    # Two examples with gradients 3 and 1: |G|² = 4, variance 1, so a quarter of an example.
+    # Four equally likely pairs: squares of the means are 9, 4, 4, 1, of the parts 9, 5, 5, 1.
+    got = noise_scale([9, 5, 5, 1], [9, 4, 4, 1], batch_small=1, batch_big=2)
+    assert (got.signal, got.noise, got.examples) == (4, 1, 0.25)
+    assert "0.25" in str(got)
+
+
+def test_the_spread_is_that_of_leaving_out_one():
+    small, big = [9.0, 5.0, 7.0], [5.0, 3.0, 4.5]
+    left = [
+        noise_scale(small[:i] + small[i + 1 :], big[:i] + big[i + 1 :], batch_small=2, batch_big=6).examples
+        for i in range(3)
+    ]
+    middle = sum(left) / 3
+    expected = math.sqrt(2 / 3 * sum((x - middle) ** 2 for x in left))
+    assert noise_scale(small, big, batch_small=2, batch_big=6).spread == pytest.approx(expected, rel=1e-12)
+    assert noise_scale(small[:1], big[:1], batch_small=2, batch_big=6).spread == 0
+
+
+def test_without_a_signal_there_is_no_number():
+    got = noise_scale([4.0, 4.0], [1.0, 1.0], batch_small=1, batch_big=3)
+    assert got.examples == math.inf
+    assert "no signal" in str(got)
+
+
+@pytest.mark.parametrize(
+    ("small", "big", "b", "B", "says"),
+    [([1], [1], 4, 4, "batch_small=4"), ([1], [1], 0, 4, "batch_small=0"), ([1, 2], [1], 1, 2, "2 small and 1 big"),
+     ([], [], 1, 2, "0 small")],
+)  # fmt: skip
+def test_refusals(small, big, b, B, says):
+    with pytest.raises(ValueError, match=says):
+        noise_scale(small, big, batch_small=b, batch_big=B)
+
+
+def test_the_trade_between_steps_and_examples():
+    print(f"seed {SEED}")
+    for _ in range(100):
+        noise, batch = math.exp(DICE.uniform(0, 12)), math.exp(DICE.uniform(0, 12))
+        s, e = steps_needed(batch, noise_scale=noise), examples_needed(batch, noise_scale=noise)
+        # The hyperbola of the paper; both factors are exact ratios, and 1 is subtracted from numbers of size 1 and more,
+        # so up to 2^-52 * e^12 of the smaller factor is lost.
+        assert (s - 1) * (e - 1) == pytest.approx(1, rel=1e-9)
+        # Steps times batch is examples, in units of S_min B_noise = E_min.
+        assert s * batch / noise == pytest.approx(e, rel=1e-12)
+        assert step_gain(batch, noise_scale=noise) * s == pytest.approx(1)
+    assert steps_needed(50, noise_scale=50, steps_min=300) == 600
+    assert examples_needed(50, noise_scale=50, examples_min=7) == 14
+
+
+def test_the_three_rules():
+    assert linear_rule(0.1, 256, 8192) == pytest.approx(
+        3.2
+    )  # Goyal et al.'s headline: 0.1 for 256, 3.2 for 8192
+    assert sqrt_rule(3e-4, 64, 256) == pytest.approx(6e-4)
+    # Far below the noise scale the third is the linear rule, far above it the rate stays.
+    assert noise_rule(0.1, 1, 8, noise_scale=1e9) == pytest.approx(0.8, rel=1e-6)
+    assert noise_rule(0.1, 1e9, 8e9, noise_scale=1) == pytest.approx(0.1, rel=1e-6)
+    assert noise_rule(1.0, 100, 300, noise_scale=100) == pytest.approx(0.75 / 0.5)
+    for rule in (linear_rule, sqrt_rule):
+        assert rule(0.1, 32, 32) == 0.1
+        with pytest.raises(ValueError, match="new_batch=0"):
+            rule(0.1, 32, 0)
+    with pytest.raises(ValueError, match="noise_scale=-1"):
+        noise_rule(0.1, 32, 64, noise_scale=-1)
+    with pytest.raises(ValueError, match="batch=0"):
+        step_gain(0, noise_scale=3)
+
+
+def _model():
+    torch.manual_seed(3)
+    return Transformer(tiny_config("gpt2", num_layers=1, hidden=16, ffn=32)).double()
+
+
+def _tokens(index):
+    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(index))
+
+
+def _loss(model, tokens):
+    return model.loss(tokens)
+
+
+def _alone(indices):
+    """The gradient over some batches, as one vector, by autograd in one process."""
+    model = _model()
+    loss = sum(_loss(model, _tokens(i)) for i in indices) / len(indices)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def _three_ways():
+    rank = dist.get_rank()
+    replica = _model()
+    ranks = between_ranks(replica, _loss, _tokens(rank))
+    left = torch.cat([p.grad.flatten() for p in replica.parameters()])
+    sharded, _ = shard(_model(), wrap="block")
+    mine = [_tokens(2 * k + rank) for k in range(3)]
+    micro = between_micro_batches(sharded, _loss, mine)
+    whole = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()])
+    scales = (
+        measure(sharded, _loss, [mine, mine[::-1]], examples=2),
+        measure(_model(), _loss, [mine], examples=2),
+    )
+    try:
+        between_ranks(sharded, _loss, _tokens(0))
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return ranks, left, micro, whole, scales, refused
+
+
+def test_two_ranks_measure_what_one_process_computes():
+    """Norms of replicas and of FSDP2's shards against one process; in fp64, so 1e-6 is fp32's sum of squares."""
+    results = run_ranks(_three_ways, 2)
+    ranks, left, micro, whole, scales, refused = results[0]
+    assert [r[0] for r in results] == [ranks, ranks]
+    assert [r[2] for r in results] == [micro, micro]
+    single = [_alone([i]).square().sum().item() for i in (0, 1)]
+    both = _alone([0, 1])
+    assert ranks == pytest.approx((sum(single) / 2, both.square().sum().item()), rel=1e-6)
+    assert torch.allclose(left, both, rtol=0, atol=1e-12)
+    pairs = [_alone([2 * k, 2 * k + 1]) for k in range(3)]
+    mean = sum(pairs) / 3
+    assert micro == pytest.approx(
+        (sum(p.square().sum().item() for p in pairs) / 3, mean.square().sum().item()), rel=1e-6
+    )
+    assert torch.allclose(whole, mean, rtol=0, atol=1e-12)
+    sharded, replicas = scales
+    assert (sharded.steps, replicas.steps) == (2, 3)
+    expected = noise_scale([micro[0]], [micro[1]], batch_small=4, batch_big=12)
+    assert (sharded.signal, sharded.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
+    each = [[_alone([2 * k + r]).square().sum().item() for r in (0, 1)] for k in range(3)]
+    expected = noise_scale(
+        [sum(e) / 2 for e in each], [p.square().sum().item() for p in pairs], batch_small=2, batch_big=4
+    )
+    assert (replicas.signal, replicas.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
+    assert "between_micro_batches" in refused
+
+
+def test_one_process_compares_micro_batches():
+    mine = [_tokens(i) for i in range(4)]
+    got = measure(_model(), _loss, [mine], examples=2)
+    parts, mean = [_alone([i]) for i in range(4)], _alone(range(4))
+    expected = noise_scale(
+        [sum(p.square().sum().item() for p in parts) / 4],
+        [mean.square().sum().item()],
+        batch_small=2,
+        batch_big=8,
+    )
+    assert (got.signal, got.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
+    with pytest.raises(ValueError, match="1 micro-batch"):
+        measure(_model(), _loss, [[mine[0]]], examples=2)
+    with pytest.raises(ValueError, match=r"\[2, 3\]"):
+        measure(_model(), _loss, [mine[:2], mine[:3]], examples=2)

@@ -1,0 +1,268 @@
+"""The training scripts as they are started: Slurm and torchrun over two nodes, accelerate launch, SkyPilot's file.
+
+Slurm itself is played: a stand-in scontrol prints host names, and a stand-in srun starts the command once a node. The
+rest is real: two torchrun agents meet, each starts its rank, and the ranks train together.
+
+fp32 with eps = 1e-2: losses of two ranks and of the plain loop agree to 2e-5, as test_trainer derives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from lablib.calc.params import count_params
+from lablib.launch.plain_loop import plain_loop
+from lablib.launch.train_arguments import config_of, train_parser
+from lablib.launch.train_config import train_model
+from lablib.launch.train_metrics import read_metrics
+from lablib.launch.train_start import check_alone
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "labs" / "scripts"
+SMALL = shlex.split(
+    "--model tiny --steps 3 --global-batch 4 --seq 16 --precision fp32 --eps 1e-2 --device cpu"
+)
+TOLERANCE = 2e-5
+
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> "$RECORD"
+[ "$1 $2" = "show hostnames" ] || exit 2
+printf 'localhost\\nnode-2\\n'
+"""
+
+SRUN = """#!/bin/bash
+echo "srun $*" >> "$RECORD"
+while [[ "$1" == --* ]]; do shift; done
+SLURM_NODEID=0 SLURM_STEP_ID=0 "$@" & first=$!
+SLURM_NODEID=1 SLURM_STEP_ID=0 "$@" & second=$!
+wait $first && wait $second
+"""
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    usual["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    # Loading the libraries makes no garbage; to look for it is a sixth of the time.
+    (folder / "sitecustomize.py").write_text("import gc; gc.set_threshold(100_000)")
+    usual["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = {
+        name: v for name, v in os.environ.items() if not name.startswith(("SLURM_", "RANK", "ACCELERATE_"))
+    }
+    return {**ours, **usual, **more}
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def expected(folder: Path) -> list[float]:
+    parser = train_parser("A test.")
+    args = parser.parse_args([*SMALL, "--folder", str(folder)])
+    return [step["loss"] for step in plain_loop(config_of(args))]
+
+
+def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path) -> None:
+    for name, content in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NTASKS": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_SUBMIT_HOST": "login-node",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    env = environment(tmp_path, MASTER_PORT=free_port(), RECORD=str(tmp_path / "record"), **slurm)
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    run = tmp_path / "run"
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(run), *SMALL],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked, started = (tmp_path / "record").read_text().splitlines()
+    assert asked == "scontrol show hostnames node-[1-2]"
+    assert f"--rdzv-endpoint=localhost:{env['MASTER_PORT']} " in started
+    assert "--nnodes=2 --nproc-per-node=1 " in started
+    assert "--rdzv-id=4711 " in started
+    assert "login-node" not in started
+    assert f"2 nodes x 1 ranks, meeting at localhost:{env['MASTER_PORT']}" in done.stdout
+    for rank in (0, 1):
+        metrics = read_metrics(run, rank)
+        assert [m["world_size"] for m in metrics] == [2, 2, 2]
+        assert [m["loss"] for m in metrics] == pytest.approx(expected(run), abs=TOLERANCE)
+
+
+def directives(file: Path) -> dict[str, str]:
+    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", file.read_text(), re.MULTILINE)
+    return dict(lines)
+
+
+def test_the_sbatch_file_asks_for_what_it_needs() -> None:
+    asked = directives(SCRIPTS / "train_fsdp.sbatch")
+    assert asked["ntasks-per-node"] == "1"
+    assert asked["signal"].startswith("TERM@")
+    assert {"nodes", "gpus-per-node", "cpus-per-task", "time", "requeue"} <= asked.keys()
+    subprocess.run(["bash", "-n", str(SCRIPTS / "train_fsdp.sbatch")], check=True)
+
+
+def launcher_arguments(words: list[str]) -> tuple[object, list[str]]:
+    """What torchrun makes of a command line: its own options, and the script's."""
+    args = torchrun_parser().parse_args(words)
+    return args, [args.training_script, *args.training_script_args]
+
+
+def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
+    """Its `run` under bash, with SkyPilot's variables and a `python` that prints what it is asked to run."""
+    file = SCRIPTS / "train_fsdp.sky.yaml"
+    task = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert set(task) == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}
+    assert all(isinstance(value, str) for value in task["envs"].values())  # SkyPilot refuses numbers
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    sky = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+        "SKYPILOT_NODE_RANK": "1",
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    command = ["bash", "-euo", "pipefail", "-c", task["run"]]
+    done = subprocess.run(command, env=sky | task["envs"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("-m\ntorch.distributed.run\n")
+    args, (script, *options) = launcher_arguments(done.stdout.split()[2:])
+    assert (args.nnodes, args.nproc_per_node) == ("2", "4")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
+    assert (ROOT / script).is_file()
+    parsed = runpy.run_path(str(ROOT / script))["arguments"](options)
+    assert (parsed.config.model, parsed.config.steps, parsed.save_every) == ("gpt2-124m", 200, 50)
+    assert parsed.config.batches_of(8) == (8, 1)
+    subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
+    # The comment on the disk: 12 bytes a parameter, weights and AdamW's two moments in fp32.
+    size = 12 * count_params(train_model("qwen2-7b")).total / 1e9
+    assert f"a 7B model is {size:.0f} GB" in file.read_text()
+
+
+def test_accelerate_launch_hands_it_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `accelerate launch` but the agent at its end, which is torchrun's: the Slurm test starts that one."""
+    script = [str(SCRIPTS / "train_fsdp.py"), "--folder", "unused", *SMALL]
+    words = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    seen: dict[str, object] = {}
+
+    def run(args: object) -> None:
+        seen.update(vars(args), env=dict(os.environ))
+
+    monkeypatch.setattr(torch.distributed.run, "run", run)
+    launch_command(launch_command_parser().parse_args([*words, "--dynamo_backend", "no", *script]))
+    assert (seen["nproc_per_node"], seen["nnodes"]) == ("2", "1:1")
+    assert [seen["training_script"], *seen["training_script_args"]] == script
+    given = {name: value for name, value in seen["env"].items() if name.startswith("ACCELERATE_")}
+    assert given
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="one process without ranks"):
+        check_alone()  # for these variables; with a RANK from torchrun nobody asks
+    assert runpy.run_path(script[0])["arguments"](script[1:]).config.global_batch == 4
+
+
+# The scripts in this process
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+    def load(name: str, *words: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(variable, raising=False)
+        return runpy.run_path(str(SCRIPTS / name))
+
+    return load
+
+
+def test_one_process_trains_saves_and_resumes(script: Callable, tmp_path: Path, capfd) -> None:
+    words = ["--folder", str(tmp_path), *SMALL, "--save-every", "2"]
+    assert script("train_fsdp.py", *words)["main"]() == 0
+    out = capfd.readouterr().out
+    assert "finished after step 3" in out
+    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(expected(tmp_path), abs=TOLERANCE)
+    assert script("train_fsdp.py", *words)["main"]() == 0
+    assert "resumed after step 3" in capfd.readouterr().out
+    assert script("train_fsdp.py", *words, "--lr", "1")["main"]() == 1
+    error = capfd.readouterr().err
+    assert error.startswith("train_fsdp.py: checkpoint ")
+    assert error.rstrip().endswith("is of another run: lr was 0.001 and is 1.0")
+
+
+def test_the_fine_tuning_demo(script: Callable, tmp_path: Path, capfd) -> None:
+    words = shlex.split(
+        "--demo --steps 2 --global-batch 4 --seq 12 --precision fp32 --lora-rank 2 --device cpu"
+    )
+    assert script("finetune_fsdp.py", "--folder", str(tmp_path), *words)["main"]() == 0
+    assert f"the model is in {tmp_path}/merged" in capfd.readouterr().out
+    assert {p.name for p in (tmp_path / "adapters").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    words = [
+        *words[1:-4],
+        "--device",
+        "cpu",
+        "--pretrained",
+        str(tmp_path / "merged"),
+        "--examples",
+        str(data),
+    ]
+    again = tmp_path / "again"
+    assert script("finetune_fsdp.py", "--folder", str(again), *words, "--bytes")["main"]() == 0
+    assert {p.name for p in (again / "merged").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_the_plain_loop_and_the_race(script: Callable, tmp_path: Path, capfd) -> None:
+    words = ["--folder", str(tmp_path), *SMALL]
+    script("single_gpu_loop.py", *words)["main"]()
+    assert capfd.readouterr().out.count("tokens/s") == 3
+    script("single_gpu_loop.py", *words, "--race", "2", "--turn", "1")["main"]()
+    assert "trainer / plain: " in capfd.readouterr().out
+    assert (tmp_path / "race.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("train_fsdp.py", "--seq 5000", "seq=5000 is longer than the 512 positions of tiny"),
+        ("train_fsdp.py", "--save-every -1", "--save-every -1 must not be negative"),
+        ("finetune_fsdp.py", "", "give --pretrained and --examples, or --demo"),
+        ("finetune_fsdp.py", "--demo --pretrained x", "give --pretrained and --examples, or --demo"),
+        ("single_gpu_loop.py", "--global-batch 3 --micro-batch 2", "micro_batch=2 does not divide the 3"),
+    ],
+)
+def test_bad_options(script: Callable, capfd, name: str, options: str, says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(name)["arguments"](["--folder", "unused", *options.split()])
+    assert ended.value.code == 2
+    assert says in capfd.readouterr().err
