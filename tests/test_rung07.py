@@ -8,6 +8,7 @@ import pytest
 from lablib.calc.challenge import CASES, score
 from lablib.calc.mesh import mesh
 from lablib.calc.miniature import Miniature, predicted_traffic
+from lablib.checks import rung07
 from lablib.toys.transformer import tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,3 +57,20 @@ def test_the_worked_layouts_run_and_their_comments_are_true(solutions):
     runs = {name: CASES[name].run for name in CASES}
     for name, micro_batches in (("gpt-175b", 64), ("llama-405b", 16)):
         assert judged[name].layout.num_microbatches(runs[name].global_batch) == micro_batches
+
+
+@pytest.mark.parametrize("answer", [None, 5, "tp=8"])
+def test_an_answer_that_is_no_layout_is_told_what_to_return(answer):
+    verdict = rung07.plan_cluster(lambda case: answer)
+    assert verdict.status == "wrong"
+    assert "return a dictionary of fields" in verdict.message
+
+
+def test_a_layout_is_an_answer_too():
+    assert rung07.plan_cluster(lambda case: CASES[case].published).status == "passed"
+
+
+@pytest.mark.parametrize("at", [None, "a"])
+def test_a_coordinate_that_is_no_number_is_told_so(at):
+    verdict = rung07.coordinates(lambda rank, sizes: dict.fromkeys(sizes, at))
+    assert (verdict.status, verdict.message[:31]) == ("wrong", "A coordinate is a whole number ")

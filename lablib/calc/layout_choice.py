@@ -166,10 +166,10 @@ def _answer(found: Plan, name: str, own: Candidate, taken: bool) -> Reason:
             f"; but {slower:.0%} slower than the best of all, {found.best.layout}: "
             f"{NAMES[worst]} +{gaps[worst]:.2f} s"
         )
-    elif slower > 0:
+    elif slower >= 0.0005:  # of a step; below it would print as 0.0%
         text += f"; {slower:.1%} slower than the best of all, which is less than the planner can tell apart"
     else:
-        text += "; nothing is faster"
+        text += "; no layout is faster" if slower == 0 else "; as fast as the best of all"
     return Reason(name, True, taken, own.layout, own.total_memory, own.step, text + ".")
 
 

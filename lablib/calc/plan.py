@@ -278,6 +278,6 @@ def nothing_fits(result: Plan) -> str:
     near = result.dropped[0]
     return (
         f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, is {near.excess / 1e9:.1f} GB over "
-        f"the {result.capacity / 1e9:.1f} GB that a {result.cluster.gpu.name} has for it; its largest term is "
+        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it; its largest term is "
         f"{near.term}, {near.memory[near.term] / 1e9:.1f} GB"
     )

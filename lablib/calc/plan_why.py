@@ -62,7 +62,7 @@ def against(best: Candidate, other: Candidate) -> str:
     gaps = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
     worth = [(gap, name) for name, gap in gaps.items() if abs(gap) > SMALL * best.step]
     costs = [f"{NAMES[name]} +{gap:.3f} s" for gap, name in sorted(worth, reverse=True) if gap > 0]
-    saves = [f"{NAMES[name]} {gap:.3f} s" for gap, name in sorted(worth) if gap < 0]
+    saves = [f"{-gap:.3f} s of {NAMES[name]}" for gap, name in sorted(worth) if gap < 0]
     text = f"{other.layout} takes {other.step - best.step:.3f} s more ({other.step / best.step - 1:.1%})"
     if costs:
         text += ": " + ", ".join(costs)

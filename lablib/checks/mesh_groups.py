@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
+from typing import SupportsIndex
 
 from lablib.calc.mesh import AXES, Mesh, mesh
 from lablib.checks.report import Wrong, check
@@ -54,6 +56,8 @@ def _judge_coordinates(got: object, right: Sizes, rank: int, sizes: Sizes) -> No
     case = f"rank {rank} of {_shown(sizes)}"
     if not isinstance(got, Mapping) or set(got) != set(sizes):
         raise Wrong(f"Return a dictionary with the keys {', '.join(sizes)}.")
+    if not all(isinstance(at, Real | SupportsIndex) for at in got.values()):
+        raise Wrong(f"A coordinate is a whole number ({case}).")
     if dict(got) == right:
         return
     for axis, at in got.items():
@@ -116,6 +120,8 @@ def _judge_groups(got: object, axis: str, found: Mesh, sizes: Sizes, case: str) 
     right = found.groups(axis)
     if not isinstance(got, Sequence) or not all(isinstance(group, Sequence) for group in got):
         raise Wrong(f"The groups of {axis} are a list of lists of ranks ({case}).")
+    if not all(isinstance(rank, Real) for group in got for rank in group):
+        raise Wrong(f"A group is a list of rank numbers ({case}).")
     mine = {tuple(sorted(group)) for group in got}
     if mine == set(map(tuple, right)) and len(got) == len(right):
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from lablib.calc.challenge import CASES, Score, planner, score
 from lablib.calc.comm import ring_all_reduce_bytes
+from lablib.calc.plan_layout import Layout
 from lablib.calc.plan_why import NAMES
 from lablib.checks.mesh_groups import coordinates, sketch
 from lablib.checks.report import Wrong, check, close
@@ -119,7 +120,10 @@ def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
     """Judge `plan_cluster(case)`: for each real cluster a layout that runs and is about as fast as the published one."""
     done = []
     for name in CASES:
-        judged = score(answer(name), name)
+        fields = answer(name)
+        if not isinstance(fields, Mapping | Layout):
+            raise Wrong(f"{name}: return a dictionary of fields such as tp, pp, dp and zero, not {fields!r}.")
+        judged = score(fields, name)
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
         if judged.to_published > _SLOWER:

@@ -103,7 +103,9 @@ def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel:
     ):
         heights = [pair[i] for pair in groups.values()]
         places = [place + 0.4 * i - 0.2 for place in range(len(groups))]
-        ax.bar(places, heights, 0.38, color=COLORS[role], hatch=hatch, edgecolor="white", label=name)
+        ax.bar(
+            places, heights, 0.38, color=COLORS[role], hatch=hatch, edgecolor="white", linewidth=0, label=name
+        )
     ax.set_xticks(range(len(groups)), labels=list(groups))
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(ylabel)
