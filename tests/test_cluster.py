@@ -75,10 +75,11 @@ def left_of(token: str, networks: set[str]) -> list[str]:
         try:
             told = token.encode() in (folder / "environ").read_bytes()
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended since
             continue
         if state != "Z" and (told or network_of(folder.name) in networks):
-            found.append((folder / "cmdline").read_text().replace("\0", " "))
+            found.append(command)
     return found
 
 

@@ -295,7 +295,8 @@ def test_the_files_have_the_names_of_peft(runs: dict) -> None:
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 16.0, "LORA")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+# peft asks for it, not the course
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_peft_reads_what_we_write_and_we_read_what_it_writes(
     runs: dict, pretrained: Path, tmp_path: Path
 ) -> None:

@@ -1,11 +1,12 @@
 """What torchrun starts on every host: one rank that calls the notebook's function and writes its result to a file.
 
-Usage: torchrun ... --module lablib.launch._cluster_rank FOLDER
+Usage: torchrun ... --run-path --start-method=fork _cluster_rank.py FOLDER
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -35,11 +36,9 @@ def main(folder: Path) -> None:
     # Nobody leaves before all are done: an early goodbye would break the others' connections.
     dist.barrier()
     dist.destroy_process_group()
-    # Taking an interpreter with torch apart costs each rank half a second, and there is nothing left to save.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
+    # A fork has torchrun's handler, which a rank inside of a collective would never get to run.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     main(Path(sys.argv[1]))

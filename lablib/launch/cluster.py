@@ -193,7 +193,13 @@ class Cluster:
         with tempfile.TemporaryDirectory(prefix="cluster-") as name:
             folder = Path(name)
             (folder / "call").write_bytes(pickle_call(fn, args))
-            job = ("--module", "lablib.launch._cluster_rank", name)
+            # torchrun has loaded torch already: ranks that it forks off itself start seconds earlier than new ones.
+            job = (
+                "--run-path",
+                "--start-method=fork",
+                str(Path(__file__).with_name("_cluster_rank.py")),
+                name,
+            )
             try:
                 self.torchrun(*job, ranks_per_host=ranks_per_host, timeout=timeout, threads=threads)
             except ClusterError as error:

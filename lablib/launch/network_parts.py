@@ -92,5 +92,6 @@ class Parts:
                     samples += ddp_samples(self.steps[variant], rate, turns=s.turns, warm=int(base))
         if "placement" in self.parts and rate in (None, s.placement_rate):
             for layout in self.layouts.values():
-                samples += placement_samples(layout, rate, turns=s.turns)
+                # Without a throttled link every layout has warmed up already.
+                samples += placement_samples(layout, rate, turns=s.turns, warm=int(rate is None))
         return samples

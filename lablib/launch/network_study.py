@@ -1,6 +1,6 @@
 """The study of rung 10: one job on 4 ranks and 2 hosts measures a link, collectives, DDP and the place of every axis.
 
-    study = network_study()          # on this machine, about 14 s; where it has no cluster, the record is replayed
+    study = network_study()          # on this machine, about 12 s; where it has no cluster, the record is replayed
     for row in scaling_rows(study.samples): ...
 
 Starting ranks on a cluster takes longer than measuring on it. So there is one launch, and rank 0 changes the links'
