@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from lablib.calc.hardware import accelerator
 from lablib.calc.memory import training_memory
+from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import preset_names
 from lablib.calc.params import count_params
 from lablib.cli import doctor
@@ -91,7 +92,9 @@ def test_every_setting_of_the_api_is_an_option_with_the_same_default() -> None:
     api = dict(inspect.signature(training_memory).parameters)
     cli = dict(inspect.signature(memory).parameters)
     assert list(api) == list(cli)[: len(api)]
-    assert set(cli) - set(api) == {"gpu", "unit", "as_json"}
+    of_the_timeline = {"step", "at", "explain"}
+    assert set(cli) - set(api) == {"gpu", "unit", "as_json"} | of_the_timeline
+    assert cli["step"].default == inspect.signature(memory_timeline).parameters["step"].default
     for name, parameter in api.items():
         if name != "bucket_bytes":  # written with a unit on the command line
             assert cli[name].default == parameter.default, name

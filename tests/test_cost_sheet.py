@@ -55,6 +55,8 @@ def test_what_makes_no_sense_is_refused():
         sheet(A10, ["3"])
     with pytest.raises(ValueError, match="use one of second, minute, hour"):
         sheet(A10, billing="day")
+    with pytest.raises(ValueError, match="must not be negative or infinite"):
+        parse_machine("2xa10@1").cost(float("inf"))
     with pytest.raises(ValueError, match="must not be negative"):
         sheet(A10, setup=-1)
     with pytest.raises(ValueError, match="nothing fits"):

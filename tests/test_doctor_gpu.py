@@ -269,3 +269,10 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     assert found["GPU 0 load"].mend == "return this machine"
     assert found["GPU 1 load"].verdict == "ok"
     assert "link has 16" in found["GPU to GPU"].detail  # the pair is as fast as its slower card
+
+
+def test_a_disk_that_cannot_be_written_is_a_finding_and_not_the_end(tmp_path):
+    found = {f.name: f for f in doctor.examine_gpu(tmp_path / "nowhere", disk_bytes=2**20)}
+    assert found["disk speed"].verdict == "limited"
+    assert "nowhere cannot be written: No such file or directory" in found["disk speed"].detail
+    assert "limits" in found

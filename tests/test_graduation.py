@@ -168,3 +168,9 @@ def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch
     content = json.loads(CliRunner().invoke(app, ["graduate", "--json"]).output)
     assert content["graduated"] is False
     assert content["passed"] == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_that_is_none_is_refused(tmp_path, timeout):
+    with pytest.raises(ValueError, match="must be above 0 seconds"):
+        next(examine(tmp_path, timeout=timeout))

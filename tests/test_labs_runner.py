@@ -85,6 +85,8 @@ def test_a_lab_is_found_by_number_or_stem(house):
         (["7", "-p", "8.steps=3"], "lab 8 is not among the chosen labs"),
         (["7", "-p", "steps=three"], "steps='three' is no int; 07_small has steps=2"),
         (["7", "-p", "steps=true"], "steps=True is no int"),
+        (["7", "-p", "steps=2.5"], "steps=2.5 is no int"),
+        (["7", "-p", "steps=NaN"], "steps=nan is no int"),
         (["7", "-p", "steps"], "is written NAME=VALUE"),
         (["7", "07_small"], "named twice"),
         (["9"], "no lab '9'"),
@@ -161,6 +163,11 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     left = int(Path(f"{gate}.left").read_text())
     assert _alive(pid)
     assert _alive(left)
+    # Two `rung labs run` in the same moment: the second is refused, and neither hides the first nor ends it.
+    late = lab_jobs.prepare(["8"])
+    start(late)
+    _until(lambda: lab_jobs.read_json(late)["state"] == "refused")
+    assert lab_jobs.latest_queue() == queue
     assert rung("stop").exit_code == 0
     _until(lambda: not _alive(pid))
     assert not _alive(left), "what the lab left behind was not ended"
@@ -203,6 +210,24 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     status = rung("status").output
     assert re.search(r"^done +07_small", status, re.M)
     assert re.search(r"^failed +08_other +cell \d failed with AssertionError", status, re.M)
+
+
+def test_who_only_looks_refuses_nobody(house):
+    looking = lab_jobs.only_queue()
+    looking.__enter__()
+    threading.Timer(0.1, looking.__exit__, (None, None, None)).start()
+    with pytest.raises(BlockingIOError), lab_jobs.only_queue():
+        pass
+    with lab_jobs.only_queue(60):
+        assert lab_jobs.is_running()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(house, monkeypatch):
+    (house / "file").write_text("")
+    monkeypatch.setenv("LABLIB_EXPERIMENTS", str(house / "file"))
+    result = rung("run", "7")
+    assert result.exit_code == 2
+    assert re.fullmatch(r"rung: \[Errno \d+\] [^\n]*file/runs'\n", result.output)
 
 
 def test_without_the_runner_nothing_is_kept(house):

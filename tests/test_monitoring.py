@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import sys
 import types
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from lablib.launch import debug_detail, flight_recorder
 from lablib.launch.flight_recorder import compare
+from lablib.launch.json_lines import JsonLines, read_json_lines
 from lablib.launch.live_view import curve, screen
-from lablib.launch.rank_log import RankLog, read_log, read_logs
+from lablib.launch.rank_log import RankLog, read_logs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.run_status import status
 from lablib.launch.straggler_watch import StragglerWatch, find_straggler, probe
@@ -48,7 +50,7 @@ def test_every_cut_of_a_log_is_readable_and_goes_on(tmp_path):
         again = RankLog(tmp_path, rank=0)  # the restarted rank
         again.write("step", step=99)
         again.close()
-        steps = [line["step"] for line in read_log(log.path)]
+        steps = [line["step"] for line in read_json_lines(log.path)]
         kept = sum(end <= cut for end in ends) + (cut + 1 in ends)  # a line that lacks only its end is whole
         assert steps == [*range(kept), 99]
 
@@ -337,3 +339,15 @@ def test_no_dump_and_no_ring(tmp_path):
         flight_recorder.read(tmp_path)
     with pytest.raises(ValueError, match="entries=0 must be at least 1"):
         flight_recorder.settings(tmp_path, entries=0)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_costs_only_itself(tmp_path, monkeypatch):
+    log, write = JsonLines(tmp_path / "a" / "x.jsonl"), os.write
+    log.write({"step": 1})
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, content: write(file, content[:5]))
+        with pytest.raises(OSError, match="No space left on device"):
+            log.write({"step": 2})
+    log.write({"step": 3})
+    log.close()
+    assert [line["step"] for line in read_json_lines(log.path)] == [1, 3]

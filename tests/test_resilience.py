@@ -20,13 +20,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lablib.launch import disk_room
-from lablib.launch.checkpoint_files import complete, latest
+from lablib.launch import disk_room, known_failures
+from lablib.launch.checkpoint_files import complete, latest, read_info
 from lablib.launch.disk_room import check_room
 from lablib.launch.elastic import descendants, torchrun
 from lablib.launch.kill_and_resume import kill_and_resume
@@ -44,6 +45,7 @@ from lablib.launch.resilience import (
     resume,
 )
 from lablib.launch.straggler_watch import StragglerWatch
+from lablib.launch.together import agree
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.trainer import Callback, Trainer
 
@@ -462,3 +464,46 @@ def _other_settings(folder: str) -> None:
 
 def test_settings_travel_as_json():
     assert json.loads(json.dumps(SETTINGS)) == SETTINGS
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"step": 1, "fi'])
+def test_a_checkpoint_whose_description_is_damaged_is_named(tmp_path, content):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "training.json").write_text(content)
+    with pytest.raises(ValueError, match=r"step-00000001 is damaged: training\.json cannot be read"):
+        read_info(folder)
+
+
+def test_what_lablib_says_itself_needs_no_traceback(monkeypatch, capsys):
+    def leave(code):
+        raise SystemExit(code)
+
+    def broken():
+        raise KeyError("x")
+
+    monkeypatch.setattr(known_failures.os, "_exit", leave)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), known_failures.one_sentence():
+        agree(broken, "saving step-00000001 failed")
+    assert capsys.readouterr().err == "saving step-00000001 failed. rank 0: KeyError: 'x'\n"
+
+
+def test_ctrl_c_stops_after_the_step_and_again_at_once():
+    said = []
+    trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        watch = StopOnSignal()
+        watch.on_start(trainer)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert said == ["SIGINT"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        watch.on_end(trainer)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == interrupt
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -273,3 +273,35 @@ def test_a_step_that_was_taken_again_counts_once(tmp_path: Path) -> None:
 def test_the_drivers_names(driver: str, key: str | None) -> None:
     card = known_accelerator(driver)
     assert (card and card.name) == key
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": float("inf")}, "lr=inf must be a finite number"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan must be a finite number"),
+        ({"peak_flops": float("nan")}, "peak_flops=nan must be a finite number"),
+        ({"betas": (0.9, 1.0)}, "must each be from 0 to below 1"),
+        ({"seed": 10**16}, "seed=10000000000000000 must lie between"),
+    ],
+)
+def test_a_number_that_would_spoil_the_run_is_refused(setting: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(folder="a", **setting)
+
+
+def test_the_largest_seed_still_shuffles() -> None:
+    assert sorted(SampleOrder(5, 2**32).take(10**6, 5)) == sorted(SampleOrder(5, -(2**32)).take(0, 5))
+
+
+def test_a_longer_run_is_told_to_keep_its_schedule() -> None:
+    short, long = TrainConfig(folder="a", steps=3), TrainConfig(folder="a", steps=5)
+    assert differences(short.settings(), long.settings()).endswith("keep its schedule: lr_steps=3)")
+    assert not differences(short.settings(), TrainConfig(folder="a", steps=5, lr_steps=3).settings())
+
+
+def test_an_archive_of_arrays_is_no_token_file(tmp_path: Path) -> None:
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.savez(file, ids=np.arange(9, dtype=np.uint16))
+    with pytest.raises(ValueError, match="no token file but an archive"):
+        open_tokens(tmp_path / "a.npy")

@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from lablib.calc.params import count_params
 from lablib.launch.plain_loop import plain_loop
+from lablib.launch.rendezvous import free_port
 from lablib.launch.train_arguments import config_of, train_parser
 from lablib.launch.train_config import train_model
 from lablib.launch.train_metrics import read_metrics
@@ -65,12 +66,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**ours, **usual, **more}
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def expected(folder: Path) -> list[float]:
     parser = train_parser("A test.")
     args = parser.parse_args([*SMALL, "--folder", str(folder)])
@@ -90,7 +85,7 @@ def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path
         "SLURM_SUBMIT_HOST": "login-node",
         "SLURM_CPUS_PER_TASK": "1",
     }
-    env = environment(tmp_path, MASTER_PORT=free_port(), RECORD=str(tmp_path / "record"), **slurm)
+    env = environment(tmp_path, MASTER_PORT=str(free_port()), RECORD=str(tmp_path / "record"), **slurm)
     env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
     run = tmp_path / "run"
     done = subprocess.run(
@@ -266,3 +261,27 @@ def test_bad_options(script: Callable, capfd, name: str, options: str, says: str
         script(name)["arguments"](["--folder", "unused", *options.split()])
     assert ended.value.code == 2
     assert says in capfd.readouterr().err
+
+
+def test_a_busy_port_stops_the_sbatch_file_before_any_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nprintf 'localhost\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as old_agent:
+        port = str(old_agent.getsockname()[1])
+        slurm = {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "4711"}
+        env = environment(tmp_path, MASTER_PORT=port, SLURM_SUBMIT_DIR=str(ROOT), **slurm)
+        env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+        command = ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(tmp_path / "run")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"something answers at localhost:{port} before this job has started")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_run_refuses_a_folder_with_checkpoints_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000004" / "training.json").write_text("{}")
+    script = runpy.run_path(str(SCRIPTS / "train_fsdp.py"))
+    args = script["arguments"](["--folder", str(tmp_path), *SMALL, "--save-every", "2", "--fresh"])
+    with pytest.raises(ValueError, match="has checkpoints of an earlier run; give another folder"):
+        script["train"](args)

@@ -10,7 +10,7 @@ has_torch() {
   "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 }
 
-for python in ${PYTHON:-} python3 python /opt/conda/bin/python /opt/venv/bin/python /venv/main/bin/python \
+for python in "${PYTHON:-python3}" python3 python /opt/conda/bin/python /opt/venv/bin/python /venv/main/bin/python \
   python3.13 python3.12 python3.11; do
   if command -v "$python" >/dev/null 2>&1 && has_torch "$python"; then
     exec "$python" tools/image_venv.py "${VENV:-.venv}" "$@"

@@ -121,7 +121,8 @@ def sheet(
         ValueError: If a lab has nothing to measure on a GPU.
     """
     known = {budget.lab: budget for budget in LABS}
-    chosen = list(known) if labs is None else [lab.zfill(2) for lab in labs]
+    # A lab named twice is run once.
+    chosen = list(known) if labs is None else list(dict.fromkeys(lab.zfill(2) for lab in labs))
     rows = []
     for lab in chosen:
         if lab not in known:

@@ -44,8 +44,8 @@ class Machine:
         Raises:
             ValueError: If minutes or billing make no sense.
         """
-        if not minutes >= 0:
-            raise ValueError(f"minutes={minutes} must not be negative")
+        if not 0 <= minutes < math.inf:
+            raise ValueError(f"minutes={minutes} must not be negative or infinite")
         if billing not in BILLING:
             raise ValueError(f"billing={billing!r} is unknown; use one of {', '.join(BILLING)}")
         unit = BILLING[billing]

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,7 +71,7 @@ GOALS = (
          "You can explain ring all-reduce and why bandwidth (not latency) matters most for it.",
          ("ring_all_reduce", "choose_algorithm", "place")),
     Goal("11", "A real FSDP run",
-         "You have run a multi-GPU job and observed its scaling.", ("observe_scaling",)),
+         "You have run a multi-GPU job and observed scaling behavior.", ("observe_scaling",)),
 )  # fmt: skip
 
 
@@ -137,8 +138,10 @@ def examine(
         timeout: Seconds for one check.
 
     Raises:
-        ValueError: If a rung does not exist.
+        ValueError: If a rung does not exist, or the timeout is not positive.
     """
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout:g} must be above 0 seconds")
     known = [goal.rung for goal in GOALS]
     chosen = known if rungs is None else [rung.zfill(2) for rung in rungs]
     if unknown := sorted(set(chosen) - set(known)):
@@ -175,16 +178,23 @@ def _examine_one(notebook: Path, rung: str, name: str, timeout: float) -> Outcom
         try:
             errors = process.communicate(timeout=timeout)[1]
         except subprocess.TimeoutExpired:
+            _end(process)
             return Outcome(rung, name, "wrong", f"It gave no result in {timeout:g} seconds: does it end?")
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks follow it
-                process.communicate()
+                _end(process)
         if not result.exists():
             last = (errors.strip().splitlines() or ["no word"])[-1]
             return Outcome(rung, name, "wrong", f"Its process ended with code {process.returncode}: {last}")
         verdict = json.loads(result.read_text(encoding="utf-8"))
     return Outcome(rung, name, verdict["status"], verdict["message"])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and its session, what it left behind when it ended itself included; its ranks follow it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def multi_gpu_report(experiments: Path) -> Path | None:

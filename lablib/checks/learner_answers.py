@@ -29,7 +29,7 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
     try:
         cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None
     statements = [statement for source in sources for statement in _statements(source)]
     homes: dict[str, int] = {}

@@ -34,9 +34,14 @@ def examine_gpu(folder: Path, *, disk_bytes: int = 256 * 2**20) -> list[Finding]
     findings = [Finding("GPU", LIMITED, NO_GPU)] if not torch.cuda.is_available() else _gpus()
     from lablib.launch.machine_probe import disk_rates, limits, shared_memory_bytes
 
+    try:
+        disk = judge_disk(disk_rates(folder, disk_bytes))
+    except OSError as error:
+        mend = "free some room, or set LABLIB_EXPERIMENTS to a folder that can be written"
+        disk = Finding("disk speed", LIMITED, f"{folder} cannot be written: {error.strerror}", mend)
     return [
         *findings,
-        judge_disk(disk_rates(folder, disk_bytes)),
+        disk,
         judge_shared_memory(shared_memory_bytes()),
         judge_limits(limits()),
     ]

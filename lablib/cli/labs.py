@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -112,8 +113,14 @@ def stop() -> None:
 
     if not is_running():
         raise ValueError("no labs are running here")
-    os.kill(read_json(latest_queue())["pid"], signal.SIGTERM)
+    asked = None
     while is_running():
+        queue = latest_queue()
+        pid = read_json(queue).get("pid") if queue else None  # a queue that begins has none yet
+        if pid and pid != asked:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(pid, signal.SIGTERM)
+            asked = pid
         time.sleep(POLL_S)
     typer.echo("stopped")
 
@@ -166,6 +173,8 @@ def _exit_like(queue: Path, ended: bool) -> None:
     from lablib.launch.lab_jobs import read_json
 
     content = read_json(queue)
+    if content["state"] == "refused":  # its log has said why
+        raise typer.Exit(1)
     if ended and content["state"] not in ("finished", "stopped"):
         typer.echo("rung: the process that ran the labs is gone; the same command goes on", err=True)
         raise typer.Exit(1)

@@ -36,6 +36,13 @@ class OneSentence(TyperGroup):
             message = "interrupted"
         except ValueError as error:
             message = str(error)
+        except ModuleNotFoundError as error:
+            if not error.name or error.name.startswith("lablib"):
+                raise
+            package = error.name.partition(".")[0]
+            message = f"the package {package} is not installed here: pip install {package}"
+        except OSError as error:  # a full or a read-only disk: the system's text names the file
+            message = str(error)
         else:
             raise SystemExit(code if isinstance(code, int) else 0)
         typer.echo(f"rung: {message}", err=True)

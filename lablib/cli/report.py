@@ -152,7 +152,9 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
         if "loss" in row:
             text += f"; speedup {row['speedup']:.2f}, efficiency {row['efficiency']:.0%}"
             if row["efficiency"] < 1:
-                text += f"; the most went to {row['largest']}, {row['loss'][row['largest']]:.0%} of the step"
+                # Shares are of the middle half of the steps, the efficiency of medians over all: they may differ.
+                most, lost = row["loss"][row["largest"]], sum(row["loss"].values())
+                text += f"; the middle half of its steps lost {lost:.0%}, the most, {most:.0%}, to {row['largest']}"
         lines.append(text + ".")
     shared = sorted({row["where"] for row in table if "gloo ranks on" in row["where"]})
     return lines + [f"Measured on {where}." for where in shared]

@@ -6,13 +6,13 @@ Chapter: book/06_fsdp.md.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from lablib.launch.checkpoint_files import alone_is_fine, read_info
+from lablib.launch.safetensors_file import write_safetensors_file
 
 _PREFIX = "model."
 
@@ -37,11 +37,7 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
 
     Chapter: book/06_fsdp.md.
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ValueError("exporting needs the package safetensors: pip install safetensors") from error
-    info, file = read_info(checkpoint), Path(file)
+    info = read_info(checkpoint)
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -54,12 +50,4 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
         name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t
         for name, t in state.items()
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.writing")
-    save_file(
-        tensors,
-        aside,
-        metadata={"format": "pt", "step": str(info["step"]), "tied": json.dumps(info["tied"])},
-    )
-    os.replace(aside, file)
-    return file
+    return write_safetensors_file(tensors, file, step=str(info["step"]), tied=json.dumps(info["tied"]))

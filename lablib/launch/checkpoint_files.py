@@ -97,8 +97,12 @@ def read_info(path: str | Path) -> dict[str, Any]:
         newest = latest(path) if path.is_dir() else None
         use = f"; did you mean {newest}?" if newest else ""
         raise ValueError(f"{path} is no complete checkpoint: it has no {INFO}{use}")
-    info = json.loads((path / INFO).read_text(encoding="utf-8"))
-    for name, size in info["files"].items():
+    try:
+        info = json.loads((path / INFO).read_text(encoding="utf-8"))
+        files = info["files"].items()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"checkpoint {path} is damaged: {INFO} cannot be read; use an older one") from None
+    for name, size in files:
         file = path / name
         if not file.exists():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing; use an older one")

@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from lablib.launch.known_failures import explain
 
 _POLL_S = 0.02
@@ -109,7 +111,6 @@ def torchrun(
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
         )
-        known: set[int] = set()
         try:
             while agent.poll() is None and time.monotonic() - begun < timeout:
                 if meanwhile is not None and meanwhile(agent):
@@ -119,8 +120,7 @@ def torchrun(
             ended = agent.returncode is not None
         finally:
             if agent.poll() is None:
-                known = descendants(agent.pid)
-                _end(agent, known)
+                _end(agent, descendants(agent.pid))
         output.seek(0)
         log = output.read().decode(errors="replace")
     if not ended:
@@ -139,18 +139,9 @@ def descendants(pid: int) -> set[int]:
     Args:
         pid: Of the process.
     """
-    listing = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for line in listing.splitlines():
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        new = set(children.get(todo.pop(), ())) - found
-        found |= new
-        todo += new
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return {process.pid for process in psutil.Process(pid).children(recursive=True)}
+    return set()
 
 
 def _end(agent: subprocess.Popen[bytes], others: set[int]) -> None:

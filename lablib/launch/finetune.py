@@ -234,9 +234,19 @@ def export_merged(pretrained: str | Path, adapters: str | Path, target: str | Pa
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=settings.dtype or torch.float32)
     merge(load_adapters(load_pretrained(model, pretrained), adapters))
-    target.mkdir(parents=True, exist_ok=True)
-    for file in pretrained.glob("*"):
-        if file.is_file() and ".safetensors" not in file.name:
-            shutil.copy2(file, target)
+    copy_settings(pretrained, target)
     write_safetensors(model, target / "model.safetensors")
     return target
+
+
+def copy_settings(pretrained: str | Path, target: str | Path) -> None:
+    """Copy what a pretrained model has besides its weights: its settings and its tokenizer.
+
+    Args:
+        pretrained: The folder of the pretrained model.
+        target: Folder to write to; made when missing.
+    """
+    Path(target).mkdir(parents=True, exist_ok=True)
+    for file in Path(pretrained).glob("*"):
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copy2(file, target)

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _FULL = (
     "The disk is full: free some room or keep fewer checkpoints. The checkpoints that were complete before are "
@@ -36,6 +37,10 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"inline_container\.cc:\d+\] ?\.? unexpected pos",
         "A file of the checkpoint could not be written to its end: the disk is full, or a quota is reached. The "
         "checkpoints that were complete before are untouched, and the run resumes from the newest of them.",
+    ),
+    (
+        r"No module named '(transformers|safetensors|peft)\b",
+        "The package {0} is not installed here: pip install {0}.",
     ),
     (
         r"(checkpoint \S+ is damaged: [^;\n]+)",
@@ -109,14 +114,15 @@ def explain(text: str) -> str | None:
 def one_sentence() -> Iterator[None]:
     """Print what a known error means and leave with code 1; other errors go their way with their traceback.
 
-    `ValueError` is what lablib raises for bad input, and its message is the sentence.
+    `ValueError` is what lablib raises for bad input, `RuntimeError` for what a run cannot survive; where it is lablib's
+    own, its message is the sentence.
     The process leaves at once: destructors of a process group can wait for ranks that are gone.
     """
     try:
         yield
     except Exception as error:
         said = explain(f"{type(error).__name__}: {error}")
-        if said is None and isinstance(error, ValueError):
+        if said is None and (isinstance(error, ValueError) or _is_our_own(error)):
             said = str(error)
         if said is None:
             traceback.print_exc()
@@ -125,3 +131,9 @@ def one_sentence() -> Iterator[None]:
         print(f"{f'rank {rank}: ' if rank else ''}{said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
+
+
+def _is_our_own(error: Exception) -> bool:
+    """Say whether lablib raised a RuntimeError itself, and no library under it."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error) is RuntimeError and Path(innermost.filename).parent == Path(__file__).parent

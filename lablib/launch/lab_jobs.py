@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ from lablib.launch.labs import (
     source_digest,
 )
 from lablib.launch.machine import versions
+
+_LOOK_S = 0.05
 
 #: What a job can be. "stopped" and "failed" are run again by the same command, "done" is not.
 STATES = ("waiting", "running", "done", "failed", "stopped")
@@ -159,22 +162,34 @@ def prepare(
 
 
 def latest_queue() -> Path | None:
-    """Return the newest queue, or None."""
-    return max(runs_dir().glob("*.json"), default=None)
+    """Return the newest queue, or None; one that was refused beside another never ran, and is none."""
+    queues = sorted(runs_dir().glob("*.json"), reverse=True)
+    return next((path for path in queues if read_json(path)["state"] != "refused"), None)
 
 
 @contextmanager
-def only_queue() -> Iterator[None]:
+def only_queue(patience: float = 0.0) -> Iterator[None]:
     """Hold the right to run labs here; two queues at a time would measure each other.
 
     The operating system takes it back when the process ends, however it ends.
+
+    Args:
+        patience: Seconds to wait for it. `is_running` takes it for a moment to look, and that must refuse nobody.
 
     Raises:
         BlockingIOError: If another process holds it.
     """
     runs_dir().mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience
     with (runs_dir() / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK_S)
         yield
 
 

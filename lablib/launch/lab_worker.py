@@ -23,10 +23,12 @@ import psutil
 
 from lablib.launch.experiments import RECORD_SWITCH, now
 from lablib.launch.kept import FOLDER_SWITCH
+from lablib.launch.known_failures import explain
 from lablib.launch.lab_jobs import only_queue, read_json, update
 from lablib.launch.pack import pack
 
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: what a lab leaves behind becomes a child of this process
+_LOCK_S = 1  # to wait for somebody who only looks whether labs are running
 _END_S = 10  # for a process that is asked to end
 
 
@@ -62,12 +64,15 @@ def main() -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
     try:
-        with only_queue():
+        with only_queue(_LOCK_S):
             return _run(queue)
     except BlockingIOError:
         update(queue, state="refused")
         _say("labs are already running here; follow them with: rung labs follow")
         return 2
+    except OSError as error:  # a full disk: what the labs have kept so far is whole
+        _say(f"stopped: {explain(str(error)) or error}")
+        return 1
 
 
 def _run(queue: Path) -> int:
@@ -109,13 +114,13 @@ def _attempt(job: Path, queue: dict[str, Any], deadline: float | None) -> str:
     start_time, began = time.monotonic(), now()
     update(job, status="running")
     (job.parent / "failure.json").unlink(missing_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lablib.launch.lab_notebook", str(job)],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | _environment(job, queue),
-    )
     failure, stopped = "", None
     try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lablib.launch.lab_notebook", str(job)],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | _environment(job, queue),
+        )
         code = process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if code:
             path = job.parent / "failure.json"
@@ -125,11 +130,14 @@ def _attempt(job: Path, queue: dict[str, Any], deadline: float | None) -> str:
     except Stopped as error:
         stopped = error
     finally:
+        # Who stops it now waits until nothing is left behind, and until it is written down what became of the job.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         end_children()
     status = "stopped" if stopped else "failed" if failure else "done"
     seconds = time.monotonic() - start_time
     attempt = {"began": began, "seconds": round(seconds, 3), "status": status, "failure": failure}
     update(job, status=status, attempts=[*content["attempts"], attempt])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if stopped:
         raise stopped
     return failure or f"done in {seconds:.0f} s, in {job.parent}"
@@ -167,6 +175,7 @@ def end_children(patience: float = _END_S) -> Sequence[int]:
 
 
 def _stop(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one would cut the end short
     raise Stopped("somebody asked for it")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,8 +87,10 @@ def _check_kind(stem: str, name: str, value: object, default: str) -> None:
         usual = ast.literal_eval(default)
     except (ValueError, SyntaxError):
         return  # computed in the cell: anything may be right
-    numbers = (int, float)
-    alike = isinstance(value, type(usual)) or (isinstance(value, numbers) and isinstance(usual, numbers))
+    # A whole number is a float, too; 2.5 steps are no steps.
+    alike = isinstance(value, type(usual)) or (isinstance(value, int) and isinstance(usual, float))
+    if isinstance(value, float) and not math.isfinite(value):
+        alike = False
     if (
         usual is not None
         and value is not None

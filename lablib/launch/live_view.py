@@ -132,7 +132,7 @@ if __name__ == "__main__":
         sys.exit("usage: python -m lablib.launch.live_view FOLDER")
     try:
         watch(sys.argv[1])
-    except (ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         pass

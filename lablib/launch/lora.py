@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lablib.launch.experiments import write_json
+from lablib.launch.safetensors_file import write_safetensors_file
 from lablib.launch.together import agree, own_rank
 
 #: Linear layers of Llama, Qwen2 and Mistral; attention alone, as in the paper, is the first four.
@@ -141,11 +141,9 @@ def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Pa
         base: Name or path of the pretrained model, for the reader.
 
     Raises:
-        ValueError: If the model has no adapters, or the package safetensors is missing.
+        ValueError: If the model has no adapters.
         RuntimeError: If rank 0 could not write.
     """
-    from safetensors.torch import save_file
-
     layers = dict(adapters(model))
     if not layers:
         raise ValueError("the model has no adapters: call add_lora first")
@@ -171,10 +169,7 @@ def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Pa
 
     def write() -> None:
         if own_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            aside = folder / f".{_WEIGHTS}"
-            save_file(tensors, aside, metadata={"format": "pt"})
-            os.replace(aside, folder / _WEIGHTS)
+            write_safetensors_file(tensors, folder / _WEIGHTS)
             write_json(folder / _CONFIG, settings)
 
     agree(write, "the adapters could not be saved")

@@ -13,7 +13,6 @@ Chapter: book/11_practical_fsdp.md.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lablib.launch.lora import LoRALinear
+from lablib.launch.safetensors_file import write_safetensors_file
 from lablib.launch.shard_rows import own_rows
 from lablib.launch.wrapping import tied_parameters
 
@@ -93,15 +93,9 @@ def write_safetensors(model: nn.Module, file: str | Path) -> Path:
         model: Not sharded.
         file: Target; an older file is replaced when the new one is complete.
     """
-    from safetensors.torch import save_file
-
-    file = Path(file)
     again = {name for _, *others in tied_parameters(model) for name in others}
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name not in again}
-    aside = file.with_name(f".{file.name}.writing")
-    save_file(tensors, aside, metadata={"format": "pt"})
-    os.replace(aside, file)
-    return file
+    return write_safetensors_file(tensors, file)
 
 
 def _files(folder: Path) -> dict[str, Path]:

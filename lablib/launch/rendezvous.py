@@ -4,12 +4,15 @@ Ranks find each other at a meeting place: a port (torchrun's --rdzv-endpoint, MA
 What an earlier job left there looks like a peer. A new job then waits for ranks that are gone, or joins a job that
 is over.
 
+    python -m lablib.launch.rendezvous HOST:PORT        # exit code 1 and a sentence where something answers
+
 Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 _CONNECT_S = 1.0
@@ -68,3 +71,12 @@ def check_file(path: str | Path) -> None:
         raise ValueError(
             f"the meeting file {path} was left by an earlier job: delete it, or give each job a file of its own"
         )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m lablib.launch.rendezvous HOST:PORT")
+    try:
+        check_port(sys.argv[1])
+    except ValueError as error:
+        sys.exit(str(error))

@@ -67,24 +67,32 @@ class SaveEvery(Callback):
 
 
 class StopOnSignal(Callback):
-    """Saves and stops on SIGTERM: a machine that is taken away gives notice with it.
+    """Saves and stops on a signal: a machine that is taken away sends SIGTERM, Ctrl-C SIGINT, a lost terminal SIGHUP.
 
     A rank only takes note. All ranks agree at the end of the step, so they stop after the same one, and save it
     together. torchrun hands SIGTERM on to its ranks and kills them 30 s later: a step and a save must fit into that.
+
+    A second Ctrl-C interrupts at once. What is ignored already, such as SIGHUP under nohup, stays ignored.
 
     Args:
         signals: Which ones.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
+    def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> None:
         self.signals = signals
         self._before: dict[int, Any] = {}
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin to listen."""
+
+        def note(number: int, frame: object) -> None:
+            trainer.request_stop(signal.Signals(number).name)
+            if number == signal.SIGINT:  # asked twice, somebody does not want to wait for the step
+                signal.signal(number, signal.default_int_handler)
+
         for number in self.signals:
-            name = signal.Signals(number).name
-            self._before[number] = signal.signal(number, lambda *_, name=name: trainer.request_stop(name))
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, note)
 
     def on_end(self, trainer: Trainer) -> None:
         """Save what a stopped run has learned, then listen no more: a second signal would cut the save short."""

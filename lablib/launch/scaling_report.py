@@ -78,6 +78,8 @@ class ScalingReport:
         Raises:
             ValueError: If metrics are missing, ranks disagree, or the run has no step after its warm-up.
         """
+        if warm_up < 0:
+            raise ValueError(f"warm_up={warm_up} must not be negative")
         if scaling not in KINDS:
             raise ValueError(f"scaling={scaling!r} is unknown; use one of {', '.join(KINDS)}")
         samples = read_run(run)
@@ -145,12 +147,24 @@ def records(folder: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If there is no record, or none on one rank.
     """
-    found = [read_json(path) for path in sorted((Path(folder) / "runs").glob("*-*.json"))]
+    # Named as `add` names them: a folder `runs` may hold other things, such as the queues of the labs.
+    paths = [p for kind in KINDS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
+    found = [_record(path) for path in paths]
     if not found:
-        raise ValueError(f"{folder} holds no report: there is no runs/*.json")
+        raise ValueError(f"{folder} holds no report: there is no runs/one-1.json")
     if not any(record["scaling"] == "one" for record in found):
         raise ValueError(f"{folder} has no run on one rank to compare with: runs/one-1.json is missing")
     return sorted(found, key=lambda record: (KINDS.index(record["scaling"]), record["ranks"]))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = read_json(path)
+    except ValueError:
+        record = {}
+    if not isinstance(record, dict) or not {"scaling", "ranks", "samples", "machine"} <= record.keys():
+        raise ValueError(f"{path} is no record of a scaling report: delete it, and add the run again")
+    return record
 
 
 def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> Loss:

@@ -10,6 +10,7 @@ Chapter: book/11_practical_fsdp.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _SMALL = {
     "tiny": {"num_layers": 4, "hidden": 64, "num_heads": 4, "ffn": 160, "max_positions": 512},
     "10m": {"num_layers": 8, "hidden": 320, "num_heads": 5, "ffn": 864, "max_positions": 2048},
 }
+#: Times a million, for the shuffle of an epoch, it must still be a 64-bit number.
+_LARGEST_SEED = 2**32
 #: The trainer's own names for models of `lablib.calc.presets`.
 _ALIASES = {"gpt2-124m": "gpt2"}
 
@@ -141,6 +144,9 @@ class TrainConfig:
     peak_flops: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "eps", "peak_flops"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         for name in ("steps", "global_batch", "seq", "replicas", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -150,6 +156,10 @@ class TrainConfig:
         for name in ("lr", "eps", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must each be from 0 to below 1")
+        if abs(self.seed) > _LARGEST_SEED:
+            raise ValueError(f"seed={self.seed} must lie between -{_LARGEST_SEED} and {_LARGEST_SEED}")
         if self.precision not in ("bf16", "fp32"):
             raise ValueError(f"precision={self.precision!r} must be 'bf16' or 'fp32'")
         if self.text and self.tokens:
@@ -221,7 +231,10 @@ def differences(saved: dict[str, Any], settings: dict[str, Any]) -> str:
         settings: Of the run.
     """
     wrong = [key for key in settings if saved.get(key) != settings[key]]
-    return "; ".join(f"{key} was {saved.get(key)} and is {settings[key]}" for key in wrong)
+    told = "; ".join(f"{key} was {saved.get(key)} and is {settings[key]}" for key in wrong)
+    if wrong == ["lr_steps"]:  # nobody typed it: it follows --steps
+        told += f" (to take more steps of the same run, keep its schedule: lr_steps={saved.get('lr_steps')})"
+    return told
 
 
 def describe(config: TrainConfig, ranks: int) -> str:

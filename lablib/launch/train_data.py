@@ -104,6 +104,8 @@ def open_tokens(path: str | Path) -> np.ndarray:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is no token file: {error}; write one with write_tokens") from None
+    if not isinstance(ids, np.ndarray):  # np.load takes archives of arrays, too
+        raise ValueError(f"{path} is no token file but an archive; write one with write_tokens")
     if ids.ndim != 1 or ids.dtype.kind != "u":
         raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}; token ids are 1-D and unsigned")
     return ids

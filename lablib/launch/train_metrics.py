@@ -8,7 +8,6 @@ Chapter: book/11_practical_fsdp.md.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lablib.calc.hardware import ACCELERATORS, Accelerator
+from lablib.launch.json_lines import JsonLines, read_json_lines
 from lablib.launch.machine import machine
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-class MetricsFile:
+class MetricsFile(JsonLines):
     """The metrics of one rank, appended line by line.
 
     Args:
@@ -218,17 +218,7 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"metrics-rank{rank}.jsonl"
-        with self.path.open("ab") as file:
-            # A rank that was killed may have left half a line.
-            if file.tell() and self.path.read_bytes()[-1:] != b"\n":
-                file.write(b"\n")
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Append a step; the line is with the operating system when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        super().__init__(folder / f"metrics-rank{rank}.jsonl")
 
 
 def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = False) -> list[dict[str, Any]]:
@@ -249,11 +239,7 @@ def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = Fal
     if not path.exists():
         raise ValueError(f"{path} is not there: has the run taken a step?")
     steps: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            metrics = json.loads(line)
-        except ValueError:
-            continue  # half a line, of a rank that was killed while it wrote
+    for metrics in read_json_lines(path):
         while not every_attempt and steps and steps[-1]["step"] >= metrics["step"]:
             steps.pop()
         steps.append(metrics)

@@ -149,6 +149,7 @@ class Trainer:
             self.finish_saving()
             self.outcome = "finished" if self.stop_reason is None else "stopped"
         finally:
+            self._metrics.close()
             self.outcome = self.outcome or "failed"
             self._call("on_end")
 
@@ -280,9 +281,10 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         newest = checkpoint.latest(self.checkpoints)
+        where = f"newest checkpoint is {newest}: resume there" if newest else "run has none: start again"
         raise RuntimeError(
             f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; the weights are spoilt and not "
-            f"saved. The newest checkpoint is {newest or 'none'}: resume there with a smaller learning rate"
+            f"saved. The {where} with a smaller learning rate"
         )
 
     def _agree_why(self) -> None:

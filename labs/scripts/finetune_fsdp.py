@@ -12,17 +12,16 @@ Without, FOLDER/merged is the fine-tuned model. --demo makes a tiny random Qwen2
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from lablib.launch.checkpoint import export_safetensors, latest
-from lablib.launch.finetune import FineTuning, export_merged, read_examples
+from lablib.launch.finetune import FineTuning, copy_settings, export_merged, read_examples
 from lablib.launch.finetune_demo import sums, tiny_qwen2
+from lablib.launch.known_failures import one_sentence
 from lablib.launch.lora import save_adapters
 from lablib.launch.print_steps import PrintSteps
 from lablib.launch.resilience import SaveEvery, StopOnSignal, exit_code, resume
@@ -71,11 +70,18 @@ def make_task(args: argparse.Namespace) -> FineTuning:
         )
         examples = sums(256)
     else:
+        if not args.pretrained.is_dir():
+            raise ValueError(f"--pretrained {args.pretrained} is no folder")
         tokenizer = None
         if not args.bytes:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(args.pretrained, local_files_only=True)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(args.pretrained, local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{args.pretrained} has no tokenizer that can be read: {str(error).splitlines()[0]}"
+                ) from None
         examples = read_examples(args.examples, tokenizer)
     return FineTuning(
         args.config,
@@ -102,7 +108,7 @@ def write_model(args: argparse.Namespace, trainer: Trainer) -> None:
             export_merged(args.pretrained, folder / "adapters", folder / "merged")
         else:
             export_safetensors(latest(trainer.checkpoints), folder / "merged" / "model.safetensors")
-            shutil.copy2(args.pretrained / "config.json", folder / "merged")
+            copy_settings(args.pretrained, folder / "merged")
         print(f"the model is in {folder / 'merged'}", flush=True)
 
     agree(write, "the model could not be written")
@@ -123,7 +129,6 @@ def train(args: argparse.Namespace) -> int:
         return exit_code(trainer)
 
 
-@record
 def main() -> int:
     args = arguments()
     try:
@@ -134,4 +139,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_sentence():
+        sys.exit(main())

@@ -10,12 +10,12 @@ With --race the two take turns in one process and the last line is their ratio.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from lablib.launch.experiments import write_json
+from lablib.launch.known_failures import one_sentence
 from lablib.launch.machine import machine
 from lablib.launch.plain_loop import plain_loop, race
 from lablib.launch.train_arguments import config_of, train_parser
@@ -64,4 +64,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_sentence():
+        main()

@@ -10,17 +10,19 @@ r"""Train a language model with FSDP2, from a laptop to several machines.
 
 Every step goes to FOLDER/metrics-rank0.jsonl and its brothers; `lablib.launch.train_metrics` explains each number.
 With --save-every the run survives: start it again, with as many ranks as you like, and it continues from its newest
-checkpoint. SIGTERM ends it after the current step with a checkpoint and exit code 143.
+checkpoint. SIGTERM, SIGHUP or Ctrl-C then ends it after the current step with a checkpoint and exit code 143.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
+from lablib.launch.checkpoint_files import latest
+from lablib.launch.known_failures import one_sentence
 from lablib.launch.print_steps import PrintSteps
 from lablib.launch.resilience import LogEvents, SaveEvery, StopOnSignal, exit_code, resume
 from lablib.launch.train_arguments import config_of, train_parser
@@ -31,7 +33,7 @@ from lablib.launch.trainer import Callback, Trainer
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = train_parser("Train a language model with FSDP2.")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0 saves none")
-    parser.add_argument("--fresh", action="store_true", help="do not resume, even if there is a checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="never resume: refuse a folder with checkpoints")
     args = parser.parse_args(argv)
     try:
         args.config = config_of(args)
@@ -52,9 +54,16 @@ def callbacks(args: argparse.Namespace) -> list[Callback]:
 
 def train(args: argparse.Namespace) -> int:
     """Train, and return the exit code of this rank."""
+    # After a restart by torchrun the checkpoints are this run's own.
+    fresh = args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    folder = Path(args.config.folder)
+    if fresh and args.save_every and latest(folder / "checkpoints"):
+        raise ValueError(
+            f"--fresh: {folder} has checkpoints of an earlier run; give another folder, or delete them"
+        )
     with launched_ranks(args.device):
         trainer = Trainer(args.config, callbacks(args))
-        if args.save_every and not args.fresh:
+        if args.save_every:
             for sentence in resume(trainer):
                 if trainer.rank == 0:
                     print(sentence, flush=True)
@@ -62,7 +71,6 @@ def train(args: argparse.Namespace) -> int:
         return exit_code(trainer)
 
 
-@record  # torchrun then shows the traceback of the rank that failed first
 def main() -> int:
     args = arguments()
     try:
@@ -73,4 +81,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_sentence():
+        sys.exit(main())

@@ -24,13 +24,18 @@ def main() -> int:
     parser.add_argument("folder", help="of the run")
     parser.add_argument("config", type=json.loads, help="settings of TrainConfig as JSON")
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--kill", metavar="RANK:STEP")
+    parser.add_argument(
+        "--kill", metavar="RANK:STEP", type=lambda text: [int(part) for part in text.split(":")]
+    )
     options = parser.parse_args()
 
-    config = TrainConfig(folder=options.folder, **options.config)
+    try:
+        config = TrainConfig(folder=options.folder, **options.config)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     callbacks = [LogEvents(), SaveEvery(options.save_every), StopOnSignal()]
     if options.kill:
-        rank, step = map(int, options.kill.split(":"))
+        rank, step = options.kill
         callbacks.append(KillOnce(rank, step, f"{options.folder}/killed"))
     with launched_ranks():
         trainer = Trainer(config, callbacks)

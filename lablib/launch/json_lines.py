@@ -1,0 +1,73 @@
+"""Lines of JSON that survive kill -9: each goes to its file in a single write, and a torn one costs only itself.
+
+    file = JsonLines("runs/a/metrics-rank0.jsonl")
+    file.write({"step": 7, "loss": 2.31})
+    read_json_lines(file.path)[-1]          # {"step": 7, "loss": 2.31}
+
+A process that is killed, or that meets a full disk, may leave half a line, its last. Who goes on with the file begins
+a new line, and who reads it leaves out what is no JSON.
+
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends lines to a file.
+
+    Args:
+        path: The file; it and its folder are made when missing.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; it is with the operating system when this returns.
+
+        Args:
+            line: What JSON can write.
+
+        Raises:
+            OSError: If it does not fit on the disk.
+        """
+        content = (("\n" if self._torn else "") + json.dumps(line) + "\n").encode()
+        self._torn = True  # until all of it is there
+        if os.write(self._file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a file, without any that was left torn.
+
+    Args:
+        path: A file that `JsonLines` writes, perhaps at this moment.
+    """
+    lines = []
+    for line in Path(path).read_bytes().split(b"\n"):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            lines.append(content)
+    return lines
