@@ -105,13 +105,17 @@ linkcheck: install ## Follow every external link (needs a network)
 ##@ Parts
 
 .PHONY: site
-site: install mathjax ## Build the site from a clean _build, warnings as errors
+site: install mathjax pyodide ## Build the site from a clean _build, warnings as errors
 	@rm -rf _build
 	@$(BIN)/jupyter-book build . -W -n --keep-going
 
 .PHONY: mathjax
 mathjax: # Formulas that work offline, where npm is at hand; the CDN's otherwise.
 	@tools/mathjax.sh
+
+.PHONY: pyodide
+pyodide: # Live pages that work offline, where npm is at hand; Pyodide from its CDN otherwise.
+	@tools/pyodide.sh
 
 .PHONY: install
 install: $(VENV)/installed ## Create .venv and install everything, at the versions of constraints.txt

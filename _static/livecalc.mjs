@@ -1,0 +1,203 @@
+// The controls of an explorer. Its numbers and its picture come from lablib.calc, run by Pyodide in a worker.
+// Nothing is fetched until the reader touches a control.
+
+const PARTS = ["picture", "caption", "table", "call"];
+const here = (path) => new URL(path, import.meta.url).href;
+
+/** Python in a worker, started by the first call; one for all explorers of a page. */
+class Python {
+  constructor({ pyodide, package: zip }) {
+    this.places = { pyodide: here(pyodide), zip: here(zip) };
+    this.waiting = new Map();
+    this.asked = 0;
+  }
+
+  /** Ask for the answer of a module's explorer to a state; without a module, only start. */
+  ask(module, state) {
+    this.worker ??= this.start();
+    const id = ++this.asked;
+    return new Promise((resolve, reject) => {
+      this.waiting.set(id, { resolve, reject });
+      this.worker.postMessage({ id, module, state, ...this.places });
+    });
+  }
+
+  start() {
+    const worker = new Worker(here("livecalc_worker.mjs"), { type: "module" });
+    worker.onmessage = ({ data: { id, reply, error } }) => {
+      this.started ||= error === undefined;
+      if (!this.started) return this.giveUp(error);
+      const { resolve, reject } = this.waiting.get(id);
+      this.waiting.delete(id);
+      return error === undefined ? resolve(reply) : reject(new Error(error));
+    };
+    worker.onerror = (event) => this.giveUp(event.message ?? "the worker did not start");
+    return worker;
+  }
+
+  /** End a worker that did not start, so that the next touch tries again. */
+  giveUp(error) {
+    this.worker.terminate();
+    this.worker = undefined;
+    for (const { reject } of this.waiting.values()) reject(new Error(error));
+    this.waiting.clear();
+  }
+}
+
+/** One explorer of the page: its controls, its parts, and its piece of the page's address. */
+class Explorer {
+  constructor(root, python) {
+    Object.assign(this, { root, python });
+    this.form = root.querySelector("form");
+    this.note = root.querySelector(".livecalc-note");
+    this.parts = Object.fromEntries(PARTS.map((part) => [part, root.querySelector(`[data-part=${part}]`)]));
+    this.shown = Object.fromEntries(PARTS.map((part) => [part, this.parts[part].innerHTML]));
+    this.first = this.state();
+    this.firstAnswer = this.shown;
+    this.controls().forEach((control) => control.addEventListener("input", () => this.changed()));
+    this.form.addEventListener("reset", (event) => this.reset(event));
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    // A finger on a control means that an answer is wanted soon: Python starts while the control still moves.
+    this.form.addEventListener("pointerdown", (event) => {
+      if (event.target.closest("select, input")) this.warm();
+    });
+    this.note.replaceChildren();
+    this.form.hidden = false;
+    this.restore();
+  }
+
+  controls() {
+    return [...this.form.elements].filter((element) => element.name);
+  }
+
+  options(control) {
+    return control.dataset.options
+      ? JSON.parse(control.dataset.options)
+      : [...control.options].map((option) => [option.value, option.text]);
+  }
+
+  value(control) {
+    return control.dataset.options ? this.options(control)[control.value][0] : control.value;
+  }
+
+  state() {
+    return Object.fromEntries(this.controls().map((control) => [control.name, this.value(control)]));
+  }
+
+  /** Set a control, if it has such a value, and say whether it has. */
+  set(control, value) {
+    const options = this.options(control);
+    const place = options.findIndex(([known]) => known === value);
+    if (place < 0) return false;
+    control.value = control.dataset.options ? place : value;
+    this.label(control);
+    return true;
+  }
+
+  label(control) {
+    if (!control.dataset.options) return;
+    const words = this.options(control)[control.value][1];
+    control.setAttribute("aria-valuetext", words);
+    control.nextElementSibling.textContent = words;
+  }
+
+  same(state) {
+    return Object.keys(this.first).every((name) => this.first[name] === state[name]);
+  }
+
+  changed() {
+    this.controls().forEach((control) => this.label(control));
+    this.remember();
+    this.touched = performance.now();
+    return this.run();
+  }
+
+  reset(event) {
+    event.preventDefault();
+    this.controls().forEach((control) => this.set(control, this.first[control.name]));
+    this.changed();
+  }
+
+  warm() {
+    if (this.python.worker) return;
+    this.note.textContent = STARTING;
+    this.python.ask().then(
+      () => { if (this.note.textContent === STARTING) this.note.textContent = "Python is ready."; },
+      (error) => this.failed(error),
+    );
+  }
+
+  /** Answer the newest state; states that were passed over while Python was busy are left out. */
+  async run() {
+    if (this.busy) return;
+    this.busy = true;
+    try {
+      for (let asked = null; asked !== JSON.stringify(this.state()); ) {
+        const state = this.state();
+        asked = JSON.stringify(state);
+        if (this.same(state) && !this.python.started) {
+          // The page came with this answer.
+          this.show(this.firstAnswer);
+          this.note.textContent = "";
+          continue;
+        }
+        if (!this.python.started) this.note.textContent = STARTING;
+        this.root.setAttribute("aria-busy", "true");
+        const answer = await this.python.ask(this.root.dataset.module, state);
+        this.show(answer);
+        this.root.dataset.milliseconds = (performance.now() - this.touched).toFixed(1);
+        this.note.textContent = `Computed here, by ${this.root.dataset.module}.`;
+      }
+    } catch (error) {
+      this.failed(error);
+    } finally {
+      this.busy = false;
+      this.root.removeAttribute("aria-busy");
+    }
+  }
+
+  show(answer) {
+    for (const part of PARTS) this.parts[part].innerHTML = answer[part];
+    this.root.dataset.answers = Number(this.root.dataset.answers ?? 0) + 1;
+    if (answer.numbers) this.root.dataset.numbers = JSON.stringify(answer.numbers);
+  }
+
+  failed(error) {
+    this.note.textContent =
+      `Python could not answer: ${error.message.trim().split("\n").at(-1)} ` +
+      "The picture is the one before; change a control to try again.";
+  }
+
+  /** Keep what differs from the first state in the page's address. */
+  remember() {
+    const address = new URL(location.href);
+    for (const [name, value] of Object.entries(this.state())) {
+      const key = `${this.root.dataset.name}.${name}`;
+      if (value === this.first[name]) address.searchParams.delete(key);
+      else address.searchParams.set(key, value);
+    }
+    history.replaceState(history.state, "", address);
+  }
+
+  /** Take the state from the page's address. It is computed when the reader asks for it: that is the first touch. */
+  restore() {
+    const given = new URL(location.href).searchParams;
+    for (const control of this.controls()) {
+      const value = given.get(`${this.root.dataset.name}.${control.name}`);
+      if (value !== null) this.set(control, value);
+    }
+    if (this.same(this.state())) return;
+    const button = document.createElement("button");
+    Object.assign(button, { type: "button", className: "livecalc-compute", textContent: "Compute this state" });
+    button.addEventListener("click", () => this.changed());
+    this.note.replaceChildren("The address of this page sets the controls; the picture is still the first one. ", button);
+  }
+}
+
+const STARTING = "Python starts in your browser: about 7 MB, once.";
+
+const roots = [...document.querySelectorAll(".livecalc")];
+if (roots.length) {
+  const python = new Python(roots[0].dataset);
+  for (const root of roots) new Explorer(root, python);
+}

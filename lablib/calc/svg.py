@@ -1,0 +1,239 @@
+"""A small writer of SVG: stacked bars and stacked areas as text, for pages whose numbers change while you read.
+
+The figures of the book are matplotlib's. An explorer is drawn twice by the same function, once when the book is built
+and then in the reader's browser, where there is only Python's standard library. So this module writes SVG by hand.
+
+Text and axes take the page's own colour, so a picture follows the light and the dark theme. Pictures are 400 units wide
+and shrink with the page: 12 units are about 10 pixels on a telephone and 17 on a desk.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 400
+FONT = 12
+#: One colour for one thing, the same as in every figure of the book (`lablib.view.style`).
+COLORS = {
+    "weights": "#3b7dbf",
+    "gradients": "#d97f1e",
+    "optimizer": "#1b9e77",
+    "activations": "#b5629b",
+    "buffers": "#7a828c",
+}
+_GRID = "var(--figure-grid, rgba(128, 128, 128, 0.35))"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar of stacked parts.
+
+    Attributes:
+        label: What it stands for, written before it.
+        parts: Role in `COLORS` to value, in drawing order.
+        text: What is written behind it.
+        strong: Whether it is the one that the reader chose; the others are drawn pale.
+    """
+
+    label: str
+    parts: Mapping[str, float]
+    text: str
+    strong: bool = True
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+
+def picture(shapes: Sequence[str], height: float, alt: str) -> str:
+    """Return shapes as one SVG that fills its column.
+
+    Args:
+        shapes: SVG elements, in drawing order.
+        height: Units; the width is `WIDTH`.
+        alt: What is drawn, for readers who cannot see it.
+    """
+    return (
+        f'<svg role="img" aria-label="{escape(alt, quote=True)}" viewBox="0 0 {WIDTH} {_n(height)}" '
+        f'xmlns="http://www.w3.org/2000/svg" font-size="{FONT}" fill="currentColor">{"".join(shapes)}</svg>'
+    )
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False, role: str = "") -> str:
+    """Return a line of text.
+
+    Args:
+        x: Where its anchor is.
+        y: Its base line.
+        words: What it says.
+        anchor: "start", "middle" or "end".
+        bold: Whether it is set in bold.
+        role: Colour, a key of `COLORS`; the page's text colour if empty.
+    """
+    weight = ' font-weight="700"' if bold else ""
+    fill = f' fill="{COLORS[role]}"' if role else ""
+    return f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{weight}{fill}>{escape(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, role: str = "", dashed: bool = False) -> str:
+    """Return a straight line.
+
+    Args:
+        x1: Start.
+        y1: Start.
+        x2: End.
+        y2: End.
+        role: Colour, a key of `COLORS`; "mark" is the page's text colour, and nothing its grid colour.
+        dashed: Whether it is dashed.
+    """
+    dashes = ' stroke-dasharray="5 3"' if dashed else ""
+    stroke = {"": _GRID, "mark": "currentColor"}.get(role) or COLORS[role]
+    return (
+        f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" '
+        f'stroke="{stroke}" stroke-width="{1.5 if role else 0.8}"{dashes}/>'
+    )
+
+
+def bars(
+    rows: Sequence[Bar],
+    *,
+    top: float,
+    title: str,
+    labels: float = 60,
+    limit: float | None = None,
+    limit_text: str = "",
+) -> tuple[list[str], float]:
+    """Draw horizontal stacked bars over one scale, with a dashed line where a limit is.
+
+    Args:
+        rows: The bars, from the top.
+        top: Where the picture begins.
+        title: Written above.
+        labels: Width of the column of labels.
+        limit: Where the dashed line is, in the unit of the values.
+        limit_text: What the line means, written above it.
+
+    Returns:
+        The shapes, and where they end.
+    """
+    tall, gap, behind = 18.0, 9.0, 74.0
+    most = max([*(row.total for row in rows), limit or 0.0]) or 1.0
+    scale = (WIDTH - labels - behind) / most
+    start = top + (40 if limit is not None else 22)
+    end = start + len(rows) * (tall + gap) - gap
+    shapes = [text(0, top + FONT, title, bold=True)]
+    for place, row in enumerate(rows):
+        y = start + place * (tall + gap)
+        if row.label:
+            shapes.append(text(labels - 6, y + 13, row.label, anchor="end", bold=row.strong))
+        x = labels
+        for role, value in row.parts.items():
+            pale = "" if row.strong else ' opacity="0.45"'
+            shapes.append(
+                f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(value * scale)}" height="{_n(tall)}" '
+                f'fill="{COLORS[role]}"{pale}/>'
+            )
+            x += value * scale
+        shapes.append(text(x + 5, y + 13, row.text, bold=row.strong))
+    if limit is not None:
+        x = labels + limit * scale
+        shapes.append(line(x, start - 5, x, end + 5, role="mark", dashed=True))
+        at, anchor = _beside(x, limit_text)
+        shapes.append(text(at, start - 9, limit_text, anchor=anchor))
+    return shapes, end + 5
+
+
+def areas(
+    layers: Mapping[str, tuple[float, float]],
+    *,
+    top: float,
+    title: str,
+    span: float,
+    xlabel: str,
+    limit: float,
+    limit_text: str,
+    marks: Sequence[tuple[float, str]],
+) -> tuple[list[str], float]:
+    """Draw stacked areas whose edges are straight, over a quantity that starts at 0.
+
+    Args:
+        layers: Role in `COLORS` to its values at 0 and at `span`, from the bottom.
+        top: Where the picture begins.
+        title: Written above.
+        span: Largest value of the horizontal axis.
+        xlabel: What the horizontal axis counts.
+        limit: Height of the dashed line.
+        limit_text: What the line means.
+        marks: Position of each vertical line, and its text.
+
+    Returns:
+        The shapes, and where they end.
+    """
+    left, right, tall = 46.0, WIDTH - 14.0, 150.0
+    first = top + 44 + 17 * len(marks)
+    base = first + tall
+    most = 1.06 * max(limit, sum(at_end for _, at_end in layers.values()))
+    shapes = [text(0, top + FONT, title, bold=True)]
+    # What the dashed line means stands beside a piece of it: words on coloured areas could not be read.
+    shapes.append(line(0, top + 26, 26, top + 26, role="mark", dashed=True))
+    shapes.append(text(32, top + 30, limit_text))
+
+    def across(value: float) -> float:
+        return left + (right - left) * value / span
+
+    def up(value: float) -> float:
+        return base - tall * value / most
+
+    for tick in ticks(most):
+        shapes.append(line(left, up(tick), right, up(tick)))
+        shapes.append(text(left - 5, up(tick) + 4, f"{tick:,g}", anchor="end"))
+    low = (0.0, 0.0)
+    for role, (at_start, at_end) in layers.items():
+        high = (low[0] + at_start, low[1] + at_end)
+        corners = ((0, low[0]), (0, high[0]), (span, high[1]), (span, low[1]))
+        points = " ".join(f"{_n(across(x))},{_n(up(y))}" for x, y in corners)
+        shapes.append(f'<polygon points="{points}" fill="{COLORS[role]}"/>')
+        low = high
+    for tick in ticks(span):
+        shapes.append(text(across(tick), base + 15, f"{tick:,g}", anchor="middle"))
+    shapes.append(text((left + right) / 2, base + 31, xlabel, anchor="middle"))
+    shapes.append(line(left, up(limit), right, up(limit), role="mark", dashed=True))
+    for place, (value, words) in enumerate(marks):
+        y = top + 50 + 17 * place
+        x, anchor = _beside(across(value), words)
+        shapes.append(line(across(value), y + 4, across(value), base, role="mark"))
+        shapes.append(text(x, y, words, anchor=anchor))
+    return shapes, base + 36
+
+
+def ticks(most: float) -> list[float]:
+    """Return 0 and up to five round numbers below a largest value: multiples of 1, 2 or 5 times a power of ten.
+
+    Args:
+        most: The largest value, above 0.
+    """
+    step = 1.0
+    while step * 5 > most:
+        step /= 10
+    while step * 50 < most:
+        step *= 10
+    step *= next(factor for factor in (1, 2, 5, 10) if factor * step * 5 >= most)
+    return [step * k for k in range(int(most / step) + 1)]
+
+
+def _n(value: float) -> str:
+    """Write a coordinate with a tenth of a unit."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _beside(x: float, words: str) -> tuple[float, str]:
+    """Return where text about a vertical line stands, and its anchor: centred, or away from the nearer edge."""
+    half = 0.29 * FONT * len(words)
+    if x - half < 0:
+        return max(x - 4, 0.0), "start"
+    return (min(x + 4, float(WIDTH)), "end") if x + half > WIDTH else (x, "middle")

@@ -1,0 +1,297 @@
+"""The live pages in a browser: every control moved by keyboard, numbers equal to Python's, nothing before a touch."""
+
+import contextlib
+import itertools
+import json
+from html import unescape
+
+import pytest
+
+from lablib.calc.explorer import PARTS, find_explorer
+from tests.browser.test_site import DESK, PHONE, Visit
+from tests.browser.test_site import address as address
+from tests.browser.test_site import browser as browser
+from tests.browser.test_site import context as context
+from tests.built_site import MATHJAX_CDN, MATHJAX_IS_LOCAL, SITE, parsed
+
+pytestmark = pytest.mark.site
+
+#: Page to the explorers on it. The first state is the one of the page.
+PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero"}
+#: Copied there by the build when npm had it; the browser asks its CDN otherwise.
+PYODIDE_IS_LOCAL = (SITE / "_static" / "livecalc" / "pyodide.mjs").exists()
+#: Fetched when Python starts, and not before.
+LAZY = ("livecalc_worker", "/livecalc/", "pyodide")
+EACH = pytest.mark.parametrize("page", PAGES)
+
+
+def box_of(page):
+    return parsed(page).select_one(f".livecalc[data-name={PAGES[page]}]")
+
+
+def first_state(explorer, page):
+    """Return the state that the page came with, read from its HTML."""
+    state = {}
+    for control in explorer.controls:
+        field = box_of(page).select_one(f"[name={control.name}]")
+        if field.name == "select":
+            state[control.name] = field.select_one("option[selected]")["value"]
+        else:
+            state[control.name] = json.loads(field["data-options"])[int(field["value"])][0]
+    return explorer.state(state)
+
+
+class Live(Visit):
+    """A page with an explorer, and every address that was asked for, by the page and by its worker."""
+
+    def __init__(self, context, address, page, query="", theme="light"):
+        self.asked = []
+        self.host = address
+        self._listen = lambda request: self.asked.append(request.url)
+        self._context = context
+        context.on("request", self._listen)
+        self.explorer = find_explorer(box_of(page)["data-module"])
+        self.first = first_state(self.explorer, page)
+        super().__init__(context, address, page, theme)
+        if query:
+            self.page.goto(f"{address}{page}.html?{query}", wait_until="load")
+        self.root = self.page.locator(f".livecalc[data-name={PAGES[page]}]")
+        self.root.locator("form").wait_for(state="visible")
+
+    def __exit__(self, *_):
+        self._context.remove_listener("request", self._listen)
+        super().__exit__()
+
+    @property
+    def lazy(self):
+        """What was fetched for Python."""
+        return [url for url in self.asked if any(part in url for part in LAZY)]
+
+    @property
+    def abroad(self):
+        """What another host was asked for; the formulas of a build without npm are another matter."""
+        known = (self.host, "data:", "blob:", *(() if MATHJAX_IS_LOCAL else (MATHJAX_CDN,)))
+        return [url for url in self.asked if not url.startswith(known)]
+
+    def field(self, name):
+        return self.root.locator(f"[name={name}]")
+
+    def answers(self):
+        return int(self.root.get_attribute("data-answers") or 0)
+
+    def press(self, name, key):
+        """Press a key on a control and wait for the answer; say how long the reader waited, in milliseconds."""
+        before = self.answers()
+        self.field(name).press(key)
+        self.wait(before)
+        return float(self.root.get_attribute("data-milliseconds") or 0)
+
+    def wait(self, before):
+        # Starting Python takes seconds; on a machine that does other work, many.
+        self.page.wait_for_function(
+            "([root, before]) => Number(root.dataset.answers) > before && !root.hasAttribute('aria-busy')",
+            arg=[self.root.element_handle(), before],
+            timeout=90_000,
+        )
+
+    def state(self):
+        """Return the state that the controls show."""
+        shown = {}
+        for control in self.explorer.controls:
+            place = self.field(control.name).input_value()
+            shown[control.name] = control.options[int(place)][0] if control.slider else place
+        return self.explorer.state(shown)
+
+    def holds(self, state):
+        """Hold everything that the page shows, and the numbers before rounding, to Python's."""
+        answer = self.explorer.answer(state)
+        assert json.loads(self.root.get_attribute("data-numbers")) == answer["numbers"], state
+        self.shows(answer, state)
+
+    def shows(self, answer, state):
+        for part in PARTS:
+            # The browser writes HTML in its own way: let it read Python's and write it too.
+            seen, meant = self.root.locator(f"[data-part={part}]").evaluate(
+                "(node, html) => { const other = node.cloneNode(false); other.innerHTML = html;"
+                " return [node.innerHTML, other.innerHTML]; }",
+                answer[part],
+            )
+            assert seen == meant, (state, part)
+
+
+@pytest.fixture
+def python():
+    if not PYODIDE_IS_LOCAL:
+        pytest.skip("Pyodide comes from its CDN in this build: npm was not at hand")
+
+
+@EACH
+def test_nothing_is_fetched_before_the_first_touch(context, address, page):
+    with Live(context, address, page) as live:
+        live.root.scroll_into_view_if_needed()
+        for control in live.explorer.controls:
+            live.field(control.name).focus()
+            live.field(control.name).press("Tab")
+        live.root.hover()
+        live.page.wait_for_load_state("networkidle")
+        assert live.lazy == []
+        assert live.abroad == []
+        live.shows(live.explorer.answer(live.first), live.first)
+
+
+@EACH
+def test_every_control_moved_by_keyboard_shows_pythons_numbers(context, address, page, python):
+    with Live(context, address, page) as live:
+        waited = []
+        for control in live.explorer.controls:
+            values = [value for value, _ in control.options]
+            first = values.index(live.first[control.name])
+            seen = {live.first[control.name]}
+            # Down to the first option, up to the last, and back to where it was. A list goes down with Arrow Up.
+            fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
+            steps = [fewer] * first + [more] * (len(values) - 1) + [fewer] * (len(values) - 1 - first)
+            for step, key in enumerate(steps):
+                waited.append(live.press(control.name, key))
+                state = live.state()
+                assert {n: v for n, v in state.items() if n != control.name} == {
+                    n: v for n, v in live.first.items() if n != control.name
+                }
+                seen.add(state[control.name])
+                # The way back shows what was held to Python's on the way there.
+                if step < first + len(values) - 1:
+                    live.holds(state)
+            assert seen == set(values), control.name
+            assert live.state() == live.first
+        assert live.abroad == []
+        assert live.errors == [] or not MATHJAX_IS_LOCAL
+        print(
+            f"first answer {waited[0]:.0f} ms, later {sorted(waited[1:])[len(waited) // 2]:.0f} ms (median)"
+        )
+
+
+@EACH
+def test_the_address_holds_the_state(context, address, page, python):
+    with Live(context, address, page) as live:
+        one, other = live.explorer.controls[0], live.explorer.controls[2]
+        for control in (one, other):
+            live.press(control.name, "ArrowUp" if control.first != control.options[0][0] else "ArrowDown")
+        state, query = live.state(), live.page.url.partition("?")[2]
+        assert all(
+            f"{live.explorer.name}.{control.name}={state[control.name]}" in query for control in (one, other)
+        )
+        assert query.count("=") == 2
+
+    with Live(context, address, page, f"{query}&{live.explorer.name}.device=abacus") as live:
+        # A reader who follows a link fetches nothing either: the picture says that it is not yet this state's.
+        assert live.state() == state
+        assert live.lazy == []
+        live.shows(live.explorer.answer(live.first), live.first)
+        live.root.get_by_role("button", name="Compute this state").press("Enter")
+        live.wait(0)
+        live.holds(state)
+        live.root.get_by_role("button", name="First state again").press("Enter")
+        live.wait(1)
+        live.holds(live.first)
+        assert f"{live.explorer.name}.{one.name}" not in live.page.url
+
+
+def test_settings_that_contradict_each_other_are_said_in_the_calculators_words(context, address, python):
+    with Live(context, address, "book/01_why_distributed") as live:
+        before = live.answers()
+        live.field("model").select_option("gpt2")
+        live.wait(before)
+        assert (
+            "1024 learned positions of gpt2; use at most 1024" in live.root.locator("figcaption").inner_text()
+        )
+        live.holds(live.state())
+        live.press("model", "ArrowDown")
+        live.holds(live.state())
+
+
+@EACH
+def test_the_call_is_shown_on_request_and_follows_the_state(context, address, page, python):
+    with Live(context, address, page) as live:
+        call = live.root.locator("[data-part=call]")
+        assert not call.is_visible()
+        live.root.locator("summary").press("Enter")
+        assert call.is_visible()
+        live.press(live.explorer.controls[0].name, "ArrowDown")
+        assert call.is_visible()
+        assert call.inner_text() == unescape(live.explorer.answer(live.state())["call"])
+        assert str(live.state()["model"]) in call.inner_text()
+
+
+@EACH
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_fits_a_telephone_and_both_themes(context, address, page, theme):
+    with Live(context, address, page, theme=theme) as live:
+        # The sidebar slides when the width changes: what counts is where the explorer comes to rest.
+        live.page.add_style_tag(content="* { transition: none !important }")
+        for size in (PHONE, DESK):
+            live.page.set_viewport_size(size)
+            live.page.wait_for_function(
+                _WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=10_000
+            )
+            assert live.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+            boxes = [live.field(control.name).bounding_box() for control in live.explorer.controls]
+            for place in boxes:
+                assert place["x"] >= 0
+                assert place["x"] + place["width"] <= size["width"]
+                # WCAG 2.2, 2.5.8: a target of 24 by 24 at least.
+                assert min(place["width"], place["height"]) >= 24
+            for one, other in itertools.pairwise(boxes):
+                apart = one["y"] + one["height"] <= other["y"] or one["x"] + one["width"] <= other["x"]
+                assert apart
+        for part in ("svg text", "figcaption", "label", "select", "td", "summary", "button"):
+            # WCAG 2.1, 1.4.3: text needs 4.5:1.
+            assert live.root.locator(part).first.evaluate(_CONTRAST) >= 4.5, part
+
+
+_WITHIN = """([root, width]) => {
+  const box = root.getBoundingClientRect();
+  return box.left >= 0 && box.right <= width;
+}"""
+_CONTRAST = """node => {
+  const parse = color => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const own = getComputedStyle(node), ink = node.namespaceURI.endsWith("svg") ? own.fill : own.color;
+  let ground = node, behind = [0, 0, 0, 0];
+  while (ground && behind[3] === 0) {
+    const color = parse(getComputedStyle(ground).backgroundColor);
+    behind = color.length === 3 ? [...color, 1] : color;
+    ground = ground.parentElement;
+  }
+  const [low, high] = [light(parse(ink)), light(behind)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}"""
+
+
+@EACH
+def test_without_javascript_the_first_state_stands_there(browser, address, page):
+    with (
+        browser.new_context(java_script_enabled=False) as plain,
+        contextlib.closing(plain.new_page()) as sheet,
+    ):
+        sheet.goto(f"{address}{page}.html", wait_until="load")
+        root = sheet.locator(f".livecalc[data-name={PAGES[page]}]")
+        assert not root.locator("form").is_visible()
+        assert root.locator("svg").is_visible()
+        assert root.locator("table").is_visible()
+        assert "JavaScript" in root.locator(".livecalc-note").inner_text()
+        explorer = find_explorer(box_of(page)["data-module"])
+        caption = explorer.answer(first_state(explorer, page))["caption"]
+        assert root.locator("figcaption").inner_text() == unescape(caption)
+
+
+def test_a_failed_start_is_said_and_the_next_touch_tries_again(browser, address, python):
+    with browser.new_context() as offline:
+        offline.route("**/lablib.zip*", lambda route: route.fulfill(status=503))
+        with Live(offline, address, "book/05_zero") as live:
+            live.field("stage").press("ArrowDown")
+            live.root.get_by_text("Python could not answer: 503").wait_for(timeout=90_000)
+            live.shows(live.explorer.answer(live.first), live.first)
+            offline.unroute("**/lablib.zip*")
+            live.press("stage", "ArrowDown")
+            live.holds(live.state())
