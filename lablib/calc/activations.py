@@ -22,11 +22,14 @@ the full q, k, v. Routing is taken as balanced.
 
 **"toy"**: what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; see `lablib.calc.toy_activations`.
 
+**"hf"**: what Hugging Face's eager GPT-2, Llama, Qwen2 and Mistral keep; see `lablib.calc.hf_activations`.
+
 Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
 
+from lablib.calc import hf_activations as hf
 from lablib.calc import paper_activations as paper
 from lablib.calc import toy_activations as toy
 from lablib.calc.models import ModelConfig
@@ -53,7 +56,7 @@ def layer_activations(
         config: The model.
         batch: Sequences in the micro-batch, b.
         seq: Tokens in a sequence, s, before context parallelism divides it.
-        kernels: "paper" or "toy".
+        kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         tp: Tensor parallel ranks, t.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor parallel ranks too.
@@ -62,7 +65,7 @@ def layer_activations(
             layer's input is kept (split by t with sequence parallelism, where the layer receives a shard).
         attention: "plain" keeps the scores of every pair of tokens, "fused" their statistics.
         dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
-            GPT blocks and none in later families; with the toy none.
+            GPT blocks and none in later families; none with the toy and Hugging Face's classes.
         layer: Which layer, from 0; it matters where some layers have experts. None: the last one.
 
     Returns:
@@ -79,6 +82,8 @@ def layer_activations(
     _choose("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
+    if kernels == "hf":
+        return hf.layer(config, batch, seq, bytes_per_value, recompute, attention, share.dropout)
     if kernels == "toy":
         return toy.layer(config, batch, seq, bytes_per_value, recompute, attention, share.dropout)
     return paper.layer(share, experts=experts, recompute=recompute, attention=attention)
@@ -104,7 +109,7 @@ def embedding_activations(
         config: The model.
         batch: Sequences in the micro-batch.
         seq: Tokens in a sequence.
-        kernels: "paper" or "toy".
+        kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         tp: Tensor parallel ranks.
         sequence_parallel: Whether the stream is split over them; without it the mask is not divided.
@@ -115,6 +120,8 @@ def embedding_activations(
         ValueError: As `layer_activations`.
     """
     share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
+    if kernels == "hf":
+        return hf.embedding(config, batch, seq, bytes_per_value, share.dropout)
     if kernels == "toy":
         return toy.embedding(config, batch, seq, bytes_per_value, share.dropout)
     return paper.embedding(share)
@@ -140,7 +147,7 @@ def head_activations(
         config: The model.
         batch: Sequences in the micro-batch.
         seq: Tokens in a sequence.
-        kernels: "paper" or "toy".
+        kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         tp: Tensor parallel ranks.
         sequence_parallel: Whether the stream is split over them.
@@ -150,6 +157,8 @@ def head_activations(
         ValueError: As `layer_activations`.
     """
     share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, None)
+    if kernels == "hf":
+        return hf.head(config, batch, seq, bytes_per_value)
     if kernels == "toy":
         return toy.head(config, batch, seq, bytes_per_value)
     return paper.head(share)
@@ -172,7 +181,7 @@ def model_activations(
         config: The model.
         batch: Sequences in the micro-batch.
         seq: Tokens in a sequence.
-        kernels: "paper" or "toy".
+        kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         recompute: As in `layer_activations`.
         attention: As in `layer_activations`.
@@ -209,7 +218,7 @@ def _share(
     dropout: float | None,
 ) -> paper.Share:
     """Check every factor and return what one rank holds."""
-    _choose("kernels", kernels, ("paper", "toy"))
+    _choose("kernels", kernels, ("paper", "toy", "hf"))
     _choose("bytes_per_value", value, (2, 4))
     for name, number in (("batch", batch), ("seq", seq), ("tp", tp), ("cp", cp)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -218,12 +227,12 @@ def _share(
         dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
-    if kernels == "toy":
+    if kernels != "paper":
         if tp * cp > 1:
             raise ValueError(
-                f"kernels='toy' counts one process: tp={tp} and cp={cp} must be 1; use kernels='paper' for more"
+                f"kernels={kernels!r} counts one process: tp={tp} and cp={cp} must be 1; use kernels='paper' for more"
             )
-        toy.check_config(config)
+        (toy if kernels == "toy" else hf).check_config(config)
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}
     if config.is_moe:
         widths["expert_ffn"] = config.expert_ffn

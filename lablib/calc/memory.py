@@ -8,7 +8,8 @@ Three groups, in decreasing order of certainty:
   They are estimates, and each term says what it assumes.
 
 Every term counts at its full size, so the total is the most that can coexist: gradients appear while activations
-go, but with more than one micro-batch in a step they do meet.
+go, but with more than one micro-batch in a step they do meet. `lablib.calc.memory_timeline` walks through the step
+instead, and adds what lives for a moment: gradients of activations, of the logits, the optimizer's temporaries.
 
 Left out, because they depend on kernels and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers
 of pipeline stages, gradients of activations (the logits' is the largest), and what the allocator loses to
@@ -16,7 +17,7 @@ fragmentation. Keep a few GiB for them, more with a large vocabulary.
 
 What is assumed where sizes do not divide: a vocabulary is padded to a multiple of tp, and a ZeRO shard is
 `ceil(n / ranks)` of all n parameters of a rank as one flat array. FSDP2 splits each tensor by its first dimension, so
-its first ranks hold up to one row per tensor more. Heads, MLP width, layers and sequence must divide.
+its first ranks hold up to one row per tensor more: sharding="fsdp2" counts them. Heads, MLP width, layers and sequence must divide.
 
 Chapter: book/01_why_distributed.md
 """
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from os import PathLike
 
 from lablib.calc.breakdown import MemoryBreakdown
+from lablib.calc.choices import one_of
 from lablib.calc.models import ModelConfig
 from lablib.calc.rank_memory import stage_memory
 from lablib.calc.recipes import Optimizer, Recipe
@@ -67,6 +69,7 @@ def training_memory(
     gradient_as_bucket_view: bool = False,
     bucket_bytes: int = 25 * MiB,
     prefetch: int = 0,
+    sharding: str = "flat",
 ) -> MemoryBreakdown:
     """Return the bytes that one rank needs, by term.
 
@@ -94,19 +97,22 @@ def training_memory(
         ep: Expert-parallel ranks, taken from dp times cp.
         recompute: "none", "selective" (the attention core runs again) or "full" (all but each block's input).
         attention: "fused" never stores scores; "plain" does.
-        kernels: How activations are counted: "paper" as Korthikanti et al., "toy" as `lablib.toys.transformer` runs.
+        kernels: How activations are counted: "paper" as Korthikanti et al., "toy" as `lablib.toys.transformer` runs,
+            "hf" as Hugging Face's eager classes do.
         dropout: Probability; None means what `kernels` assumes.
         offload: What lives on the CPU: "optimizer" (master weights and moments), "gradients" (them too, ZeRO-Offload)
             or "parameters" (all states; weights are gathered unit by unit).
         gradient_as_bucket_view: DDP's option: gradients live in its buckets, which otherwise are a second copy.
         bucket_bytes: Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.
         prefetch: Units that ZeRO-3 gathers ahead of the one in use.
+        sharding: "flat": a shard is `ceil(n / ranks)` of one flat array. "fsdp2": each tensor by its rows, as
+            `fully_shard` does, with zero=3 (reshards after forward) or zero=2 (does not).
 
     Raises:
         ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.
     """
-    run = RunConfig(
-        model=model,
+    run = run_config(
+        model,
         recipe=recipe,
         optimizer=optimizer,
         tuning=tuning,
@@ -133,9 +139,28 @@ def training_memory(
         gradient_as_bucket_view=gradient_as_bucket_view,
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
+        sharding=sharding,
     )
     if stage is None:
         return max((stage_memory(run, i) for i in range(pp)), key=lambda memory: memory.total)
     if not isinstance(stage, int) or not 0 <= stage < pp:
         raise ValueError(f"stage={stage!r} is not one of the pp={pp} stages; use 0 to {pp - 1}")
     return stage_memory(run, stage)
+
+
+def run_config(model: ModelConfig | str | PathLike, **settings: object) -> RunConfig:
+    """Return the checked settings of a run; those not given are `training_memory`'s defaults.
+
+    Args:
+        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        **settings: Arguments of `training_memory`, all but `stage`.
+
+    Raises:
+        ValueError: If a setting does not exist, or as `training_memory`.
+    """
+    defaults = {
+        name: value for name, value in (training_memory.__kwdefaults__ or {}).items() if name != "stage"
+    }
+    for name in settings:
+        one_of("setting", name, defaults)
+    return RunConfig(model=model, **(defaults | settings))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
+from lablib.calc.fsdp_shards import shard_params, unit_shapes
 from lablib.calc.run_activations import activation_terms, recomputed_layer
 from lablib.calc.run_config import RunConfig
 from lablib.calc.stages import stage_layers
@@ -35,7 +36,7 @@ def stage_memory(run: RunConfig, stage: int) -> MemoryBreakdown:
     chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
     tensors = stage_tensors(run, stage, chunks)
     units = [unit_params(run, members) for members in tensors]
-    states = rank_states(run, units)
+    states = fsdp2_states(run, tensors) if run.sharding == "fsdp2" else rank_states(run, units)
     stays = {
         "none": tuple(states),
         "optimizer": WEIGHT_TERMS + GRADIENT_TERMS,
@@ -125,6 +126,20 @@ def rank_states(run: RunConfig, units: list[Unit]) -> dict[str, int]:
     return dict(terms)
 
 
+def fsdp2_states(run: RunConfig, tensors: list[list[Tensor]]) -> dict[str, int]:
+    """Return the bytes of a rank's states under FSDP2, which shards each tensor by its rows.
+
+    Args:
+        run: The run.
+        tensors: The stage's tensors, unit by unit.
+    """
+    ranks = run.replicas(False)
+    parts = [unit_shapes(run, unit) for unit in tensors]
+    trained, frozen = (sum(shard_params(part[i], ranks) for part in parts) for i in (0, 1))
+    terms = state_terms(trained, 1, 0, run.recipe, run.optimizer)
+    return terms | {"weights": (trained + frozen) * run.recipe.weights}
+
+
 def weights_are_sharded(run: RunConfig) -> bool:
     """Return whether a rank stores only its shard of the weights.
 
@@ -133,7 +148,7 @@ def weights_are_sharded(run: RunConfig) -> bool:
     Args:
         run: The run.
     """
-    return run.zero == 3 or (run.zero == 2 and run.recipe.casts_when_gathered)
+    return run.zero == 3 or (run.zero == 2 and (run.recipe.casts_when_gathered or run.sharding == "fsdp2"))
 
 
 def nf4_bytes(params: int) -> tuple[int, int]:
@@ -181,7 +196,8 @@ def rank_buffers(run: RunConfig, units: list[Unit], tensors: list[list[Tensor]])
 
 
 def _gathered_weights(run: RunConfig, units: list[Unit]) -> int:
-    whole = run.offload == "parameters" or run.recipe.casts_when_gathered
+    kept = run.zero == 2 and weights_are_sharded(run)
+    whole = run.offload == "parameters" or run.recipe.casts_when_gathered or kept
     if not whole and run.zero < 3:
         return 0
     sizes = []
@@ -192,8 +208,7 @@ def _gathered_weights(run: RunConfig, units: list[Unit]) -> int:
                 size += (unit["trained", expert] + unit["frozen", expert]) * run.recipe.gathered
                 size += sum(nf4_bytes(unit["quantized", expert]))
         sizes.append(size)
-    keeps_all = run.zero == 2 and run.recipe.casts_when_gathered
-    return sum(sizes if keeps_all else sorted(sizes, reverse=True)[: 1 + run.prefetch])
+    return sum(sizes if kept else sorted(sizes, reverse=True)[: 1 + run.prefetch])
 
 
 def _buckets(run: RunConfig, units: list[Unit]) -> int:

@@ -151,6 +151,10 @@ def recompute_cost(
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
     sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
+    if kernels == "hf":
+        raise ValueError(
+            "kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
+        )
     if dropout is None:
         dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
     how = {**sizes, "attention": attention, "dropout": dropout}

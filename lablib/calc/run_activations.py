@@ -11,6 +11,7 @@ from lablib.calc.activations import embedding_activations, head_activations, lay
 from lablib.calc.run_config import RunConfig
 from lablib.calc.stages import in_flight
 from lablib.calc.tensors import layer_tensors
+from lablib.calc.toy_activations import FP32, INT64
 
 
 def activation_terms(run: RunConfig, stage: int, chunks: list[range]) -> dict[str, int]:
@@ -60,6 +61,24 @@ def recomputed_layer(run: RunConfig, chunks: list[range]) -> dict[str, int]:
         for layer in chunk
     ]
     return {"recomputed_layer": max(again, default=0)}
+
+
+def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
+    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks.
+
+    Args:
+        run: The run.
+        first: Whether it is the first stage; the others get no tokens, and make rotary tables of their own.
+    """
+    embedding = embedding_activations(run.model, dropout=0.0, **_shape(run))
+    if not first:
+        tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
+        embedding = {"positions": tables}
+    if run.kernels == "hf" and run.recompute == "full" and not run.model.learned_positions:
+        embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
+    if run.recipe.casts and run.kernels != "paper" and not run.model.learned_positions:
+        embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
+    return {"activations.embedding": sum(embedding.values())}
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:

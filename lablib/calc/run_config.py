@@ -17,7 +17,8 @@ TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("fused", "plain")
-KERNELS = ("paper", "toy")
+KERNELS = ("paper", "toy", "hf")
+SHARDINGS = ("flat", "fsdp2")
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 
 
@@ -56,6 +57,7 @@ class RunConfig:
     gradient_as_bucket_view: bool
     bucket_bytes: int
     prefetch: int
+    sharding: str = "flat"
 
     def __post_init__(self) -> None:
         # Names become what they name, once, before anybody reads a field.
@@ -73,6 +75,7 @@ class RunConfig:
         self._check_numbers()
         self._check_split()
         self._check_schedule()
+        self._check_sharding()
 
     @property
     def ranks(self) -> int:
@@ -96,6 +99,7 @@ class RunConfig:
             ("attention", ATTENTION),
             ("kernels", KERNELS),
             ("offload", OFFLOADS),
+            ("sharding", SHARDINGS),
         ):
             one_of(field, getattr(self, field), known)
 
@@ -156,6 +160,20 @@ class RunConfig:
             raise ValueError(
                 f"virtual_stages={self.virtual_stages} contradicts schedule={self.schedule!r}; "
                 "use schedule='interleaved'"
+            )
+
+    def _check_sharding(self) -> None:
+        if self.sharding != "fsdp2":
+            return
+        if self.zero < 2:
+            raise ValueError(
+                f"sharding='fsdp2' contradicts zero={self.zero}: FSDP2 shards weights, gradients and optimizer; "
+                "use zero=3 (reshards after forward) or zero=2 (keeps the gathered weights until backward)"
+            )
+        if self.tuning == "qlora" or self.offload != "none" or self.ep > 1:
+            raise ValueError(
+                f"sharding='fsdp2' is not known with tuning={self.tuning!r}, offload={self.offload!r} and "
+                f"ep={self.ep}; use tuning='full' or 'lora', offload='none' and ep=1"
             )
 
 

@@ -3,9 +3,10 @@
     for tensor in block_tensors(config, batch=1, seq=2048):
         print(tensor.name, tensor.count, tensor.bytes)
 
-Two ways of counting, as everywhere in the course.
+Three ways of counting, as everywhere in the course.
 "paper" is Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1, and the same counting for families that the paper
-does not have; "toy" is what `lablib.toys.transformer` keeps under eager PyTorch on a CPU.
+does not have; "toy" is what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; "hf" is what Hugging Face's
+eager classes keep.
 `differences` sets them side by side: each tensor that one has and the other has not, or has in another size.
 
 Letters: b sequences of s tokens, n = b s, h hidden, a query heads and k key heads of width d, f inner width.
@@ -83,7 +84,7 @@ def block_tensors(
         config: The model, without experts and latent attention.
         batch: Sequences, b.
         seq: Tokens in a sequence, s.
-        kernels: "paper" or "toy".
+        kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         attention: "plain" or "fused".
         dropout: As in `layer_activations`: None is 0.1 for the paper's GPT blocks, and 0 elsewhere.
@@ -108,7 +109,10 @@ def block_tensors(
         raise ValueError(f"{config.name} has {what}: its tensors are summed by layer_activations, not listed")
     if dropout is None:
         dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
-    block = _Block(config, batch, seq, bytes_per_value, kernels == "toy", attention == "fused", dropout > 0)
+    eager = kernels in ("toy", "hf")
+    block = _Block(
+        config, batch, seq, bytes_per_value, eager, attention == "fused", dropout > 0, kernels == "hf"
+    )
     return [*block.norm(1), *block.attention(), *block.norm(2), *block.mlp()]
 
 
@@ -121,6 +125,7 @@ class _Block:
     toy: bool
     fused: bool
     dropout: bool
+    hf: bool = False
 
     @property
     def n(self) -> int:
@@ -179,8 +184,13 @@ class _Block:
             ]
         kept += [self.make("q", kind, first, "n a d"), self.make("k", kind, first, keys)]
         if not self.fused:
-            readers = "softmax" if self.dropout else f"softmax, {second}"
-            kept.append(self.make("softmax output", "scores", readers, "a b s²"))
+            if self.hf and self.config.family != "gpt2" and self.value < FP32:
+                kept.append(self.make("softmax output", "scores", "softmax", "a b s²", FP32))
+                if not self.dropout:
+                    kept.append(self.make("weights", "scores", second, "a b s²"))
+            else:
+                readers = "softmax" if self.dropout else f"softmax, {second}"
+                kept.append(self.make("softmax output", "scores", readers, "a b s²"))
             kept += self.mask("dropout mask of the weights", "scores", "the weights", "a b s²")
             if self.dropout:
                 kept.append(self.make("weights after dropout", "scores", second, "a b s²"))
@@ -194,9 +204,15 @@ class _Block:
     def mlp(self) -> list[SavedTensor]:
         kind, product = "mlp", "SiLU(gate) × up"
         if not self.config.gated_mlp:
+            written_out = [
+                self.make("half of GELU's input", kind, "GELU", "n f"),
+                self.make("tanh", kind, "tanh", "n f"),
+                self.make("1 + tanh", kind, "GELU", "n f"),
+            ]
             kept = [
                 self.make("output of norm 2", kind, "up projection", "n h"),
-                self.make("input of GELU", kind, "GELU", "n f"),
+                self.make("input of GELU", kind, "cube" if self.hf else "GELU", "n f"),
+                *(written_out if self.hf else []),
                 self.make("output of GELU", kind, "down projection", "n f"),
             ]
         else:

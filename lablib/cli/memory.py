@@ -41,7 +41,9 @@ def memory(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, within dp times cp.")] = 1,
     recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
     attention: Annotated[str, typer.Option(help="fused, or plain, which stores the scores.")] = "fused",
-    kernels: Annotated[str, typer.Option(help="How activations are counted: paper or toy.")] = "paper",
+    kernels: Annotated[
+        str, typer.Option(help="Whose kernels: paper, toy (ours) or hf (Hugging Face's eager classes).")
+    ] = "paper",
     dropout: Annotated[float | None, typer.Option(help="Dropout probability; default: as published.")] = None,
     offload: Annotated[
         str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters.")
@@ -49,13 +51,26 @@ def memory(
     gradient_as_bucket_view: Annotated[bool, typer.Option(help="DDP's option: no second copy.")] = False,
     bucket_bytes: Annotated[str, typer.Option(help="Bucket of ZeRO stages 1 and 2.")] = "25 MiB",
     prefetch: Annotated[int, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = 0,
+    sharding: Annotated[str, typer.Option(help="flat, or fsdp2 with --zero 3 or 2.")] = "flat",
+    step: Annotated[
+        str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
+    ] = "foreach",
+    at: Annotated[
+        str | None,
+        typer.Option(help='A moment of the step: peak, "backward of block 3", ...; all lists them.'),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print formula, numbers and source of each term, at the peak.")
+    ] = False,
     gpu: Annotated[str | None, typer.Option(help="Accelerator to fit on, for example h100.")] = None,
     unit: Annotated[str, typer.Option(help="Unit of the table: GB, GiB, MB, MiB or B.")] = "GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
     settings = {
-        name: value for name, value in locals().items() if name not in ("model", "gpu", "unit", "as_json")
+        name: value
+        for name, value in locals().items()
+        if name not in ("model", "gpu", "unit", "as_json", "step", "at", "explain")
     }
 
     from lablib.calc.hardware import accelerator
@@ -66,6 +81,12 @@ def memory(
         settings["layers_per_stage"] = _numbers(layers_per_stage)
     settings["bucket_bytes"] = parse_bytes(bucket_bytes)
     named = Path(model) if os.path.exists(model) else model
+    if at or explain:
+        from lablib.cli.memory_moment import print_moment
+
+        how = settings | {"step": step}
+        print_moment(named, how, at=at or "peak", explain=explain, unit=unit, as_json=as_json)
+        return
     breakdown = training_memory(named, **settings)
     device = accelerator(gpu) if gpu else None
     if as_json:

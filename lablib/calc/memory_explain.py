@@ -1,0 +1,224 @@
+"""Where every byte of a moment comes from: each term with its formula, its numbers, its source and its proof.
+
+    for line in explain_memory("gpt2", kernels="hf", micro_batch=8, seq=1024):
+        print(line.term, line.bytes, line.formula, line.numbers, line.source)
+
+Letters: ψ parameters of this rank, N ranks that share them, n tokens of a micro-batch on this rank, s tokens of a
+sequence, b sequences, h hidden, a heads and k key heads of width d, f inner width, V vocabulary, L blocks.
+
+A term is "exact" if it follows from counting, "measured" if tests hold it to PyTorch (real tensors, or its trackers
+under fake ones), and "unproven" if no oracle on a CPU can see it.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from os import PathLike
+
+from lablib.calc.memory import run_config
+from lablib.calc.memory_timeline import MemoryMoment, MemoryTimeline, memory_timeline
+from lablib.calc.models import ModelConfig
+from lablib.calc.rank_memory import stage_tensors, unit_params
+from lablib.calc.run_config import RunConfig
+from lablib.calc.stages import stage_layers
+from lablib.calc.timeline_walk import Walk
+
+ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
+KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
+AUTOGRAD = "PyTorch, tools/autograd/derivatives.yaml"
+ENGINE = "PyTorch, torch/csrc/autograd/engine.cpp"
+LOSS = "PyTorch, torch.nn.functional.cross_entropy: log_softmax and nll_loss"
+FSDP = "PyTorch, torch/distributed/fsdp/_fully_shard"
+ADAM = "PyTorch, torch/optim/adam.py"
+
+#: Term -> formula, source. Numbers are made in `_numbers`.
+STATES = {
+    "weights": ("bytes of a weight × ψ (/ N where weights are sharded)", ZERO),
+    "gradients": ("bytes of a gradient × parameters whose backward is done (/ N where sharded)", ZERO),
+    "gradient_accumulation": ("4 ψ", "The Ultra-Scale Playbook (Hugging Face)"),
+    "gradient_copy": ("4 ψ / N", "Megatron-LM documentation, distributed optimizer"),
+    "master_weights": ("4 ψ (/ N where the optimizer is sharded)", ZERO),
+    "momentum": ("bytes of a moment × ψ (/ N)", "Kingma and Ba 2014 (arXiv 1412.6980)"),
+    "variance": ("bytes of a moment × ψ (/ N)", "Kingma and Ba 2014 (arXiv 1412.6980)"),
+    "quantized_weights": ("ψ / 2", "Dettmers et al. 2023 (arXiv 2305.14314), section 3"),
+    "quantization_constants": (
+        "ψ / 64 + 4 ψ / (64 × 256)",
+        "Dettmers et al. 2023 (arXiv 2305.14314), section 3",
+    ),
+}
+TRANSIENT = {
+    "weight_casts": ("bytes of a cast × matrices used so far, until their backward", "PyTorch, torch.amp"),
+    "logits": ("bytes of a value × n V", LOSS),
+    "logits_fp32": ("4 n V: cross-entropy reads fp32", LOSS),
+    "logits_gradients": ("4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back", LOSS),
+    "forward_values": ("what forward holds and backward will not need", AUTOGRAD),
+    "recomputed_values": ("what the replay holds and backward will not need", AUTOGRAD),
+    "activation_gradients": ("gradients of activations that wait for an operator", ENGINE),
+    "operator_temporaries": ("what one operator's backward makes for itself", AUTOGRAD),
+    "gathered_weights": ("root and unit in use, whole, at the bytes of a gathered value", FSDP),
+    "all_gather_buffers": ("buffers of the unit in use and of the next, as large as they are", FSDP),
+    "unsharded_gradients": ("whole gradients of the unit in use and of the root", FSDP),
+    "reduce_scatter_buffers": ("the last unit's gradients, padded, in the dtype of the reduction", FSDP),
+    "gradient_buckets": ("DDP's buckets, as large as all gradients", "PyTorch, DistributedDataParallel"),
+    "communication_buckets": ("two buckets of ZeRO, or the largest unit", ZERO),
+    "dequantized_weights": ("the largest matrix in the compute dtype", "arXiv 2305.14314, section 3"),
+    "attention_mask": ("bytes of a value × b s²", "transformers, masking_utils"),
+    "tied_gradient": ("bytes of a gradient × V h: the embedding's, added to the head's", ENGINE),
+    "master_gradients": ("4 ψ / N: an fp32 copy for the optimizer", "torch.optim: one dtype a parameter"),
+    "optimizer_temporaries": ("√variance of all tensors (foreach), or of the largest ones (for-loop)", ADAM),
+    "stage_outputs": ("bytes of a value × n h × micro-batches in flight", "torch.distributed.pipelining"),
+    "stage_inputs": ("bytes of a value × n h × micro-batches in flight", "torch.distributed.pipelining"),
+}
+#: What no oracle on a CPU sees, and what one sees under FSDP2 alone.
+UNPROVEN = ("communication_buckets", "dequantized_weights", "gradient_buckets")
+OF_FSDP2 = ("gathered_weights", "all_gather_buffers", "unsharded_gradients", "reduce_scatter_buffers")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One term of one moment.
+
+    Attributes:
+        term: Its name.
+        bytes: Its size.
+        formula: How it is counted, in the letters above.
+        numbers: The same in this run's numbers.
+        source: Where the formula can be checked.
+        proof: "exact", "measured" or "unproven".
+    """
+
+    term: str
+    bytes: int
+    formula: str
+    numbers: str
+    source: str
+    proof: str
+
+
+def explain_memory(
+    model: ModelConfig | str | PathLike, *, at: str = "peak", **settings: object
+) -> list[Explained]:
+    """Return the terms of a moment, the largest first; their bytes sum to the moment's total.
+
+    Args:
+        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        at: "peak", or the name of a moment of `memory_timeline`.
+        **settings: Those of `lablib.calc.memory_timeline.memory_timeline`.
+
+    Raises:
+        ValueError: As `memory_timeline`, and if there is no such moment.
+    """
+    timeline = memory_timeline(model, **settings)
+    own = {k: v for k, v in settings.items() if k not in ("step", "stage", "out_of_place")}
+    return explain_moment(timeline, at, run_config(model, **own), str(settings.get("step", "foreach")))
+
+
+def explain_moment(
+    timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach"
+) -> list[Explained]:
+    """Return the terms of a moment of a timeline, the largest first.
+
+    Args:
+        timeline: What `memory_timeline` returned.
+        at: "peak" or a moment's name.
+        run: The settings that it was made from.
+        step: How the optimizer runs.
+
+    Raises:
+        ValueError: If there is no such moment.
+    """
+    moment = timeline.moment(at)
+    facts = _Facts(run, timeline.stage, step, moment)
+    found = [facts.explain(term, size) for term, size in moment.terms]
+    return sorted(found, key=lambda line: -line.bytes)
+
+
+class _Facts:
+    """Numbers of a run that explanations need."""
+
+    def __init__(self, run: RunConfig, stage: int, step: str, moment: MemoryMoment) -> None:
+        self.run, self.moment = run, moment
+        self.walk = Walk(run, stage, step, False)
+        chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
+        units = [unit_params(run, unit) for unit in stage_tensors(run, stage, chunks)]
+        self.params = sum(sum(unit.values()) for unit in units)
+        self.ranks = run.replicas(False)
+        self.tokens = run.micro_batch * run.seq // run.cp
+        c = run.model
+        self.shapes = {
+            "n f": self.tokens * (c.ffn // run.tp),
+            "n h": self.tokens * c.hidden,
+            "n a d": self.tokens * (c.q_width // run.tp),
+            "n k d": self.tokens * (c.kv_width // run.tp),
+            "n a": self.tokens * (c.num_heads // run.tp),
+            "n V": self.tokens * -(-c.vocab // run.tp),
+            "a b s²": self.tokens * run.seq * (c.num_heads // run.tp),
+            "n": self.tokens,
+        }
+
+    def explain(self, term: str, size: int) -> Explained:
+        if term.startswith("activations."):
+            return self._activation(term, size)
+        if term in STATES:
+            formula, source = STATES[term]
+            return Explained(term, size, formula, self._state(term, size), source, "exact")
+        formula, source = TRANSIENT[term]
+        walked = self.run.kernels != "paper" or term == "optimizer_temporaries"
+        seen = term not in UNPROVEN and walked and (term not in OF_FSDP2 or self.run.sharding == "fsdp2")
+        return Explained(
+            term, size, formula, self._transient(term, size), source, "measured" if seen else "unproven"
+        )
+
+    def _state(self, term: str, size: int) -> str:
+        each = size / self.params
+        shared = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"ψ = {self.params:,}{shared}: {each:.3g} bytes a parameter"
+
+    def _transient(self, term: str, size: int) -> str:
+        value = {"logits_fp32": 4, "logits_gradients": 4, "logits": self.run.recipe.activation}.get(term)
+        if value:
+            words = self.shapes["n V"] // self.tokens
+            return f"n = {self.tokens:,}, V = {words:,}: {size / self.shapes['n V']:g} bytes n V"
+        if term == "optimizer_temporaries":
+            return f"{self.moment.at}: {size:,} bytes for ψ = {self.params:,}"
+        if term in ("forward_values", "recomputed_values", "activation_gradients", "operator_temporaries"):
+            return f"while {self.moment.at or 'nothing'} runs: {self.multiple(size)}"
+        return f"{size:,} bytes, ψ = {self.params:,}, N = {self.ranks}"
+
+    def _activation(self, term: str, size: int) -> Explained:
+        source = KORTHIKANTI if self.run.kernels == "paper" else f"{AUTOGRAD}; kernels={self.run.kernels!r}"
+        proof = "measured" if self.run.kernels != "paper" else "exact"
+        kind = term.removeprefix("activations.")
+        if kind == "embedding" or not self.walk.layers:
+            return Explained(term, size, "token ids, positions or rotary tables", f"{size:,}", source, proof)
+        parts = []
+        for which, times in (("block", len(self.walk.layers)), ("head", 1)):
+            if which == "head" and not self.walk.last:
+                continue
+            tensors: Counter[str] = Counter()
+            for of, name, bytes_ in self.walk.piece(which, self.walk.layers[-1]).tape.kept():
+                if (of or "input") == kind:
+                    tensors[name] += bytes_
+            if tensors:
+                parts.append((which, times, tensors))
+        formula = "; ".join(
+            f"{'each block' if which == 'block' else 'end'}: "
+            + " + ".join(f"{self.multiple(size)} ({name})" for name, size in tensors.items())
+            for which, _, tensors in parts
+        )
+        numbers = ", ".join(
+            f"{times} × {sum(tensors.values()):,}" if which == "block" else f"end {sum(tensors.values()):,}"
+            for which, times, tensors in parts
+        )
+        return Explained(term, size, formula or "kept by blocks", numbers, source, proof)
+
+    def multiple(self, size: int) -> str:
+        """Return bytes as a multiple of one of the run's sizes: "4 n h"."""
+        for name, numbers in self.shapes.items():
+            for times in (1, 2, 4, 6, 8, 12, 16):
+                if size == times * numbers:
+                    return f"{times} {name}"
+        return f"{size:,} B"

@@ -1,0 +1,105 @@
+"""The two ends of a transformer as tapes: the embedding, and final norm, head and loss.
+
+The loss is where memory is lost with large vocabularies. In 16 bits, with n tokens and V words:
+
+    logits                    2 n V    until the loss has read them
+    logits in fp32            4 n V    until log-softmax has read them
+    log-probabilities         4 n V    kept for backward
+    gradient of these         4 n V    made by the loss's backward
+    gradient of fp32 logits   4 n V    made by log-softmax's backward, while the two above are there
+    gradient of logits        2 n V    what the head gets
+
+The paper's kernel is Megatron-LM's: one operator, which keeps fp32 probabilities and turns them into the gradient.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from lablib.calc.tape import NONE, Tape
+from lablib.calc.tape_blocks import BlockSetting
+from lablib.calc.tape_eager import FP32, Eager
+
+INT64 = 8
+#: Labels of the head's tensors that are terms of their own.
+LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
+#: Operators behind the logits.
+LOSS_OPERATORS = ("cast", "log-softmax", "negative log-likelihood", "cross-entropy")
+
+
+def head_tape(setting: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss.
+
+    Args:
+        setting: How the model runs; its layer and its recomputation do not matter.
+    """
+    s, c = setting, setting.config
+    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
+    words = -(-c.vocab // s.tp)
+    x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
+    if s.kernels == "paper":
+        from lablib.calc.tape_paper import gathered_linear, paper_norm
+
+        x = paper_norm(e, s, x, "final norm")
+        logits = gathered_linear(e, s, [(x, words, "head", False)], c.hidden, "head", labels=["logits"])[0]
+        e.tape.hold(logits)
+        e.make(
+            "cross-entropy",
+            [logits],
+            1,
+            FP32,
+            extra=s.tokens * words * FP32,  # probabilities, which become the gradient in place
+            kind="logits",
+        )
+        return e.tape
+    norm = {"kind": "norms", "name": "final norm"}
+    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
+    logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
+    e.tape.hold(logits)
+    full = e.cast(logits, FP32, "logits in fp32")
+    scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
+    targets = s.tokens * INT64 if s.kernels == "hf" or (s.batch > 1 and s.seq > 1) else 0
+    e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
+    return e.tape
+
+
+def embedding_tape(setting: BlockSetting) -> Tape:
+    """Return the tape of token and position embeddings and the dropout behind them.
+
+    Args:
+        setting: How the model runs.
+    """
+    s, c = setting, setting.config
+    e = Eager(value=s.value, gradient=s.gradient, low=0, frozen=s.lora_rank > 0)
+    item = FP32 if s.low else s.value
+    words = -(-c.vocab // s.tp)
+    trained = 0 if e.frozen else s.gradient
+    indices = e.input("tokens", 1, 1, needs_grad=False, given=True)
+    numbers = s.stream * c.hidden
+    x = e.make(
+        "embedding",
+        [indices],
+        numbers,
+        item,
+        gradient=NONE,
+        weight_gradient=words * c.hidden * trained,
+        # The head's gradient of the same table is there already, and this one is added to it.
+        label="token embeddings",
+    )
+    if c.learned_positions:
+        places = e.make(
+            "positions",
+            [indices],
+            s.seq // s.cp * c.hidden,
+            item,
+            gradient=NONE,
+            weight_gradient=c.max_positions * c.hidden * trained,
+            label="position embeddings",
+        )
+        x = e.make("add positions", [x, places], numbers, item, gradient=["shared", "new"])
+    if s.dropout:
+        if s.kernels == "paper":
+            x = e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")
+        else:
+            x = e.dropout(x, kind="embedding")
+    return e.tape

@@ -1,0 +1,89 @@
+"""A tape as `lablib.calc.timeline_walk` uses it: what it keeps, and its fullest event in each direction, by term.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from lablib.calc.tape import Event, Item, Tape
+from lablib.calc.tape_ends import LOSS_TERMS
+
+FORWARD, BACKWARD = "forward", "backward"
+Terms = Counter  # name of a term -> bytes
+
+
+class Piece:
+    """A tape and its events: what it keeps, and what each of its operators holds.
+
+    Args:
+        tape: The tape.
+        out_of_place: Whether second gradients are added into new tensors.
+        accumulating: Whether gradients of parameters are there already.
+    """
+
+    def __init__(self, tape: Tape, out_of_place: bool, accumulating: bool) -> None:
+        self.tape, self.how = tape, {"out_of_place": out_of_place, "accumulating": accumulating}
+        self.events: list[Event] = tape.play(**self.how)
+        self.kept: Terms = Counter()
+        for kind, _, size in tape.kept():
+            self.kept[_kept_term(kind)] += size
+        casts = {v for op in tape.operators for v in op.outputs if tape.kinds.get(v) == "weight_casts"}
+        held = sum(value.bytes for value in casts & tape.held)
+        self.cached = max(0, held - self.kept["weight_casts"])  # in autocast's cache alone
+        self.weights = 0 if accumulating else self.events[-1].weights
+        self._found: dict[int, tuple[str, Terms, int]] = {}
+
+    def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> tuple[str, Terms, int]:
+        """Return the fullest event of a direction: its operator, terms without gradients of parameters, and those.
+
+        Args:
+            direction: "forward" or "backward", which includes replays.
+            only: Which operators count; None: all.
+        """
+        i = self._index(direction, only)
+        if i is None:
+            return "", Counter(), 0
+        if i not in self._found:
+            terms: Terms = Counter()
+            for item in self.tape.alive(i, **self.how):
+                terms[_term(item, direction)] += item.bytes
+            event = self.events[i]
+            again = " again" if event.direction == "replay" else ""
+            self._found[i] = (f"{event.operator}{again}", terms, event.weights)
+        return self._found[i]
+
+    def _index(self, direction: str, only: Callable[[str], bool] | None) -> int | None:
+        there = [
+            i
+            for i, event in enumerate(self.events)
+            if (event.direction == FORWARD) == (direction == FORWARD)
+            and (only is None or only(event.operator))
+        ]
+        return max(there, key=lambda i: self.events[i].total, default=None)
+
+    @property
+    def end(self) -> Terms:
+        """What is alive when its backward has ended: the gradient of its input."""
+        return Counter(activation_gradients=self.events[-1].gradients)
+
+
+def _kept_term(kind: str) -> str:
+    return kind if kind == "weight_casts" else f"activations.{kind or 'input'}"
+
+
+def _term(item: Item, direction: str) -> str:
+    if item.group == "kept":
+        return _kept_term(item.kind)
+    if item.kind == "weight_casts":
+        return "weight_casts"
+    if item.name in LOSS_TERMS:
+        return LOSS_TERMS[item.name]
+    if item.group == "passing":
+        return "recomputed_values" if direction == BACKWARD else "forward_values"
+    if item.group == "gradient":
+        of = item.name.removeprefix("gradient of ")
+        return "logits_gradients" if of in (*LOSS_TERMS, "log-probabilities") else "activation_gradients"
+    return "operator_temporaries"

@@ -1,0 +1,287 @@
+"""The walk behind `lablib.calc.memory_timeline`: one training step of one pipeline stage, moment by moment.
+
+A block's tape is played once and used for all blocks like it: forward adds what it keeps, backward takes it away.
+What data parallelism holds beside it comes from `step_buffers`.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lablib.calc.breakdown import MemoryBreakdown
+from lablib.calc.rank_memory import stage_memory, stage_tensors
+from lablib.calc.run_activations import fixed_activations
+from lablib.calc.run_config import RunConfig
+from lablib.calc.stages import in_flight, stage_layers
+from lablib.calc.step_buffers import Reduction, make_reduction, optimizer_terms
+from lablib.calc.tape_blocks import BlockSetting, block_tape
+from lablib.calc.tape_ends import LOSS_OPERATORS, embedding_tape, head_tape
+from lablib.calc.timeline_piece import BACKWARD, FORWARD, Piece, Terms
+
+
+def gradients_meet(run: RunConfig, stage: int) -> str:
+    """Return how the gradients of earlier micro-batches meet the activations of later ones.
+
+    "never" with one micro-batch; "always" if forwards go on behind the first backward, so that as many are in flight
+    as before; "fewer" if all forwards come first, as in GPipe, so that one is gone when gradients are there.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage.
+    """
+    micro_batches = run.num_microbatches
+    if micro_batches is None:
+        return "never" if run.pp == 1 else "always"
+    if micro_batches == 1:
+        return "never"
+    counts = in_flight(
+        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=micro_batches
+    )
+    return "always" if micro_batches * run.virtual_stages > sum(counts) else "fewer"
+
+
+class Walk:
+    """One step of one stage.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage, from 0.
+        step: How the optimizer runs.
+        out_of_place: Whether second gradients are added into new tensors.
+        later: Whether an earlier micro-batch has left its gradients, and is no longer in flight.
+    """
+
+    def __init__(
+        self, run: RunConfig, stage: int, step: str, out_of_place: bool, later: bool = False
+    ) -> None:
+        self.run, self.stage, self.step, self.out_of_place = run, stage, step, out_of_place
+        self.chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[
+            stage
+        ]
+        self.layers = [layer for chunk in self.chunks for layer in chunk]
+        self.tensors = stage_tensors(run, stage, self.chunks)
+        self.memory: MemoryBreakdown = stage_memory(run, stage)
+        self.counts = in_flight(
+            run.schedule,
+            stage,
+            run.pp,
+            virtual_stages=run.virtual_stages,
+            num_microbatches=run.num_microbatches,
+        )
+        if later and gradients_meet(run, stage) == "fewer":
+            self.counts = [max(count - 1, 0) for count in self.counts]
+        self.reduction: Reduction = make_reduction(run, stage, self.tensors, self.memory, later)
+        self.first, self.last = stage == 0, stage == run.pp - 1
+        self._pieces: dict[object, Piece] = {}
+
+    # Pieces.
+
+    def setting(self, layer: int = 0) -> BlockSetting:
+        """Return how a layer runs."""
+        run = self.run
+        dropout = run.dropout
+        if dropout is None:
+            dropout = 0.1 if run.kernels == "paper" and run.model.family == "gpt2" else 0.0
+        autocast = run.recipe.casts
+        lora = run.tuning != "full"
+        return BlockSetting(
+            config=run.model,
+            kernels=run.kernels,
+            batch=run.micro_batch,
+            seq=run.seq,
+            value=run.recipe.weights if autocast and run.kernels != "paper" else run.recipe.activation,
+            gradient=self.reduction.gradient_bytes,
+            low=autocast if run.kernels != "paper" else 0,
+            fused=run.attention == "fused",
+            dropout=dropout > 0,
+            recompute=run.recompute,
+            tp=run.tp,
+            sequence_parallel=run.sequence_parallel,
+            cp=run.cp,
+            layer=layer,
+            # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
+            input_needs_grad=not (lora and self.first and layer == self.layers[0])
+            or (run.kernels == "hf" and run.recompute == "full"),
+            lora_rank=run.lora_rank if lora else 0,
+            lora_targets=run.lora_targets,
+        )
+
+    def piece(self, which: str, layer: int = 0) -> Piece:
+        """Return the tape of a block, of the head or of the embedding, and its events."""
+        c = self.run.model
+        key = which
+        if which == "block":
+            key = (which, c.has_experts(layer), layer == self.layers[0])
+        if key not in self._pieces:
+            make = {"block": block_tape, "head": head_tape, "embedding": embedding_tape}[which]
+            tape = make(self.setting(layer))
+            self._pieces[key] = Piece(tape, self.out_of_place, self.reduction.accumulates_in_place)
+        return self._pieces[key]
+
+    # Moments.
+
+    def moments(self) -> Iterator[tuple[str, str, int | None, Terms, str]]:
+        """Yield (name, phase, block, terms, operator) in the order of time."""
+        base = self.reduction.lasting.copy()
+        base.update(self.memory_states())
+        at_rest = base.copy()
+        if not self.run.gradient_as_bucket_view:
+            del at_rest["gradients"]
+        yield "states", "states", None, +at_rest, ""
+        kept = self.waiting()
+        kept.update(fixed_activations(self.run, self.first))
+        kept.update(self.stage_ends(1))
+        if self.run.kernels == "paper":  # its tape knows no casts: they are there from forward to backward
+            kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
+        mask = self.attention_mask()
+        r = self.reduction
+        blocks = [self.piece("block", layer) for layer in self.layers]
+
+        def sum_of(*parts: Terms) -> Terms:
+            total = base.copy()
+            for part in parts:
+                total.update(part)
+            return +total
+
+        cached: Terms = Counter()
+
+        def fullest(name: str, phase: str, block: int | None, *found: tuple[Terms, str]) -> tuple:
+            terms, at = max(found, key=lambda pair: sum(pair[0].values()))
+            return name, phase, block, terms, at
+
+        if self.first:
+            embedding = self.piece("embedding")
+            at, terms, _ = embedding.fullest(FORWARD)
+            yield "forward of the embedding", FORWARD, None, sum_of(kept, terms, r.gathered("", FORWARD)), at
+            kept.update(embedding.kept)
+        for number, block in enumerate(blocks):
+            at, terms, _ = block.fullest(FORWARD)
+            unit = f"block {number}"
+            stream = Counter(forward_values=block.tape.inputs[0].bytes)
+            yield fullest(
+                f"forward of {unit}",
+                FORWARD,
+                number,
+                (sum_of(kept, terms, mask, cached, r.gathered(unit, FORWARD)), at),
+                (sum_of(kept, stream, mask, cached, r.gathered(unit, FORWARD, "copy")), "all-gather"),
+            )
+            kept.update(block.kept)
+            cached["weight_casts"] += block.cached
+        if self.last:
+            head = self.piece("head")
+            at, terms, _ = head.fullest(FORWARD)
+            yield "loss", "loss", None, sum_of(kept, terms, cached, r.gathered("", "loss")), at
+            found = []
+            for inside in (True, False):
+                # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
+                at, terms, weights = head.fullest(BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
+                gathered = r.gathered("", "loss" if inside and self.run.kernels != "hf" else BACKWARD)
+                found.append((sum_of(kept, terms, gathered, r.gradients(None, weights)), at))
+            yield fullest("backward of the loss", BACKWARD, None, *found)
+            r.made(None, head.weights)
+        again = mask if self.run.recompute == "full" else Counter()
+        for number in reversed(range(len(blocks))):
+            block, unit = blocks[number], f"block {number}"
+            kept.subtract(block.kept)
+            at, terms, weights = block.fullest(BACKWARD)
+            yield fullest(
+                f"backward of {unit}",
+                BACKWARD,
+                number,
+                (sum_of(kept, terms, again, r.gathered(unit, BACKWARD), r.gradients(unit, weights)), at),
+                (sum_of(kept, block.end, r.reduced(unit, block.weights)), "reduce-scatter"),
+            )
+            r.made(unit, block.weights)
+        if self.first:
+            kept.subtract(embedding.kept)
+            at, terms, weights = embedding.fullest(BACKWARD)
+            tied = self.run.model.tied and self.last and weights
+            table = (
+                Counter(tied_gradient=r.table_bytes * (2 if self.out_of_place else 1)) if tied else Counter()
+            )
+            if tied:
+                weights -= r.table_bytes
+            yield (
+                "backward of the embedding",
+                BACKWARD,
+                None,
+                sum_of(kept, terms, table, r.gathered("", "end"), r.gradients(None, weights)),
+                at,
+            )
+            r.made(None, weights)
+        ends = r.reduced("", 0)
+        if ends:
+            yield "gradient reduction", "reduction", None, sum_of(ends), "reduce-scatter"
+        yield "optimizer step", "optimizer", None, self.optimizer(base), self.step
+
+    def attention_mask(self) -> Terms:
+        """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
+        run = self.run
+        if run.kernels != "hf" or run.attention == "fused":
+            return Counter()
+        s = self.setting()
+        return Counter(attention_mask=run.micro_batch * run.seq * run.seq * s.value)
+
+    def stage_ends(self, count: int) -> Terms:
+        """What a stage of a pipeline holds of so many micro-batches: its output, and its input if no block keeps it."""
+        if not self.layers:
+            return Counter()
+        terms: Terms = Counter()
+        first = self.piece("block", self.layers[0]).tape
+        size = first.inputs[0].bytes
+        if not self.last:
+            terms["stage_outputs"] = count * size
+        if not self.first and all(name != first.inputs[0].name for _, name, _ in first.kept()):
+            terms["stage_inputs"] = count * size
+        return terms
+
+    def saved(self) -> Terms:
+        """What is kept when forward ends, for all micro-batches in flight."""
+        total = self.waiting()
+        total.update(fixed_activations(self.run, self.first))
+        for layer in self.layers:
+            total.update(self.piece("block", layer).kept)
+        for there, which in ((self.first, "embedding"), (self.last, "head")):
+            if there:
+                total.update(self.piece(which).kept)
+        total.update(self.stage_ends(1))
+        if self.run.recompute == "full":
+            total.update(self.attention_mask())  # an argument of every block, which a checkpoint holds
+        return total
+
+    def memory_states(self) -> Terms:
+        """States without gradients, which come and go; with several micro-batches they stay."""
+        states = Counter(dict(self.memory.state_terms))
+        for name in ("gradients", "gradient_copy"):
+            states.pop(name, None)
+        return states
+
+    def waiting(self) -> Terms:
+        """What the other micro-batches in flight keep."""
+        total: Terms = Counter()
+        for chunk, count in zip(self.chunks, self.counts, strict=True):
+            for layer in chunk:
+                for term, size in self.piece("block", layer).kept.items():
+                    total[term] += max(count - 1, 0) * size
+        for there, which, count in (
+            (self.first, "embedding", self.counts[0]),
+            (self.last, "head", self.counts[-1]),
+        ):
+            if there:
+                for term, size in self.piece(which).kept.items():
+                    total[term] += max(count - 1, 0) * size
+        others = max(sum(self.counts) - 1, 0)
+        for term, size in fixed_activations(self.run, self.first).items():
+            total[term] += others * size
+        total.update(self.stage_ends(others))
+        return total
+
+    def optimizer(self, base: Terms) -> Terms:
+        """What the optimizer's step holds at its fullest."""
+        terms = base.copy()
+        del terms["gradients"]  # it has its own count of them
+        terms.update(optimizer_terms(self.run, self.tensors, self.memory, self.step, self.reduction))
+        return +terms

@@ -1,0 +1,70 @@
+"""`rung memory --at` and `--explain`: one moment of a training step, and where each of its bytes comes from."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from os import PathLike
+
+import typer
+
+
+def print_moment(
+    model: str | PathLike, settings: Mapping[str, object], *, at: str, explain: bool, unit: str, as_json: bool
+) -> None:
+    """Print one moment, or all of them.
+
+    Args:
+        model: Name of a preset, or path of a config.json.
+        settings: Of `lablib.calc.memory_timeline.memory_timeline`.
+        at: "peak", the name of a moment, or "all" for a line each.
+        explain: Whether to print formula, numbers and source of each term.
+        unit: Unit of bytes.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ValueError: If a setting, the moment or the unit is unknown.
+    """
+    from lablib.calc.choices import one_of
+    from lablib.calc.memory_explain import explain_memory
+    from lablib.calc.memory_timeline import memory_timeline
+    from lablib.calc.units import BYTE_UNITS
+
+    size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
+    digits = 0 if size == 1 else 2
+    timeline = memory_timeline(model, **settings)
+    if at == "all":
+        if as_json:
+            typer.echo(json.dumps(timeline.as_dict(), indent=1))
+            return
+        typer.echo(_heading(timeline))
+        for moment in timeline.moments:
+            mark = "  <- peak" if moment is timeline.peak else ""
+            typer.echo(f"{moment.name:<32}{moment.total / size:>20,.{digits}f}{mark}")
+        return
+    moment = timeline.moment(at)
+    lines = explain_memory(model, at=at, **settings)
+    if as_json:
+        found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
+        typer.echo(json.dumps(found | {"terms": [line.__dict__ for line in lines]}, indent=1))
+        return
+    typer.echo(_heading(timeline))
+    typer.echo(f"{'at ' + moment.name:<32}{unit:>20}{'share':>9}")
+    for line in lines:
+        share = line.bytes / moment.total
+        name = line.term.removeprefix("activations.").replace("_", " ")
+        name = f"kept: {name}" if line.term.startswith("activations.") else name
+        typer.echo(f"  {name:<30}{line.bytes / size:>20,.{digits}f}{share:>9.1%}")
+        if explain:
+            for text in (line.formula, line.numbers, f"{line.proof}; {line.source}"):
+                typer.echo(textwrap.fill(text, 96, initial_indent="      ", subsequent_indent="        "))
+    typer.echo(f"{'total':<32}{moment.total / size:>20,.{digits}f}")
+    if moment.at:
+        typer.echo(f"\nFullest while this operator runs: {moment.at}.")
+
+
+def _heading(timeline: object) -> str:
+    ranks = "1 rank" if timeline.ranks == 1 else f"{timeline.ranks:,} ranks"
+    place = f"; the peak is at {timeline.peak.name}"
+    return f"{timeline.model}, {timeline.recipe}, {timeline.seq:,} tokens a sequence, {ranks}{place}\n"

@@ -1,0 +1,507 @@
+"""Memory over a step: tapes against PyTorch operator by operator, moments against a whole step, terms and their causes.
+
+The oracle counts the storages that are alive after every operator, with a dispatch mode of its own; under one PyTorch
+adds second gradients into new tensors, which `out_of_place=True` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
+
+from lablib.calc.activations import head_activations, layer_activations
+from lablib.calc.autocast_memory import autocast_activations
+from lablib.calc.memory import training_memory
+from lablib.calc.memory_explain import explain_memory
+from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.models import ModelConfig, preset, preset_names
+from lablib.calc.recompute import recompute_cost
+from lablib.calc.saved_tensors import block_tensors
+from lablib.calc.tape import NONE, SHARED, Tape
+from lablib.calc.tape_blocks import BlockSetting, block_tape
+from lablib.calc.tape_ends import head_tape
+from lablib.cli.main import app
+from lablib.launch.fsdp_memory import forecast
+from lablib.launch.measure import saved_activations
+from lablib.toys.transformer import Transformer, tiny_config
+
+INT64 = 8
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are still alive, and their peak by phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.phase = 0, "forward"
+        self.peaks: dict[str, int] = {}
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in self.tensors((args, kwargs)):
+            self.meet(tensor.untyped_storage(), 0)
+        result = func(*args, **(kwargs or {}))
+        for tensor in self.tensors(result):
+            self.meet(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+        return result
+
+    @staticmethod
+    def tensors(tree: object) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+    def meet(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) not in self.known:
+            self.known.add(id(storage))
+            self.live += size
+            weakref.finalize(storage, self.gone, id(storage), size)
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def small(family: str, **overrides: object) -> ModelConfig:
+    """Return a model of few numbers, none of which divides another by chance."""
+    sizes = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 101, "ffn": 88, "max_positions": 64}
+    if family == "qwen2":
+        sizes |= {"qkv_bias": True, "tied": True}
+    config = tiny_config("gpt2" if family == "gpt2" else "llama", **(sizes | overrides))
+    return dataclasses.replace(config, family=family, name=f"small-{family}")
+
+
+def hugging_face(config: ModelConfig, attention: str) -> torch.nn.Module:
+    """Build Hugging Face's class from our config."""
+    import transformers
+
+    common = {
+        "vocab_size": config.vocab,
+        "use_cache": False,
+        "attn_implementation": {"fused": "sdpa", "plain": "eager"}[attention],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if config.family == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = {
+            "n_positions": config.max_positions,
+            "n_embd": config.hidden,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_inner": config.ffn,
+        }
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **off))
+    name = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[config.family]
+    sizes = {
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied,
+    }
+    if name == "Mistral":
+        sizes["sliding_window"] = None
+    made = getattr(transformers, f"{name}Config")(**common, **sizes)
+    return getattr(transformers, f"{name}ForCausalLM")(made)
+
+
+def measure(
+    config: ModelConfig,
+    kernels: str,
+    *,
+    attention: str = "fused",
+    recipe: str = "fp32",
+    optimizer: str = "adamw",
+    step: str = "for-loop",
+    batch: int = 2,
+    seq: int = 16,
+    recompute: str = "none",
+    micro_batches: int = 1,
+) -> tuple[dict[str, int], int]:
+    """Run two training steps; return the second one's peaks by phase, states included, and what forward kept."""
+    torch.manual_seed(0)
+    hf = kernels == "hf"
+    model = hugging_face(config, attention) if hf else Transformer(config, attention=attention)
+    model = (model.bfloat16() if recipe == "pure-bf16" else model).train()
+    if recompute == "full":
+        name = "activation_checkpointing_enable"  # its name in transformers 5
+        getattr(model, name, model.gradient_checkpointing_enable)()
+    parameters = list(model.parameters())
+    how = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[step]
+    updates = (
+        torch.optim.AdamW(parameters, **how)
+        if optimizer == "adamw"
+        else torch.optim.SGD(parameters, momentum=0.9 * (optimizer == "sgd-momentum"), **how)
+    )
+    tokens = torch.randint(config.vocab, (batch, seq + (not hf)))
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, recipe.startswith("autocast")):
+            return model(input_ids=tokens, labels=tokens).loss if hf else model.loss(tokens)
+
+    with saved_activations(model) as saved:
+        first = loss()
+    first.backward()
+    updates.step()
+    updates.zero_grad()
+    del first
+    states = sum(p.numel() * p.element_size() for p in parameters)
+    states += sum(
+        v.numel() * v.element_size() for s in updates.state.values() for k, v in s.items() if k != "step"
+    )
+    alive = Alive()
+    with alive:
+        for _ in range(micro_batches):
+            alive.phase = "forward"
+            result = loss()
+            alive.phase = "backward"
+            result.backward()
+            del result
+        alive.phase = "optimizer"
+        updates.step()
+    inputs = tokens.numel() * INT64
+    return {phase: states + inputs + peak for phase, peak in alive.peaks.items()}, saved.total + inputs * hf
+
+
+def predicted(config: ModelConfig, kernels: str, **how: object) -> tuple[dict[str, int], int]:
+    names = {"batch": "micro_batch", "micro_batches": "num_microbatches"}
+    settings = {names.get(name, name): value for name, value in how.items()}
+    settings.setdefault("micro_batch", 2)
+    settings.setdefault("seq", 16)
+    settings.setdefault("recipe", "fp32")
+    settings.setdefault("step", "for-loop")
+    timeline = memory_timeline(config, kernels=kernels, out_of_place=True, **settings)
+    phases = {
+        "forward": ("forward", "loss"),
+        "backward": ("backward", "reduction"),
+        "optimizer": ("optimizer",),
+    }
+    peaks = {
+        phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()
+    }
+    return peaks, sum(timeline.saved.values())
+
+
+# What none of the formulas counts, in bytes: step numbers, scalars of the loss, and token ids at rest.
+def small_change(config: ModelConfig, batch: int, seq: int) -> int:
+    tensors = 20 * config.num_layers + 10
+    return 3 * (batch + 2) * (seq + 2) * INT64 + 8 * tensors
+
+
+CASES = [
+    ("toy", "gpt2", {}),
+    ("toy", "llama", {"attention": "plain", "recipe": "pure-bf16", "step": "foreach"}),
+    ("toy", "llama", {"recipe": "autocast-bf16", "seq": 32}),
+    ("toy", "gpt2", {"attention": "plain", "recipe": "autocast-bf16"}),
+    ("toy", "llama", {"micro_batches": 2, "optimizer": "sgd-momentum"}),
+    ("hf", "gpt2", {"attention": "plain", "step": "fused"}),
+    ("hf", "gpt2", {"recipe": "pure-bf16", "recompute": "full", "batch": 3, "seq": 64}),
+    ("hf", "gpt2", {"attention": "plain", "recipe": "autocast-bf16"}),
+    ("hf", "llama", {"recipe": "pure-bf16", "step": "foreach"}),
+    ("hf", "llama", {"recipe": "pure-bf16", "recompute": "full", "batch": 3, "seq": 64}),
+    ("hf", "llama", {"attention": "plain", "recipe": "pure-bf16", "optimizer": "sgd"}),
+    ("hf", "qwen2", {"attention": "plain", "recipe": "autocast-bf16"}),
+    ("hf", "qwen2", {"recompute": "full"}),
+    ("hf", "mistral", {"recipe": "autocast-bf16"}),
+]
+
+
+@pytest.mark.parametrize(("kernels", "family", "how"), CASES, ids=lambda x: str(x))
+def test_a_whole_step_on_real_tensors(kernels: str, family: str, how: dict) -> None:
+    config = small(family)
+    real, kept = measure(config, kernels, **how)
+    ours, saved = predicted(config, kernels, **how)
+    slack = small_change(config, how.get("batch", 2), how.get("seq", 16))
+    for phase in ("backward", "optimizer"):
+        assert abs(ours[phase] - real[phase]) <= slack, (phase, ours[phase], real[phase])
+    # Variables of Hugging Face's Python frames outlive their last use; none of that is at the peak.
+    assert abs(ours["forward"] - real["forward"]) <= slack + 0.05 * real["forward"]
+    assert abs(max(ours.values()) - max(real.values())) <= 0.003 * max(real.values())
+    if how.get("recompute", "none") == "none":
+        assert abs(saved - kept) <= 2 * INT64 * (2 * how.get("seq", 16) + 4), (saved, kept)
+
+
+def test_odd_sizes() -> None:
+    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"LABLIB_SEED={seed}")
+    odd_sizes(seed)
+
+
+def odd_sizes(seed: int) -> None:
+    """One draw: sizes that divide nothing, in either implementation; the peak is exact but for small change."""
+    draw = random.Random(seed)
+    heads = draw.choice([2, 3, 4, 6])
+    sizes = {
+        "num_heads": heads,
+        "hidden": 2 * heads * draw.randint(2, 9),
+        "num_layers": draw.randint(1, 4),
+        "ffn": draw.randint(5, 130),
+        "vocab": draw.randint(11, 400),
+    }
+    kernels, family = draw.choice(["toy", "hf"]), draw.choice(["gpt2", "llama"])
+    if family == "llama":
+        sizes["num_kv_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    config = small(family, **sizes)
+    how = {
+        "attention": draw.choice(["fused", "plain"]),
+        "recipe": draw.choice(["fp32", "pure-bf16", "autocast-bf16"]),
+        "step": draw.choice(["foreach", "for-loop", "fused"]),
+        "batch": draw.randint(2, 4),
+        "seq": draw.randint(3, 40),
+    }
+    real, _ = measure(config, kernels, **how)
+    ours, _ = predicted(config, kernels, **how)
+    slack = small_change(config, how["batch"], how["seq"])
+    gap = abs(max(ours.values()) - max(real.values()))
+    assert gap <= slack + 0.01 * max(real.values()), (seed, kernels, family, sizes, how, ours, real)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
+    config, world, batch, seq = small("llama"), 4, 3, 20
+    seen = forecast(
+        lambda: Transformer(config),
+        world_size=world,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        reshard_after_forward=reshard,
+    )
+    timeline = memory_timeline(
+        config,
+        kernels="toy",
+        recipe={"fp32": "fp32", "bf16": "fsdp2-mixed"}[precision],
+        dp=world,
+        zero=3 if reshard else 2,
+        sharding="fsdp2",
+        step="for-loop",
+        micro_batch=batch,
+        seq=seq,
+        out_of_place=True,
+    )
+    slack = small_change(config, batch, seq)
+    assert abs(timeline.peak_bytes - seen.total) <= slack
+    peak, found = timeline.peak, seen.peak
+    assert peak.term("gathered_weights") == found["unsharded parameters"]
+    assert peak.term("all_gather_buffers") == found["all-gather buffers"]
+    assert peak.term("reduce_scatter_buffers") == found["reduce-scatter buffers"]
+    # The states are exact: each tensor by its rows.
+    rest = seen.after_backward
+    memory = training_memory(
+        config, recipe=timeline.recipe, dp=world, zero=3, sharding="fsdp2", micro_batch=1, seq=seq
+    )
+    assert memory.terms["weights"] == rest["parameters"]
+    assert memory.terms["gradients"] == rest["gradients"]
+    steps = 4 * sum(1 for _ in Transformer(config).parameters())
+    assert memory.terms["momentum"] + memory.terms["variance"] == rest["optimizer"] - steps
+
+
+def test_tapes_keep_what_the_closed_forms_count() -> None:
+    """Every family in the papers' counting; ours and Hugging Face's where they are known."""
+    for name in preset_names():
+        config = preset(name)
+        layer = config.num_layers - 1
+        for tp, split in ((1, False), (2, False), (2, True), (4, True)):
+            if any(n % tp for n in (config.num_heads, config.num_kv_heads, config.ffn)):
+                continue
+            for attention in ("fused", "plain"):
+                for dropout in (0.0, 0.1):
+                    for recompute in ("none", "selective", "full"):
+                        compare("paper", config, layer, tp, split, attention, dropout, recompute)
+    for family in ("gpt2", "llama", "qwen2", "mistral"):
+        for kernels in ("toy", "hf"):
+            for attention in ("fused", "plain"):
+                for recompute in ("none", "full"):
+                    config = small("llama" if kernels == "toy" and family != "gpt2" else family)
+                    compare(kernels, config, 0, 1, False, attention, 0.0, recompute)
+
+
+def compare(kernels, config, layer, tp, split, attention, dropout, recompute) -> None:
+    sizes = {"batch": 2, "seq": 64, "kernels": kernels, "tp": tp, "sequence_parallel": split}
+    counted = layer_activations(
+        config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes
+    )
+    setting = BlockSetting(
+        config=config,
+        kernels=kernels,
+        batch=2,
+        seq=64,
+        fused=attention == "fused",
+        dropout=dropout > 0,
+        recompute=recompute,
+        tp=tp,
+        sequence_parallel=split,
+        layer=layer,
+    )
+    found = by_kind(block_tape(setting))
+    assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
+    head = {k: v for k, v in head_activations(config, **sizes).items() if v}
+    assert by_kind(head_tape(setting)) == head, config.name
+
+
+def by_kind(tape: Tape) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for kind, _, size in tape.kept():
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+def test_named_tensors_of_hugging_face_sum_to_its_layer() -> None:
+    for family in ("gpt2", "llama", "qwen2", "mistral"):
+        for attention in ("fused", "plain"):
+            for value in (2, 4):
+                for dropout in (0.0, 0.1):
+                    config = small(family)
+                    how = {"batch": 2, "seq": 16, "kernels": "hf", "bytes_per_value": value}
+                    how |= {"attention": attention, "dropout": dropout}
+                    tensors = block_tensors(config, **how)
+                    assert sum(t.bytes for t in tensors) == sum(layer_activations(config, **how).values())
+
+
+def test_autocast_keeps_what_chapter_8_counts() -> None:
+    for family in ("gpt2", "llama"):
+        config = small(family)
+        timeline = memory_timeline(config, kernels="toy", recipe="autocast-bf16", micro_batch=2, seq=32)
+        assert timeline.saved["weight_casts"] > 0
+        assert sum(timeline.saved.values()) == sum(autocast_activations(config, batch=2, seq=32).values())
+
+
+# Terms and their causes: each is there, and gone when its cause is.
+
+BASE = {"kernels": "toy", "micro_batch": 2, "seq": 32, "recipe": "fp32"}
+FSDP = {"sharding": "fsdp2", "dp": 4, "zero": 3}
+CAUSES: list[tuple[str, dict, dict]] = [
+    ("optimizer_temporaries", {"step": "foreach"}, {"step": "fused"}),
+    ("optimizer_temporaries", {"step": "for-loop"}, {"step": "for-loop", "optimizer": "sgd"}),
+    ("master_gradients", {"recipe": "mixed-bf16"}, {"recipe": "mixed-bf16-fp32-grads"}),
+    ("logits_fp32", {"recipe": "pure-bf16"}, {"recipe": "fp32"}),
+    ("gathered_weights", FSDP, {}),
+    ("all_gather_buffers", FSDP, FSDP | {"dp": 1}),
+    ("reduce_scatter_buffers", FSDP, {"dp": 4}),
+    ("unsharded_gradients", FSDP, {"dp": 4, "zero": 1}),
+    ("gradient_buckets", {"dp": 4}, {"dp": 4, "gradient_as_bucket_view": True}),
+    ("gradient_buckets", {"dp": 4}, {"dp": 1}),
+    ("weight_casts", {"recipe": "autocast-bf16"}, {"recipe": "pure-bf16"}),
+    ("activations.input", {"recompute": "full"}, {"recompute": "none"}),
+    ("attention_mask", {"kernels": "hf", "attention": "plain"}, {"kernels": "hf"}),
+    ("tied_gradient", {"model": small("llama", tied=True)}, {"model": small("llama", tied=False)}),
+    ("stage_outputs", {"pp": 3, "num_microbatches": 6, "stage": 0}, {"pp": 1}),
+    ("stage_inputs", {"pp": 3, "num_microbatches": 6, "stage": 1, "recipe": "pure-bf16"}, {"pp": 1}),
+    ("activations.adapters", {"tuning": "lora"}, {"tuning": "full"}),
+]
+
+
+@pytest.mark.parametrize(("term", "cause", "without"), CAUSES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_term_vanishes_with_its_cause(term: str, cause: dict, without: dict) -> None:
+    def most(settings: dict) -> int:
+        settings = BASE | settings
+        timeline = memory_timeline(settings.pop("model", small("llama")), **settings)
+        return max(moment.term(term) for moment in timeline.moments)
+
+    assert most(cause) > 0
+    assert most(without) == 0
+
+
+def test_accumulation_and_pipelines_meet_their_gradients() -> None:
+    config = small("llama")
+    one = memory_timeline(config, **BASE)
+    two = memory_timeline(config, **BASE, num_microbatches=2)
+    assert one.moment("forward of block 0").term("gradients") == 0
+    assert two.moment("forward of block 0").term("gradients") == one.moment("optimizer step").term(
+        "gradients"
+    )
+    # With as many micro-batches as are in flight, all forwards come first: no gradient meets the last forward.
+    gpipe = {"pp": 3, "schedule": "gpipe", "stage": 0}
+    few = memory_timeline(config, **BASE, **gpipe, num_microbatches=2)
+    many = memory_timeline(config, **BASE, **gpipe, num_microbatches=9)
+    assert many.saved["activations.mlp"] * 2 == few.saved["activations.mlp"] * 9
+    assert many.peak_bytes > few.peak_bytes
+
+
+def test_settings_that_cannot_be() -> None:
+    def raises(message: str, run: Callable[[], object]) -> None:
+        with pytest.raises(ValueError, match=message):
+            run()
+
+    raises("unknown step 'jit'", lambda: memory_timeline("gpt2", step="jit"))
+    raises("stage=4 is not one of the pp=2", lambda: memory_timeline("gpt2", pp=2, stage=4))
+    raises("unknown setting 'bach'", lambda: memory_timeline("gpt2", bach=1))
+    raises("contradicts zero=1", lambda: memory_timeline("gpt2", sharding="fsdp2", dp=2, zero=1))
+    raises("unknown sharding", lambda: training_memory("gpt2", sharding="fsdp3"))
+    raises("kernels='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", kernels="hf", seq=64))
+    raises("tp=2 and cp=1 must be 1", lambda: memory_timeline("llama-3-8b", kernels="hf", tp=2, seq=64))
+    raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, kernels="hf"))
+    raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))
+
+
+def test_a_tape_by_hand() -> None:
+    """Two products of 8 numbers and a sum, counted on paper."""
+    tape = Tape()
+    x = tape.input("x", 32)
+    y = tape.op("square", [x], 32, keeps=[x])
+    z = tape.op("exp", [y], 32, keeps_output=True)
+    tape.op("add", [z, x], 32, gradient=SHARED)
+    events = [(e.direction, e.operator, e.total) for e in tape.play()]
+    assert events == [
+        ("forward", "square", 64),  # x, y
+        ("forward", "exp", 96),  # x, y, z
+        ("forward", "add", 96),  # x and z stay for backward, and the sum
+        ("backward", "add", 96),  # x, z, one gradient for both
+        ("backward", "exp", 128),  # and the gradient of y
+        ("backward", "square", 128),  # x, the sum's gradient, y's, and the second of x
+    ]
+    new = [e.total for e in tape.play(out_of_place=True)]
+    assert max(new) == 128
+    recomputed = Tape()
+    recomputed.recomputing = True
+    a = recomputed.input("a", 32)
+    b = recomputed.op("square", [a], 32, keeps=[a])
+    recomputed.op("exp", [b], 32, keeps_output=True)
+    assert recomputed.kept() == [("", "a", 32)]
+    assert [e.direction for e in recomputed.play()].count("replay") == 2
+    frozen = Tape()
+    tokens = frozen.input("tokens", 8, needs_grad=False)
+    frozen.op("lookup", [tokens], 32, gradient=NONE)
+    assert frozen.kept() == []
+
+
+def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
+    for settings in (
+        {"kernels": "hf", "micro_batch": 4, "seq": 512},
+        {"recipe": "fsdp2-mixed", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
+        {"tuning": "qlora", "seq": 512},
+        {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
+    ):
+        timeline = memory_timeline("gpt2", **settings)
+        for moment in timeline.moments:
+            lines = explain_memory("gpt2", at=moment.name, **settings)
+            assert sum(line.bytes for line in lines) == moment.total
+            assert all(line.formula and line.numbers and line.source for line in lines)
+            assert {line.proof for line in lines} <= {"exact", "measured", "unproven"}
+
+
+def test_the_command() -> None:
+    run = CliRunner()
+    model = ["memory", "gpt2", "--kernels", "hf", "--seq", "512"]
+    every = run.invoke(app, [*model, "--at", "all"]).output
+    peak = memory_timeline("gpt2", kernels="hf", seq=512).peak
+    assert f"{peak.name:<32}{peak.total / 1e9:>20,.2f}  <- peak" in every
+    told = run.invoke(app, [*model, "--explain", "--at", "backward of the loss"]).output
+    assert "logits gradients" in told
+    assert "4 n V (log-probabilities)" in told
+    data = json.loads(run.invoke(app, [*model, "--at", "peak", "--json"]).output)
+    assert data["total"] == peak.total == sum(term["bytes"] for term in data["terms"])
+    assert run.invoke(app, [*model, "--at", "noon"]).exit_code != 0
