@@ -104,6 +104,10 @@ linkcheck: install ## Follow every external link (needs a network)
 
 ##@ Parts
 
+.PHONY: memory-table
+memory-table: install ## Measure the memory calculator's whole grid and write the table anew
+	@$(BIN)/rung memory-table --write
+
 .PHONY: site
 site: install mathjax pyodide ## Build the site from a clean _build, warnings as errors
 	@rm -rf _build

@@ -12,6 +12,7 @@ from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
 from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
+from lablib.cli.memory_table import memory_table
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, report
 from lablib.cli.schedule import schedule
@@ -58,6 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(memory)
+app.command()(memory_table)
 app.command()(plan)
 app.command()(doctor)
 app.command()(schedule)

@@ -1,0 +1,71 @@
+"""`rung memory-table`: judge the memory calculator against PyTorch, case by case."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+
+def memory_table(
+    only: Annotated[str | None, typer.Option(help="Cases whose name contains this text.")] = None,
+    few: Annotated[bool, typer.Option("--few", help="The dozen cases that the tests run.")] = False,
+    committed: Annotated[
+        bool, typer.Option("--committed", help="Print the committed table; measure nothing.")
+    ] = False,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Write the table with new predictions, old measurements.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Measure all cases and write the table anew.")
+    ] = False,
+) -> None:
+    """Measure configurations in PyTorch beside the calculator; fail where a bound breaks or a number drifted."""
+    import logging
+
+    from lablib.calc.memory_grid import grid
+    from lablib.launch.memory_table import (
+        broken,
+        drifted,
+        load_table,
+        measured_row,
+        predicted_anew,
+        representatives,
+        save_table,
+        text,
+    )
+
+    if write and (only or few or committed):
+        raise ValueError("--write makes the whole table: leave --only, --few and --committed out")
+    if committed:
+        rows = [row for row in load_table()["rows"] if not only or only in row["name"]]
+        typer.echo(text(rows))
+        return
+    if predict:
+        typer.echo(f"wrote {save_table(predicted_anew(load_table()['rows']))}")
+        return
+    cases = [case for case in (representatives() if few else grid()) if not only or only in case.name]
+    if not cases:
+        raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rows = []
+    for number, case in enumerate(cases, start=1):
+        start = time.perf_counter()
+        rows.append(measured_row(case))
+        typer.echo(f"{number}/{len(cases)}  {case.name}  {time.perf_counter() - start:.1f} s", err=True)
+    typer.echo(text(rows))
+    problems = broken(rows)
+    if write:
+        typer.echo(f"\nwrote {save_table(rows)}")
+    else:
+        problems += drifted(rows, load_table())
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(memory_table)

@@ -1,0 +1,202 @@
+"""The table of the memory calculator: every case of the grid, predicted and measured, regenerated and compared.
+
+    rows = [measure_row(case) for case in grid()]
+    save_table(rows)
+    problems(rows, load_table())          # [] unless something drifted
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lablib.calc.memory_cases import Case
+from lablib.calc.memory_grid import DRAWN, grid
+from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
+from lablib.launch.experiments import repository_root, write_json
+from lablib.launch.memory_oracles import measure
+
+Row = dict[str, Any]
+KINDS = ("states", "saved", "peak")
+
+
+def table_path() -> Path:
+    """Return the committed table's file."""
+    return repository_root() / "book" / "data" / "memory_table.json"
+
+
+def measured_row(case: Case) -> Row:
+    """Measure a case, and put what the calculator says beside it.
+
+    Args:
+        case: The case.
+    """
+    found = measure(case)
+    measured = {"states": found.states, "saved": found.saved, "groups": found.groups}
+    if case.kernels == "paper":
+        # What papers do not count: the batch itself, and the outputs that a pipeline's runtime holds.
+        measured["saved"] -= found.inputs + found.outputs
+    if case.kernels != "paper":
+        measured |= {"peak": found.peak, "peak_at": found.peak_at}
+    if case in DRAWN:
+        measured["moments"] = found.totals
+    oracle = "real tensors" if case.size == "tiny" else "fake tensors"
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "oracle": f"{oracle}, {'FSDPMemTracker' if case.shards else 'MemTracker'}",
+        "predicted": predict(case),
+        "measured": measured,
+    }
+
+
+def predicted_anew(rows: Iterable[Row]) -> list[Row]:
+    """Return rows with what the calculator says now, and their measurements as they are.
+
+    Args:
+        rows: Of the table.
+    """
+    return [row | {"predicted": predict(Case(**row["case"]))} for row in rows]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured."""
+    import transformers
+
+    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+
+
+def save_table(rows: Sequence[Row], path: Path | None = None) -> Path:
+    """Write the table.
+
+    Args:
+        rows: Of every case.
+        path: Target; None for the committed one.
+    """
+    bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
+    return write_json(path or table_path(), {"versions": versions(), "bounds": bounds, "rows": list(rows)})
+
+
+def load_table(path: Path | None = None) -> dict[str, Any]:
+    """Return the committed table.
+
+    Args:
+        path: Its file; None for the committed one.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    return json.loads((path or table_path()).read_text(encoding="utf-8"))
+
+
+def comparisons(row: Row) -> list[Comparison]:
+    """Return the numbers of a row that were predicted and measured.
+
+    Args:
+        row: Of the table.
+    """
+    return compare(row["predicted"], row["measured"])
+
+
+def broken(rows: Iterable[Row]) -> list[str]:
+    """Return a sentence for every number whose bound does not hold.
+
+    Args:
+        rows: Of the table.
+    """
+    return [
+        f"{row['name']}: {c.what} is predicted as {c.predicted:,} bytes and measured as {c.measured:,}, "
+        f"off by {abs(c.error):.2%} where {c.bound:.0%} is allowed"
+        for row in rows
+        for c in comparisons(row)
+        if not c.holds
+    ]
+
+
+def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
+    """Return a sentence for every number that is no longer what the committed table says.
+
+    Predictions must be the same anywhere. Measurements must be the same under the versions that the table was made
+    with; under others a new operator may keep something else, and the bounds decide.
+
+    Args:
+        rows: Just made; all cases or some.
+        committed: From `load_table`.
+    """
+    old = {row["name"]: row for row in committed["rows"]}
+    parts = ("predicted", "measured") if committed["versions"] == versions() else ("predicted",)
+    found = []
+    for row in rows:
+        if row["name"] not in old:
+            found.append(f"{row['name']} is not in the table: make it anew with rung memory-table --write")
+            continue
+        for part in parts:
+            for key, value in row[part].items():
+                was = old[row["name"]][part].get(key)
+                if was != value:
+                    found.append(f"{row['name']}: {part} {key} was {was} and is {value}")
+    return found
+
+
+def headline(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
+    """Return the worst case of each kind: "states", "saved" and "peak", with the name of its row.
+
+    Args:
+        rows: Of the table.
+    """
+    found: dict[str, tuple[str, Comparison]] = {}
+    for row in rows:
+        numbers = comparisons(row)
+        for kind in KINDS:
+            if not any(c.what.partition(":")[0] == kind for c in numbers):
+                continue
+            own = worst(numbers, kind)
+            if kind not in found or abs(own.error) > abs(found[kind][1].error):
+                found[kind] = (row["name"], own)
+    return found
+
+
+def representatives(count: int = 12) -> list[Case]:
+    """Return cheap cases that between them show every value of every factor that cheap cases have.
+
+    Args:
+        count: How many at most.
+    """
+    # Real tensors with scores of 1,000 x 1,000 tokens take seconds.
+    cheap = [case for case in grid() if case.size == "tiny" and (case.seq == 64 or case.attention == "fused")]
+    chosen: list[Case] = []
+    shown: set[tuple[str, object]] = set()
+    while cheap and len(chosen) < count:
+        best = max(cheap, key=lambda case: len(set(asdict(case).items()) - shown))
+        chosen.append(best)
+        cheap.remove(best)
+        shown |= set(asdict(best).items())
+    return chosen
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Return the table as aligned text: predicted, measured and ratio of what is kept and of the peak.
+
+    Args:
+        rows: Of the table.
+    """
+    lines = [f"{'':68}{'states':>8}{'saved, GB':>12}{'ratio':>8}{'peak, GB':>12}{'ratio':>8}  at the peak"]
+    for row in rows:
+        numbers = {c.what: c for c in comparisons(row)}
+        exact = all(c.holds for what, c in numbers.items() if what.startswith("states"))
+        saved, peak = numbers["saved"], numbers.get("peak")
+        line = f"{row['name']:68}{'exact' if exact else 'WRONG':>8}{saved.measured / 1e9:>12.4g}{saved.ratio:>8.4f}"
+        if peak:
+            line += f"{peak.measured / 1e9:>12.4g}{peak.ratio:>8.4f}  {row['measured']['peak_at']}"
+        lines.append(line)
+    lines.append("")
+    for kind, (name, c) in headline(rows).items():
+        lines.append(f"worst {c.what if c.error else kind}: off by {abs(c.error):.3%} ({name})")
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""PyTorch's own memory trackers, asked one thing more: when in the step was how much held.
+
+MemTracker and FSDPMemTracker see every operator, count each storage once and say of what kind it is. They keep one
+peak. Here the fullest instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the
+optimizer's step. The bytes are PyTorch's; only the labels are ours.
+
+Both trackers are private parts of PyTorch.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+
+#: Names of kinds in both trackers, and ours. "temporary" is what backward and the optimizer make and drop.
+KINDS = {
+    "Parameter": "weights",
+    "Sharded Param": "weights",
+    "Unsharded Param": "gathered weights",
+    "Gradient": "gradients",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "unsharded gradients",
+    "Optstate": "optimizer",
+    "OptState": "optimizer",
+    "All Gather": "all-gather buffers",
+    "Reduce Scatter": "reduce-scatter buffers",
+    "Activation": "activations",
+    "Temp": "temporary",
+    "Buffer": "buffers",
+    "Inputs": "inputs",
+    "Other": "inputs",
+}
+_BLOCK = re.compile(r"\.(?:blocks|layers|h)\.(\d+)$")
+
+
+class _NoHook:
+    """Stands for the handle of a hook that is not there."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+class _Moments:
+    """Keeps the fullest instant of every moment; to be mixed into a tracker."""
+
+    def start(self, end: str = "loss", buckets: int = 0) -> None:
+        """Begin a step: forget the moments so far, and what an earlier step left behind.
+
+        Nothing of a step outlives it but gradients and DDP's buckets. What does has been kept by the hooks of the
+        trackers themselves, in circles that Python cannot see through.
+
+        Args:
+            end: What comes behind the last block in forward.
+            buckets: Bytes of DDP's buckets, which the trackers take for activations.
+        """
+        self._end, self._buckets, self._left = end, 0, {}
+        held = self.held()
+        self._buckets = buckets
+        self._left = {
+            "activations": held.get("activations", 0) - buckets,
+            "temporary": held.get("temporary", 0),
+        }
+        self.moments: dict[str, dict[str, int]] = {}
+        self._totals: dict[str, int] = {}
+        self._blocks: dict[str, int | None] = {}
+        self._seen_block = False
+        self._after_step = False
+
+    def begin_optimizer(self) -> None:
+        """Say that gradients are complete: what runs now belongs to the optimizer's step."""
+        self._after_step = True
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes held now, by kind."""
+        found: dict[str, int] = {}
+        for kinds in self._curr_mem_snap.values():
+            for kind, size in kinds.items():
+                if size and (name := KINDS.get(getattr(kind, "value", kind))):
+                    found[name] = found.get(name, 0) + size
+        if self._buckets:
+            found["gradient buckets"] = self._buckets
+            found["activations"] -= self._buckets
+        for kind, size in self._left.items():
+            if size:
+                found[kind] -= size
+        return found
+
+    def note(self, moment: str) -> None:
+        """Take the present instant into a moment.
+
+        Args:
+            moment: Its name.
+        """
+        total = sum(kinds["Total"] for kinds in self._curr_mem_snap.values()) - sum(self._left.values())
+        if total > self._totals.get(moment, -1):
+            self._totals[moment] = total
+            self.moments[moment] = self.held()
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        # In place of the trackers' own, which copies a snapshot for every module at every operator.
+        if not hasattr(self, "moments"):
+            return
+        backward = self._mod_tracker.is_bw
+        block = self._block(backward)
+        self._seen_block = self._seen_block or block is not None
+        if self._in_opt:
+            self._after_step = True
+        if self._in_opt or self._after_step:
+            self.note("optimizer step")
+        elif block is not None:
+            self.note(f"{'backward' if backward else 'forward'} of block {block}")
+        elif backward:
+            last = next(reversed(self.moments))
+            at_end = last in ("backward of block 0", "backward of the embedding")
+            self.note("backward of the embedding" if at_end else "backward of the loss")
+        else:
+            self.note(self._end if self._seen_block else "forward of the embedding")
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> Any:
+        # MemTracker puts a gradient's hook on every parameter that it knows none of; a frozen one takes none.
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles[parameter] = (_NoHook(), _NoHook())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+    def _block(self, backward: bool) -> int | None:
+        found = []
+        for name in self._mod_tracker.parents:
+            if name not in self._blocks:
+                inside = _BLOCK.search(name)
+                self._blocks[name] = int(inside[1]) if inside else None
+            if (number := self._blocks[name]) is not None:
+                found.append(number)
+        # While backward crosses from one block to the next both are marked; the lower one is the one that runs.
+        return min(found, default=None) if backward else max(found, default=None)
+
+
+class MomentTracker(_Moments, MemTracker):
+    """MemTracker with moments: for what is not FSDP2's.
+
+    Args:
+        *external: What is there before the step: models, optimizers, tensors.
+    """
+
+    def __init__(self, *external: nn.Module | torch.optim.Optimizer | torch.Tensor) -> None:
+        super().__init__()
+        self.track_external(*external)
+
+
+class FSDPMomentTracker(_Moments, FSDPMemTracker):
+    """FSDPMemTracker with moments.
+
+    Args:
+        model: Sharded by `fully_shard`.
+        optimizer: Of its parameters.
+        tokens: What the model reads.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+        super().__init__(model, optimizer)
+        self.track_inputs((tokens,))

@@ -1,0 +1,157 @@
+"""The committed table of the memory calculator: its bounds hold, and neither side drifts."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lablib.calc.memory_cases import Case
+from lablib.calc.memory_grid import grid
+from lablib.calc.memory_verdict import Comparison, compare, worst
+from lablib.cli.main import app
+from lablib.launch import memory_table
+from lablib.launch.memory_table import (
+    broken,
+    comparisons,
+    drifted,
+    headline,
+    load_table,
+    measured_row,
+    predicted_anew,
+    representatives,
+    save_table,
+    text,
+)
+
+TABLE = load_table()
+ROWS = TABLE["rows"]
+
+
+def test_the_table_is_of_the_grid() -> None:
+    assert [row["name"] for row in ROWS] == [case.name for case in grid()]
+    assert [Case(**row["case"]) for row in ROWS] == list(grid())
+
+
+def test_every_bound_holds_in_every_case() -> None:
+    assert broken(ROWS) == []
+
+
+def test_predictions_are_what_the_table_says() -> None:
+    for row, anew in zip(ROWS, predicted_anew(ROWS), strict=True):
+        assert anew["predicted"] == row["predicted"], row["name"]
+
+
+def test_states_and_what_is_kept_are_judged_everywhere_and_peaks_of_real_kernels() -> None:
+    for row in ROWS:
+        kinds = {c.what.partition(":")[0] for c in comparisons(row)}
+        assert kinds == {"states", "saved"} | ({"peak"} if row["case"]["kernels"] != "paper" else set())
+        assert row["measured"]["states"]["weights"] > 0
+        assert row["measured"]["saved"] > 0
+    peaks = sum("peak" in row["measured"] for row in ROWS)
+    assert peaks >= 30
+    # Hooks tell groups apart where nothing is recomputed, sharded, cast or in flight.
+    assert sum(bool(row["measured"]["groups"]) for row in ROWS) >= 6
+
+
+@pytest.mark.parametrize("case", representatives(), ids=lambda case: case.name)
+def test_a_dozen_measured_again(case: Case) -> None:
+    row = measured_row(case)
+    assert drifted([row], TABLE) == []
+    assert broken([row]) == []
+
+
+def test_the_dozen_is_cheap_and_shows_much() -> None:
+    few = representatives()
+    assert len(few) == 12
+    assert {case.size for case in few} == {"tiny"}
+    for factor in ("kernels", "recipe", "optimizer", "step", "recompute", "sharding", "attention", "tuning"):
+        assert {getattr(c, factor) for c in few} == {getattr(c, factor) for c in grid()}, factor
+
+
+def test_a_number_that_moved_is_found() -> None:
+    row = copy.deepcopy(ROWS[0])
+    row["predicted"]["saved"] += 1
+    row["measured"]["states"]["weights"] += 1
+    assert [problem.partition(" was ")[0] for problem in drifted([row], TABLE)] == [
+        f"{row['name']}: predicted saved",
+        f"{row['name']}: measured states",
+    ]
+    # Under other versions PyTorch may keep something else: only predictions must stay.
+    other = TABLE | {"versions": {"torch": "0.1", "transformers": "0.1"}}
+    assert [problem.partition(" was ")[0] for problem in drifted([row], other)] == [
+        f"{row['name']}: predicted saved"
+    ]
+    assert "is not in the table" in drifted([row | {"name": "another"}], TABLE)[0]
+
+
+@pytest.mark.parametrize("part", ["states", "saved", "group", "peak"])
+def test_a_bound_that_breaks_is_found(part: str) -> None:
+    row = copy.deepcopy(next(r for r in ROWS if r["measured"]["groups"] and "peak" in r["measured"]))
+    measured = row["measured"]
+    if part == "states":
+        measured["states"]["gradients"] += 1
+    elif part == "saved":
+        row["predicted"]["saved"] = round(measured["saved"] * 1.011)
+    elif part == "group":
+        row["predicted"]["groups"]["mlp"] = measured["groups"]["mlp"] + round(measured["saved"] * 0.011)
+    else:
+        row["predicted"]["peak"] = round(measured["peak"] * 0.949)
+    (problem,) = broken([row])
+    assert problem.startswith(f"{row['name']}: {'saved: mlp' if part == 'group' else part}")
+
+
+def test_a_term_that_only_one_side_has_is_found() -> None:
+    predicted = {"states": {"weights": 8, "variance": 8}, "saved": 100, "groups": {}}
+    measured = {"states": {"weights": 8, "momentum": 8}, "saved": 100, "groups": {"mlp": 100}}
+    wrong = [c.what for c in compare(predicted, measured) if not c.holds]
+    assert wrong == ["states: variance", "states: momentum", "saved: mlp"]
+
+
+def test_errors_and_ratios() -> None:
+    low, high = Comparison("peak", 95, 100, 0.05, 100), Comparison("saved: mlp", 3, 0, 0.01, 100)
+    assert (low.error, low.ratio, low.holds) == (-0.05, 0.95, True)
+    assert (high.error, high.ratio, high.holds) == (0.03, float("inf"), False)
+    assert worst([low, high], "saved") is high
+    with pytest.raises(ValueError, match="nothing of kind 'time' was compared"):
+        worst([low], "time")
+
+
+def test_headline_and_text_name_the_worst_case() -> None:
+    found = headline(ROWS)
+    assert set(found) == {"states", "saved", "peak"}
+    for kind, (name, number) in found.items():
+        every = [c for row in ROWS for c in comparisons(row) if c.what.partition(":")[0] == kind]
+        assert abs(number.error) == max(abs(c.error) for c in every)
+        assert f"({name})" in text(ROWS)
+    assert found["states"][1].error == 0
+
+
+def test_the_table_is_written_whole(tmp_path) -> None:
+    path = save_table(ROWS[:2], tmp_path / "table.json")
+    assert load_table(path)["rows"] == ROWS[:2]
+    assert json.loads(path.read_text())["bounds"] == {"states": 0.0, "saved": 0.01, "peak": 0.05}
+
+
+def test_the_command(monkeypatch) -> None:
+    run = CliRunner().invoke
+    name = ROWS[0]["name"]
+    printed = run(app, ["memory-table", "--committed", "--only", name])
+    assert printed.exit_code == 0
+    assert name in printed.output
+    for arguments, message in (
+        (["--write", "--few"], "--write makes the whole table"),
+        (["--only", "no such case"], "no case has 'no such case' in its name"),
+    ):
+        refused = run(app, ["memory-table", *arguments])
+        assert refused.exit_code == 2
+        assert message in refused.output
+    # A calculator that is off by two percent makes the command fail, and say by how much.
+    wrong = copy.deepcopy(ROWS[0])
+    wrong["predicted"]["saved"] = round(wrong["measured"]["saved"] * 1.02)
+    monkeypatch.setattr(memory_table, "measured_row", lambda case: wrong)
+    failed = run(app, ["memory-table", "--only", name])
+    assert failed.exit_code == 1
+    assert "off by 2.00% where 1% is allowed" in failed.output
