@@ -91,9 +91,28 @@ class Job:
         x = torch.cat([x, x.new_zeros(padding, x.shape[1])])
         return (self.forward(x)[:rows] - y).square().mean()
 
-    def flat_gradient(self) -> Tensor:
-        """Return all gradients of the model in one vector."""
-        return torch.cat([p.grad.flatten() for p in self.model.parameters()])
+    def backward(self, number: int, padding: int = 0) -> tuple[float, Tensor]:
+        """Return the loss of a batch, and this rank's gradients of all parameters so far in one vector.
+
+        Args:
+            number: Of the batch.
+            padding: As of `loss`.
+        """
+        loss = self.loss(number, padding)
+        loss.backward()
+        return loss.item(), torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+    def update(self, optimizer: torch.optim.Optimizer, loss: float, flat: Tensor) -> None:
+        """Log the step and take it, with a vector in the place of the gradients; they stay until they are zeroed.
+
+        Args:
+            optimizer: Of the model.
+            loss: Of this rank's batch.
+            flat: The mean gradient over all ranks.
+        """
+        self.set_gradient(flat)
+        self.step(loss)
+        optimizer.step()
 
     def set_gradient(self, flat: Tensor) -> None:
         """Put a vector back into the gradients."""

@@ -24,18 +24,14 @@ def mismatched_collectives(setting: Setting, log: RankLog, fault: bool) -> None:
     optimizer, mean = job.optimizer(), torch.zeros(3)
     with watched(log):
         for number in job.mine(job.ranks * setting.steps):
-            loss = job.loss(number)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number)
             if fault and job.culprit:
                 dist.broadcast(mean, src=0)
                 dist.all_reduce(gradient)
             else:
                 dist.all_reduce(gradient)
                 dist.broadcast(mean, src=0)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
             optimizer.zero_grad()
 
 
@@ -47,13 +43,9 @@ def skipped_batch(setting: Setting, log: RankLog, fault: bool) -> None:
         for i, number in enumerate(job.mine(job.ranks * setting.steps)):
             if fault and job.culprit and i == setting.steps // 2:
                 continue
-            loss = job.loss(number)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number)
             dist.all_reduce(gradient)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
             optimizer.zero_grad()
 
 
@@ -66,13 +58,9 @@ def uneven_data(setting: Setting, log: RankLog, fault: bool) -> None:
         batches -= batches % job.ranks
     with watched(log):
         for number in job.mine(batches):
-            loss = job.loss(number)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number)
             dist.all_reduce(gradient)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
             optimizer.zero_grad()
 
 
@@ -84,13 +72,9 @@ def forgotten_zero_grad(setting: Setting, log: RankLog, fault: bool) -> None:
         for number in job.mine(job.ranks * setting.steps):
             if not fault:
                 optimizer.zero_grad()
-            loss = job.loss(number)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number)
             dist.all_reduce(gradient)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
 
 
 def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
@@ -118,15 +102,11 @@ def wrong_dtype(setting: Setting, log: RankLog, fault: bool) -> None:
     optimizer = job.optimizer()
     with watched(log):
         for number in job.mine(job.ranks * setting.steps):
-            loss = job.loss(number)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number)
             if fault:
                 gradient = gradient.bfloat16()
             dist.all_reduce(gradient)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
             optimizer.zero_grad()
 
 
@@ -136,13 +116,9 @@ def slow_rank(setting: Setting, log: RankLog, fault: bool) -> None:
     optimizer = job.optimizer()
     with watched(log):
         for number in job.mine(job.ranks * setting.steps):
-            loss = job.loss(number, padding=8 if fault and job.culprit else 0)
-            loss.backward()
-            gradient = job.flat_gradient()
+            loss, gradient = job.backward(number, padding=8 if fault and job.culprit else 0)
             dist.all_reduce(gradient)
-            job.set_gradient(gradient / job.ranks)
-            job.step(loss.item())
-            optimizer.step()
+            job.update(optimizer, loss, gradient / job.ranks)
             optimizer.zero_grad()
 
 
