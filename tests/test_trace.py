@@ -203,16 +203,17 @@ def test_real_steps_hold_what_the_wrappers_do(tmp_path: Path) -> None:
                 gathers = sum(e == "gloo:all_gather" for e in names)
                 assert gathers == 2 * LAYERS  # in forward and in backward
                 assert len(names) - gathers == LAYERS  # gloo scatters by an all-reduce, and the trace says so
-            assert all(window[0] <= e.start <= e.end <= window[1] for e in mine)
+            # A message begins in the step. gloo's thread wakes the step before it notes the message's own end.
+            assert all(window[0] <= e.start <= min(e.end, window[1]) for e in mine)
             assert 0 < parts[rank].communication + parts[rank].both <= parts[rank].window
             assert parts[rank].window == pytest.approx(window[1] - window[0])
-        # One clock: a collective cannot end on one rank before it began on the other.
-        ends = [
+        # One clock: the collective that begins last on a rank cannot end on the other before it has begun here.
+        spans = [
             [(e.start, e.end) for e in events if e.rank == rank and e.kind == "communication"]
             for rank in range(2)
         ]
-        assert ends[0][-1][1] > ends[1][-1][0]
-        assert ends[1][-1][1] > ends[0][-1][0]
+        for here, there in (spans, spans[::-1]):
+            assert max(end for _, end in there) > max(start for start, _ in here)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
     again = [parse(path) for path in sorted(tmp_path.iterdir())]
     assert [trace.events for trace in again] == [traces["ddp"].events for traces in by_rank]

@@ -12,6 +12,7 @@ Chapter: book/10_communication.md
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from lablib.launch.step_time import stack
 
 #: The wrappers that `step_traces` knows.
 WRAPPERS = ("ddp", "fsdp2")
+
+#: How long the profiler stays on after the step, in seconds.
+SETTLE_S = 0.02
 
 
 def record_trace(
@@ -48,10 +52,14 @@ def record_trace(
     rank = dist.get_rank() if many else 0
     if many:
         dist.barrier()
-    with profile(activities=activities) as profiler, record_function(name):
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    with profile(activities=activities) as profiler:
+        with record_function(name):
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        if many:
+            # gloo's threads wake the step before they note that a message has ended; what is not noted is lost.
+            time.sleep(SETTLE_S)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         place.mkdir(parents=True, exist_ok=True)
