@@ -34,7 +34,7 @@ from lablib.launch.kill_and_resume import kill_and_resume
 from lablib.launch.known_failures import explain
 from lablib.launch.rank_log import read_logs
 from lablib.launch.ranks import RankError, run_ranks
-from lablib.launch.rendezvous import check_file, check_port, free_port
+from lablib.launch.rendezvous import check_port, free_port
 from lablib.launch.resilience import (
     STOPPED,
     LogEvents,
@@ -311,17 +311,6 @@ def test_what_is_no_endpoint(endpoint):
         check_port(endpoint)
 
 
-def test_a_meeting_file_of_an_earlier_job(tmp_path):
-    path = tmp_path / "meeting"
-    check_file(path)
-    store = dist.FileStore(str(path), 2)  # of a job whose second rank never came
-    store.set("rank 0", "10.0.0.1:4711")
-    with pytest.raises(ValueError, match="was left by an earlier job"):
-        check_file(path)
-    with pytest.raises(ValueError, match="is not there"):
-        check_file(tmp_path / "nowhere" / "meeting")
-
-
 def test_the_real_error_of_a_taken_port_is_explained():
     # Which type it is, is PyTorch's affair.
     with socket.create_server(("127.0.0.1", 0)) as old_job, pytest.raises(Exception) as caught:  # noqa: PT011
@@ -423,6 +412,44 @@ def test_a_job_that_does_not_end_is_ended_with_all_its_processes(tmp_path):
     assert not descendants(agent)
     with pytest.raises(ProcessLookupError):
         os.kill(agent, 0)
+
+
+FACTS = """
+import json, os, signal, sys
+import beside
+
+facts = {
+    "name": __name__,
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "main": sys.modules["__main__"].__file__,
+    "signals": {s.name: str(signal.getsignal(s)) for s in signal.Signals if s.name.startswith("SIG")},
+    "leads its session": os.getsid(0) == os.getpid(),
+}
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "alone")
+with open(f"{sys.argv[1]}/{attempt}-{os.environ.get('RANK', '0')}", "w") as file:
+    json.dump(facts | {"preloaded": "colorsys" in sys.modules}, file)
+if attempt == "0" and os.environ["RANK"] == "1":
+    sys.exit(7)
+"""
+
+
+def test_a_rank_of_torchrun_is_like_a_process_of_its_own(tmp_path):
+    """Whether it was forked or not; and an exit code of its own is an error, after which all start again."""
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "facts.py"
+    script.write_text(FACTS)
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, start_new_session=True)
+    job = torchrun(script, str(tmp_path), ranks=2, max_restarts=1, preload=["colorsys"])
+    assert (job.returncode, job.restarts) == (0, 1)
+    assert "exitcode: 7" in job.log
+    facts = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*-[01]")}
+    assert facts.keys() >= {"alone-0", "1-0", "1-1"}
+    preloaded = {facts[name].pop("preloaded") for name in facts if name != "alone-0"}
+    assert preloaded == {sys.platform == "linux"}
+    assert not facts["alone-0"].pop("preloaded")
+    for name, seen in facts.items():
+        assert seen == facts["alone-0"], name
 
 
 def test_descendants_are_found_over_two_generations():

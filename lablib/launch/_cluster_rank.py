@@ -6,10 +6,11 @@ Usage: torchrun ... --run-path --start-method=fork _cluster_rank.py FOLDER
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
+
+from lablib.launch._forked_rank import like_a_new_process
 
 
 def main(folder: Path) -> None:
@@ -39,6 +40,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # A fork has torchrun's handler, which a rank inside of a collective would never get to run.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    like_a_new_process()
     main(Path(sys.argv[1]))

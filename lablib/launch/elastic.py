@@ -6,6 +6,9 @@
 When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
 It restores nothing: what the run had learned is in its checkpoints.
 
+On Linux the ranks are forks of the agent, which has loaded PyTorch (`--run-path --start-method=fork`). By default
+torchrun starts new interpreters, and each of them loads PyTorch again, after a restart too.
+
 A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
 `torchrun` here does, or the new ranks may look for the old ones.
 
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,9 @@ import psutil
 from lablib.launch.known_failures import explain
 
 _POLL_S = 0.02
+# macOS has libraries that a fork must not use.
+_FORKED = ("--run-path", "--start-method=fork", str(Path(__file__).with_name("_forked_rank.py")))
+_RANKS = _FORKED if sys.platform == "linux" else ()
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
@@ -73,6 +79,7 @@ def torchrun(
     env: dict[str, str] | None = None,
     timeout: float = 120,
     meanwhile: Callable[[subprocess.Popen[bytes]], bool] | None = None,
+    preload: Sequence[str] = (),
 ) -> Job:
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
@@ -84,6 +91,7 @@ def torchrun(
         env: Environment variables on top of this process's own.
         timeout: Seconds until everything is ended.
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
+        preload: Modules that the agent imports, so that its forks have them already.
 
     Returns:
         What became of it, also if it failed.
@@ -101,10 +109,11 @@ def torchrun(
             f"ranks={ranks} must be at least 1, max_restarts={max_restarts} not negative, timeout={timeout} positive"
         )
     # What `torchrun` does; it loads PyTorch faster without collecting garbage meanwhile.
-    load = "import gc; gc.disable(); from torch.distributed.run import main; gc.enable(); main()"
+    modules = ", ".join(["torch.distributed.run", *preload])
+    load = f"import gc; gc.disable(); import {modules}; gc.enable(); torch.distributed.run.main()"
     command = [sys.executable, "-c", load, "--standalone", "--nproc-per-node", str(ranks)]
     # The agent looks at its ranks every so many seconds; a short job would wait for that at its end.
-    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), str(script), *args]
+    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), *_RANKS, str(script), *args]
     variables = {**_DEFAULTS, **os.environ, **(env or {})}
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -134,7 +143,7 @@ def torchrun(
 def descendants(pid: int) -> set[int]:
     """Return the processes that a process has started, and theirs.
 
-    torchrun starts each rank in a session of its own, so a signal to the agent's group does not reach them.
+    Each rank is in a session of its own, so a signal to the agent's group does not reach them.
 
     Args:
         pid: Of the process.

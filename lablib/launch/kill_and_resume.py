@@ -21,6 +21,9 @@ from lablib.launch.ranks import run_ranks
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.train_metrics import read_metrics
 
+#: The trainer, with FSDP2 and checkpoints, and what the first optimizer of a process loads.
+_PRELOAD = ("lablib.launch.resilience", "torch._dynamo")
+
 
 @dataclass(frozen=True)
 class Survivor:
@@ -84,6 +87,7 @@ def kill_and_resume(
         ranks=ranks,
         max_restarts=1,
         timeout=timeout,
+        preload=_PRELOAD,
     )
     if job.returncode:
         raise RuntimeError(f"the job ended with {job.returncode}. {job.meaning or ''}\n{job.log[-4000:]}")
