@@ -215,9 +215,9 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
 def test_who_only_looks_refuses_nobody(house):
     looking = lab_jobs.only_queue()
     looking.__enter__()
-    threading.Timer(0.1, looking.__exit__, (None, None, None)).start()
     with pytest.raises(BlockingIOError), lab_jobs.only_queue():
         pass
+    threading.Timer(0.1, looking.__exit__, (None, None, None)).start()
     with lab_jobs.only_queue(60):
         assert lab_jobs.is_running()
 

@@ -125,6 +125,17 @@ def test_a_rank_that_ends_is_reported_with_its_signal_or_code(end, text):
     assert caught.value.rank == 1
 
 
+def timed_out(work, world_size, places):
+    """Return what is said of ranks that hang; where a busy machine did not let them get there, they get more time."""
+    for timeout in (2, 10, 50):
+        with pytest.raises(RankTimeout, match=f"no result after {timeout} s from rank") as caught:
+            run_ranks(work, world_size, timeout=timeout)
+        standing = caught.value.standing
+        if standing.keys() == places.keys() and all(re.search(p, standing[r]) for r, p in places.items()):
+            break
+    return caught.value
+
+
 def test_a_hung_rank_is_reported_with_where_each_stands():
     def work():
         rank = dist.get_rank()
@@ -137,15 +148,17 @@ def test_a_hung_rank_is_reported_with_where_each_stands():
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
-    with pytest.raises(RankTimeout, match=r"no result after 2\.5 s from ranks 0, 2 and 3 of 4") as caught:
-        run_ranks(work, 4, timeout=2.5)
-    assert caught.value.ranks == [0, 2, 3]
-    where = caught.value.standing
-    assert "dist.barrier()  (inside barrier)" in where[0]
-    assert "test_ranks.py" in where[0]
-    assert re.search(r"in work: (pass|while True)", where[2])
-    assert "gives no answer" in where[3]
-    assert "rank 1: has returned" in str(caught.value)
+    places = {
+        0: r"test_ranks\.py.*dist\.barrier\(\)  \(inside barrier\)",
+        2: r"in work: (pass|while True)",
+        3: "gives no answer",
+    }
+    error = timed_out(work, 4, places)
+    assert error.ranks == [0, 2, 3]
+    for rank, place in places.items():
+        assert re.search(place, error.standing[rank])
+    assert "s from ranks 0, 2 and 3 of 4" in str(error)
+    assert "rank 1: has returned" in str(error)
 
 
 def test_one_rank_that_never_comes_is_not_a_failure_of_the_others():
@@ -154,8 +167,10 @@ def test_one_rank_that_never_comes_is_not_a_failure_of_the_others():
             signal.pause()
         dist.barrier()
 
-    with pytest.raises(RankTimeout, match=r"signal\.pause\(\)"):
-        run_ranks(work, 2, timeout=2)
+    places = {0: r"signal\.pause\(\)", 1: r"dist\.barrier\(\)"}
+    error = timed_out(work, 2, places)
+    for rank, place in places.items():
+        assert re.search(place, error.standing[rank])
 
 
 def test_works_after_the_notebook_ran_backward():
@@ -411,11 +426,15 @@ CELLS = [
     "    print(error.traceback.splitlines()[-1])",
     "def hang():\n"
     "    dist.barrier() if dist.get_rank() else __import__('signal').pause()\n"
-    "try:\n"
-    "    run_ranks(hang, 2, timeout=1.5)\n"
-    "except RankTimeout as error:\n"
-    "    assert 'Cell In[' in error.standing[1] and 'dist.barrier()' in error.standing[1], error\n"
-    "    print(error.ranks)",
+    "for timeout in (1.5, 20):  # more where a busy machine did not let it get there\n"
+    "    try:\n"
+    "        run_ranks(hang, 2, timeout=timeout)\n"
+    "    except RankTimeout as error:\n"
+    "        said = error\n"
+    "    if 'dist.barrier()' in said.standing.get(1, ''):\n"
+    "        break\n"
+    "assert 'Cell In[' in said.standing[1] and 'dist.barrier()' in said.standing[1], said\n"
+    "print(said.ranks)",
 ]
 
 

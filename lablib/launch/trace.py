@@ -28,8 +28,8 @@ from lablib.launch.step_time import stack
 #: The wrappers that `step_traces` knows.
 WRAPPERS = ("ddp", "fsdp2")
 
-#: How long the profiler stays on after the step, in seconds.
-SETTLE_S = 0.02
+#: How long the profiler stays on after the step at least and at most, in seconds.
+SETTLE_S, PATIENCE_S = 0.02, 5.0
 
 
 def record_trace(
@@ -58,14 +58,33 @@ def record_trace(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         if many:
-            # gloo's threads wake the step before they note that a message has ended; what is not noted is lost.
-            time.sleep(SETTLE_S)
+            _settle()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         place.mkdir(parents=True, exist_ok=True)
         file = place / f"rank{rank}.json"
         profiler.export_chrome_trace(str(file))
         return parse(file, rank)
+
+
+def _settle() -> None:
+    """Wait for gloo's threads: they wake the step before they note that a message has ended, or it would be lost."""
+    deadline = time.monotonic() + PATIENCE_S
+    time.sleep(SETTLE_S)
+    while gloo_is_busy() and time.monotonic() < deadline:
+        time.sleep(SETTLE_S)
+
+
+def gloo_is_busy() -> bool:
+    """Say whether a thread of gloo runs or waits for a core. One that waits for a message sleeps. Only Linux tells."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended since
+            continue
+        if name.startswith("pt_gloo") and rest.split()[0] == "R":
+            return True
+    return False
 
 
 def step_traces(
