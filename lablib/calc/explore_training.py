@@ -13,7 +13,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
-from lablib.calc.explorer import Answer, Control, Explorer, device_options, model_options, table
+from lablib.calc.explorer import (
+    Answer,
+    Control,
+    Explorer,
+    device_options,
+    model_options,
+    number_options,
+    table,
+)
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.memory import training_memory
 from lablib.calc.models import ModelConfig, preset
@@ -40,6 +48,8 @@ MODELS = (
     "llama-3.1-405b",
 )
 DEVICES = ("a10", "rtx-4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
+MICRO_BATCHES = tuple(2**k for k in range(7))
+SEQS = tuple(512 * 2**k for k in range(9))
 RECOMPUTE = {
     "none": "none",
     "selective": "selective: the attention core",
@@ -242,13 +252,6 @@ def _call(model: str, settings: dict[str, str], micro_batch: int, seq: int, devi
     )
 
 
-def _powers(most: int, least: int = 1) -> tuple[tuple[int, str], ...]:
-    values = [least]
-    while values[-1] < most:
-        values.append(2 * values[-1])
-    return tuple((value, f"{value:,}") for value in values)
-
-
 EXPLORER = Explorer(
     name="training",
     title="One training run on one device",
@@ -269,10 +272,14 @@ EXPLORER = Explorer(
             first="adamw",
         ),
         Control(
-            name="micro_batch", label="sequences in a micro-batch", options=_powers(64), first=1, slider=True
+            name="micro_batch",
+            label="sequences in a micro-batch",
+            options=number_options(MICRO_BATCHES),
+            first=1,
+            slider=True,
         ),
         Control(
-            name="seq", label="tokens in a sequence", options=_powers(131072, 512), first=8192, slider=True
+            name="seq", label="tokens in a sequence", options=number_options(SEQS), first=8192, slider=True
         ),
         Control(name="recompute", label="recomputation", options=tuple(RECOMPUTE.items()), first="none"),
         Control(

@@ -9,7 +9,15 @@ Chapter: book/05_zero.md
 from __future__ import annotations
 
 from lablib.calc.comm import ring_all_gather_bytes, ring_reduce_scatter_bytes
-from lablib.calc.explorer import Answer, Control, Explorer, device_options, model_options, table
+from lablib.calc.explorer import (
+    Answer,
+    Control,
+    Explorer,
+    device_options,
+    model_options,
+    number_options,
+    table,
+)
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
@@ -226,10 +234,6 @@ def _call(model: str, ranks: int, stage: int, micro_batches: int) -> str:
     )
 
 
-def _numbers(values: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
-    return tuple((value, f"{value:,}") for value in values)
-
-
 EXPLORER = Explorer(
     name="zero",
     title="ZeRO over data-parallel ranks",
@@ -240,12 +244,12 @@ EXPLORER = Explorer(
             options=model_options(MODELS),
             first="llama-3-8b",
         ),
-        Control(name="ranks", label="ranks", options=_numbers(RANKS), first=8, slider=True),
+        Control(name="ranks", label="ranks", options=number_options(RANKS), first=8, slider=True),
         Control(name="stage", label="stage", options=tuple(STAGES.items()), first=1),
         Control(
             name="micro_batches",
             label="micro-batches in a step",
-            options=_numbers(MICRO_BATCHES),
+            options=number_options(MICRO_BATCHES),
             first=1,
             slider=True,
         ),

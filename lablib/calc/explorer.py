@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -130,6 +130,15 @@ class Explorer:
             "call": escape(found.call),
             "numbers": dict(found.numbers),
         }
+
+
+def number_options(values: Iterable[int]) -> tuple[tuple[int, str], ...]:
+    """Return numbers as options, each shown with its thousands apart.
+
+    Args:
+        values: In the order of the control; a slider's grow.
+    """
+    return tuple((value, f"{value:,}") for value in values)
 
 
 def model_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:

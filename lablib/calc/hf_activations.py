@@ -42,15 +42,7 @@ def check_config(config: ModelConfig) -> None:
             f"{config.name}: kernels='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
             f"{config.family!r}; use kernels='paper'"
         )
-    extras = {
-        "experts": config.is_moe,
-        "latent attention": config.is_mla,
-        "norms on q and k": config.qk_norm,
-        f"{config.norms_per_layer} norms a layer (they have 2)": config.norms_per_layer != 2,
-    }
-    for extra, present in extras.items():
-        if present:
-            raise ValueError(f"{config.name}: Hugging Face's {config.family} classes have no {extra}")
+    toy.refuse_extras(config, f"Hugging Face's {config.family} classes have")
     gpt = config.family == "gpt2"
     if (config.norm == "layernorm", config.learned_positions, not config.gated_mlp) != (gpt, gpt, gpt):
         raise ValueError(

@@ -47,19 +47,32 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(
             f"{config.name}: the toy transformer is built from gpt2 or llama, not from family {config.family!r}"
         )
-    extras = {
-        "experts": config.is_moe,
-        "latent attention": config.is_mla,
-        "norms on q and k": config.qk_norm,
-        f"{config.norms_per_layer} norms a layer (it has 2)": config.norms_per_layer != 2,
-    }
-    for extra, present in extras.items():
-        if present:
-            raise ValueError(f"{config.name}: the toy transformer has no {extra}")
+    refuse_extras(config, "the toy transformer has")
     if not config.learned_positions and config.head_dim % 2:
         raise ValueError(
             f"head_dim={config.head_dim} must be even: rotary positions turn pairs; use {config.head_dim + 1}"
         )
+
+
+def refuse_extras(config: ModelConfig, whose: str) -> None:
+    """Raise a ValueError if a model has more than blocks of attention and MLP with two norms.
+
+    Args:
+        config: The model.
+        whose: The blocks, as a sentence begins that goes on with "no experts".
+
+    Raises:
+        ValueError: If it has experts, latent attention, norms on q and k, or another number of norms a layer.
+    """
+    extras = {
+        "experts": config.is_moe,
+        "latent attention": config.is_mla,
+        "norms on q and k": config.qk_norm,
+        f"{config.norms_per_layer} norms a layer, only 2": config.norms_per_layer != 2,
+    }
+    for extra, present in extras.items():
+        if present:
+            raise ValueError(f"{config.name}: {whose} no {extra}")
 
 
 def layer(

@@ -170,12 +170,6 @@ class Split:
         """All of it."""
         return self.compute + self.communication + self.both + self.idle
 
-    @property
-    def hidden_share(self) -> float:
-        """Overlapped over all communication; 1 if there is none."""
-        total = self.communication + self.both
-        return self.both / total if total else 1.0
-
 
 def split(events: Iterable[Event], window: Interval | None = None) -> dict[int, Split]:
     """Return where the time of every rank went.

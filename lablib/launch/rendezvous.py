@@ -1,8 +1,7 @@
 """A rendezvous left over by an earlier job: found before it harms.
 
-Ranks find each other at a meeting place: a port (torchrun's --rdzv-endpoint, MASTER_PORT) or a file (file://...).
-What an earlier job left there looks like a peer. A new job then waits for ranks that are gone, or joins a job that
-is over.
+Ranks find each other at a port (torchrun's --rdzv-endpoint, MASTER_PORT). What an earlier job left there looks like
+a peer. A new job then waits for ranks that are gone, or joins a job that is over.
 
     python -m lablib.launch.rendezvous HOST:PORT        # exit code 1 and a sentence where something answers
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 _CONNECT_S = 1.0
 
@@ -49,28 +47,6 @@ def check_port(endpoint: str) -> None:
         f"something answers at {endpoint} before this job has started, perhaps an agent of a job that you believe dead: "
         f"find it with `ss -ltnp 'sport = :{port}'` and end it, or choose another port"
     )
-
-
-def check_file(path: str | Path) -> None:
-    """See to it that a meeting file is new.
-
-    A file that a killed job left holds the addresses of its ranks, and new ranks would try to reach those.
-
-    Args:
-        path: Without the "file://".
-
-    Raises:
-        ValueError: If the file is there and not empty, or its folder is missing.
-
-    Chapter: book/11_practical_fsdp.md.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ValueError(f"the folder of the meeting file {path} is not there")
-    if path.exists() and path.stat().st_size:
-        raise ValueError(
-            f"the meeting file {path} was left by an earlier job: delete it, or give each job a file of its own"
-        )
 
 
 if __name__ == "__main__":
