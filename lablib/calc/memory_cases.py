@@ -122,6 +122,11 @@ class Case:
         return self.sharding.startswith("fsdp2")
 
     @property
+    def micro_batches(self) -> int:
+        """Of a step: one more than fill a pipeline, so that its first stage is full again while there are gradients."""
+        return self.pp + 1 if self.pp > 1 else 1
+
+    @property
     def name(self) -> str:
         """The values that are not the plainest ones, and model and kernels."""
         plain = asdict(Case())
@@ -156,6 +161,7 @@ class Case:
             "sequence_parallel": self.sequence_parallel,
             "pp": self.pp,
             "stage": 0,
+            "num_microbatches": self.micro_batches if self.pp > 1 else None,
             "recompute": self.recompute,
             "attention": self.attention,
             "kernels": self.kernels,

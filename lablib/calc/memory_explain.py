@@ -32,6 +32,7 @@ AUTOGRAD = "PyTorch, tools/autograd/derivatives.yaml"
 ENGINE = "PyTorch, torch/csrc/autograd/engine.cpp"
 LOSS = "PyTorch, torch.nn.functional.cross_entropy: log_softmax and nll_loss"
 FSDP = "PyTorch, torch/distributed/fsdp/_fully_shard"
+PIPELINING = "PyTorch, torch.distributed.pipelining"
 ADAM = "PyTorch, torch/optim/adam.py"
 
 #: Term -> formula, source. Numbers are made in `_numbers`.
@@ -56,25 +57,48 @@ TRANSIENT = {
     "logits_gradients": ("4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back", LOSS),
     "forward_values": ("what forward holds and backward will not need", AUTOGRAD),
     "recomputed_values": ("what the replay holds and backward will not need", AUTOGRAD),
+    "recomputed_stream": ("the stream behind attention, which the replay of the block made", AUTOGRAD),
+    "recomputed": ("what the replay of the block has made again for its backward", AUTOGRAD),
     "activation_gradients": ("gradients of activations that wait for an operator", ENGINE),
     "operator_temporaries": ("what one operator's backward makes for itself", AUTOGRAD),
     "gathered_weights": ("root and unit in use, whole, at the bytes of a gathered value", FSDP),
+    "arriving_weights": ("the unit that is copied out of its buffer, at the bytes of a gathered value", FSDP),
     "all_gather_buffers": ("buffers of the unit in use and of the next, as large as they are", FSDP),
-    "unsharded_gradients": ("whole gradients of the unit in use and of the root", FSDP),
+    "unsharded_gradients": ("whole gradients of the unit in use", FSDP),
+    "root_gradients": ("whole gradients of the root, which wait for the end of backward", FSDP),
+    "new_gradients": ("gradients of parameters that the running operator makes", ENGINE),
     "reduce_scatter_buffers": ("the last unit's gradients, padded, in the dtype of the reduction", FSDP),
     "gradient_buckets": ("DDP's buckets, as large as all gradients", "PyTorch, DistributedDataParallel"),
     "communication_buckets": ("two buckets of ZeRO, or the largest unit", ZERO),
     "dequantized_weights": ("the largest matrix in the compute dtype", "arXiv 2305.14314, section 3"),
     "attention_mask": ("bytes of a value × b s²", "transformers, masking_utils"),
-    "tied_gradient": ("bytes of a gradient × V h: the embedding's, added to the head's", ENGINE),
+    "tied_gradient": ("bytes of a gradient × V h: the head's, the embedding's and their sum", ENGINE),
     "master_gradients": ("4 ψ / N: an fp32 copy for the optimizer", "torch.optim: one dtype a parameter"),
     "optimizer_temporaries": ("√variance of all tensors (foreach), or of the largest ones (for-loop)", ADAM),
-    "stage_outputs": ("bytes of a value × n h × micro-batches in flight", "torch.distributed.pipelining"),
-    "stage_inputs": ("bytes of a value × n h × micro-batches in flight", "torch.distributed.pipelining"),
+    "stage_outputs": ("bytes of a value × n h × micro-batches in flight", PIPELINING),
+    "received_gradient": ("bytes of a value × n h: held until the stage's backward ends", PIPELINING),
+    "stage_inputs": ("bytes of a value × n h × micro-batches in flight", PIPELINING),
 }
+#: Terms that an operator makes, or needs.
+WHILE = (
+    "forward_values",
+    "recomputed",
+    "recomputed_stream",
+    "recomputed_values",
+    "activation_gradients",
+    "operator_temporaries",
+    "new_gradients",
+)
 #: What no oracle on a CPU sees, and what one sees under FSDP2 alone.
-UNPROVEN = ("communication_buckets", "dequantized_weights", "gradient_buckets")
-OF_FSDP2 = ("gathered_weights", "all_gather_buffers", "unsharded_gradients", "reduce_scatter_buffers")
+UNPROVEN = ("communication_buckets", "dequantized_weights")
+OF_FSDP2 = (
+    "gathered_weights",
+    "arriving_weights",
+    "all_gather_buffers",
+    "unsharded_gradients",
+    "root_gradients",
+    "reduce_scatter_buffers",
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +189,7 @@ class _Facts:
         if term in STATES:
             formula, source = STATES[term]
             return Explained(term, size, formula, self._state(term, size), source, "exact")
-        formula, source = TRANSIENT[term]
+        formula, source = TRANSIENT[term.partition(".")[0]]
         walked = self.run.kernels != "paper" or term == "optimizer_temporaries"
         seen = term not in UNPROVEN and walked and (term not in OF_FSDP2 or self.run.sharding == "fsdp2")
         return Explained(
@@ -184,7 +208,7 @@ class _Facts:
             return f"n = {self.tokens:,}, V = {words:,}: {size / self.shapes['n V']:g} bytes n V"
         if term == "optimizer_temporaries":
             return f"{self.moment.at}: {size:,} bytes for ψ = {self.params:,}"
-        if term in ("forward_values", "recomputed_values", "activation_gradients", "operator_temporaries"):
+        if term.partition(".")[0] in WHILE:
             return f"while {self.moment.at or 'nothing'} runs: {self.multiple(size)}"
         return f"{size:,} bytes, ψ = {self.params:,}, N = {self.ranks}"
 
@@ -192,8 +216,9 @@ class _Facts:
         source = KORTHIKANTI if self.run.kernels == "paper" else f"{AUTOGRAD}; kernels={self.run.kernels!r}"
         proof = "measured" if self.run.kernels != "paper" else "exact"
         kind = term.removeprefix("activations.")
-        if kind == "embedding" or not self.walk.layers:
-            return Explained(term, size, "token ids, positions or rotary tables", f"{size:,}", source, proof)
+        if kind in ("embedding", "tokens") or not self.walk.layers:
+            what = "token ids" if kind == "tokens" else "positions or rotary tables"
+            return Explained(term, size, what, f"{size:,}", source, proof)
         parts = []
         for which, times in (("block", len(self.walk.layers)), ("head", 1)):
             if which == "head" and not self.walk.last:
@@ -217,8 +242,9 @@ class _Facts:
 
     def multiple(self, size: int) -> str:
         """Return bytes as a multiple of one of the run's sizes: "4 n h"."""
-        for name, numbers in self.shapes.items():
-            for times in (1, 2, 4, 6, 8, 12, 16):
+        # Bytes of a value come first: 4 n h, and not 1 n f where f = 4 h.
+        for times in (2, 4, 1, 6, 8, 12, 16):
+            for name, numbers in self.shapes.items():
                 if size == times * numbers:
                     return f"{times} {name}"
         return f"{size:,} B"

@@ -23,8 +23,9 @@ from os import PathLike
 from lablib.calc.choices import one_of
 from lablib.calc.memory import run_config
 from lablib.calc.models import ModelConfig
+from lablib.calc.run_activations import gradients_meet
 from lablib.calc.run_config import RunConfig
-from lablib.calc.timeline_walk import Walk, gradients_meet
+from lablib.calc.timeline_walk import Walk
 
 STEPS = ("foreach", "for-loop", "fused")
 

@@ -4,7 +4,8 @@
 |---|---|
 | states, each term | exact to the byte |
 | what forward keeps, in all and in each group of modules | 1 percent of all that is kept |
-| the peak of the step | 5 percent |
+| the peak of the step, in all | 5 percent |
+| the peak by kind of memory (`lablib.calc.memory_kinds`) | 5 percent of the whole peak |
 
 The measurements are those of `lablib.launch.memory_oracles`; here is arithmetic alone.
 
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN
-from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.memory_kinds import KINDS, by_kind
+from lablib.calc.memory_timeline import MemoryMoment, memory_timeline
 
 SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
 #: Terms of what forward keeps, by the modules that keep them.
@@ -37,11 +39,12 @@ class Comparison:
     """One number, predicted and measured.
 
     Attributes:
-        what: "states", "saved" or "peak", for a term with its name: "states: momentum", "saved: norms".
+        what: "states", "saved" or "peak", for a part with its name: "states: momentum", "saved: norms",
+            "peak: activations".
         predicted: Bytes.
         measured: Bytes.
         bound: The largest error allowed, as a share of `whole`; 0 where it must be exact.
-        whole: What the error is a share of; the measured bytes themselves, or of all that is kept.
+        whole: What the error is a share of: the measured bytes themselves, all that is kept, or the whole peak.
     """
 
     what: str
@@ -70,15 +73,22 @@ class Comparison:
         return abs(self.error) <= self.bound
 
 
-def predict(case: Case) -> dict[str, object]:
+def predict(case: Case, at: str | None = None) -> dict[str, object]:
     """Return what the calculator says about a case, in the words of a measurement.
 
     Args:
         case: The case.
+        at: Moment of "peak_terms": where PyTorch's peak was found. Of two moments that are nearly equal the
+            calculator may take the other one, and kinds can be compared at one and the same moment alone. None for
+            the calculator's own peak.
 
     Returns:
-        "states" and "groups" by term, "saved", "peak", and "peak_at". Kernels "paper" have no peak: no paper says what
-        an operator needs for a moment. "moments" are there for the cases that are drawn.
+        "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
+        "peak_terms_at". Kernels "paper" have no peak: no paper says what an operator needs for a moment. "moments" and
+        "moment_terms" are there for the cases that are drawn.
+
+    Raises:
+        ValueError: If the timeline has no moment `at`.
     """
     settings = case.settings()
     memory = training_memory(**settings)
@@ -92,14 +102,30 @@ def predict(case: Case) -> dict[str, object]:
         return found
     # Under PyTorch's trackers, which are dispatch modes, autograd adds gradients out of place.
     timeline = memory_timeline(step=case.step, out_of_place=True, **settings)
+    how = {"recompute": case.recompute, "fsdp2": case.shards}
     if case in DRAWN:
-        found["moments"] = {moment.name: moment.total for moment in timeline.moments}
+        moments = _as_tracked(timeline.moments)
+        found["moments"] = {name: moment.total for name, moment in moments.items()}
+        found["moment_terms"] = {name: by_kind(moment, **how) for name, moment in moments.items()}
+    moment = timeline.moment(at or "peak")
     # With autocast's casts, and without what the upper bounds of `training_memory` have too much.
     return found | {
         "saved": sum(timeline.saved.values()),
         "peak": timeline.peak_bytes,
         "peak_at": timeline.peak.name,
+        "peak_terms": by_kind(moment, **how),
+        "peak_terms_at": moment.name,
     }
+
+
+def _as_tracked(moments: Iterable[MemoryMoment]) -> dict[str, MemoryMoment]:
+    """The moments that a tracker tells apart: to it the last reduction is the end of the embedding's backward."""
+    found: dict[str, MemoryMoment] = {}
+    for moment in moments:
+        name = "backward of the embedding" if moment.phase == "reduction" else moment.name
+        if name not in found or moment.total > found[name].total:
+            found[name] = moment
+    return found
 
 
 def compare(predicted: dict, measured: dict) -> list[Comparison]:
@@ -123,7 +149,14 @@ def compare(predicted: dict, measured: dict) -> list[Comparison]:
         for group, size in measured["groups"].items()
     ]
     if "peak" in predicted:
-        rows.append(Comparison("peak", predicted["peak"], measured["peak"], PEAK_BOUND, measured["peak"]))
+        peak = measured["peak"]
+        rows.append(Comparison("peak", predicted["peak"], peak, PEAK_BOUND, peak))
+        here, there = predicted["peak_terms"], measured["peak_terms"]
+        rows += [
+            Comparison(f"peak: {kind}", here.get(kind, 0), there.get(kind, 0), PEAK_BOUND, peak)
+            for kind in KINDS
+            if kind in here or kind in there
+        ]
     return rows
 
 

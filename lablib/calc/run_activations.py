@@ -6,6 +6,7 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from lablib.calc.activations import embedding_activations, head_activations, layer_activations
 from lablib.calc.run_config import RunConfig
@@ -32,9 +33,9 @@ def activation_terms(run: RunConfig, stage: int, chunks: list[range]) -> dict[st
     )
     terms: Counter[str] = Counter()
     for chunk, count in zip(chunks, counts, strict=True):
-        for layer in chunk:
+        for layer, alike in alike_layers(run, chunk).items():
             for kind, size in layer_kinds(run, layer, run.recompute).items():
-                terms[f"activations.{kind}"] += count * size
+                terms[f"activations.{kind}"] += count * alike * size
     if stage == 0:
         embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
         terms["activations.embedding"] += counts[0] * sum(embedding.values())
@@ -58,9 +59,20 @@ def recomputed_layer(run: RunConfig, chunks: list[range]) -> dict[str, int]:
     again = [
         sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
         for chunk in chunks
-        for layer in chunk
+        for layer in alike_layers(run, chunk)
     ]
     return {"recomputed_layer": max(again, default=0)}
+
+
+def alike_layers(run: RunConfig, chunk: Iterable[int]) -> Counter[int]:
+    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it.
+
+    Args:
+        run: The run.
+        chunk: Numbers of layers.
+    """
+    first: dict[bool, int] = {}
+    return Counter(first.setdefault(run.model.has_experts(layer), layer) for layer in chunk)
 
 
 def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
@@ -78,7 +90,8 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
     if run.recipe.casts and run.kernels != "paper" and not run.model.learned_positions:
         embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
-    return {"activations.embedding": sum(embedding.values())}
+    tokens = embedding.pop("tokens", 0)
+    return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
@@ -124,3 +137,24 @@ def _adapter_values(run: RunConfig, layer: int) -> int:
                 run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
             )
     return round(tokens * visits) * run.lora_rank
+
+
+def gradients_meet(run: RunConfig, stage: int) -> str:
+    """Return how the gradients of earlier micro-batches meet the activations of later ones.
+
+    "never" with one micro-batch; "always" if forwards go on behind the first backward, so that as many are in flight
+    as before; "fewer" if all forwards come first, as in GPipe, so that one is gone when gradients are there.
+
+    Args:
+        run: The run.
+        stage: Pipeline stage.
+    """
+    micro_batches = run.num_microbatches
+    if micro_batches is None:
+        return "never" if run.pp == 1 else "always"
+    if micro_batches == 1:
+        return "never"
+    counts = in_flight(
+        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=micro_batches
+    )
+    return "always" if micro_batches * run.virtual_stages > sum(counts) else "fewer"

@@ -190,7 +190,12 @@ class Fsdp2Reduction(Reduction):
             phase, event = "forward", "compute" if inside else "release"
         elif not unit and phase == "forward":
             event = "copy"
-        return self.held.get((phase, unit, event), Counter()).copy()
+        found = self.held.get((phase, unit, event), Counter()).copy()
+        if unit and phase == "forward" and event == "copy":
+            u = self.units[unit]
+            found["arriving_weights"] = padded(u.shapes + u.frozen, self.ranks) * self.run.recipe.gathered
+            found["gathered_weights"] -= found["arriving_weights"]
+        return found
 
     @property
     def _root_weights(self) -> int:
@@ -201,7 +206,8 @@ class Fsdp2Reduction(Reduction):
         """Return sharded and unsharded gradients and the buffer of the last reduce-scatter; see the base class."""
         return Counter(
             gradients=self.so_far,
-            unsharded_gradients=now + self.root_gradients,
+            unsharded_gradients=now if unit else 0,
+            root_gradients=self.root_gradients + (0 if unit else now),
             reduce_scatter_buffers=self.buffer,
         )
 
@@ -219,7 +225,8 @@ class Fsdp2Reduction(Reduction):
         terms = self.held.get(("backward", unit, "release"), Counter()).copy() if unit else Counter()
         terms += Counter(
             gradients=self.so_far,
-            unsharded_gradients=size + self.root_gradients,
+            unsharded_gradients=size if unit else self.root_gradients,
+            root_gradients=self.root_gradients if unit else 0,
             reduce_scatter_buffers=self._buffer(unit),
         )
         return terms

@@ -16,8 +16,9 @@ Rules, those of PyTorch's autograd engine:
   once; then the gradient it received and what it kept go.
 - A tensor that two operators read gets two gradients. The second is added to the first, in place if nobody else has
   it, or into a new tensor.
-- A segment that is recomputed keeps its inputs alone. When backward reaches it, its forward runs again, and stops
-  behind the last operator that keeps anything.
+- A segment that is recomputed keeps its inputs alone. When backward reaches the first of its operators that asks for
+  something it kept, its forward runs again, and stops when the last operator that keeps anything has it: before that
+  operator runs, if these are inputs of it.
 
 Chapter: book/09_activation_checkpointing.md. Source: torch/csrc/autograd, engine.cpp and input_buffer.cpp.
 """
@@ -144,15 +145,18 @@ class Tape:
         """
         self.operators.append(Operator("use", (value,), (), (), (NONE,), 0, 0, 0, self.recomputing))
 
-    def alive(self, index: int, *, out_of_place: bool = False, accumulating: bool = False) -> list[Item]:
+    def alive(
+        self, index: int, *, out_of_place: bool = False, accumulating: bool = False, holds: bool = False
+    ) -> list[Item]:
         """Return the tensors that are alive during one event of `play`, gradients of parameters left out.
 
         Args:
             index: Number of the event.
             out_of_place: As in `play`.
             accumulating: As in `play`.
+            holds: As in `play`.
         """
-        player = Player(self, out_of_place, accumulating, watch=index)
+        player = Player(self, out_of_place, accumulating, watch=index, holds=holds)
         player.forward()
         player.backward()
         return player.seen
@@ -174,14 +178,17 @@ class Tape:
             if player.keeps[storage]
         ]
 
-    def play(self, *, out_of_place: bool = False, accumulating: bool = False) -> list[Event]:
+    def play(
+        self, *, out_of_place: bool = False, accumulating: bool = False, holds: bool = False
+    ) -> list[Event]:
         """Return an event for every operator of forward, and then of replays and backward.
 
         Args:
             out_of_place: Add second gradients into new tensors always, as PyTorch does under a dispatch mode.
             accumulating: Gradients of parameters are there already, so that new ones are added to them and go.
+            holds: Whether somebody holds the gradient that came from behind, as the runtime of a pipeline does.
         """
-        player = Player(self, out_of_place, accumulating)
+        player = Player(self, out_of_place, accumulating, holds=holds)
         player.forward()
         player.backward()
         return player.events

@@ -105,7 +105,10 @@ class _EagerBlock:
         item = FP32 if s.low else s.value
         x = self.e.input("input of the block", s.stream * self.c.hidden, item, needs_grad=s.input_needs_grad)
         self.tape.hold(x)
-        x = self.add(x, self.attention(self.norm(x, 1)), "attention")
+        added = self.attention(self.norm(x, 1))
+        if self.hf and self.c.family == "gpt2":
+            self.tape.hold(added)  # a variable of its block's forward; Llama's is given another value
+        x = self.add(x, added, "attention")
         y = self.mlp(self.norm(x, 2))
         if self.hf and self.weights:
             self.tape.use(self.weights)  # a variable of the layer's forward
@@ -170,14 +173,14 @@ class _EagerBlock:
 
     def plain(self, q: Value, k: Value, v: Value) -> Value:
         c, e, s = self.c, self.e, self.s
-        if s.low:
-            q, k, v = (e.cast(x, s.low) for x in (q, k, v))
         wide = e.numbers(q)
         groups = c.num_heads // c.num_kv_heads
         pairs = s.batch * (c.num_heads // s.tp) * s.seq * s.seq // s.cp
         if groups > 1:
             k, v = e.copy(k, wide, "k"), e.copy(v, wide, "v")
         variables = [k, v]  # which a frame of Python holds to its end
+        if s.low:  # by the matmul, so that keys are repeated before, in fp32 if rotation left them so
+            q, k, v = (e.cast(x, s.low) for x in (q, k, v))
         # A batched product wants sequences and heads in one dim; a view cannot do that to both.
         many = s.batch > 1 and s.seq > 1 and c.num_heads // s.tp > 1
         if many:

@@ -16,7 +16,7 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
-from lablib.calc.tape import NONE, Tape
+from lablib.calc.tape import NEW, NONE, SHARED, Tape
 from lablib.calc.tape_blocks import BlockSetting
 from lablib.calc.tape_eager import FP32, Eager
 
@@ -96,7 +96,10 @@ def embedding_tape(setting: BlockSetting) -> Tape:
             weight_gradient=c.max_positions * c.hidden * trained,
             label="position embeddings",
         )
-        x = e.make("add positions", [x, places], numbers, item, gradient=["shared", "new"])
+        # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
+        same = s.kernels == "hf" and s.batch == 1
+        how = [SHARED, SHARED if same else NEW]
+        x = e.make("add positions", [x, places], numbers, item, gradient=how)
     if s.dropout:
         if s.kernels == "paper":
             x = e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")

@@ -24,15 +24,24 @@ class Player:
         out_of_place: As in `Tape.play`.
         accumulating: As in `Tape.play`.
         watch: Number of the event whose tensors are listed in `seen`.
+        holds: As in `Tape.play`.
     """
 
     def __init__(
-        self, tape: Tape, out_of_place: bool = False, accumulating: bool = False, watch: int = -1
+        self,
+        tape: Tape,
+        out_of_place: bool = False,
+        accumulating: bool = False,
+        watch: int = -1,
+        holds: bool = False,
     ) -> None:
         self.tape, self.out_of_place, self.accumulating = tape, out_of_place, accumulating
+        self.holds = holds
         self.given = {value.storage for value in tape.given}
         self.alive: dict[Value, bool] = {}  # storages of forward, in the order of making
         self.keeps: Counter[Value] = Counter()  # how often backward still needs a storage
+        self.replaying = False
+        self.replayed: set[Value] = set()  # storages that a replay made
         self.kept_bytes = self.passing_bytes = 0
         self.gradient_of: dict[Value, Value] = {}  # the storage of the gradient that waits for a value
         self.owners: Counter[Value] = Counter()  # how many values wait with the same gradient storage
@@ -46,6 +55,8 @@ class Player:
         """Begin to count what an operator makes."""
         if storage not in self.alive and storage not in self.given:
             self.alive[storage] = True
+            if self.replaying:
+                self.replayed.add(storage)
             if self.keeps[storage]:
                 self.kept_bytes += storage.bytes
             else:
@@ -83,11 +94,23 @@ class Player:
     def _walk(
         self, operators: Sequence[Operator], direction: str, stays: Value | None, end: int | None = None
     ) -> None:
-        """Run operators forward, up to number `end`; a recomputed one keeps the inputs of its segment, or all now."""
+        """Run operators forward, up to number `end`; a recomputed one keeps the inputs of its segment, or all now.
+
+        Args:
+            operators: Which.
+            direction: "forward" or "replay".
+            stays: A storage that outlives the walk.
+            end: Of a replay: how many run, the last one if it keeps something that it makes.
+        """
         replay = direction == "replay"
         last_use = {value.storage: i for i, op in enumerate(operators) for value in op.inputs}
         inside = {v.storage for op in operators if op.recomputed for v in op.outputs}
         for i, op in enumerate(operators[:end]):
+            if i + 1 == end and not set(op.keeps) & set(op.outputs):
+                # What it keeps is there before it runs, and with that the replay has all it came for.
+                for value in op.keeps:
+                    self.keep(value.storage)
+                break
             for value in op.outputs:
                 self.make(value.storage)
             outside = [value for value in op.inputs if value.storage not in inside]
@@ -117,14 +140,21 @@ class Player:
         # The output belongs to what comes next, and its gradient comes from there.
         last = operators[-1].outputs[0]
         self.drop(last.storage)
-        self.own(last, Value("gradient", last.bytes))
-        start = len(operators)  # of the segment that was replayed last
+        received = Value("received gradient", last.bytes)
+        self.own(last, received)
+        if self.holds:
+            self.count(received)
+        start = len(operators)  # of the segment that backward is in, or was in last
+        waiting: Sequence[Operator] = ()  # a segment whose replay nobody has asked for yet
         for i in reversed(range(len(operators))):
             if operators[i].recomputed and i < start:
                 start = i
                 while start and operators[start - 1].recomputed:
                     start -= 1
-                self._replay(operators[start : i + 1])
+                waiting = operators[start : i + 1]
+            if waiting and operators[i].keeps:
+                self._replay(waiting)
+                waiting = ()
             self._step_back(operators[i])
             if i == start:
                 # What the segment held of its inputs goes when its backward has ended
@@ -132,7 +162,9 @@ class Player:
 
     def _replay(self, segment: Sequence[Operator]) -> None:
         end = max((i for i, op in enumerate(segment) if op.keeps), default=-1)
+        self.replaying = True
         self._walk(segment, "replay", None, end + 1)
+        self.replaying = False
 
     def _release_inputs(self, operators: Sequence[Operator]) -> None:
         segment = list(takewhile(lambda op: op.recomputed, operators))
@@ -153,9 +185,9 @@ class Player:
                     )
                     self.count(gradient)
                     passed.append((value, gradient))
-            if not op.low_gradient:
-                self.weight_bytes += op.weight_gradient
-            self.note("backward", op.name, temporary=op.backward_temporary + op.low_gradient)
+            new = 0 if op.low_gradient else op.weight_gradient
+            self.weight_bytes += new
+            self.note("backward", op.name, temporary=op.backward_temporary + op.low_gradient, new=new)
         for value in op.keeps:
             self.release(value.storage)
         if received:
@@ -163,7 +195,8 @@ class Player:
                 self.give(gradient)
             if op.low_gradient:
                 self.weight_bytes += op.weight_gradient
-                self.note("backward", f"cast of the gradient of {op.name}", temporary=op.low_gradient)
+                name = f"cast of the gradient of {op.name}"
+                self.note("backward", name, temporary=op.low_gradient, new=op.weight_gradient)
             if self.accumulating:
                 self.weight_bytes -= op.weight_gradient
             for value, gradient in passed:
@@ -199,12 +232,13 @@ class Player:
         self.give(old)
         self.give(gradient)
 
-    def note(self, direction: str, operator: str, *, passing: int = 0, temporary: int = 0) -> None:
+    def note(
+        self, direction: str, operator: str, *, passing: int = 0, temporary: int = 0, new: int = 0
+    ) -> None:
         """Write down what is alive."""
         if len(self.events) == self.watch:
             self.seen = [
-                Item("kept" if self.keeps[s] else "passing", self.tape.kinds.get(s, ""), s.name, s.bytes)
-                for s in self.alive
+                Item(self._group(s), self.tape.kinds.get(s, ""), s.name, s.bytes) for s in self.alive
             ]
             self.seen += [
                 Item("gradient", "", gradient.name, gradient.bytes)
@@ -222,5 +256,11 @@ class Player:
                 self.gradient_bytes,
                 temporary,
                 self.weight_bytes,
+                new,
             )
         )
+
+    def _group(self, storage: Value) -> str:
+        if not self.keeps[storage]:
+            return "passing"
+        return "replayed" if storage in self.replayed else "kept"

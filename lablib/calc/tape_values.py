@@ -71,6 +71,7 @@ class Event:
         gradients: Bytes of gradients of activations.
         temporary: Bytes of temporaries of a backward operator.
         weights: Bytes of gradients of parameters made so far.
+        new: The part of `weights` that this very operator makes.
     """
 
     direction: str
@@ -80,6 +81,7 @@ class Event:
     gradients: int
     temporary: int
     weights: int
+    new: int = 0
 
     @property
     def total(self) -> int:
@@ -92,7 +94,7 @@ class Item:
     """A tensor that is alive during an event.
 
     Attributes:
-        group: "kept", "passing", "gradient" or "temporary".
+        group: "kept", "replayed" (kept, and made by a replay), "passing", "gradient" or "temporary".
         kind: For what is kept: under which term it counts.
         name: What it is.
         bytes: Its size.

@@ -22,14 +22,19 @@ class Piece:
         tape: The tape.
         out_of_place: Whether second gradients are added into new tensors.
         accumulating: Whether gradients of parameters are there already.
+        holds: Whether a pipeline's runtime holds the gradient that its output received.
     """
 
-    def __init__(self, tape: Tape, out_of_place: bool, accumulating: bool) -> None:
-        self.tape, self.how = tape, {"out_of_place": out_of_place, "accumulating": accumulating}
+    def __init__(self, tape: Tape, out_of_place: bool, accumulating: bool, holds: bool = False) -> None:
+        self.tape = tape
+        self.how = {"out_of_place": out_of_place, "accumulating": accumulating, "holds": holds}
+        self.received = tape.operators[-1].outputs[0].bytes if holds else 0
         self.events: list[Event] = tape.play(**self.how)
         self.kept: Terms = Counter()
-        for kind, _, size in tape.kept():
+        self.kept_names: set[str] = set()
+        for kind, name, size in tape.kept():
             self.kept[_kept_term(kind)] += size
+            self.kept_names.add(name)
         casts = {v for op in tape.operators for v in op.outputs if tape.kinds.get(v) == "weight_casts"}
         held = sum(value.bytes for value in casts & tape.held)
         self.cached = max(0, held - self.kept["weight_casts"])  # in autocast's cache alone
@@ -37,7 +42,7 @@ class Piece:
         self._found: dict[int, tuple[str, Terms, int]] = {}
 
     def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> tuple[str, Terms, int]:
-        """Return the fullest event of a direction: its operator, terms without gradients of parameters, and those.
+        """Return the fullest event of a direction: its operator, its terms, and gradients of parameters made before.
 
         Args:
             direction: "forward" or "backward", which includes replays.
@@ -48,11 +53,14 @@ class Piece:
             return "", Counter(), 0
         if i not in self._found:
             terms: Terms = Counter()
+            holds = self.how["holds"]
             for item in self.tape.alive(i, **self.how):
-                terms[_term(item, direction)] += item.bytes
+                held = holds and item.name == "received gradient"
+                terms["received_gradient" if held else _term(item, direction)] += item.bytes
             event = self.events[i]
+            terms["new_gradients"] = event.new
             again = " again" if event.direction == "replay" else ""
-            self._found[i] = (f"{event.operator}{again}", terms, event.weights)
+            self._found[i] = (f"{event.operator}{again}", terms, event.weights - event.new)
         return self._found[i]
 
     def _index(self, direction: str, only: Callable[[str], bool] | None) -> int | None:
@@ -65,9 +73,16 @@ class Piece:
         return max(there, key=lambda i: self.events[i].total, default=None)
 
     @property
+    def begin(self) -> Terms:
+        """What is alive beside what it keeps when its backward begins: the gradient of its output."""
+        term = "received_gradient" if self.received else "activation_gradients"
+        return Counter({term: self.tape.operators[-1].outputs[0].bytes})
+
+    @property
     def end(self) -> Terms:
-        """What is alive when its backward has ended: the gradient of its input."""
-        return Counter(activation_gradients=self.events[-1].gradients)
+        """What is alive when its backward has ended: the gradient of its input, and what a runtime holds."""
+        own = sum(value.bytes for value in self.tape.inputs if value.needs_grad)
+        return Counter(activation_gradients=own, received_gradient=self.received)
 
 
 def _kept_term(kind: str) -> str:
@@ -77,6 +92,10 @@ def _kept_term(kind: str) -> str:
 def _term(item: Item, direction: str) -> str:
     if item.group == "kept":
         return _kept_term(item.kind)
+    if direction == BACKWARD and item.group in ("replayed", "passing") and item.name.startswith("stream "):
+        return "recomputed_stream"
+    if item.group == "replayed" and item.kind != "weight_casts":
+        return f"recomputed.{item.kind or 'input'}"
     if item.kind == "weight_casts":
         return "weight_casts"
     if item.name in LOSS_TERMS:

@@ -13,34 +13,14 @@ from collections.abc import Iterator
 
 from lablib.calc.breakdown import MemoryBreakdown
 from lablib.calc.rank_memory import stage_memory, stage_tensors
-from lablib.calc.run_activations import fixed_activations
+from lablib.calc.run_activations import fixed_activations, gradients_meet
 from lablib.calc.run_config import RunConfig
 from lablib.calc.stages import in_flight, stage_layers
 from lablib.calc.step_buffers import Reduction, make_reduction, optimizer_terms
 from lablib.calc.tape_blocks import BlockSetting, block_tape
 from lablib.calc.tape_ends import LOSS_OPERATORS, embedding_tape, head_tape
 from lablib.calc.timeline_piece import BACKWARD, FORWARD, Piece, Terms
-
-
-def gradients_meet(run: RunConfig, stage: int) -> str:
-    """Return how the gradients of earlier micro-batches meet the activations of later ones.
-
-    "never" with one micro-batch; "always" if forwards go on behind the first backward, so that as many are in flight
-    as before; "fewer" if all forwards come first, as in GPipe, so that one is gone when gradients are there.
-
-    Args:
-        run: The run.
-        stage: Pipeline stage.
-    """
-    micro_batches = run.num_microbatches
-    if micro_batches is None:
-        return "never" if run.pp == 1 else "always"
-    if micro_batches == 1:
-        return "never"
-    counts = in_flight(
-        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=micro_batches
-    )
-    return "always" if micro_batches * run.virtual_stages > sum(counts) else "fewer"
+from lablib.calc.timeline_setting import block_setting
 
 
 class Walk:
@@ -75,50 +55,28 @@ class Walk:
             self.counts = [max(count - 1, 0) for count in self.counts]
         self.reduction: Reduction = make_reduction(run, stage, self.tensors, self.memory, later)
         self.first, self.last = stage == 0, stage == run.pp - 1
+        #: The last layers of chunks behind which another stage comes: it sends them their gradient.
+        self.receives = {c[-1] for c in self.chunks if c and c[-1] + 1 < run.model.num_layers}
         self._pieces: dict[object, Piece] = {}
 
     # Pieces.
 
     def setting(self, layer: int = 0) -> BlockSetting:
         """Return how a layer runs."""
-        run = self.run
-        dropout = run.dropout
-        if dropout is None:
-            dropout = 0.1 if run.kernels == "paper" and run.model.family == "gpt2" else 0.0
-        autocast = run.recipe.casts
-        lora = run.tuning != "full"
-        return BlockSetting(
-            config=run.model,
-            kernels=run.kernels,
-            batch=run.micro_batch,
-            seq=run.seq,
-            value=run.recipe.weights if autocast and run.kernels != "paper" else run.recipe.activation,
-            gradient=self.reduction.gradient_bytes,
-            low=autocast if run.kernels != "paper" else 0,
-            fused=run.attention == "fused",
-            dropout=dropout > 0,
-            recompute=run.recompute,
-            tp=run.tp,
-            sequence_parallel=run.sequence_parallel,
-            cp=run.cp,
-            layer=layer,
-            # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
-            input_needs_grad=not (lora and self.first and layer == self.layers[0])
-            or (run.kernels == "hf" and run.recompute == "full"),
-            lora_rank=run.lora_rank if lora else 0,
-            lora_targets=run.lora_targets,
-        )
+        first = self.first and layer == self.layers[0] if self.layers else False
+        return block_setting(self.run, layer, self.reduction.gradient_bytes, behind_embedding=first)
 
     def piece(self, which: str, layer: int = 0) -> Piece:
         """Return the tape of a block, of the head or of the embedding, and its events."""
         c = self.run.model
         key = which
         if which == "block":
-            key = (which, c.has_experts(layer), layer == self.layers[0])
+            key = (which, c.has_experts(layer), layer == self.layers[0], layer in self.receives)
         if key not in self._pieces:
             make = {"block": block_tape, "head": head_tape, "embedding": embedding_tape}[which]
             tape = make(self.setting(layer))
-            self._pieces[key] = Piece(tape, self.out_of_place, self.reduction.accumulates_in_place)
+            holds = which == "block" and layer in self.receives
+            self._pieces[key] = Piece(tape, self.out_of_place, self.reduction.accumulates_in_place, holds)
         return self._pieces[key]
 
     # Moments.
@@ -133,10 +91,12 @@ class Walk:
         yield "states", "states", None, +at_rest, ""
         kept = self.waiting()
         kept.update(fixed_activations(self.run, self.first))
+        base["activations.tokens"] = max(self.batch(), kept.pop("activations.tokens", 0))
         kept.update(self.stage_ends(1))
         if self.run.kernels == "paper":  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         mask = self.attention_mask()
+        again = mask if self.run.recompute == "full" else Counter()  # an argument that checkpoints hold
         r = self.reduction
         blocks = [self.piece("block", layer) for layer in self.layers]
 
@@ -161,61 +121,101 @@ class Walk:
             at, terms, _ = block.fullest(FORWARD)
             unit = f"block {number}"
             stream = Counter(forward_values=block.tape.inputs[0].bytes)
+            outer = Counter(forward_values=self.variables(number))
+            copy = r.gathered(unit, FORWARD, "copy")
             yield fullest(
                 f"forward of {unit}",
                 FORWARD,
                 number,
-                (sum_of(kept, terms, mask, cached, r.gathered(unit, FORWARD)), at),
-                (sum_of(kept, stream, mask, cached, r.gathered(unit, FORWARD, "copy")), "all-gather"),
+                (sum_of(kept, outer, terms, mask, cached, r.gathered(unit, FORWARD)), at),
+                (sum_of(kept, outer, stream, mask, cached, copy), "all-gather"),
             )
             kept.update(block.kept)
             cached["weight_casts"] += block.cached
         if self.last:
             head = self.piece("head")
             at, terms, _ = head.fullest(FORWARD)
-            yield "loss", "loss", None, sum_of(kept, terms, cached, r.gathered("", "loss")), at
+            yield "loss", "loss", None, sum_of(kept, again, terms, cached, r.gathered("", "loss")), at
             found = []
             for inside in (True, False):
                 # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
                 at, terms, weights = head.fullest(BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
                 gathered = r.gathered("", "loss" if inside and self.run.kernels != "hf" else BACKWARD)
-                found.append((sum_of(kept, terms, gathered, r.gradients(None, weights)), at))
+                found.append((sum_of(kept, again, terms, gathered, r.gradients(None, weights)), at))
             yield fullest("backward of the loss", BACKWARD, None, *found)
-            r.made(None, head.weights)
-        again = mask if self.run.recompute == "full" else Counter()
+            # The gradient of a tied table waits for the embedding's, and no parameter has it until then.
+            table = self.tied_table()
+            r.made(None, max(0, head.weights - table))
+            kept["tied_gradient"] += table
         for number in reversed(range(len(blocks))):
             block, unit = blocks[number], f"block {number}"
             kept.subtract(block.kept)
+            kept["received_gradient"] = self.received(number)
             at, terms, weights = block.fullest(BACKWARD)
+            begin = (
+                kept,
+                block.kept,
+                block.begin,
+                again,
+                r.gathered(unit, BACKWARD, "copy"),
+                r.gradients(unit, 0),
+            )
             yield fullest(
                 f"backward of {unit}",
                 BACKWARD,
                 number,
                 (sum_of(kept, terms, again, r.gathered(unit, BACKWARD), r.gradients(unit, weights)), at),
                 (sum_of(kept, block.end, r.reduced(unit, block.weights)), "reduce-scatter"),
+                (sum_of(*begin), "all-gather"),
             )
             r.made(unit, block.weights)
         if self.first:
             kept.subtract(embedding.kept)
+            if not self.run.model.learned_positions:  # rotary tables go with the first block
+                kept.subtract(fixed_activations(self.run) | {"activations.tokens": 0})
+            if len(self.chunks[0]) == 1:  # the gradient from the next stage is still there
+                kept["received_gradient"] = blocks[0].received
             at, terms, weights = embedding.fullest(BACKWARD)
-            tied = self.run.model.tied and self.last and weights
-            table = (
-                Counter(tied_gradient=r.table_bytes * (2 if self.out_of_place else 1)) if tied else Counter()
-            )
-            if tied:
-                weights -= r.table_bytes
-            yield (
-                "backward of the embedding",
-                BACKWARD,
-                None,
-                sum_of(kept, terms, table, r.gathered("", "end"), r.gradients(None, weights)),
-                at,
-            )
-            r.made(None, weights)
+            table = self.tied_table() if self.last else 0
+            if table and at == "embedding":  # this one, and their sum where it is a third
+                terms = terms + Counter(tied_gradient=(2 if self.out_of_place else 1) * table)
+                terms["new_gradients"] -= table
+                if self.out_of_place:  # by then what the embedding received is gone
+                    del terms["activation_gradients"]
+            parts = (kept, terms, r.gathered("", "end"), r.gradients(None, weights))
+            yield "backward of the embedding", BACKWARD, None, sum_of(*parts), at
+            r.made(None, embedding.weights)
         ends = r.reduced("", 0)
         if ends:
             yield "gradient reduction", "reduction", None, sum_of(ends), "reduce-scatter"
         yield "optimizer step", "optimizer", None, self.optimizer(base), self.step
+
+    def variables(self, number: int) -> int:
+        """Bytes of embeddings that variables of Hugging Face's model hold while block `number` goes forward."""
+        if self.run.kernels != "hf" or not self.first:
+            return 0
+        first = self.piece("block", self.layers[0])
+        x = first.tape.inputs[0]
+        if self.run.model.learned_positions:
+            return x.bytes + x.bytes // self.run.micro_batch  # of tokens, and of positions
+        return x.bytes if number and x.name not in first.kept_names else 0
+
+    def batch(self) -> int:
+        """Bytes of the token ids of a step, which are there from its begin to its end."""
+        micro_batches = self.run.num_microbatches if self.run.pp > 1 else 1
+        return (micro_batches or 0) * fixed_activations(self.run, self.first).get("activations.tokens", 0)
+
+    def received(self, number: int) -> int:
+        """Bytes of the gradient that a pipeline's runtime holds in block `number`, if its own tape has it not."""
+        layer = self.layers[number]
+        last = next(chunk[-1] for chunk in self.chunks if layer in chunk)
+        return self.piece("block", last).received if layer != last and last in self.receives else 0
+
+    def tied_table(self) -> int:
+        """Bytes of a gradient of the table that the embedding and the head of this stage share, if it is trained."""
+        run = self.run
+        there = run.model.tied and self.first and self.last and run.tuning == "full"
+        return self.reduction.table_bytes if there else 0
 
     def attention_mask(self) -> Terms:
         """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
@@ -234,7 +234,7 @@ class Walk:
         size = first.inputs[0].bytes
         if not self.last:
             terms["stage_outputs"] = count * size
-        if not self.first and all(name != first.inputs[0].name for _, name, _ in first.kept()):
+        if not self.first and first.inputs[0].name not in self.piece("block", self.layers[0]).kept_names:
             terms["stage_inputs"] = count * size
         return terms
 

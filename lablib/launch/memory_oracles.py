@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lablib.calc.memory_cases import Case
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
+from lablib.launch.memory_oracle_changes import answered, fused_sgd_without_values, nothing_packed
 from lablib.launch.memory_oracle_models import Subject, build, make_optimizer
 from lablib.launch.memory_tracker import FSDPMomentTracker, MomentTracker
 from lablib.toys.precision import MasterWeights
@@ -71,6 +72,11 @@ class Measured:
         """Bytes at the peak."""
         return self.totals[self.peak_at]
 
+    @property
+    def peak_terms(self) -> dict[str, int]:
+        """Bytes at the peak, by kind."""
+        return self.moments[self.peak_at]
+
 
 def measure(case: Case, *, real: bool | None = None) -> Measured:
     """Play one training step of a case, with optimizer states that exist already, and count.
@@ -97,7 +103,7 @@ def measure(case: Case, *, real: bool | None = None) -> Measured:
             precision = "bf16" if case.recipe == "fsdp2-mixed" else "fp32"
             keep = case.sharding == "fsdp2-keep"
             shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
-        with fake, nullcontext() if real else _fused_sgd_without_values():
+        with fake, nullcontext() if real else fused_sgd_without_values():
             working = build(case, group, working=True).model if case.recipe == "mixed-bf16" else None
             return _play(case, subject, working)
 
@@ -118,8 +124,10 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
 
 
 def _hooks_can_tell(case: Case) -> bool:
-    # FSDP's gathered weights and autocast's casts are kept beside activations, and checkpoint hides what it keeps.
-    return case.recompute == "none" and not case.shards and case.recipe != "autocast-bf16" and case.pp == 1
+    # FSDP's gathered weights and autocast's casts are kept beside activations, checkpoint hides what it keeps, and
+    # adapters lie inside of attention and MLP, while the calculator counts them apart.
+    kept_in_sight = case.recompute == "none" and case.tuning == "full"
+    return kept_in_sight and not case.shards and case.recipe != "autocast-bf16" and case.pp == 1
 
 
 def _groups(subject: Subject, model: nn.Module) -> dict[str, int]:
@@ -164,12 +172,11 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # states exist from here on
     optimizer.zero_grad()
-    # One more than fill a pipeline: then its first stage is full again while there are gradients.
-    batches = [subject.tokens() for _ in range(case.pp + 1 if case.pp > 1 else 1)]
+    batches = [subject.tokens() for _ in range(case.micro_batches)]
     buckets: list[int] = []
     with ExitStack() as stack:
         if case.kernels == "hf":
-            stack.enter_context(_nothing_packed())
+            stack.enter_context(nothing_packed())
         groups = _groups(subject, model) if _hooks_can_tell(case) else {}
         if case.shards:
             tracker = FSDPMomentTracker(model, optimizer, batches[0])
@@ -180,7 +187,7 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
             from torch.nn.parallel import DistributedDataParallel
 
             model = DistributedDataParallel(model)
-            model.register_comm_hook(buckets, _answered)
+            model.register_comm_hook(buckets, answered)
             _step(case, subject, model, batches, tracker)  # after a backward buckets are built anew
             tracker.reset_mod_stats()
         saved, inputs, outputs = _step(case, subject, model, batches, tracker, sum(buckets))
@@ -195,43 +202,6 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
             master.give_weights()
         optimizer.zero_grad()
     return Measured(states, saved, groups, inputs, outputs, tracker.moments)
-
-
-@contextmanager
-def _fused_sgd_without_values() -> Iterator[None]:
-    """Let fake tensors through PyTorch's fused SGD: with no kernel for shapes, all arguments would be allocated."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sgd_", "Meta"):
-            library.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
-        yield
-    finally:
-        library._destroy()
-
-
-@contextmanager
-def _nothing_packed() -> Iterator[None]:
-    """Tell transformers that a batch holds no packed sequences.
-
-    It looks at values, which fake tensors have not, and then makes a mask that a real run does not make.
-    """
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    look = getattr(masking_utils, name)
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, look)
-
-
-def _answered(state, bucket):  # DDP takes no annotations that are text
-    """Stand for the all-reduce of a bucket, and note its size: DDP does not take the fake group's empty answer."""
-    state.append(bucket.buffer().nbytes)
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _step(

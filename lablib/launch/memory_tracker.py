@@ -19,22 +19,16 @@ from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
-#: Names of kinds in both trackers, and ours. "temporary" is what backward and the optimizer make and drop.
-KINDS = {
-    "Parameter": "weights",
+from lablib.calc import memory_kinds
+from lablib.launch import fsdp_memory
+
+#: Names of kinds in both trackers, and those of `lablib.calc.memory_kinds`. FSDPMemTracker's come first.
+KINDS = fsdp_memory.KINDS | {
     "Sharded Param": "weights",
     "Unsharded Param": "gathered weights",
+    "Parameter": "weights",
     "Gradient": "gradients",
-    "Sharded Grad": "gradients",
-    "Unsharded Grad": "unsharded gradients",
     "Optstate": "optimizer",
-    "OptState": "optimizer",
-    "All Gather": "all-gather buffers",
-    "Reduce Scatter": "reduce-scatter buffers",
-    "Activation": "activations",
-    "Temp": "temporary",
-    "Buffer": "buffers",
-    "Inputs": "inputs",
     "Other": "inputs",
 }
 _BLOCK = re.compile(r"\.(?:blocks|layers|h)\.(\d+)$")
@@ -61,6 +55,7 @@ class _Moments:
             buckets: Bytes of DDP's buckets, which the trackers take for activations.
         """
         self._end, self._buckets, self._left = end, 0, {}
+        self._after_step = False
         held = self.held()
         self._buckets = buckets
         self._left = {
@@ -71,7 +66,6 @@ class _Moments:
         self._totals: dict[str, int] = {}
         self._blocks: dict[str, int | None] = {}
         self._seen_block = False
-        self._after_step = False
 
     def begin_optimizer(self) -> None:
         """Say that gradients are complete: what runs now belongs to the optimizer's step."""
@@ -89,8 +83,11 @@ class _Moments:
             found["activations"] -= self._buckets
         for kind, size in self._left.items():
             if size:
-                found[kind] -= size
-        return found
+                found[kind] = found.get(kind, 0) - size
+        if self._after_step and not self._in_opt and found.get("activations"):
+            # Between backward and the step nothing is made but gradients in fp32, for the master weights.
+            found["gradients"] = found.get("gradients", 0) + found.pop("activations")
+        return {kind: found[kind] for kind in memory_kinds.KINDS if found.get(kind)}
 
     def note(self, moment: str) -> None:
         """Take the present instant into a moment.
