@@ -177,11 +177,14 @@ def test_a_missing_field_is_named(fields, field):
         (QWEN3_MOE | {"mlp_only_layers": [3]}, "mlp_only_layers is"),
         (
             QWEN3_MOE | {"num_experts_per_tok": 200},
-            "experts_per_token=200 must be between 1 and num_experts=128",
+            "num_experts_per_tok is 200 and more than num_experts=128",
         ),
         (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads must equal num_attention_heads=128"),
-        (DEEPSEEK_V3 | {"first_k_dense_replace": 62}, "num_dense_layers=62 is more than num_layers=61"),
+        (
+            DEEPSEEK_V3 | {"first_k_dense_replace": 62},
+            "first_k_dense_replace is 62 and more than num_hidden_layers=61",
+        ),
     ],
 )
 def test_a_strange_field_is_named(fields, message):

@@ -2,59 +2,33 @@
 
 A field that fixes a size must be there: a silent default would give a wrong count. Fields that transformers itself
 derives may be missing or null, and get what transformers would use: `num_key_value_heads` (as many as query heads,
-in the Llama family), `head_dim` (hidden size over heads), biases (none) and `tie_word_embeddings` (by family).
+in the Llama family), `head_dim` (hidden size over heads), `n_inner` (four times the width). Missing
+biases are none, and a missing `tie_word_embeddings` is what the family does.
+
+An image-and-text Gemma 3 keeps its decoder under `text_config` and leaves out what is the class's default there; the
+decoder is what is counted, without the part that sees.
+
+What changes the model in a way that is not counted is refused: cross-attention, experts in every other layer, another
+head. What changes no size is passed over: rotary scaling, sliding windows (`flops` counts full attention), softcaps,
+activation functions, dtypes, `quantization_config` (how a checkpoint is stored; the recipe says how it is trained),
+and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave out too.
 
 Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
 
+from lablib.calc.hf_fields import MOST_LAYERS, REQUIRED, Fields, load, shown
 from lablib.calc.models import ModelConfig
 
-_MISSING = object()
 
-
-class _Fields:
-    """The fields of one configuration; every complaint names the field."""
-
-    def __init__(self, fields: dict, where: str) -> None:
-        self.fields, self.where = fields, where
-
-    def error(self, field: str, problem: str) -> ValueError:
-        return ValueError(f"{self.where}: {field} {problem}")
-
-    def whole(self, *names: str, default: object = _MISSING, least: int = 1) -> int:
-        """A whole number under the first of these names that is there; null counts as missing."""
-        name = next((name for name in names if self.fields.get(name) is not None), None)
-        if name is None:
-            if default is _MISSING:
-                raise self.error(names[0], "is missing")
-            return default
-        value = self.fields[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(name, f"is {value!r} and must be a whole number, at least {least}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.fields.get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, f"is {value!r} and must be true or false")
-        return value
-
-    def only(self, name: str, *allowed: object, why: str) -> None:
-        """Refuse a field that changes the model in a way this module does not know."""
-        if self.fields.get(name, allowed[0]) not in allowed:
-            raise self.error(name, f"is {self.fields[name]!r}: {why}")
-
-
-def _gpt2(f: _Fields) -> dict:
+def _gpt2(f: Fields) -> dict:
     f.only("add_cross_attention", False, None, why="cross-attention is not counted")
     hidden = f.whole("n_embd", "hidden_size")
     heads = f.whole("n_head", "num_attention_heads")
-    if hidden % heads:
-        raise f.error("n_head", f"is {heads} and does not divide n_embd={hidden}")
+    f.divides("n_head", heads, "n_embd", hidden)
     return {
-        "num_layers": f.whole("n_layer", "num_hidden_layers"),
+        "num_layers": f.whole("n_layer", "num_hidden_layers", most=MOST_LAYERS),
         "hidden": hidden,
         "num_heads": heads,
         "ffn": f.whole("n_inner", default=4 * hidden),
@@ -70,25 +44,24 @@ def _gpt2(f: _Fields) -> dict:
     }
 
 
-def _decoder(f: _Fields, *, kv_heads: object = _MISSING, head_dim: object = 0, tied: bool = False) -> dict:
+def _decoder(
+    f: Fields, *, positions: int, kv_heads: object = REQUIRED, head_dim: object = 0, tied: bool = False
+) -> dict:
     """What every rotary family shares; the arguments are what a missing field means."""
     hidden, heads = f.whole("hidden_size"), f.whole("num_attention_heads")
+    f.needed("max_position_embeddings", null=False)
     fields = {
-        "num_layers": f.whole("num_hidden_layers"),
+        "num_layers": f.whole("num_hidden_layers", most=MOST_LAYERS),
         "hidden": hidden,
         "num_heads": heads,
         "num_kv_heads": f.whole("num_key_value_heads", default=kv_heads) or heads,
         "head_dim": f.whole("head_dim", default=head_dim),
         "ffn": f.whole("intermediate_size"),
         "vocab": f.whole("vocab_size"),
-        "max_positions": f.whole("max_position_embeddings", default=2048),
+        "max_positions": f.whole("max_position_embeddings", default=positions),
         "tied": f.flag("tie_word_embeddings", tied),
     }
-    if heads % fields["num_kv_heads"]:
-        raise f.error(
-            "num_key_value_heads",
-            f"is {fields['num_kv_heads']} and does not divide num_attention_heads={heads}",
-        )
+    f.divides("num_key_value_heads", fields["num_kv_heads"], "num_attention_heads", heads)
     if not fields["head_dim"] and hidden % heads:
         raise f.error(
             "head_dim", f"is missing, and num_attention_heads={heads} does not divide hidden_size={hidden}"
@@ -96,88 +69,104 @@ def _decoder(f: _Fields, *, kv_heads: object = _MISSING, head_dim: object = 0, t
     return fields
 
 
-def _attention_bias(f: _Fields) -> dict:
+def _attention_bias(f: Fields) -> dict:
     bias = f.flag("attention_bias", False)
     return {"qkv_bias": bias, "attn_out_bias": bias}
 
 
-def _llama(f: _Fields) -> dict:
-    return _decoder(f, kv_heads=0) | _attention_bias(f) | {"mlp_bias": f.flag("mlp_bias", False)}
+def _llama(f: Fields) -> dict:
+    return (
+        _decoder(f, positions=2048, kv_heads=0) | _attention_bias(f) | {"mlp_bias": f.flag("mlp_bias", False)}
+    )
 
 
-def _mistral(f: _Fields) -> dict:
-    return _decoder(f)
+def _mistral(f: Fields) -> dict:
+    return _decoder(f, positions=131072)
 
 
-def _qwen2(f: _Fields) -> dict:
-    return _decoder(f) | {"qkv_bias": True}
+def _qwen2(f: Fields) -> dict:
+    return _decoder(f, positions=32768) | {"qkv_bias": True}
 
 
-def _qwen3(f: _Fields) -> dict:
-    return _decoder(f, head_dim=_MISSING) | _attention_bias(f) | {"qk_norm": True}
+def _qwen3(f: Fields) -> dict:
+    return _decoder(f, positions=32768, head_dim=REQUIRED) | _attention_bias(f) | {"qk_norm": True}
 
 
-def _gemma2(f: _Fields) -> dict:
-    return _decoder(f, head_dim=_MISSING, tied=True) | _attention_bias(f) | {"norms_per_layer": 4}
+def _gemma2(f: Fields, positions: int = 8192) -> dict:
+    return (
+        _decoder(f, positions=positions, head_dim=REQUIRED, tied=True)
+        | _attention_bias(f)
+        | {"norms_per_layer": 4}
+    )
 
 
-def _gemma3(f: _Fields) -> dict:
-    return _gemma2(f) | {"qk_norm": True}
+def _gemma3(f: Fields) -> dict:
+    return _gemma2(f, positions=131072) | {"qk_norm": True}
 
 
-def _mixtral(f: _Fields) -> dict:
-    return _decoder(f) | {
-        "num_experts": f.whole("num_local_experts", "num_experts"),
-        "experts_per_token": f.whole("num_experts_per_tok"),
+def _experts(f: Fields, *names: str) -> dict:
+    """Routed experts under one of these names, and how many of them a token visits."""
+    experts, visited = f.whole(*names), f.whole("num_experts_per_tok")
+    f.at_most("num_experts_per_tok", visited, names[0], experts)
+    return {"num_experts": experts, "experts_per_token": visited}
+
+
+def _mixtral(f: Fields) -> dict:
+    return _decoder(f, positions=131072) | {
+        **_experts(f, "num_local_experts", "num_experts"),
         "expert_ffn": f.whole("intermediate_size"),
     }
 
 
-def _qwen3_moe(f: _Fields) -> dict:
+def _qwen3_moe(f: Fields) -> dict:
     f.only(
         "decoder_sparse_step", 1, why="only models with experts in every layer after the dense ones are known"
     )
-    dense = f.fields.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))):
-        raise f.error("mlp_only_layers", f"is {dense!r}: only the first layers may be dense")
+    dense = f.fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise f.error(
+            "mlp_only_layers", f"is {shown(dense)} and must be a list: only the first layers may be dense"
+        )
+    f.at_most("mlp_only_layers", len(dense), "num_hidden_layers", f.whole("num_hidden_layers"))
     return (
-        _decoder(f)
+        _decoder(f, positions=32768)
         | _attention_bias(f)
         | {
             "qk_norm": True,
-            "num_experts": f.whole("num_experts", "num_local_experts"),
-            "experts_per_token": f.whole("num_experts_per_tok"),
+            **_experts(f, "num_experts", "num_local_experts"),
             "expert_ffn": f.whole("moe_intermediate_size"),
             "num_dense_layers": len(dense),
         }
     )
 
 
-def _deepseek_v3(f: _Fields) -> dict:
+def _deepseek_v3(f: Fields) -> dict:
     f.only(
         "moe_layer_freq",
         1,
         None,
         why="only models with experts in every layer after the dense ones are known",
     )
-    if "q_lora_rank" not in f.fields:  # null is an answer: queries without a latent
-        raise f.error("q_lora_rank", "is missing; null means queries without a latent")
+    f.needed("q_lora_rank", null=True)  # null: queries without a latent
+    f.needed("num_key_value_heads", null=True)  # null: as many as query heads
     nope = f.whole("qk_nope_head_dim", least=0)
     rope = f.whole("qk_rope_head_dim")
     heads = f.whole("num_attention_heads")
+    dense = f.whole("first_k_dense_replace", least=0)
+    f.at_most("first_k_dense_replace", dense, "num_hidden_layers", f.whole("num_hidden_layers"))
     if f.whole("num_key_value_heads", default=heads) != heads:
         raise f.error("num_key_value_heads", f"must equal num_attention_heads={heads} with latent attention")
     return (
-        _decoder(f, kv_heads=0)
+        _decoder(f, positions=4096, kv_heads=0)
         | _attention_bias(f)
         | {
             # Configurations carry a head_dim of their own here (the rotary part's); the parts decide.
             "head_dim": nope + rope,
-            "num_experts": f.whole("n_routed_experts", "num_local_experts", "num_experts"),
-            "experts_per_token": f.whole("num_experts_per_tok"),
+            **_experts(f, "n_routed_experts", "num_local_experts", "num_experts"),
             "expert_ffn": f.whole("moe_intermediate_size"),
             "num_shared_experts": f.whole("n_shared_experts", least=0),
-            "num_dense_layers": f.whole("first_k_dense_replace", least=0),
+            "num_dense_layers": dense,
             "q_lora_rank": f.whole("q_lora_rank", default=0),
             "kv_lora_rank": f.whole("kv_lora_rank"),
             "qk_nope_head_dim": nope,
@@ -204,6 +193,20 @@ _BY_TYPE = {model_type: (family, reader) for model_type, _, family, reader in _K
 _TYPE_OF = {architecture: model_type for model_type, architecture, _, _ in _KNOWN}
 
 
+#: What transformers 5 takes for fields that an image-and-text Gemma 3 leaves out under `text_config`.
+_GEMMA3_TEXT = {
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "vocab_size": 262208,
+}
+#: Heads that are not a language model's, by the end of their class's name.
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
+
+
 def read_config(source: object, *, name: str | None = None) -> ModelConfig:
     """Return the ModelConfig of a Hugging Face configuration; see `lablib.calc.models.from_hf`.
 
@@ -214,45 +217,65 @@ def read_config(source: object, *, name: str | None = None) -> ModelConfig:
     Raises:
         ValueError: If the architecture is unknown, or a field is missing or strange; it names the field.
     """
-    fields = source if isinstance(source, dict) else _load(source)
-    model_type = fields.get("model_type")
-    if model_type is None:
-        architectures = fields.get("architectures") or [None]
-        model_type = _TYPE_OF.get(architectures[0], architectures[0])
-    if model_type is None:
-        raise ValueError("model_type is missing, and architectures too: this is not a model's config.json")
-    # An image-and-text Gemma 3 keeps its decoder one level down; the decoder is what is counted.
-    if model_type == "gemma3" and isinstance(fields.get("text_config"), dict):
-        fields, model_type = fields["text_config"], "gemma3_text"
-    if model_type not in _BY_TYPE:
-        raise ValueError(
-            f"unknown architecture: model_type is {model_type!r}; known are {', '.join(_BY_TYPE)}"
-        )
+    fields = source if isinstance(source, dict) else load(source)
+    own_name = fields.get("_name_or_path")
+    model_type = _model_type(fields)
+    where, defaults = f"config of model_type {model_type}", {}
+    if model_type == "gemma3":
+        fields, model_type, defaults = _text_part(fields), "gemma3_text", _GEMMA3_TEXT
+        where += ", text_config"
     family, reader = _BY_TYPE[model_type]
-    f = _Fields(fields, f"config of model_type {model_type}")
+    f = Fields(fields, where, defaults)
     f.only("is_encoder_decoder", False, None, why="only decoders are known")
     sizes = reader(f)
+    if name is None:
+        name = own_name if isinstance(own_name, str) and own_name else model_type
     try:
-        return ModelConfig(name=name or fields.get("_name_or_path") or model_type, family=family, **sizes)
+        return ModelConfig(name=name, family=family, **sizes)
     except ValueError as error:
         raise ValueError(f"{f.where}: {error}") from None
 
 
-def _load(source: object) -> dict:
-    import json
-    from os import PathLike
-    from pathlib import Path
+def _model_type(fields: dict) -> str:
+    """The model type, or what the class in `architectures` says."""
+    architectures = fields.get("architectures")
+    if architectures is None:
+        architectures = []
+    if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+        raise ValueError(f"architectures is {shown(architectures)} and must be a list of names of classes")
+    for one in architectures:
+        if one.endswith(_OTHER_HEADS):
+            raise ValueError(
+                f"architectures is {shown(architectures)}: only the head of a language model is counted"
+            )
+    model_type = fields.get("model_type")
+    if model_type is None:
+        if not architectures:
+            raise ValueError(
+                "model_type is missing, and architectures too: this is not a model's config.json"
+            )
+        model_type = _TYPE_OF.get(architectures[0], architectures[0])
+    if isinstance(model_type, str) and (model_type in _BY_TYPE or model_type == "gemma3"):
+        return model_type
+    message = f"unknown architecture: model_type is {shown(model_type)}; known are {', '.join(_BY_TYPE)}"
+    inside = fields.get("text_config")
+    if isinstance(inside, dict):
+        message += f"; its text_config has model_type {shown(inside.get('model_type'))}: give that part alone"
+    raise ValueError(message)
 
-    if not isinstance(source, str | PathLike):
-        raise ValueError(f"{type(source).__name__} is neither a dictionary nor the path of a config.json")
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a {type(fields).__name__} and not a dictionary of fields")
-    return fields
+
+def _text_part(fields: dict) -> dict:
+    """The decoder of an image-and-text Gemma 3, with the tie that the whole model declares."""
+    where = "config of model_type gemma3"
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        problem = "is missing" if text is None else f"is {shown(text)}"
+        raise ValueError(f"{where}: text_config {problem} and must be an object with the decoder's fields")
+    if text.get("model_type", "gemma3_text") != "gemma3_text":
+        raise ValueError(
+            f"{where}, text_config: model_type is {shown(text['model_type'])}, not 'gemma3_text'"
+        )
+    tie = "tie_word_embeddings"
+    if tie in fields and text.get(tie, fields[tie]) != fields[tie]:
+        raise ValueError(f"{where}: {tie} is {shown(fields[tie])}, and {shown(text[tie])} in text_config")
+    return {tie: fields[tie]} | text if tie in fields else text

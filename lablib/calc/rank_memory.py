@@ -35,7 +35,8 @@ def stage_memory(run: RunConfig, stage: int) -> MemoryBreakdown:
     """
     chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
     tensors = stage_tensors(run, stage, chunks)
-    units = [unit_params(run, members) for members in tensors]
+    params = {id(members): unit_params(run, members) for members in {id(m): m for m in tensors}.values()}
+    units = [params[id(members)] for members in tensors]  # equal blocks are one list, counted once
     states = fsdp2_states(run, tensors) if run.sharding == "fsdp2" else rank_states(run, units)
     stays = {
         "none": tuple(states),
@@ -72,7 +73,9 @@ def stage_tensors(run: RunConfig, stage: int, chunks: list[range]) -> list[list[
         chunks: The layers of the stage.
     """
     config = run.model
-    units = [layer_tensors(config, layer) for chunk in chunks for layer in chunk]
+    kinds = {config.has_experts(layer): layer for chunk in chunks for layer in chunk}
+    blocks = {kind: layer_tensors(config, layer) for kind, layer in kinds.items()}
+    units = [blocks[config.has_experts(layer)] for chunk in chunks for layer in chunk]
     if stage == 0:
         units.insert(0, embedding_tensors(config))
     if stage == run.pp - 1:

@@ -10,8 +10,10 @@ from typer.core import TyperGroup
 from lablib.cli import labs
 from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
+from lablib.cli.fit import fit
 from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
+from lablib.cli.memory_peers import memory_peers
 from lablib.cli.memory_table import memory_table
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, report
@@ -60,6 +62,8 @@ app = typer.Typer(
 )
 app.command()(memory)
 app.command()(memory_table)
+app.command()(memory_peers)
+app.command()(fit)
 app.command()(plan)
 app.command()(doctor)
 app.command()(schedule)

@@ -76,8 +76,8 @@ def plan(
         seq=seq,
         global_batch=global_batch,
         gpus_per_node=gpus_per_node,
-        nic=_bandwidth(nic),
-        intra=_bandwidth(intra),
+        nic=link_or_rate(nic),
+        intra=link_or_rate(intra),
         rails=rails,
         recipe_=recipe,
         attention=attention,
@@ -193,7 +193,15 @@ def _export(result: Plan, framework: str) -> str:
     return export_layout(job, framework)
 
 
-def _bandwidth(text: str | None) -> str | float | None:
+def link_or_rate(text: str | None) -> str | float | None:
+    """Return the name of a link as it is, and a text that begins with a digit as bytes per second.
+
+    Args:
+        text: For example "ib-ndr" or "40 GB/s".
+
+    Raises:
+        ValueError: If it begins with a digit and has no unit of bandwidth.
+    """
     from lablib.calc.links import LINKS
     from lablib.calc.units import parse_bandwidth
 

@@ -1,0 +1,179 @@
+"""The fields of one `config.json`, read one by one; every complaint names the field.
+
+JSON is not typed, so a number may come as text, as null, as 4096.0 or as true. None of these is taken for a size.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+
+#: A default that says: the field must be there.
+REQUIRED = object()
+#: Larger numbers are mistakes, and layers are counted one by one.
+LARGEST, MOST_LAYERS = 2**40, 100_000
+
+
+class Fields:
+    """The fields of one configuration.
+
+    Args:
+        fields: Values by name.
+        where: What messages begin with.
+        defaults: What a missing or null field means, for configurations that leave out what is the class's default.
+    """
+
+    def __init__(self, fields: dict, where: str, defaults: dict[str, object] | None = None) -> None:
+        self.fields, self.where, self.defaults = fields, where, defaults or {}
+
+    def error(self, field: str, problem: str) -> ValueError:
+        """Return the error that says what is wrong with a field.
+
+        Args:
+            field: Its name.
+            problem: The rest of the sentence.
+        """
+        return ValueError(f"{self.where}: {field} {problem}")
+
+    def whole(self, *names: str, default: object = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
+        """Return the whole number under the first of these names that is there; null counts as missing.
+
+        Args:
+            *names: The field, and other names of it.
+            default: What a missing field means; without it that is an error.
+            least: The smallest number that can be.
+            most: The largest.
+
+        Raises:
+            ValueError: If it is missing or no such number, or two names of it disagree.
+        """
+        there = [name for name in names if self.fields.get(name) is not None]
+        if not there:
+            default = self.defaults.get(names[0], default)
+            if default is REQUIRED:
+                state = "is null" if any(name in self.fields for name in names) else "is missing"
+                raise self.error(names[0], f"{state} and must be a whole number")
+            return default
+        for name in there:
+            value = self.fields[name]
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                end = "" if most == LARGEST else f" and at most {most:,}"
+                raise self.error(name, f"is {shown(value)} and must be a whole number, at least {least}{end}")
+            if value != self.fields[there[0]]:
+                first = f"{there[0]}={self.fields[there[0]]}"
+                raise self.error(name, f"is {value} and contradicts {first}, which is the same field")
+        return self.fields[there[0]]
+
+    def needed(self, name: str, *, null: bool) -> None:
+        """Refuse a field that is missing, or one that is null, where only the other of the two means something.
+
+        Args:
+            name: The field.
+            null: Whether null means something and missing does not, or the other way round.
+
+        Raises:
+            ValueError: If it is what means nothing.
+        """
+        if null and name not in self.fields and name not in self.defaults:
+            raise self.error(name, "is missing; null has a meaning, but a missing field has none")
+        if not null and name in self.fields and self.fields[name] is None:
+            raise self.error(name, "is null and must be a whole number")
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a field that is true or false; only a missing one means the default.
+
+        Args:
+            name: The field.
+            default: What a missing field means.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        value = self.fields.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {shown(value)} and must be true or false")
+        return value
+
+    def only(self, name: str, *allowed: object, why: str) -> None:
+        """Refuse a field that changes the model in a way that is not counted.
+
+        Args:
+            name: The field.
+            *allowed: Values that change nothing; the first one is the default.
+            why: The reason, for the message.
+
+        Raises:
+            ValueError: If it has another value.
+        """
+        value = self.fields.get(name, allowed[0])
+        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+            raise self.error(name, f"is {shown(value)}: {why}")
+
+    def divides(self, name: str, value: int, of: str, size: int) -> None:
+        """Refuse a number that does not divide another one.
+
+        Args:
+            name: The field that divides.
+            value: Its number.
+            of: The field that is divided.
+            size: Its number.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        if size % value:
+            raise self.error(name, f"is {value} and does not divide {of}={size}")
+
+    def at_most(self, name: str, value: int, of: str, size: int) -> None:
+        """Refuse a number that is larger than another one.
+
+        Args:
+            name: The smaller field.
+            value: Its number.
+            of: The larger field.
+            size: Its number.
+
+        Raises:
+            ValueError: If it is not the smaller one.
+        """
+        if value > size:
+            raise self.error(name, f"is {value} and more than {of}={size}")
+
+
+def shown(value: object) -> str:
+    """Return a value as Python writes it, cut short.
+
+    Args:
+        value: Anything that JSON can hold.
+    """
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def load(source: object) -> dict:
+    """Return the fields of a file.
+
+    Args:
+        source: Path of a config.json, or of the folder that holds it.
+
+    Raises:
+        ValueError: If it cannot be read, is not JSON, or holds anything but an object.
+    """
+    if not isinstance(source, str | PathLike):
+        raise ValueError(f"{type(source).__name__} is neither a dictionary nor the path of a config.json")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not a config.json: it is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__} and not a dictionary of fields")
+    return fields

@@ -1,0 +1,284 @@
+"""`rung fit`: does a run fit on these GPUs, with what room; if not, the cheapest changes that make it fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lablib.calc.memory_fit import Answer
+    from lablib.calc.memory_fit_changes import Change
+    from lablib.calc.memory_fit_setup import Setup
+
+#: What is no setting of `lablib.calc.memory.training_memory`.
+OWN = ("model", "gpu", "gpus", "gpus_per_node", "reserve", "step", "nic", "intra", "show_all", "as_json")
+WIDTH = 80
+#: Without --all: changes of a kind, 1 where nothing else is said, and sentences of what one trades.
+SHOWN, TRADES = {"same training": 2}, 3
+
+
+def fit(
+    model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
+    gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")],
+    gpus: Annotated[int | None, typer.Option(help="GPUs in all; default: dp x tp x cp x pp.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
+    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences in one forward pass.")] = None,
+    num_microbatches: Annotated[int | None, typer.Option(help="Micro-batches in a step.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Dtypes, as in `rung memory`.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = None,
+    tuning: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters.")] = None,
+    lora_targets: Annotated[str | None, typer.Option(help="all or attention.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Replicas; default: what --gpus leaves.")] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
+    sharding: Annotated[str | None, typer.Option(help="flat, or fsdp2 with --zero 3 or 2.")] = None,
+    prefetch: Annotated[int | None, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Split norms and residuals over tp too.")
+    ] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks, within dp times cp.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="1f1b, gpipe or interleaved.")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Chunks in a stage, interleaved.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
+    attention: Annotated[str | None, typer.Option(help="fused or plain.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Whose: paper, toy or hf.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout probability.")] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="On the CPU: none, optimizer, gradients or parameters.")
+    ] = None,
+    gradient_as_bucket_view: Annotated[
+        bool | None, typer.Option(help="DDP's option: no second copy of gradients.")
+    ] = None,
+    step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = (
+        "foreach"
+    ),
+    nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,
+    intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every change, and all that each trades.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether a run fits, with what room, or which changes make it fit and what each one trades."""
+    given = {name: value for name, value in locals().items() if name not in OWN and value is not None}
+
+    from lablib.calc.memory_fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence
+    from lablib.calc.memory_fit_setup import setup
+    from lablib.calc.units import parse_bytes
+    from lablib.cli.plan import link_or_rate
+
+    have = setup(
+        Path(model) if os.path.exists(model) else model,
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        reserve=parse_bytes(reserve),
+        step=step,
+        nic=link_or_rate(nic),
+        intra=link_or_rate(intra),
+        **given,
+    )
+    changes = cheapest_change(have)
+    best = have if have.fits else changes[0].at if changes else None
+    answers = [] if best is None else [largest_micro_batch(best), longest_sequence(best)]
+    fewest = [fewest_gpus(have)]
+    if recompute is None:
+        fewest.append(fewest_gpus(have.having(recompute="full")))
+    if as_json:
+        typer.echo(json.dumps(fit_dict(have, changes, answers, fewest), indent=1))
+    else:
+        how = {"model": model, "assumed_seq": seq is None, "show_all": show_all}
+        typer.echo(fit_text(have, changes, answers, fewest, **how))
+
+
+def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
+    """Return the answers as plain dictionaries and numbers.
+
+    Args:
+        have: The run as given.
+        changes: What makes it fit.
+        answers: Largest micro-batch and longest sequence, as given or with the first change.
+        fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
+    """
+    from lablib.calc.memory_fit_setup import counted
+
+    return {
+        "model": have.run.model.name,
+        "gpu": have.card.name,
+        "gpus": have.gpus,
+        "seq": have.run.seq,
+        "reserve": have.reserve,
+        "budget": have.budget,
+        "counted": counted(have),
+        "memory": have.memory,
+        "fits": have.fits,
+        "left": have.budget - have.memory,
+        "changes": [
+            {
+                "kind": one.kind,
+                "settings": one.settings,
+                "memory": one.memory,
+                "budget": one.budget,
+                "step_seconds": one.seconds,
+                "traded": list(one.traded),
+            }
+            for one in changes
+        ],
+        **{answer.question.replace(" ", "_").replace("-", "_"): _answer(answer) for answer in answers},
+        "fewest_gpus": [_answer(one) | {"layout": _layout(one.at)} for one in fewest],
+    }
+
+
+def _layout(at: Setup | None) -> dict[str, object] | None:
+    names = ("tp", "cp", "pp", "dp", "zero", "recompute")
+    return {name: getattr(at.run, name) for name in names} if at else None
+
+
+def _answer(answer: Answer) -> dict[str, object]:
+    names = ("value", "unit", "memory", "budget", "beyond", "memory_beyond")
+    return {name: getattr(answer, name) for name in names} | {"traded": list(answer.traded)}
+
+
+def fit_text(
+    have: Setup,
+    changes: list[Change],
+    answers: list[Answer],
+    fewest: list[Answer],
+    *,
+    model: str,
+    assumed_seq: bool,
+    show_all: bool = False,
+) -> str:
+    """Return the answers as text that fits 80 columns.
+
+    Args:
+        have: The run as given.
+        changes: What makes it fit.
+        answers: Largest micro-batch and longest sequence, as given or with the first change.
+        fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
+        model: The model as it was written.
+        assumed_seq: Whether the length of sequences was not given.
+        show_all: Whether to print every change and all that each one trades, or the first ones.
+    """
+    from lablib.calc.memory_fit_setup import counted, size
+
+    run, card = have.run, have.card
+    cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
+    lines = [
+        *_wrap(
+            f"{run.model.name} on {cards}: {run.recipe.name}, {run.seq:,} tokens a sequence"
+            + (" (the model's longest: --seq was not given)" if assumed_seq else "")
+            + f", micro-batch {run.micro_batch}, recompute {run.recompute}, "
+            + " ".join(f"{name}={getattr(run, name)}" for name in ("dp", "tp", "cp", "pp", "zero"))
+        ),
+        *_wrap(
+            f"Budget of a GPU: {size(have.budget)}, its {card.memory_gib:g} GiB less {size(have.reserve)} kept "
+            f"free. Compared with it: {counted(have)}."
+        ),
+        "",
+    ]
+    if have.fits:
+        lines += [f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."]
+    else:
+        lines += _wrap(
+            f"It does not fit: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
+            + (_follow(len(changes)) if changes else "No change that was tried makes it fit on these GPUs.")
+        )
+        lines += _changes(changes, show_all)
+        if changes:
+            lines += ["", f"With the first of these, {size(changes[0].budget - changes[0].memory)} are left."]
+    for answer in answers:
+        lines += ["", *_wrap(_headline(answer)), *_items(answer.traded[:-1])]
+    for one in fewest[:1] + [one for one in fewest[1:] if one.value != fewest[0].value]:
+        lines += ["", *_wrap(_headline(one)), *_items(one.traded)]
+    best = have if have.fits else changes[0].at if changes else None
+    if best is not None:
+        words = textwrap.wrap(command(best, model), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
+        lines += ["", "Term by term:", *" \\\n  ".join(["  " + words[0], *words[1:]]).split("\n")]
+    return "\n".join(lines)
+
+
+def _follow(count: int) -> str:
+    text = "One change makes" if count == 1 else f"{count} changes make"
+    return f"{text} it fit, the fastest of each kind first; times of a step are predicted."
+
+
+def _changes(changes: list[Change], show_all: bool) -> list[str]:
+    lines, shown, hidden = [], Counter(), 0
+    for one in changes:
+        shown[one.kind] += 1
+        if not show_all and shown[one.kind] > SHOWN.get(one.kind, 1):
+            hidden += 1
+            continue
+        took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
+        lines += ["", *_wrap(f"{one.kind}: {one}{took}")]
+        lines += _items(one.traded if show_all else one.traded[:TRADES])
+        hidden += 0 if show_all else len(one.traded) > TRADES
+    return lines + (["", "--all prints the other changes, and all that each one trades."] if hidden else [])
+
+
+def _headline(answer: Answer) -> str:
+    from lablib.calc.memory_fit_setup import size
+
+    name = answer.question[0].upper() + answer.question[1:]
+    if not answer.value:
+        return f"{name}: none fits."
+    unit = answer.unit.removesuffix("s") if answer.value == 1 else answer.unit
+    text = f"{name}: {answer.value:,} {unit}, {size(answer.memory)}"
+    if answer.beyond is not None:
+        text += f"; {answer.beyond:,} would need {size(answer.memory_beyond)}"
+    return text + "."
+
+
+def _seconds(value: float) -> str:
+    from lablib.calc.units import format_time
+
+    return format_time(value)
+
+
+def _items(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in _wrap(text, "   - ", "     ")]
+
+
+def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def command(have: Setup, model: str) -> str:
+    """Return the `rung memory` that prints a setup term by term.
+
+    Args:
+        have: The setup.
+        model: The model as it was written.
+    """
+    from lablib.calc.memory import training_memory
+
+    words = ["rung", "memory", shlex.quote(model)]
+    for name, default in (training_memory.__kwdefaults__ or {}).items():
+        value = getattr(have.run, name, None)
+        value = getattr(value, "name", value)  # recipes and optimizers have names
+        if name == "stage" or value == default:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag)
+        else:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    if have.run.kernels != "paper":
+        words += ["--at", "peak", "--step", have.step]
+    return " ".join(words)

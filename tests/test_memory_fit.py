@@ -1,0 +1,428 @@
+"""Inverse questions: every answer is asked forwards again, and small cases are held to trying everything."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from itertools import combinations, product
+
+import pytest
+
+from lablib.calc.hardware import ACCELERATORS, accelerator
+from lablib.calc.links import LINKS
+from lablib.calc.memory import training_memory
+from lablib.calc.memory_fit import (
+    Setup,
+    _last,
+    cheapest_change,
+    fewest_gpus,
+    largest_micro_batch,
+    longest_sequence,
+    setup,
+)
+from lablib.calc.memory_fit_changes import SAME, SLOW, TIE, knobs
+from lablib.calc.memory_fit_cost import least_states, predicted_seconds, step_seconds
+from lablib.calc.memory_fit_gpus import layouts
+from lablib.calc.memory_fit_setup import counted, size
+from lablib.calc.memory_fit_traffic import context_bytes, data_bytes, host_bytes, pipeline_bytes, tensor_bytes
+from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.models import ModelConfig, preset, preset_names
+from lablib.calc.offload import CPU_ADAM_BYTES
+from lablib.calc.parallelism import data_traffic, tensor_traffic
+from lablib.calc.params import count_params
+from lablib.calc.plan import RESERVE, plan
+from lablib.calc.plan_search import divisors
+from lablib.calc.recipes import recipe_names
+
+TINY = ModelConfig(
+    name="tiny", num_layers=4, hidden=48, num_heads=4, num_kv_heads=2, ffn=100, vocab=211, max_positions=512
+)
+GPT = ModelConfig(
+    name="gpt", family="gpt2", num_layers=4, hidden=48, num_heads=4, ffn=192, vocab=211, max_positions=64,
+    learned_positions=True, tied=True, norm="layernorm", gated_mlp=False, qkv_bias=True, attn_out_bias=True, mlp_bias=True,
+)  # fmt: skip
+TIMELINE = ("gpt2", "qwen2.5-0.5b")
+
+
+def card(budget: int):
+    """An H100 with so many bytes."""
+    return replace(accelerator("h100"), name="small", memory_bytes=budget)
+
+
+def forwards(have: Setup) -> int:
+    """The bytes that a rank needs, asked of the calculator itself."""
+    settings = {field.name: getattr(have.run, field.name) for field in fields(have.run)}
+    if have.run.kernels == "paper":
+        return training_memory(**settings).total
+    return memory_timeline(**settings, step=have.step).peak_bytes
+
+
+def draw(seed: int) -> Setup:
+    """A random run on random cards; sizes that do not divide are drawn again."""
+    rng = random.Random(seed)
+    while True:
+        kernels = rng.choice([*["paper"] * 7, "hf"])
+        name = rng.choice(TIMELINE if kernels == "hf" else preset_names())
+        split = kernels == "paper"
+        chosen = {
+            "kernels": kernels,
+            "recipe": rng.choice(recipe_names()),
+            "optimizer": rng.choice(["adamw", "sgd", "adamw-8bit"]),
+            "tuning": rng.choice(["full", "full", "lora"]),
+            "recompute": rng.choice(["none", "selective", "full"]),
+            "attention": rng.choice(["fused", "plain"]),
+            "offload": rng.choice(["none", "none", "optimizer"]),
+            "zero": rng.choice([0, 1, 2, 3]),
+            "tp": rng.choice([1, 2, 4, 8]) if split else 1,
+            "sequence_parallel": split and rng.random() < 0.5,
+            "cp": rng.choice([1, 1, 2]) if split else 1,
+            "pp": rng.choice([1, 1, 2, 4]),
+            "micro_batch": rng.randint(1, 3),
+            "seq": rng.choice([64, 512, 1024]),
+        }
+        try:
+            return setup(
+                name, gpu=rng.choice(list(ACCELERATORS)), gpus=rng.choice([1, 4, 8, 16, 64]), **chosen
+            )
+        except ValueError:
+            continue
+
+
+def test_the_largest_micro_batch_and_the_longest_sequence_round_trip() -> None:
+    for seed in range(15):
+        have = draw(seed)
+        for ask, name in ((largest_micro_batch, "micro_batch"), (longest_sequence, "seq")):
+            found = ask(have)
+            assert found.budget == have.card.memory_bytes - RESERVE
+            grain = (
+                1
+                if name == "micro_batch"
+                else have.run.cp * (have.run.tp if have.run.sequence_parallel else 1)
+            )
+            if found.value:
+                again = have.having(**{name: found.value})
+                assert found.memory == forwards(again) <= found.budget, seed
+                assert found.at == again
+                assert found.room == found.budget - found.memory
+            if found.beyond is None:
+                assert have.run.model.learned_positions
+                assert found.value == have.run.model.max_positions // grain * grain
+            else:
+                assert found.beyond == found.value + grain
+                beyond = have.having(**{name: found.beyond})
+                assert found.memory_beyond == forwards(beyond) > found.budget, seed
+            assert counted(have) in found.traded[-1]
+
+
+def test_more_sequences_and_tokens_never_need_less() -> None:
+    # What halving relies on.
+    for seed in range(25):
+        have = draw(seed)
+        rng = random.Random(seed)
+        for name, grain in (("micro_batch", 1), ("seq", have.run.cp * have.run.tp)):
+            most = 1024 // grain if name == "seq" else 40
+            few, many = sorted(rng.sample(range(1, most), 2))
+            small, large = (forwards(have.having(**{name: grain * n})) for n in (few, many))
+            assert small <= large, (seed, name, few, many)
+
+
+@pytest.mark.parametrize("model", [TINY, GPT])
+@pytest.mark.parametrize("kernels", ["paper", "toy", "hf"])
+def test_no_larger_value_was_passed_over(model, kernels) -> None:
+    model = replace(model, num_layers=1)
+    have = setup(model, gpu=card(900_000), reserve=0, kernels=kernels, recipe="fp32", seq=16)
+    at_batch = [n for n in range(1, 20) if forwards(have.having(micro_batch=n)) <= have.budget]
+    assert largest_micro_batch(have).value == max(at_batch)
+    lengths = range(1, 65 if model.learned_positions else 200)
+    fitting = [n for n in lengths if forwards(have.having(seq=n)) <= have.budget]
+    assert longest_sequence(have).value == max(fitting)
+
+
+def test_the_end_of_any_rising_need_is_found() -> None:
+    # Straight, bent, with steps, with a wall: against trying every number.
+    for seed in range(300):
+        rng = random.Random(seed)
+        slopes = [rng.choice([0, 1, 1, 7, 50]) for _ in range(60)]
+        needs = [sum(slopes[: n + 1]) for n in range(60)] + [float("inf")] * 2000
+        budget = rng.randint(0, 400)
+        assert _last(lambda n, needs=needs: needs[min(n, 2000) - 1], budget) == sum(
+            one <= budget for one in needs
+        ), seed
+        square = _last(lambda n: 3 * n * n + 5, budget)
+        assert square == max([n for n in range(1, 40) if 3 * n * n + 5 <= budget], default=0)
+
+
+def test_nothing_fits_is_an_answer() -> None:
+    found = largest_micro_batch("llama-3-70b", gpu="h100", gpus=16)
+    assert (found.value, found.memory, found.at, found.room, found.beyond) == (0, 0, None, 0, 1)
+    assert found.memory_beyond == training_memory("llama-3-70b", dp=16).total
+
+
+def test_the_states_that_the_searches_skip_by_are_never_more_than_what_is_needed() -> None:
+    for seed in range(60):
+        have = draw(seed)
+        assert least_states(have) <= forwards(have), seed
+    # And they are most of it where states are: a full model in one place.
+    have = setup("llama-3-8b", gpu="h100", seq=64)
+    assert least_states(have) == count_params(preset("llama-3-8b")).total * 14
+
+
+def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
+    for model, given in (
+        (TINY, {"seq": 64}),
+        (TINY, {"seq": 64, "tp": 2}),
+        (TINY, {"seq": 64, "zero": 3}),
+        (GPT, {"recompute": "full"}),
+        (GPT, {"kernels": "toy", "recompute": "full"}),
+        (replace(TINY, num_experts=4, experts_per_token=2, expert_ffn=100, family="mixtral"), {"seq": 64}),
+    ):
+        alone = setup(model, gpu=card(10**12), reserve=0, **given).memory
+        for share in (0.5, 0.2):
+            have = setup(model, gpu=card(int(share * alone)), reserve=0, gpus_per_node=4, gpus=8, **given)
+            found = fewest_gpus(have)
+            numbers = [1, 2, 4, *range(8, 28, 4)]
+            does = [n for n in numbers if any(forwards(one) <= have.budget for one in layouts(have, n))]
+            assert (found.value if 0 < found.value < 28 else None) == min(does, default=None), (given, share)
+            if not found.value:
+                assert "no number of GPUs is enough" in found.traded[0]
+                continue
+            assert found.memory == forwards(found.at) <= have.budget
+            assert found.at.gpus == found.value
+            assert all(getattr(found.at.run, name) == value for name, value in given.items())
+            if found.beyond is not None:
+                least = min(forwards(one) for one in layouts(have, found.beyond))
+                assert found.memory_beyond == least > have.budget
+
+
+def test_more_replicas_never_need_more() -> None:
+    # What halving a shape relies on: from two replicas on, and two for each expert-parallel group.
+    for seed in range(30):
+        have, rng = draw(seed), random.Random(seed)
+        ep = rng.choice(
+            [
+                n
+                for n in (1, 2, 4)
+                if n == 1 or have.run.model.num_experts % n == 0 < have.run.model.num_experts
+            ]
+        )
+        few, many = sorted(rng.sample(range(2, 60), 2))
+        at = [forwards(have.having(ep=ep, dp=ep * n)) for n in (few, many)]
+        assert at[1] <= at[0], (seed, ep, few, many)
+
+
+def test_layouts_are_those_that_the_module_names() -> None:
+    have = setup(TINY, gpu="h100", gpus=8, seq=64)
+    shapes = {(s.run.tp, s.run.cp, s.run.pp, s.run.dp) for s in layouts(have, 16)}
+    expected = {
+        (tp, cp, pp, 16 // (tp * cp * pp))
+        for tp, cp, pp in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4))
+        if 16 % (tp * cp * pp) == 0 and TINY.num_kv_heads % tp == 0
+    }
+    assert shapes == expected
+    assert all((s.run.zero == 0) == (s.run.dp * s.run.cp == 1) for s in layouts(have, 16))
+    assert {s.run.tp for s in layouts(setup(TINY, gpu="h100", tp=2, seq=64), 16)} == {2}
+
+
+def test_fewer_gpus_than_states_need_is_never_an_answer() -> None:
+    found = fewest_gpus("llama-3-70b", gpu="h100", seq=8192)
+    states = count_params(preset("llama-3-70b")).total * 16
+    assert found.value == 16
+    assert states / found.value <= found.budget < states / 8
+    # 131,072 tokens: activations decide, and only tp x cp divides those.
+    found = fewest_gpus("llama-3.1-70b", gpu="h100")
+    assert (found.value, found.at.run.tp * found.at.run.cp) == (64, 64)
+    assert fewest_gpus("llama-3.1-70b", gpu="h100", recompute="full").value < 64
+    none = fewest_gpus("llama-3.1-70b", gpu="h100", tp=1, cp=1, seq=131072)
+    assert (none.value, none.at, none.beyond) == (0, None, None)
+    assert none.traded[0].startswith("no number of GPUs is enough")
+
+
+SETUPS = [
+    ("llama-3-70b", {"gpu": "h100", "gpus": 16, "seq": 8192}),
+    ("llama-3-8b", {"gpu": "a100", "gpus": 8, "seq": 4096, "micro_batch": 4}),
+    ("llama-3-8b", {"gpu": "a10", "gpus": 4, "seq": 4096}),
+    ("llama-3-8b", {"gpu": "h100", "seq": 4096, "kernels": "hf"}),
+    ("mixtral-8x7b", {"gpu": "h100", "gpus": 32, "seq": 4096, "num_microbatches": 4}),
+    ("gpt2-xl", {"gpu": "a10", "gpus": 2, "micro_batch": 6, "attention": "plain"}),
+    ("llama-3-8b", {"gpu": "tpu-v4", "gpus": 8, "seq": 4096}),
+]
+
+
+@pytest.mark.parametrize(("model", "how"), SETUPS, ids=[f"{m}-{h['gpu']}" for m, h in SETUPS])
+def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
+    have = setup(model, **how)
+    changes = cheapest_change(have)
+    assert changes
+    assert changes == cheapest_change(setup(model, **how)), "the same question has the same answer"
+    for change in changes:
+        after = change.at
+        assert change.memory == forwards(after) <= change.budget
+        assert after.gpus == have.gpus
+        for name, value in change.settings.items():
+            got = {"gpu": after.card, "step": after.step}.get(name) or getattr(after.run, name)
+            assert value == got or ACCELERATORS.get(value) == got or value == getattr(got, "name", None)
+        assert change.traded[0].startswith(("a GPU needs", "the same"))
+        assert size(change.memory) in change.traded[0]
+        assert change.seconds == predicted_seconds(after)
+        if change.kind != "other hardware" and "seq" not in change.settings:
+            assert after.sequences == have.sequences
+            assert after.run.seq == have.run.seq
+        if change.kind == SAME:
+            kept = ("model", "recipe", "optimizer", "tuning", "seq", "offload", "kernels")
+            assert all(getattr(after.run, name) == getattr(have.run, name) for name in kept)
+            # A change less does not do: none is there for nothing.
+            for name in change.settings.keys() - {"sequence_parallel"}:
+                assert (
+                    len(change.settings) == 1
+                    or any(
+                        getattr(after.run, name) != getattr(have.run, name)
+                        for name in [name]
+                        if name != "step"
+                    )
+                    or name == "step"
+                )
+    kinds = [change.kind for change in changes]
+    assert kinds == sorted(
+        kinds, key=["same training", "CPU memory", "other numbers", "other training", "other hardware"].index
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_no_cheaper_change_was_passed_over(number) -> None:
+    # Every combination of up to three settings, put together here in another way.
+    have = setup(SETUPS[number][0], **SETUPS[number][1])
+    values, fitting = knobs(have), []
+    for count in (1, 2, 3):
+        for names in combinations(values, count):
+            for chosen in product(*(values[name] for name in names)):
+                settings = {key: value for part in chosen for key, value in part.items()}
+                run = have.run
+                width = 1
+                for name in ("tp", "cp", "pp"):
+                    width *= settings.get(name, getattr(run, name))
+                batch = settings.get("micro_batch", run.micro_batch)
+                if have.gpus % width or have.sequences % (have.gpus // width * batch):
+                    continue
+                dp = have.gpus // width
+                if dp * settings.get("cp", run.cp) == 1 and "zero" in settings:
+                    continue
+                try:
+                    after = have.having(**settings, dp=dp, num_microbatches=have.sequences // (dp * batch))
+                    if forwards(after) <= have.budget:
+                        fitting.append((step_seconds(after), set(names)))
+                except ValueError:
+                    continue
+    found = [change for change in cheapest_change(have) if change.kind == SAME]
+    fastest = min(seconds for seconds, _ in fitting)
+    assert fastest <= found[0].seconds <= TIE * fastest
+    tied = [names for seconds, names in fitting if seconds <= TIE * fastest]
+    assert found[0].count == min(len(names) for names in tied)
+    for one, other in combinations(found, 2):
+        assert not one.settings.keys() <= other.settings.keys()
+    assert all(change.seconds <= SLOW * found[0].seconds for change in found)
+
+
+def test_what_fits_needs_no_change() -> None:
+    assert cheapest_change("llama-3-8b", gpu="h100", gpus=8, zero=3, seq=2048) == []
+
+
+def test_a_free_change_is_taken_before_one_that_costs() -> None:
+    # DDP's second copy of the gradients is what is too much.
+    how = {"gpus": 8, "seq": 1024, "recompute": "full"}
+    need = setup("llama-3.2-1b", gpu="h100", gradient_as_bucket_view=True, **how).memory
+    found = cheapest_change("llama-3.2-1b", gpu=card(need), reserve=0, **how)
+    assert {"gradient_as_bucket_view": True} in [change.settings for change in found]
+    assert (
+        "costs nothing"
+        in found[[c.settings for c in found].index({"gradient_as_bucket_view": True})].traded[1]
+    )
+    plain = training_memory("gpt2", attention="fused", micro_batch=8).total
+    found = cheapest_change("gpt2", gpu=card(plain), reserve=0, micro_batch=8, attention="plain")
+    assert found[0].settings == {"attention": "fused"}
+
+
+def test_traffic_is_that_of_the_chapters() -> None:
+    model = preset("llama-3-8b")
+    for zero in (0, 1, 2, 3):
+        have = setup(model, gpu="h100", dp=8, zero=zero, seq=4096)
+        assert data_bytes(have) == pytest.approx(data_traffic(model, 8, stage=zero).bytes_sent)
+    more = setup(model, gpu="h100", dp=8, zero=3, seq=4096, num_microbatches=4)
+    assert data_bytes(more) == pytest.approx(4 * data_traffic(model, 8, stage=3).bytes_sent)
+    kept = setup(model, gpu="h100", dp=8, zero=2, sharding="fsdp2", seq=4096, num_microbatches=4)
+    assert data_bytes(kept) == pytest.approx(data_bytes(more) * 2 / 3)
+
+    have = setup(model, gpu="h100", tp=4, pp=2, micro_batch=2, seq=4096, num_microbatches=3)
+    tokens = 2 * 3 * 4096
+    assert tensor_bytes(have) == pytest.approx(tensor_traffic(model, 4, tokens=tokens).bytes_sent / 2)
+    assert tensor_bytes(have.having(recompute="full")) == pytest.approx(1.5 * tensor_bytes(have))
+    assert pipeline_bytes(have) == 2 * tokens * model.hidden * 2 / 4
+    # Keys and values of 1,024 values a token, gathered forward and scattered backward, half of them from the other rank.
+    have = setup(model, gpu="h100", cp=2, seq=4096)
+    assert context_bytes(have) == 32 * 2 * (2 * 4096 * 1024 * 2) / 2
+
+
+def test_offload_is_timed_by_its_link_and_by_the_cpu() -> None:
+    params = count_params(preset("llama-3-8b")).total
+    have = setup("llama-3-8b", gpu="h100", dp=8, zero=1, seq=4096)
+    away = have.having(offload="optimizer")
+    assert host_bytes(have) == 0
+    assert host_bytes(away) == pytest.approx(4 * params / 8)
+    assert host_bytes(have.having(offload="gradients", num_microbatches=3)) == pytest.approx(
+        (3 * 2 + 2) * params / 8
+    )
+    whole = have.having(offload="parameters", zero=3)
+    assert host_bytes(whole) == pytest.approx((2 + 2 * 2) * params / 8)
+    extra = step_seconds(away) - step_seconds(have)
+    assert extra == pytest.approx((4 + CPU_ADAM_BYTES) * params / 8 / LINKS["pcie5-x16"].bandwidth)
+    assert predicted_seconds(replace(away, card=accelerator("gb200"))) is None
+
+
+def test_the_step_is_the_planners() -> None:
+    result = plan("llama-3-8b", gpus=16, gpu="h100", seq=4096, global_batch=64, zero=3, schedule="1f1b")
+    for candidate in result.candidates[:20]:
+        layout = candidate.layout
+        have = setup(
+            "llama-3-8b", gpu="h100", gpus=16, seq=4096, tp=layout.tp, cp=layout.cp, pp=layout.pp, zero=layout.zero,
+            micro_batch=layout.micro_batch, recompute=layout.recompute, sequence_parallel=True,
+            num_microbatches=layout.num_microbatches(64),
+        )  # fmt: skip
+        assert have.sequences == 64
+        assert step_seconds(have) == pytest.approx(candidate.step)
+
+
+def test_a_setup_knows_its_factors() -> None:
+    have = setup("llama-3-8b", gpu="h100", gpus=16, tp=4, pp=2)
+    assert (have.run.dp, have.gpus, have.micro_batches) == (2, 16, 8)
+    assert setup("llama-3-8b", gpu="h100", dp=4, tp=2).gpus == 8
+    assert have.having(recompute="full").memory == forwards(have.having(recompute="full"))
+    assert have.having(step="fused").step == "fused"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"gpus": 12}, "gpus=12 are not whole nodes of gpus_per_node=8; use 8 or 16"),
+        ({"gpus": 8, "pp": 5}, "tp=1 x cp=1 x pp=5 = 5 ranks of one replica do not divide gpus=8"),
+        ({"gpus": 8, "tp": 2, "dp": 2}, "dp=2 x tp=2 x cp=1 x pp=1 = 4 ranks, but gpus=8"),
+        ({"gpus": 0}, "gpus=0 must be a whole number"),
+        ({"gpus": 8, "gpus_per_node": True}, "gpus_per_node=True must be"),
+        ({"reserve": 10**12}, "reserve=1000000000000 bytes must be at least 0 and less than"),
+        ({"gpu": "h1000"}, "unknown accelerator 'h1000'"),
+        ({"nic": "fast"}, "unknown link 'fast'"),
+        ({"intra": 0}, "intra=0 must be above 0"),
+        ({"zeroo": 3}, "unknown setting 'zeroo'"),
+        ({"kernels": "toy", "tp": 2, "gpus": 2}, "kernels='toy' counts one process"),
+        ({"step": "slow", "kernels": "hf"}, "unknown step 'slow'"),
+    ],
+)
+def test_bad_input_names_every_factor(how, message) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        setup("llama-3-8b", **{"gpu": "h100", "seq": 4096} | how)
+    with pytest.raises(ValueError, match="a Setup has all settings: leave out gpus"):
+        longest_sequence(setup("gpt2", gpu="h100"), gpus=3)
+
+
+def test_divisors_of_a_micro_batch_are_what_is_accumulated() -> None:
+    have = setup("gpt2", gpu="t4", micro_batch=12)
+    assert [option["micro_batch"] for option in knobs(have)["micro_batch"]] == [6, 4, 3, 2, 1]
+    assert divisors(12)[-1] == 12
