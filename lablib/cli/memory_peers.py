@@ -1,0 +1,46 @@
+"""`rung memory-peers`: other memory calculators on the cases of the memory table."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def memory_peers(
+    committed: Annotated[
+        bool, typer.Option("--committed", help="Print the committed comparison; compute nothing.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the comparison anew, from the memory table.")
+    ] = False,
+) -> None:
+    """Put the cases of the memory table through the other calculators; fail where a number drifted."""
+    import logging
+
+    from lablib.launch.peer_table import drifted, load_peers, peer_table, peers_path, save_peers, text
+
+    if write and committed:
+        raise ValueError("--write makes the comparison anew: leave --committed out")
+    before = load_peers() if peers_path().exists() else None
+    if committed:
+        if before is None:
+            raise ValueError("there is no committed comparison: make it with rung memory-peers --write")
+        typer.echo(text(before))
+        return
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    table = peer_table(deepspeed=before and before["deepspeed"])
+    typer.echo(text(table))
+    if write:
+        typer.echo(f"\nwrote {save_peers(table)}")
+        return
+    problems = drifted(table, before) if before else ["there is no committed comparison yet: use --write"]
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(memory_peers)
