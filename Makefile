@@ -105,8 +105,10 @@ linkcheck: install ## Follow every external link (needs a network)
 ##@ Parts
 
 .PHONY: memory-table
-memory-table: install ## Measure the memory calculator's whole grid and write the table anew
+memory-table: install ## Measure the memory calculator's whole grid and write it anew, and the other calculators beside it
 	@$(BIN)/rung memory-table --write
+	@$(BIN)/rung memory-table --held-out --write
+	@$(BIN)/rung memory-peers --write
 
 .PHONY: site
 site: install mathjax pyodide ## Build the site from a clean _build, warnings as errors

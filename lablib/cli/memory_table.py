@@ -18,6 +18,9 @@ def memory_table(
     predict: Annotated[
         bool, typer.Option("--predict", help="Write the table with new predictions, old measurements.")
     ] = False,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Cases drawn at random, none of them in the grid.")
+    ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="Measure all cases and write the table anew.")
     ] = False,
@@ -26,6 +29,8 @@ def memory_table(
     import logging
 
     from lablib.calc.memory_grid import grid
+    from lablib.calc.memory_held_out import held_out as drawn
+    from lablib.launch.memory_held_out import held_out_path, save_held_out
     from lablib.launch.memory_table import (
         broken,
         drifted,
@@ -39,14 +44,18 @@ def memory_table(
 
     if write and (only or few or committed):
         raise ValueError("--write makes the whole table: leave --only, --few and --committed out")
+    if few and held_out:
+        raise ValueError("--few are of the grid: leave it or --held-out out")
+    path, save = (held_out_path(), save_held_out) if held_out else (None, save_table)
     if committed:
-        rows = [row for row in load_table()["rows"] if not only or only in row["name"]]
+        rows = [row for row in load_table(path)["rows"] if not only or only in row["name"]]
         typer.echo(text(rows))
         return
     if predict:
-        typer.echo(f"wrote {save_table(predicted_anew(load_table()['rows']))}")
+        typer.echo(f"wrote {save(predicted_anew(load_table(path)['rows']))}")
         return
-    cases = [case for case in (representatives() if few else grid()) if not only or only in case.name]
+    chosen = drawn() if held_out else representatives() if few else grid()
+    cases = [case for case in chosen if not only or only in case.name]
     if not cases:
         raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -58,9 +67,9 @@ def memory_table(
     typer.echo(text(rows))
     problems = broken(rows)
     if write:
-        typer.echo(f"\nwrote {save_table(rows)}")
+        typer.echo(f"\nwrote {save(rows)}")
     else:
-        problems += drifted(rows, load_table())
+        problems += drifted(rows, load_table(path))
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:

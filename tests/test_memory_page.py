@@ -1,0 +1,286 @@
+"""The page on the memory calculator: its headline comes from the table, and none of its results is typed in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from typer.testing import CliRunner
+
+from lablib.calc.memory_cases import Case
+from lablib.calc.memory_grid import DRAWN, RULES, grid
+from lablib.calc.memory_headline import (
+    CAUSES,
+    HELD_OUT,
+    NOTICEABLE,
+    Judged,
+    headline,
+    noticeable,
+    pairs_shown,
+    read_table,
+    step_moments,
+)
+from lablib.calc.memory_held_out import COUNTS, SEED, held_out
+from lablib.calc.memory_kinds import KINDS
+from lablib.cli.main import app
+from lablib.launch.memory_held_out import save_held_out
+from lablib.launch.memory_table import broken, drifted, measured_row, predicted_anew
+from lablib.view import memory_step as draw
+from lablib.view.style import COLORS
+
+ROWS = read_table()["rows"]
+HELD = read_table(HELD_OUT)
+PAGE = Path(__file__).resolve().parents[1] / "book" / "memory_calculator.md"
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def _error(row, key):
+    """The error of a number, from the file alone."""
+    return row["predicted"][key] / row["measured"][key] - 1
+
+
+def test_the_headline_is_the_worst_of_the_table() -> None:
+    found = headline(ROWS)
+    peaks = {row["name"]: abs(_error(row, "peak")) for row in ROWS if "peak" in row["measured"]}
+    saved = {row["name"]: abs(_error(row, "saved")) for row in ROWS}
+    assert (found.configurations, found.peaks) == (len(ROWS), len(peaks))
+    assert found.peak.judged.name == max(peaks, key=peaks.__getitem__)
+    assert found.peak.off == pytest.approx(max(peaks.values()))
+    assert found.saved.off == pytest.approx(max(saved.values()))
+    assert sorted(peaks.values())[len(peaks) // 2 - 1] <= found.typical_peak * (1 + 1e-6) + 1e-15
+    exact = sum(row["predicted"]["states"] == row["measured"]["states"] for row in ROWS)
+    assert found.states_exact == exact == len(ROWS)
+    groups = [
+        abs(row["predicted"]["groups"][group] - size) / row["measured"]["saved"]
+        for row in ROWS
+        for group, size in row["measured"]["groups"].items()
+    ]
+    assert found.saved_term.off == pytest.approx(max(groups))
+
+
+@pytest.mark.parametrize("way", [0.9, 1.1])
+@pytest.mark.parametrize("key", ["peak", "saved"])
+def test_a_worse_row_becomes_the_headline(key: str, way: float) -> None:
+    rows = copy.deepcopy(ROWS)
+    # Any row but the present worst, whichever that is.
+    before = getattr(headline(rows), key).judged.name
+    row = next(row for row in rows if key in row["measured"] and row["name"] != before)
+    row["predicted"][key] = round(row["measured"][key] * way)
+    worst = getattr(headline(rows), key)
+    assert worst.judged.name == row["name"]
+    assert worst.off == pytest.approx(0.1, rel=1e-3)
+
+
+def test_one_byte_of_states_is_counted() -> None:
+    rows = copy.deepcopy(ROWS)
+    rows[3]["predicted"]["states"]["gradients"] += 1
+    # Two terms that are wrong against each other are not exact, though their sum is.
+    rows[5]["predicted"]["states"]["gradients"] += 1
+    rows[5]["predicted"]["states"]["weights"] -= 1
+    assert headline(rows).states_exact == headline(ROWS).states_exact - 2
+
+
+def test_a_table_without_peaks_has_no_headline() -> None:
+    with pytest.raises(ValueError, match="make the table anew"):
+        headline([row for row in ROWS if "peak" not in row["measured"]])
+
+
+def test_whatever_is_off_has_its_cause_and_no_cause_is_stale() -> None:
+    found = noticeable([*ROWS, *HELD["rows"]])
+    assert all(worst.off > NOTICEABLE for worst in found)
+    assert [worst.off for worst in found] == sorted((worst.off for worst in found), reverse=True)
+    # The page names the worst peak of all and the worst group with their causes, however small they are.
+    chosen, drawn = headline(ROWS), headline(HELD["rows"])
+    named = [*found, max(chosen.peak, drawn.peak, key=lambda worst: worst.off), chosen.saved_term]
+    assert {(worst.judged.name, worst.number.what) for worst in named} == set(CAUSES)
+    assert all(worst.cause.endswith(".") for worst in named)
+
+
+def test_the_drawn_ones_are_drawn_and_not_chosen() -> None:
+    cases = held_out()
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names) == sum(COUNTS.values())
+    assert not set(names) & {case.name for case in grid()}
+    assert {size: sum(case.size == size for case in cases) for size in COUNTS} == COUNTS
+    for case in cases:
+        row = asdict(case)
+        assert all(rule.allows(row) for rule in RULES), case.name
+    # The draw is the seed's, and another seed draws others.
+    few = {"tiny": 5}
+    assert held_out(1, few) == held_out(1, few) != held_out(2, few)
+
+
+def test_the_drawn_file_is_of_the_draw_and_no_bound_breaks() -> None:
+    assert HELD["seed"] == SEED
+    assert [Case(**row["case"]) for row in HELD["rows"]] == list(held_out())
+    assert broken(HELD["rows"]) == []
+    for row, anew in zip(HELD["rows"], predicted_anew(HELD["rows"]), strict=True):
+        assert anew["predicted"] == row["predicted"], row["name"]
+
+
+@pytest.mark.parametrize("kernels", ["hf", "toy"])
+def test_a_drawn_one_measured_again(kernels: str) -> None:
+    case = next(c for c in held_out() if c.kernels == kernels and c.size == "tiny" and c.seq == 64)
+    row = measured_row(case)
+    assert drifted([row], HELD) == []
+
+
+def test_the_drawn_file_is_written_whole(tmp_path) -> None:
+    path = save_held_out(HELD["rows"][:2], tmp_path / "held.json")
+    assert json.loads(path.read_text())["rows"] == HELD["rows"][:2]
+    assert json.loads(path.read_text())["seed"] == SEED
+
+
+def test_the_command_for_the_drawn_ones() -> None:
+    run = CliRunner().invoke
+    printed = run(app, ["memory-table", "--held-out", "--committed"])
+    assert printed.exit_code == 0
+    assert all(row["name"] in printed.output for row in HELD["rows"])
+    refused = run(app, ["memory-table", "--held-out", "--few"])
+    assert refused.exit_code == 2
+    assert "--few are of the grid" in refused.output
+
+
+def test_pairs_are_those_of_two_factors() -> None:
+    rows = [{"case": {"a": 1, "b": 2, "c": 3}}, {"case": {"a": 1, "b": 2, "c": 4}}]
+    assert pairs_shown(rows) == 3 + 2
+
+
+def test_a_row_says_what_the_table_says() -> None:
+    row = next(row for row in ROWS if "peak" in row["measured"])
+    judged = Judged(row)
+    assert judged.case.name == judged.name == row["name"]
+    assert judged.states == sum(row["measured"]["states"].values())
+    assert (judged.peak.predicted, judged.peak.measured) == (
+        row["predicted"]["peak"],
+        row["measured"]["peak"],
+    )
+    assert judged.peak_at == row["measured"]["peak_at"]
+
+
+def _step(predicted: dict, measured: dict) -> dict:
+    terms = {name: {"weights": size} for name, size in predicted.items()}
+    return {"name": "a row", "predicted": {"moment_terms": terms}, "measured": {"moments": measured}}
+
+
+def test_moments_are_those_of_both_sides() -> None:
+    row = _step(
+        {"states": 1, "forward of block 0": 2, "backward of the loss": 3, "optimizer step": 2},
+        {"optimizer step": 2, "states": 1, "forward of block 0": 4, "backward of the loss": 3},
+    )
+    found = step_moments(row)
+    assert [(m.phase, m.predicted, m.measured) for m in found] == [
+        ("states", 1, 1),
+        ("forward", 2, 4),
+        ("loss", 3, 3),
+        ("step", 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(("reduction", "seen"), [(7, 7), (4, 5)])
+def test_a_moment_that_no_tracker_names_is_seen_in_the_one_before(reduction: int, seen: int) -> None:
+    row = _step(
+        {"backward of the embedding": 5, "gradient reduction": reduction}, {"backward of the embedding": 7}
+    )
+    assert [(m.name, m.predicted) for m in step_moments(row)] == [("backward of the embedding", seen)]
+
+
+def test_a_row_without_moments_is_not_drawn() -> None:
+    with pytest.raises(ValueError, match=r"add it to memory_grid\.DRAWN"):
+        step_moments({"name": "a row", "predicted": {}, "measured": {}})
+
+
+def test_drawn_rows_have_their_steps() -> None:
+    for case in DRAWN:
+        row = next(row for row in ROWS if row["name"] == case.name)
+        moments = step_moments(row)
+        assert {m.phase for m in moments} == {"states", "forward", "loss", "backward", "step"}
+        assert max(moments, key=lambda m: m.measured).name == row["measured"]["peak_at"]
+        assert max(m.predicted for m in moments) == row["predicted"]["peak"]
+
+
+def _prose() -> str:
+    text = PAGE.read_text(encoding="utf-8").split("---", 2)[2]
+    text = re.sub(r"(?ms)^(`{3,})\{code-cell\}.*?^\1[ ]*$", "", text)
+    return re.sub(r"(?ms)^```bash.*?^```$", "", text)
+
+
+def test_the_page_types_no_result() -> None:
+    prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", _prose())
+    unit = (
+        r"(?:GB|GiB|MB|MiB|KB|bytes?|B|percent|%|x|times|million|billion|configurations|cases|rows|of \d+)\b"
+    )
+    # A model's name, what one could make up, and the width of an fp32 number.
+    allowed = {"8B", "5 percent", "4 bytes"}
+    typed = {found[0] for found in re.finditer(rf"\b\d[\d,.]*\s?{unit}", prose)}
+    assert typed - allowed == set()
+    for row in ROWS:
+        assert row["name"] not in prose
+
+
+def test_the_page_shows_the_worst_case_of_each_kind() -> None:
+    shown = " ".join(re.findall(r"\{eval\}`[^`]*`", _prose()))
+    for table in ("HEAD", "DRAWN_HEAD"):
+        for part in ("configurations", "states_exact", "saved.off", "peak.off", "typical_peak"):
+            assert re.search(rf"\b{table}\.{re.escape(part)}\b", shown), (table, part)
+    assert "WORST.judged.name" in shown
+    assert "WORST.cause" in shown
+
+
+def test_every_configuration_is_a_dot_on_its_strip() -> None:
+    fig = draw.error_strips(
+        {"states": [0, 0, 0], "peak": [0, 1e-8, 0.02]},
+        {"states": 0.0, "peak": 0.05},
+        named={"peak": (0.02, "worst")},
+    )
+    ax = fig.axes[0]
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in dots] == [3, 3]
+    assert list(dots[1].get_xdata())[1:] == pytest.approx([1e-8, 0.02], rel=0.1)
+    # Equal errors do not hide each other, and what is exact stands left of everything else.
+    for line in dots:
+        assert len(set(zip(line.get_xdata(), line.get_ydata(), strict=True))) == 3
+    assert max(dots[0].get_xdata()) < 1e-10
+    assert {text.get_text() for text in ax.texts} == {"allowed: 5%", "worst"}
+    bounds = [list(line.get_xdata()) for line in ax.lines if line.get_marker() != "o"]
+    assert bounds == [[0.05, 0.05]]
+
+
+def test_a_step_is_layers_on_each_other_with_what_was_measured() -> None:
+    fig = draw.step_memory(
+        {"weights": [1, 1, 1], "activations": [0, 2, 1], "optimizer": [0, 0, 0]},
+        phases=[("forward", 2), ("step", 1)],
+        measured=[1, 3, 2],
+        peak=(1, "peak"),
+        ylabel="GB",
+    )
+    ax = fig.axes[0]
+    values = [list(patch.get_data().values) for patch in ax.patches]
+    assert values == [[1, 1, 1], [1, 3, 2]]
+    assert list(ax.lines[0].get_ydata()) == [1, 3, 2]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["forward", "step"]
+    assert {text.get_text() for text in fig.legends[0].get_texts()} == {
+        "weights",
+        "activations",
+        "measured, in all",
+    }
+    with pytest.raises(ValueError, match="the phases have 2 moments"):
+        draw.step_memory(
+            {"weights": [1]}, phases=[("forward", 2)], measured=[1, 1], peak=(0, ""), ylabel="GB"
+        )
+
+
+def test_every_kind_of_memory_has_a_layer_and_every_layer_a_colour() -> None:
+    assert set(draw.LAYER_OF) == set(KINDS)
+    assert set(draw.LAYER_OF.values()) == set(draw.LAYERS)
+    assert {role for _, role in draw.LAYERS.values()} <= set(COLORS)
