@@ -23,7 +23,7 @@ def pipeline_formula(
 ) -> float:
     """Return `bytes · ψ / (memory · tp)`, the stages that guides compute; they put in 2 bytes, the weights.
 
-    70 billion parameters with tp=8 on 80 GB: 0.22 with the weights, so one stage; 1.75 with the states, so two at the
+    70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the
     least, before any activation.
 
     Args:
