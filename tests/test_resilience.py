@@ -439,7 +439,15 @@ def test_a_rank_of_torchrun_is_like_a_process_of_its_own(tmp_path):
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "facts.py"
     script.write_text(FACTS)
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, start_new_session=True)
+    # torchrun handles these four, so that no rank inherits that they are ignored, as under nohup they are here.
+    alone = (
+        "import os, signal, sys\n"
+        "for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGQUIT'):\n"
+        "    signal.signal(getattr(signal, name), signal.SIG_DFL)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", alone, str(script), str(tmp_path)]
+    subprocess.run(command, check=True, start_new_session=True)
     job = torchrun(script, str(tmp_path), ranks=2, max_restarts=1, preload=["colorsys"])
     assert (job.returncode, job.restarts) == (0, 1)
     assert "exitcode: 7" in job.log
