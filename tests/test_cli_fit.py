@@ -20,6 +20,7 @@ from lablib.calc.memory_fit import (
     setup,
 )
 from lablib.calc.memory_fit_setup import size
+from lablib.calc.memory_timeline import memory_timeline
 from lablib.cli.fit import OWN, SHOWN, command, fit
 from lablib.cli.main import app
 
@@ -172,6 +173,18 @@ def test_the_reserve_is_an_option() -> None:
         (["fit", "llama-3-8b", "--gpu", "h100", "--tp", "3"], "tp=3 does not divide num_heads=32"),
         (["fit", "no/config.json", "--gpu", "h100"], "cannot read no"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--nic", "fast"], "unknown link 'fast'"),
+        (["fit", "llama-3-8b", "--gpu", "h100", "--step", "slow"], "unknown step 'slow'"),
+        (
+            ["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"],
+            "ep=8 does not divide dp * cp=4",
+        ),
+        (["memory", "gpt2", "--step", "slow"], "unknown step 'slow'"),
+        (["memory", "gpt2", "--at", ""], "unknown moment ''"),
+        (["memory", "gpt2", "--at", "all", "--explain"], "--explain is about one moment"),
+        (["memory", "gpt2", "--at", "peak", "--gpu", "h1000"], "unknown accelerator 'h1000'"),
+        (["memory-table", "--committed", "--only", "no such case"], "no case has 'no such case' in its name"),
+        (["memory-table", "--committed", "--few"], "leave --few out"),
+        (["memory-table", "--predict", "--only", "gpt2"], "--predict makes the whole table"),
     ],
 )
 def test_errors_are_one_sentence(args, message) -> None:
@@ -180,6 +193,57 @@ def test_errors_are_one_sentence(args, message) -> None:
     assert err.startswith("rung: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_moment_is_compared_with_the_card_at_its_peak() -> None:
+    run = ["memory", "llama-3-8b", "--seq", "512", "--gpu", "a100-80gb-pcie"]
+    timeline = memory_timeline("llama-3-8b", seq=512)
+    for at in ("peak", "states", "all"):
+        out = rung(*run, "--at", at)[1]
+        assert "At the peak:\nA100 PCIe 80 GB holds 80 GiB (85.9 GB): does not fit, " in out
+        assert max(map(len, out.splitlines())) <= 96
+        data = json.loads(rung(*run, "--at", at, "--json")[1])
+        assert (data["fits"], data["headroom"]) == (False, 80 * 2**30 - timeline.peak_bytes)
+    assert "fits, " in rung("memory", "gpt2", "--gpu", "t4", "--explain")[1]
+    assert "holds" not in rung("memory", "gpt2", "--explain")[1]
+
+
+def test_a_folder_hides_no_preset_unless_it_holds_a_config(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert (
+        rung("memory", "gpt2", "--json")[1] == json.dumps(training_memory("gpt2").as_dict(), indent=1) + "\n"
+    )
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 8,
+        "n_head": 2,
+        "vocab_size": 10,
+        "n_positions": 16,
+    }
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    assert json.loads(rung("memory", "gpt2", "--json")[1])["seq"] == 16
+    assert command(setup(tmp_path / "gpt2", gpu="t4"), "-x.json") == "rung memory ./-x.json --seq 16"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "  ", "\ud800"])
+def test_a_name_that_cannot_be_printed_is_left_out(name, tmp_path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 8,
+        "n_head": 2,
+        "vocab_size": 10,
+        "n_positions": 16,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"_name_or_path": name}))
+    code, out, _ = rung("memory", str(path))
+    assert code == 0
+    assert out.startswith("gpt2, mixed-bf16, 16 tokens")
+    path.write_text(json.dumps(config | {"n_embd": 10**30}))
+    assert "and at most 1,099,511,627,776" in rung("memory", str(path))[2]
 
 
 def test_it_never_loads_torch() -> None:

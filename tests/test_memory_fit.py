@@ -194,6 +194,61 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
                 assert found.memory_beyond == least > have.budget
 
 
+@pytest.mark.parametrize(
+    ("how", "fewest"),
+    [({"tp": 3, "gpus": 3}, 3), ({"tp": 3, "gpus": 24}, 3), ({"cp": 7, "seq": 700, "gpus": 7}, 7)],
+)
+def test_what_was_given_may_not_divide_a_node(how, fewest) -> None:
+    have = setup("gpt2", gpu="t4", **how)
+    assert have.fits
+    found = fewest_gpus(have)
+    assert (found.value, found.beyond) == (fewest, None)
+    assert found.memory == forwards(found.at)
+
+
+def test_the_number_that_was_given_is_asked_too() -> None:
+    have = setup("gpt2-xl", gpu="h100", gpus=6, zero=3, tp=1, cp=1, pp=1)
+    tight = replace(have, card=card(have.memory), reserve=0)
+    assert have.having(dp=4).memory > have.memory
+    found = fewest_gpus(tight)
+    assert (found.value, found.memory, found.beyond) == (6, have.memory, 4)
+
+
+def test_no_number_is_said_with_what_was_tried() -> None:
+    how = {"gpu": "h100", "seq": 2**24, "recompute": "full"}
+    found = fewest_gpus("llama-3.1-8b", **how)
+    assert found.value == 0
+    assert "up to 131,072 GPUs, tp within a node, cp up to 8, pp up to 16" in found.traded[0]
+    assert setup("llama-3.1-8b", gpus=512, tp=8, sequence_parallel=True, cp=64, zero=3, **how).fits
+    assert fewest_gpus("llama-3.1-8b", cp=64, **how).value <= 512
+
+
+def test_the_layout_says_that_it_splits_sequences() -> None:
+    found = fewest_gpus("llama-3-8b", gpu="a10", seq=1024, recompute="full")
+    run = found.at.run
+    assert ("sequence_parallel=True" in found.traded[0]) == run.sequence_parallel == (run.tp > 1) is True
+
+
+def test_expert_parallelism_takes_its_ranks_from_the_gpus() -> None:
+    have = setup("mixtral-8x7b", gpu="h200", gpus=16, tp=2, ep=8)
+    assert (have.run.dp, have.run.ep) == (8, 8)
+    assert "ep" in have.given
+
+
+def test_a_node_of_any_size_is_searched_at_once() -> None:
+    how = {"gpu": "h100", "gpus": 8, "seq": 8192}
+    wide, node = (cheapest_change("llama-3-8b", gpus_per_node=n, **how) for n in (10**9, 8))
+    assert [one.settings for one in wide] == [one.settings for one in node]
+    widths = [option["tp"] for option in knobs(setup("llama-3-8b", gpus_per_node=10**9, **how))["tp"]]
+    assert widths == [2, 4, 8]
+
+
+def test_the_last_length_that_cp_divides_is_ended_by_the_positions() -> None:
+    found = longest_sequence("gpt2", gpu="h100", cp=7, seq=700)
+    assert (found.value, found.beyond) == (1022, None)
+    assert "the 1,024 learned positions of gpt2 end it" in found.traded[1]
+
+
 def test_more_replicas_never_need_more() -> None:
     # What halving a shape relies on: from two replicas on, and two for each expert-parallel group.
     for seed in range(30):
@@ -410,6 +465,8 @@ def test_a_setup_knows_its_factors() -> None:
         ({"gpu": "h1000"}, "unknown accelerator 'h1000'"),
         ({"nic": "fast"}, "unknown link 'fast'"),
         ({"intra": 0}, "intra=0 must be above 0"),
+        ({"nic": [1]}, r"nic=\[1\] must be above 0"),
+        ({"step": "slow"}, "unknown step 'slow'"),
         ({"zeroo": 3}, "unknown setting 'zeroo'"),
         ({"kernels": "toy", "tp": 2, "gpus": 2}, "kernels='toy' counts one process"),
         ({"step": "slow", "kernels": "hf"}, "unknown step 'slow'"),

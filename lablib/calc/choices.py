@@ -5,6 +5,7 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
@@ -43,8 +44,9 @@ def must_divide(name: str, value: int, of: str, size: int) -> None:
     """
     if size % value:
         # Large sizes have many divisors: the ones near the value are of use.
-        divisors = [n for n in range(1, min(size, 8 * value) + 1) if size % n == 0]
-        near = sorted(sorted(divisors, key=lambda n: abs(n - value))[:6])
+        small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+        divisors = {n for pair in ((n, size // n) for n in small) for n in pair if n <= 8 * value}
+        near = sorted(sorted(divisors, key=lambda n: (abs(n - value), n))[:6])
         raise ValueError(f"{name}={value} does not divide {of}={size}; use {either(near)}")
 
 

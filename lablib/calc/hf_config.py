@@ -229,7 +229,8 @@ def read_config(source: object, *, name: str | None = None) -> ModelConfig:
     f.only("is_encoder_decoder", False, None, why="only decoders are known")
     sizes = reader(f)
     if name is None:
-        name = own_name if isinstance(own_name, str) and own_name else model_type
+        usable = isinstance(own_name, str) and own_name.strip() and own_name.isprintable()
+        name = own_name if usable else model_type
     try:
         return ModelConfig(name=name, family=family, **sizes)
     except ValueError as error:

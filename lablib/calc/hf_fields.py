@@ -60,7 +60,8 @@ class Fields:
         for name in there:
             value = self.fields[name]
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                end = "" if most == LARGEST else f" and at most {most:,}"
+                large = isinstance(value, int) and value > most
+                end = f" and at most {most:,}" if large or most != LARGEST else ""
                 raise self.error(name, f"is {shown(value)} and must be a whole number, at least {least}{end}")
             if value != self.fields[there[0]]:
                 first = f"{there[0]}={self.fields[there[0]]}"

@@ -213,7 +213,8 @@ def _sequence(have: Setup, found: Setup) -> list[str]:
     run, now = have.run, found.run
     made_for = run.model.max_positions
     rows = [_kept(have, found, "seq")]
-    if now.seq == made_for and run.model.learned_positions:
+    grain = run.cp * (run.tp if run.sequence_parallel else 1)
+    if run.model.learned_positions and now.seq + grain > made_for:
         rows.append(f"the {made_for:,} learned positions of {run.model.name} end it, not the memory")
     elif now.seq > made_for:
         rows.append(f"{run.model.name} was made for {made_for:,}: longer ones fit, and need other positions")

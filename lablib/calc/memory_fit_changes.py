@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
+from math import gcd
 
 from lablib.calc.hardware import ACCELERATORS
 from lablib.calc.memory_fit import longest_sequence
@@ -194,9 +195,9 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
         have: The setup.
     """
     run = have.run
-    layers, node = run.model.num_layers, have.gpus_per_node
+    layers, most = run.model.num_layers, gcd(have.gpus_per_node, run.model.num_kv_heads)  # tp divides both
     one_process = run.kernels != "paper"  # the other two count no tensor or context parallelism
-    widths = [] if one_process else [n for n in range(run.tp + 1, node + 1) if node % n == 0]
+    widths = [] if one_process else [n for n in divisors(most) if n > run.tp]
     stages = [n for n in range(run.pp + 1, MOST_STAGES + 1) if layers % n == 0]
     values: dict[str, list[dict[str, object]]] = {
         "gradient_as_bucket_view": [{"gradient_as_bucket_view": True}],

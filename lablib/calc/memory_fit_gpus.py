@@ -6,7 +6,8 @@ What was given stays. What was left out is searched:
 - cp: 1, 2, 4 and 8; pp: every divisor of the layers up to 16; dp: what the number of GPUs leaves, given or not;
 - zero: 1, 2 and 3, or 0 where there is one replica.
 
-A number of GPUs is a divisor of a node or a number of whole nodes. More GPUs are not always better: 16 have a layout
+A number of GPUs is a divisor of a node, or a number of whole nodes; below a node also the number that was given, and any
+multiple of what was given where that does not divide a node. More GPUs are not always better: 16 have a layout
 with tp=2 and cp=8, and 20 have none. But for one (tp, cp, pp, zero) more replicas never need more memory, from two on
 (and from two for each expert-parallel group): shards get smaller, and nothing else changes. So each shape is halved
 down to its own fewest, and the answer is the least of them. Of the layouts of that number that fit it takes the one with
@@ -20,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from lablib.calc.memory_fit import Answer
 from lablib.calc.memory_fit_cost import least_states, predicted_seconds, state_bytes
@@ -75,7 +76,7 @@ def fewest_gpus(have: Setup) -> Answer:
     """Return the fewest GPUs on which some layout of the search fits.
 
     Args:
-        have: The setup; its number of GPUs and its dp do not matter.
+        have: The setup; its dp does not matter, nor its number of GPUs but for a part of a node that is no divisor.
     """
     best = MOST_GPUS + 1
     for shape in sorted(shapes(have), key=lambda shape: -shape.zero):
@@ -92,7 +93,8 @@ def shapes(have: Setup) -> Iterator[Shape]:
     run, given = have.run, have.given
     one_process = run.kernels != "paper"  # the other two count no tensor or context parallelism
     stages = [n for n in range(1, MOST_STAGES + 1) if run.model.num_layers % n == 0]
-    for tp in [run.tp] if one_process or "tp" in given else divisors(have.gpus_per_node):
+    widths = divisors(gcd(have.gpus_per_node, run.model.num_kv_heads))  # tp divides both
+    for tp in [run.tp] if one_process or "tp" in given else widths:
         for cp in [run.cp] if one_process or "cp" in given else CONTEXT:
             for pp in [run.pp] if {"pp", "layers_per_stage", "schedule"} & given else stages:
                 for zero in [run.zero] if "zero" in given else range(4):
@@ -133,10 +135,11 @@ def _fewest(have: Setup, shape: Shape, limit: int) -> int:
 
 
 def _numbers(have: Setup, width: int, limit: int) -> list[int]:
-    """Numbers of GPUs below a limit, in order: parts of a node and whole nodes that a width divides."""
+    """Numbers of GPUs below a limit, in order: parts of a node, the one given, and whole nodes that a width divides."""
     node = have.gpus_per_node
     whole = lcm(width, node)
-    parts = [n for n in divisors(node) if n % width == 0 and n < min(node, limit)]
+    odd = node % prod(getattr(have.run, name) for name in {"tp", "cp", "pp"} & have.given)
+    parts = [n for n in range(width, min(node, limit), width) if odd or node % n == 0 or n == have.gpus]
     return [*parts, *range(whole, limit, whole)]
 
 
@@ -172,11 +175,24 @@ def _sentences(have: Setup, found: Setup | None, beyond: int | None, least: int 
     run = (found or have).run
     rest = f"recompute={run.recompute!r}, micro_batch={run.micro_batch} and seq={run.seq:,}"
     if found is None:
-        yield f"no number of GPUs is enough with {rest}: what sharding leaves on a rank is more than {size(have.budget)}"
+        tried = [f"up to {MOST_GPUS:,} GPUs", *_limits(have)]
+        text = f"no number of GPUs is enough with {rest}, of what was tried ({', '.join(tried)})"
+        yield f"{text}: what sharding leaves on a rank is more than {size(have.budget)}"
         return
-    degrees = " ".join(f"{name}={getattr(run, name)}" for name in ("tp", "cp", "pp", "dp", "zero"))
+    names = ("tp", "cp", "pp", "dp", "zero") + ("sequence_parallel",) * run.sequence_parallel
+    degrees = " ".join(f"{name}={getattr(run, name)}" for name in names)
     text = f"{degrees}, with {rest}"
     if beyond is not None:
         text += f"; on {beyond:,} the layout that needs least needs {size(least)} of {size(have.budget)}"
     yield text
     yield needs(found)
+
+
+def _limits(have: Setup) -> Iterator[str]:
+    """What the search leaves out: larger degrees may fit where they are given."""
+    if have.run.kernels == "paper" and "tp" not in have.given:
+        yield "tp within a node"
+    if have.run.kernels == "paper" and "cp" not in have.given:
+        yield f"cp up to {max(CONTEXT)}"
+    if not {"pp", "layers_per_stage", "schedule"} & have.given:
+        yield f"pp up to {MOST_STAGES}"

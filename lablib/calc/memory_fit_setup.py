@@ -19,9 +19,10 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from os import PathLike
 
+from lablib.calc.choices import one_of
 from lablib.calc.hardware import Accelerator, accelerator, link
 from lablib.calc.memory import run_config, training_memory
-from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.memory_timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan import RESERVE
 from lablib.calc.run_config import RunConfig
@@ -141,11 +142,15 @@ def setup(
         )
     for name, value in (("nic", nic), ("intra", intra)):
         rate = link(value).bandwidth if isinstance(value, str) else value
-        if rate is not None and not rate > 0:
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if rate is not None and not (number and rate > 0):
             raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
+    one_of("step", step, STEPS)
     given = frozenset(settings)
-    run = run_config(model, **settings)
-    if gpus is not None and "dp" not in given:
+    free = gpus is not None and "dp" not in given
+    later = {"ep": 1} if free else {}  # it must divide dp times cp, which is not known yet
+    run = run_config(model, **settings | later)
+    if free:
         width = run.tp * run.cp * run.pp
         if gpus % width:
             raise ValueError(

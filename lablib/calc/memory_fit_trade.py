@@ -44,13 +44,13 @@ def saved(before: Setup, after: Setup) -> str:
     """
     if before.card != after.card:
         return (
-            f"the same {size(after.memory)} on a {after.card.name}, which has {size(after.budget)} for them"
+            f"the same {size(after.memory)} on one {after.card.name}, which has {size(after.budget)} for them"
         )
     old, new = (training_memory(**have.settings()) for have in (before, after))
     parts = []
     for name in ("states", "activations", "buffers"):
         had, has = getattr(old, name), getattr(new, name)
-        if had != has:
+        if size(had) != size(has):
             parts.append(
                 f"{name} {size(had)} -> {size(has)}"
                 if had and has
@@ -59,7 +59,7 @@ def saved(before: Setup, after: Setup) -> str:
                 else f"no {name} ({size(had)} before)"
             )
     text = f"a GPU needs {size(after.memory)} in place of {size(before.memory)}"
-    return f"{text}: {', '.join(parts)}" if parts else text
+    return f"{text}{_parts_of(after)}{', '.join(parts)}" if parts else text
 
 
 def needs(have: Setup) -> str:
@@ -71,7 +71,12 @@ def needs(have: Setup) -> str:
     memory = training_memory(**have.settings())
     groups = {name: getattr(memory, name) for name in ("states", "activations", "buffers")}
     parts = ", ".join(f"{name} {size(number)}" for name, number in groups.items() if number)
-    return f"a GPU needs {size(have.memory)}: {parts}"
+    return f"a GPU needs {size(have.memory)}{_parts_of(have)}{parts}"
+
+
+def _parts_of(have: Setup) -> str:
+    # Groups of terms add up to the sum of training_memory, not to the peak of the timeline.
+    return ": " if have.run.kernels == "paper" else "; term by term, before they are put in time: "
 
 
 def _changed(before: Setup, after: Setup, *names: str) -> bool:

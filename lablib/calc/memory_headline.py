@@ -34,8 +34,8 @@ NOTICEABLE = 0.001
 #: Name of a row and what was compared -> why prediction and measurement differ.
 CAUSES: dict[tuple[str, str], str] = {
     ("tiny-qwen2, hf, 3 x 64, fp32, full, fsdp2-keep, dp 64, lora", "peak"): (
-        "While a block is recomputed, its adapters hold one more value of the width of their rank for each token "
-        "than the terms count."
+        "While a block is recomputed, LoRA holds r more values for each token than the terms count, r being its "
+        "rank. Which tensor they are has not been traced."
     ),
     ("tiny-llama, hf, 1 x 1000, fp32, foreach", "saved: embedding"): (
         "Autograd's hooks see the rotary tables where they are saved first, in attention; the calculator counts "

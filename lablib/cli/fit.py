@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,10 +78,11 @@ def fit(
     from lablib.calc.memory_fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence
     from lablib.calc.memory_fit_setup import setup
     from lablib.calc.units import parse_bytes
+    from lablib.cli.memory import named_model
     from lablib.cli.plan import link_or_rate
 
     have = setup(
-        Path(model) if os.path.exists(model) else model,
+        named_model(model),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus_per_node,
@@ -145,7 +144,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
 
 
 def _layout(at: Setup | None) -> dict[str, object] | None:
-    names = ("tp", "cp", "pp", "dp", "zero", "recompute")
+    names = ("tp", "sequence_parallel", "cp", "pp", "dp", "zero", "recompute")
     return {name: getattr(at.run, name) for name in names} if at else None
 
 
@@ -268,7 +267,7 @@ def command(have: Setup, model: str) -> str:
     """
     from lablib.calc.memory import training_memory
 
-    words = ["rung", "memory", shlex.quote(model)]
+    words = ["rung", "memory", shlex.quote(f"./{model}" if model.startswith("-") else model)]
     for name, default in (training_memory.__kwdefaults__ or {}).items():
         value = getattr(have.run, name, None)
         value = getattr(value, "name", value)  # recipes and optimizers have names

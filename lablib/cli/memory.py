@@ -73,24 +73,29 @@ def memory(
         if name not in ("model", "gpu", "unit", "as_json", "step", "at", "explain")
     }
 
+    from lablib.calc.choices import one_of
     from lablib.calc.hardware import accelerator
     from lablib.calc.memory import training_memory
+    from lablib.calc.memory_timeline import STEPS
     from lablib.calc.units import parse_bytes
 
     if layers_per_stage is not None:
         settings["layers_per_stage"] = _numbers(layers_per_stage)
     settings["bucket_bytes"] = parse_bytes(bucket_bytes)
-    named = Path(model) if os.path.exists(model) else model
-    if at or explain:
+    named, device = named_model(model), None if gpu is None else accelerator(gpu)
+    if at is not None or explain:
         from lablib.cli.memory_moment import print_moment
 
+        if explain and at == "all":
+            raise ValueError("--explain is about one moment: leave --at all out, or name a moment")
         how = settings | {"step": step}
-        print_moment(named, how, at=at or "peak", explain=explain, unit=unit, as_json=as_json)
+        at = "peak" if at is None else at
+        print_moment(named, how, at=at, explain=explain, device=device, unit=unit, as_json=as_json)
         return
+    one_of("step", step, STEPS)
     breakdown = training_memory(named, **settings)
-    device = accelerator(gpu) if gpu else None
     if as_json:
-        typer.echo(json.dumps(breakdown.as_dict() | _verdict(breakdown, device), indent=1))
+        typer.echo(json.dumps(breakdown.as_dict() | verdict(breakdown.total, device), indent=1))
     else:
         typer.echo(memory_table(breakdown, device=device, unit=unit, pp=pp))
         if seq is None:
@@ -143,12 +148,18 @@ def memory_table(
     if breakdown.host_terms:
         lines += ["", f"{'on the CPU, offloaded':<32}{breakdown.host / size:>20,.{digits}f}"]
     if device:
-        lines += ["", _sentence(breakdown, device)]
+        lines += ["", sentence(breakdown.total, device)]
     return "\n".join(lines)
 
 
-def _sentence(breakdown: MemoryBreakdown, device: Accelerator) -> str:
-    room = breakdown.headroom(device)
+def sentence(total: int, device: Accelerator) -> str:
+    """Return whether so many bytes fit on a card, and with what room.
+
+    Args:
+        total: Bytes that a rank needs.
+        device: The card.
+    """
+    room = device.memory_bytes - total
     holds = f"{device.name} holds {device.memory_gib:g} GiB ({device.memory_gb:.1f} GB): "
     if room < 0:
         return holds + f"does not fit, {-room / 1e9:.1f} GB too much."
@@ -157,15 +168,31 @@ def _sentence(breakdown: MemoryBreakdown, device: Accelerator) -> str:
     )
 
 
-def _verdict(breakdown: MemoryBreakdown, device: Accelerator | None) -> dict[str, object]:
+def verdict(total: int, device: Accelerator | None) -> dict[str, object]:
+    """Return the same as fields of JSON; none without a card.
+
+    Args:
+        total: Bytes that a rank needs.
+        device: The card.
+    """
     if device is None:
         return {}
-    return {
-        "gpu": device.name,
-        "gpu_bytes": device.memory_bytes,
-        "fits": breakdown.fits(device),
-        "headroom": breakdown.headroom(device),
-    }
+    room = device.memory_bytes - total
+    return {"gpu": device.name, "gpu_bytes": device.memory_bytes, "fits": room >= 0, "headroom": room}
+
+
+def named_model(model: str) -> str | Path:
+    """Return a path if there is such a file or folder, else the name; a folder without a config.json hides no preset.
+
+    Args:
+        model: The model as it was written.
+    """
+    from lablib.calc.models import preset_names
+
+    here = Path(model)
+    if model in preset_names() and not here.is_file() and not (here / "config.json").exists():
+        return model
+    return here if os.path.exists(model) else model
 
 
 def _numbers(text: str) -> list[int]:

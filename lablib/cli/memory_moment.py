@@ -6,12 +6,26 @@ import json
 import textwrap
 from collections.abc import Mapping
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import typer
 
+from lablib.cli.memory import sentence, verdict
+
+if TYPE_CHECKING:
+    from lablib.calc.hardware import Accelerator
+    from lablib.calc.memory_timeline import MemoryTimeline
+
 
 def print_moment(
-    model: str | PathLike, settings: Mapping[str, object], *, at: str, explain: bool, unit: str, as_json: bool
+    model: str | PathLike,
+    settings: Mapping[str, object],
+    *,
+    at: str,
+    explain: bool,
+    device: Accelerator | None,
+    unit: str,
+    as_json: bool,
 ) -> None:
     """Print one moment, or all of them.
 
@@ -20,6 +34,7 @@ def print_moment(
         settings: Of `lablib.calc.memory_timeline.memory_timeline`.
         at: "peak", the name of a moment, or "all" for a line each.
         explain: Whether to print formula, numbers and source of each term.
+        device: Accelerator to compare the peak with, at whatever moment.
         unit: Unit of bytes.
         as_json: Whether to print JSON.
 
@@ -36,18 +51,20 @@ def print_moment(
     timeline = memory_timeline(model, **settings)
     if at == "all":
         if as_json:
-            typer.echo(json.dumps(timeline.as_dict(), indent=1))
+            typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
             return
         typer.echo(_heading(timeline))
         for moment in timeline.moments:
             mark = "  <- peak" if moment is timeline.peak else ""
             typer.echo(f"{moment.name:<32}{moment.total / size:>20,.{digits}f}{mark}")
+        _compare(timeline, device)
         return
     moment = timeline.moment(at)
     lines = explain_memory(model, at=at, **settings)
     if as_json:
         found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
-        typer.echo(json.dumps(found | {"terms": [line.__dict__ for line in lines]}, indent=1))
+        found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
+        typer.echo(json.dumps(found, indent=1))
         return
     typer.echo(_heading(timeline))
     typer.echo(f"{'at ' + moment.name:<32}{unit:>20}{'share':>9}")
@@ -62,9 +79,15 @@ def print_moment(
     typer.echo(f"{'total':<32}{moment.total / size:>20,.{digits}f}")
     if moment.at:
         typer.echo(f"\nFullest while this operator runs: {moment.at}.")
+    _compare(timeline, device)
 
 
-def _heading(timeline: object) -> str:
+def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
+    if device:
+        typer.echo(f"\nAt the peak:\n{sentence(timeline.peak_bytes, device)}")
+
+
+def _heading(timeline: MemoryTimeline) -> str:
     ranks = "1 rank" if timeline.ranks == 1 else f"{timeline.ranks:,} ranks"
     place = f"; the peak is at {timeline.peak.name}"
     return f"{timeline.model}, {timeline.recipe}, {timeline.seq:,} tokens a sequence, {ranks}{place}\n"

@@ -46,9 +46,15 @@ def memory_table(
         raise ValueError("--write makes the whole table: leave --only, --few and --committed out")
     if few and held_out:
         raise ValueError("--few are of the grid: leave it or --held-out out")
+    if predict and (write or only or few or committed):
+        raise ValueError("--predict makes the whole table: leave --write, --only, --few and --committed out")
+    if committed and few:
+        raise ValueError("--committed prints what was measured: leave --few out, and use --only")
     path, save = (held_out_path(), save_held_out) if held_out else (None, save_table)
     if committed:
         rows = [row for row in load_table(path)["rows"] if not only or only in row["name"]]
+        if not rows:
+            raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
         typer.echo(text(rows))
         return
     if predict:

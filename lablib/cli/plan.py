@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,13 +62,14 @@ def plan(
     from lablib.calc.plan import plan as find
     from lablib.calc.plan_why import why as reasons
     from lablib.calc.units import parse_bytes
+    from lablib.cli.memory import named_model
 
     if top < 1:
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
     result = find(
-        Path(model) if os.path.exists(model) else model,
+        named_model(model),
         gpus=gpus,
         gpu=gpu,
         seq=seq,
