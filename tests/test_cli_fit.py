@@ -208,41 +208,28 @@ def test_a_moment_is_compared_with_the_card_at_its_peak() -> None:
     assert "holds" not in rung("memory", "gpt2", "--explain")[1]
 
 
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10, "n_positions": 16}
+
+
 def test_a_folder_hides_no_preset_unless_it_holds_a_config(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     assert (
         rung("memory", "gpt2", "--json")[1] == json.dumps(training_memory("gpt2").as_dict(), indent=1) + "\n"
     )
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_embd": 8,
-        "n_head": 2,
-        "vocab_size": 10,
-        "n_positions": 16,
-    }
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY))
     assert json.loads(rung("memory", "gpt2", "--json")[1])["seq"] == 16
     assert command(setup(tmp_path / "gpt2", gpu="t4"), "-x.json") == "rung memory ./-x.json --seq 16"
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "  ", "\ud800"])
 def test_a_name_that_cannot_be_printed_is_left_out(name, tmp_path) -> None:
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_embd": 8,
-        "n_head": 2,
-        "vocab_size": 10,
-        "n_positions": 16,
-    }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"_name_or_path": name}))
+    path.write_text(json.dumps(TINY | {"_name_or_path": name}))
     code, out, _ = rung("memory", str(path))
     assert code == 0
     assert out.startswith("gpt2, mixed-bf16, 16 tokens")
-    path.write_text(json.dumps(config | {"n_embd": 10**30}))
+    path.write_text(json.dumps(TINY | {"n_embd": 10**30}))
     assert "and at most 1,099,511,627,776" in rung("memory", str(path))[2]
 
 

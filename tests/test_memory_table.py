@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, grid
+from lablib.calc.memory_headline import read_table
 from lablib.calc.memory_kinds import KINDS
 from lablib.calc.memory_verdict import PEAK_BOUND, Comparison, compare, worst
 from lablib.cli.main import app
@@ -18,16 +19,15 @@ from lablib.launch.memory_table import (
     broken,
     comparisons,
     drifted,
-    headline,
-    load_table,
     measured_row,
     predicted_anew,
     representatives,
     save_table,
     text,
+    worst_by_kind,
 )
 
-TABLE = load_table()
+TABLE = read_table()
 ROWS = TABLE["rows"]
 
 
@@ -164,8 +164,8 @@ def test_errors_and_ratios() -> None:
         worst([low], "time")
 
 
-def test_headline_and_text_name_the_worst_case() -> None:
-    found = headline(ROWS)
+def test_the_text_names_the_worst_case() -> None:
+    found = worst_by_kind(ROWS)
     assert set(found) == {"states", "saved", "peak"}
     for kind, (name, number) in found.items():
         every = [c for row in ROWS for c in comparisons(row) if c.what.partition(":")[0] == kind]
@@ -176,7 +176,7 @@ def test_headline_and_text_name_the_worst_case() -> None:
 
 def test_the_table_is_written_whole(tmp_path) -> None:
     path = save_table(ROWS[:2], tmp_path / "table.json")
-    assert load_table(path)["rows"] == ROWS[:2]
+    assert read_table(path)["rows"] == ROWS[:2]
     assert json.loads(path.read_text())["bounds"] == {"states": 0.0, "saved": 0.01, "peak": 0.05}
 
 

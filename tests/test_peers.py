@@ -15,6 +15,7 @@ from lablib.calc import peer_cookbook, peer_deepspeed, peer_megatron, peer_playb
 from lablib.calc import peer_transformer_math as transformer_math
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import grid
+from lablib.calc.memory_headline import OTHERS, read_table
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.peer import Peer, Shape, shape
@@ -27,12 +28,11 @@ from lablib.calc.units import GB, GiB, MiB
 from lablib.cli.main import app
 from lablib.launch import peer_table
 from lablib.launch.experiments import repository_root
-from lablib.launch.memory_table import load_table
-from lablib.launch.peer_table import deepspeed_record, drifted, left_out, load_peers, peer_rows, summary
+from lablib.launch.peer_table import deepspeed_record, drifted, left_out, peer_rows, summary
 from lablib.launch.peers import accelerate_usage, deepspeed_estimate, meta_model
 
-TABLE = load_table()
-COMMITTED = load_peers()
+TABLE = read_table()
+COMMITTED = read_table(OTHERS)
 BIBLIOGRAPHY = (repository_root() / "book" / "references.bib").read_text(encoding="utf-8")
 OF = {row["name"]: row for row in TABLE["rows"]}
 needs_deepspeed = pytest.mark.skipif(
@@ -502,7 +502,7 @@ def test_the_command_fails_where_something_drifted(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_written_is_read(tmp_path) -> None:
     path = peer_table.save_peers(COMMITTED, tmp_path / "peers.json")
-    assert json.loads(path.read_text(encoding="utf-8")) == COMMITTED == load_peers(path)
+    assert json.loads(path.read_text(encoding="utf-8")) == COMMITTED == read_table(path)
 
 
 def test_the_picture_has_a_line_for_every_summary() -> None:

@@ -28,9 +28,6 @@ from lablib.calc.plan import RESERVE
 from lablib.calc.run_config import RunConfig
 from lablib.calc.units import GB, format_bytes
 
-#: Settings that say how a run is cut over its ranks.
-LAYOUT = ("dp", "zero", "tp", "sequence_parallel", "cp", "pp", "ep", "num_microbatches")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:

@@ -24,9 +24,11 @@ from lablib.calc.memory_cases import Case
 from lablib.calc.memory_verdict import Comparison, compare
 from lablib.calc.pairwise import Pair, pairs_of
 
-#: The committed table, written by `rung memory-table --write`, and the drawn one, by `--held-out --write`.
+#: The committed table, written by `rung memory-table --write`, the drawn one, by `--held-out --write`, and other
+#: calculators on the cases of the first, by `rung memory-peers --write`.
 TABLE = Path(__file__).resolve().parents[2] / "book" / "data" / "memory_table.json"
 HELD_OUT = TABLE.with_name("memory_held_out.json")
+OTHERS = TABLE.with_name("memory_peers.json")
 
 #: A number that is further off than this, as a share, has its cause written down.
 NOTICEABLE = 0.001
@@ -170,10 +172,10 @@ class StepMoment:
 
 
 def read_table(path: Path = TABLE) -> dict[str, Any]:
-    """Return the committed table: "versions", "bounds" and "rows".
+    """Return a committed file: the table has "versions", "bounds" and "rows".
 
     Args:
-        path: Its file.
+        path: `TABLE`, `HELD_OUT`, `OTHERS` or another.
 
     Raises:
         FileNotFoundError: If there is none.

@@ -19,11 +19,12 @@ def memory_peers(
     """Put the cases of the memory table through the other calculators; fail where a number drifted."""
     import logging
 
-    from lablib.launch.peer_table import drifted, load_peers, peer_table, peers_path, save_peers, text
+    from lablib.calc.memory_headline import OTHERS, read_table
+    from lablib.launch.peer_table import drifted, peer_table, save_peers, text
 
     if write and committed:
         raise ValueError("--write makes the comparison anew: leave --committed out")
-    before = load_peers() if peers_path().exists() else None
+    before = read_table(OTHERS) if OTHERS.exists() else None
     if committed:
         if before is None:
             raise ValueError("there is no committed comparison: make it with rung memory-peers --write")

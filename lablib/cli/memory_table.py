@@ -29,12 +29,12 @@ def memory_table(
     import logging
 
     from lablib.calc.memory_grid import grid
+    from lablib.calc.memory_headline import HELD_OUT, TABLE, read_table
     from lablib.calc.memory_held_out import held_out as drawn
-    from lablib.launch.memory_held_out import held_out_path, save_held_out
+    from lablib.launch.memory_held_out import save_held_out
     from lablib.launch.memory_table import (
         broken,
         drifted,
-        load_table,
         measured_row,
         predicted_anew,
         representatives,
@@ -50,15 +50,15 @@ def memory_table(
         raise ValueError("--predict makes the whole table: leave --write, --only, --few and --committed out")
     if committed and few:
         raise ValueError("--committed prints what was measured: leave --few out, and use --only")
-    path, save = (held_out_path(), save_held_out) if held_out else (None, save_table)
+    path, save = (HELD_OUT, save_held_out) if held_out else (TABLE, save_table)
     if committed:
-        rows = [row for row in load_table(path)["rows"] if not only or only in row["name"]]
+        rows = [row for row in read_table(path)["rows"] if not only or only in row["name"]]
         if not rows:
             raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
         typer.echo(text(rows))
         return
     if predict:
-        typer.echo(f"wrote {save(predicted_anew(load_table(path)['rows']))}")
+        typer.echo(f"wrote {save(predicted_anew(read_table(path)['rows']))}")
         return
     chosen = drawn() if held_out else representatives() if few else grid()
     cases = [case for case in chosen if not only or only in case.name]
@@ -75,7 +75,7 @@ def memory_table(
     if write:
         typer.echo(f"\nwrote {save(rows)}")
     else:
-        problems += drifted(rows, load_table(path))
+        problems += drifted(rows, read_table(path))
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:

@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lablib.calc.memory_headline import HELD_OUT
 from lablib.calc.memory_held_out import SEED
-from lablib.launch.experiments import repository_root, write_json
+from lablib.launch.experiments import write_json
 from lablib.launch.memory_table import Row, versions
 
 
-def held_out_path() -> Path:
-    """Return the committed file."""
-    return repository_root() / "book" / "data" / "memory_held_out.json"
-
-
-def save_held_out(rows: Sequence[Row], path: Path | None = None) -> Path:
-    """Write the rows with the seed that drew them; `lablib.launch.memory_table.load_table` reads the file.
+def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT) -> Path:
+    """Write the rows with the seed that drew them; `lablib.calc.memory_headline.read_table` reads the file.
 
     Args:
         rows: Of every drawn configuration.
-        path: Target; None for the committed file.
+        path: Target.
     """
-    return write_json(path or held_out_path(), {"versions": versions(), "seed": SEED, "rows": list(rows)})
+    return write_json(path, {"versions": versions(), "seed": SEED, "rows": list(rows)})

@@ -1,15 +1,14 @@
 """The table of the memory calculator: every case of the grid, predicted and measured, regenerated and compared.
 
-    rows = [measure_row(case) for case in grid()]
+    rows = [measured_row(case) for case in grid()]
+    drifted(rows, read_table())           # [] unless something moved; `lablib.calc.memory_headline` reads the file
     save_table(rows)
-    problems(rows, load_table())          # [] unless something drifted
 
 Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,17 +18,13 @@ import torch
 
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, grid
+from lablib.calc.memory_headline import TABLE
 from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
-from lablib.launch.experiments import repository_root, write_json
+from lablib.launch.experiments import write_json
 from lablib.launch.memory_oracles import measure
 
 Row = dict[str, Any]
 KINDS = ("states", "saved", "peak")
-
-
-def table_path() -> Path:
-    """Return the committed table's file."""
-    return repository_root() / "book" / "data" / "memory_table.json"
 
 
 def measured_row(case: Case) -> Row:
@@ -73,27 +68,15 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
 
 
-def save_table(rows: Sequence[Row], path: Path | None = None) -> Path:
+def save_table(rows: Sequence[Row], path: Path = TABLE) -> Path:
     """Write the table.
 
     Args:
         rows: Of every case.
-        path: Target; None for the committed one.
+        path: Target.
     """
     bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
-    return write_json(path or table_path(), {"versions": versions(), "bounds": bounds, "rows": list(rows)})
-
-
-def load_table(path: Path | None = None) -> dict[str, Any]:
-    """Return the committed table.
-
-    Args:
-        path: Its file; None for the committed one.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
-    return json.loads((path or table_path()).read_text(encoding="utf-8"))
+    return write_json(path, {"versions": versions(), "bounds": bounds, "rows": list(rows)})
 
 
 def comparisons(row: Row) -> list[Comparison]:
@@ -128,7 +111,7 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
 
     Args:
         rows: Just made; all cases or some.
-        committed: From `load_table`.
+        committed: From `read_table`.
     """
     old = {row["name"]: row for row in committed["rows"]}
     parts = ("predicted", "measured") if committed["versions"] == versions() else ("predicted",)
@@ -145,7 +128,7 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
     return found
 
 
-def headline(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
+def worst_by_kind(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
     """Return the worst case of each kind: "states", "saved" and "peak", with the name of its row.
 
     Args:
@@ -204,6 +187,6 @@ def text(rows: Sequence[Row]) -> str:
                 line += f" (predicted: {expected}; kinds are compared at the measured one)"
         lines.append(line)
     lines.append("")
-    for kind, (name, c) in headline(rows).items():
+    for kind, (name, c) in worst_by_kind(rows).items():
         lines.append(f"worst {c.what if c.error else kind}: off by {abs(c.error):.3%} ({name})")
     return "\n".join(lines)

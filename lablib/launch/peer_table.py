@@ -2,7 +2,7 @@
 
     table = peer_table()
     save_peers(table)
-    drifted(table, load_peers())          # [] unless something moved
+    drifted(table, read_table(OTHERS))   # [] unless something moved
 
 Measurements are read from the memory table, so this file is made anew after that one.
 
@@ -11,7 +11,6 @@ Chapter: book/memory_calculator.md
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -20,43 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.memory_cases import Case
+from lablib.calc.memory_headline import OTHERS, read_table
 from lablib.calc.peer import Peer
 from lablib.calc.peer_own import NAME as OWN
 from lablib.calc.peer_reasons import why
 from lablib.calc.peer_truth import CLOSE, main_cause, measured_bytes
 from lablib.calc.peers import PEERS, QUANTITIES, find_peer
-from lablib.launch.experiments import repository_root, write_json
-from lablib.launch.memory_table import load_table
+from lablib.launch.experiments import write_json
 from lablib.launch.peers import accelerate_usage, deepspeed_estimate, installed_version
 
 Row = dict[str, Any]
 
 
-def peers_path() -> Path:
-    """Return the committed file."""
-    return repository_root() / "book" / "data" / "memory_peers.json"
-
-
-def load_peers(path: Path | None = None) -> dict[str, Any]:
-    """Return the committed shoot-out.
-
-    Args:
-        path: Its file; None for the committed one.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
-    return json.loads((path or peers_path()).read_text(encoding="utf-8"))
-
-
-def save_peers(table: dict[str, Any], path: Path | None = None) -> Path:
+def save_peers(table: dict[str, Any], path: Path = OTHERS) -> Path:
     """Write the shoot-out.
 
     Args:
         table: From `peer_table`.
-        path: Target; None for the committed file.
+        path: Target.
     """
-    return write_json(path or peers_path(), table)
+    return write_json(path, table)
 
 
 def predicted_bytes(peer: Peer, case: Case, row: Row) -> int:
@@ -211,7 +193,7 @@ def peer_table(
     Raises:
         ValueError: If a sentence about a peer is stale, or DeepSpeed is needed.
     """
-    table = table or load_table()
+    table = table or read_table()
     rows = peer_rows(table)
     versions = {package: installed_version(package) for package in ("accelerate", "torch", "transformers")}
     return {
@@ -230,7 +212,7 @@ def drifted(table: dict[str, Any], committed: dict[str, Any]) -> list[str]:
 
     Args:
         table: Just made.
-        committed: From `load_peers`.
+        committed: From `read_table(OTHERS)`.
     """
     found = []
     same_version = table["versions"]["accelerate"] == committed["versions"]["accelerate"]
@@ -256,7 +238,7 @@ def text(table: dict[str, Any]) -> str:
     """Return the summary as aligned text.
 
     Args:
-        table: From `peer_table` or `load_peers`.
+        table: From `peer_table` or `read_table(OTHERS)`.
     """
     lines = [f"{'predicted / measured':40}{'cases':>6}{'median':>9}{'low':>9}{'high':>9}"]
     for quantity in QUANTITIES:

@@ -14,15 +14,16 @@ from tests.bench.harness import Result
 def results() -> list[Result]:
     """Return the worst error of each kind, in percent, and how many numbers are not those of the table."""
     from lablib.calc.memory_grid import grid
+    from lablib.calc.memory_headline import read_table
     from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND
-    from lablib.launch.memory_table import comparisons, drifted, headline, load_table, measured_row
+    from lablib.launch.memory_table import comparisons, drifted, measured_row, worst_by_kind
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = [measured_row(case) for case in grid()]
-    moved = drifted(rows, load_table())
+    moved = drifted(rows, read_table())
     for sentence in moved:
         print(sentence, file=sys.stderr)
-    worst = headline(rows)
+    worst = worst_by_kind(rows)
     errors = {
         kind: [
             100 * max(abs(c.error) for c in comparisons(row) if c.what.startswith(kind))
