@@ -47,6 +47,22 @@ def test_an_unknown_bench_is_refused(capsys):
     assert "there are" in capsys.readouterr().err
 
 
+def test_what_a_bench_lacks_is_said_before_another_starts(monkeypatch, capsys):
+    class Bench:
+        @staticmethod
+        def missing():
+            return "pages: this needs a Chromium"
+
+        @staticmethod
+        def results():
+            raise AssertionError("a bench has started")
+
+    monkeypatch.setattr(harness.importlib, "import_module", lambda _: Bench)
+    with pytest.raises(SystemExit):
+        harness.main(["ranks", "pages"])
+    assert "this needs a Chromium" in capsys.readouterr().err
+
+
 def test_variants_are_timed_in_turn():
     calls = []
     seconds = interleaved(

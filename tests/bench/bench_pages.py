@@ -21,13 +21,23 @@ STARTS = 5
 FIRST_LIMIT, LATER_LIMIT = 4000.0, 60.0  # milliseconds
 
 
+def missing() -> str:
+    """Return what keeps the pages from being timed here, or ""."""
+    if PYODIDE_IS_LOCAL and chromium_path():
+        return ""
+    return f"pages: this needs a Chromium, and Pyodide in {SITE} (make site, where npm is at hand)"
+
+
+def chromium_path() -> str | None:
+    """Return the Chromium of this machine, or None."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
 def results() -> list[Result]:
     """Time the live pages."""
     from playwright.sync_api import sync_playwright
 
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if not PYODIDE_IS_LOCAL or path is None:
-        raise SystemExit(f"this needs a Chromium, and Pyodide in {SITE} (make site, where npm is at hand)")
+    path = chromium_path()
     flags = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     first: dict[str, list[float]] = {page: [] for page in PAGES}
     later: dict[str, list[float]] = {page: [] for page in PAGES}

@@ -1,6 +1,7 @@
 """What the benches share: fair timing, one table, one JSON file, one exit code.
 
-A bench is a module `bench_*.py` beside this file with a function `results()` that returns a list of `Result`.
+A bench is a module `bench_*.py` beside this file with a function `results()` that returns a list of `Result`. One
+that cannot run everywhere has a function `missing()` too, which says what it lacks here, or "".
 """
 
 from __future__ import annotations
@@ -136,9 +137,14 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"no bench {name!r}; there are {', '.join(available)}")
     if options.record and options.names:
         parser.error("--record keeps one run of all benches; leave the names out")
+    benches = [importlib.import_module(f"tests.bench.bench_{name}") for name in options.names or available]
+    # Asked before the first one starts: what the last one lacks should not cost the minutes of all others.
+    lacking = [what for bench in benches if hasattr(bench, "missing") and (what := bench.missing())]
+    if lacking:
+        parser.error("; ".join(lacking))
     results: list[Result] = []
-    for name in options.names or available:
-        results += importlib.import_module(f"tests.bench.bench_{name}").results()
+    for bench in benches:
+        results += bench.results()
     print(table(results))
     rows = [{**asdict(r), "ratio": r.ratio, "good": r.good} for r in results]
     if options.record:
