@@ -16,8 +16,9 @@ BIN := $(VENV)/bin
 SITE := _build/html
 # What `make setup-gpu` leaves: an environment around the image's torch, without the book.
 IMAGE_VENV := $(wildcard $(VENV)/image-constraints.txt)
-# Two workers; one file stays on one worker, in the order of conftest.py: what takes long comes first.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# One file stays on one worker, in the order of conftest.py: what takes long comes first.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval --nbval-cell-timeout=300
 SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
 # Where nbval leaves the labs that it ran.
@@ -59,8 +60,8 @@ setup-gpu: ## On a CUDA image: keep the image's own torch, install the labs, ski
 
 .PHONY: test
 test: export EXECUTED_LABS := $(EXECUTED)
-test: install ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser
-	@tools/chromium.sh
+test: ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser
+	@$(MAKE) --jobs install mathjax pyodide chromium # pip waits for the disk and the network: others may work
 	@rm -rf $(EXECUTED)
 	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) \
 	  lint arrows check site pages
@@ -110,10 +111,13 @@ memory-table: install ## Measure the memory calculator's whole grid and write it
 	@$(BIN)/rung memory-table --held-out --write
 	@$(BIN)/rung memory-peers --write
 
+# Pages wait for kernels to start. Labs measure times, so a build that runs them runs one after the other.
+PAGES_AT_A_TIME := $(if $(EXECUTED_LABS),4,1)
+
 .PHONY: site
 site: install mathjax pyodide ## Build the site from a clean _build, warnings as errors
 	@rm -rf _build
-	@$(BIN)/jupyter-book build . -W -n --keep-going
+	@$(BIN)/python tools/build_site.py $(PAGES_AT_A_TIME) . -W -n --keep-going
 
 .PHONY: mathjax
 mathjax: # Formulas that work offline, where npm is at hand; the CDN's otherwise.
@@ -122,6 +126,10 @@ mathjax: # Formulas that work offline, where npm is at hand; the CDN's otherwise
 .PHONY: pyodide
 pyodide: # Live pages that work offline, where npm is at hand; Pyodide from its CDN otherwise.
 	@tools/pyodide.sh
+
+.PHONY: chromium
+chromium: # For the browser tests, where it can be had.
+	@tools/chromium.sh
 
 .PHONY: install
 install: $(VENV)/installed ## Create .venv and install everything, at the versions of constraints.txt
@@ -133,7 +141,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about two minutes the first time ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$($(PYTHON) tools/torch_index.py) \
 	  -c constraints.txt -e '.[all]'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true # what pip does on one core; templates may fail
+	@# What pip does on one core, without the third that nobody imports; templates may fail.
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/torch/testing/_internal/|/transformers/models/' $(VENV)/lib >/dev/null || true
 	@$(BIN)/python -c 'import matplotlib.pyplot' 2>/dev/null # builds the font cache, or a lab would print that it does
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""What the book decides when it is built: MathJax's place, whose repository the buttons name, who ran the labs."""
+"""What the book decides when it is built: MathJax's place, whose repository the buttons name, who runs what."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 
@@ -67,6 +68,18 @@ def _show_executed(app: Sphinx, docname: str, source: list[str]) -> None:
         _LOG.info("%s: shown as nbval ran it", docname)
 
 
+def _allow_parallel(app: Sphinx, config: Config) -> None:
+    # It comes with sphinx_external_toc and says nothing about parallel reading, so Sphinx would do none. All that it
+    # does is to number sections, when all pages are read.
+    if "sphinx_multitoc_numbering" in app.extensions:
+        app.extensions["sphinx_multitoc_numbering"].parallel_read_safe = True
+
+
+def _deal(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
+    """Deal the pages round to the processes that read them, or one would run the cells of all chapters."""
+    docnames[:] = [name for process in range(app.parallel) for name in docnames[process :: app.parallel]]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build.
 
@@ -74,6 +87,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
         app: The Sphinx application.
     """
     app.connect("config-inited", _configure, priority=400)
+    app.connect("config-inited", _allow_parallel)
+    app.connect("env-before-read-docs", _deal)
     app.connect("source-read", _show_executed)
     app.connect("build-finished", _copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

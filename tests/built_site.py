@@ -44,3 +44,9 @@ def source(page):
 def parsed(page):
     """Return a page parsed."""
     return BeautifulSoup(source(page), "html.parser")
+
+
+@functools.cache
+def ids(page):
+    """Return the ids on a page."""
+    return frozenset(tag["id"] for tag in parsed(page).find_all(id=True))

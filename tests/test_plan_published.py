@@ -9,7 +9,7 @@ import pytest
 
 from lablib.calc.flops import step_flops
 from lablib.calc.params import count_params
-from lablib.calc.plan_exam import place, plan_run
+from lablib.calc.plan_exam import place, place_in, plan_run
 from lablib.calc.plan_fit import EFFICIENCY, Prediction, choices, fit, judge, predict
 from lablib.calc.plan_runs import KORTHIKANTI, LLAMA3, NARAYANAN, RUNS, UNFITTED, Run, narayanan
 from lablib.calc.plan_time import step_time
@@ -130,6 +130,14 @@ def test_most_published_layouts_are_among_the_first_five() -> None:
     missed = [one.run.name for one in found if one.place is None or one.place > 5]
     assert missed == ["ZeRO-3 640", "PTD 384", "405B on 8192, 8K"]
     assert sum(one.place == 1 for one in found if one.place) >= 8
+
+
+def test_a_plan_at_other_constants_is_a_plan_with_them(judged: list[Prediction]) -> None:
+    row = next(row for row in judged if row.run.name == "PTD 384")
+    again, anew = plan_run(row.run).at(row.efficiency), plan_run(row.run, row.efficiency)
+    assert row.efficiency != EFFICIENCY
+    assert [one.step for one in again.candidates] == [one.step for one in anew.candidates]
+    assert place_in(again, row.run) == place_in(anew, row.run) == place(row.run, row.efficiency)
 
 
 def test_why_two_of_them_are_missed() -> None:

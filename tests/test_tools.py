@@ -8,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -149,9 +151,18 @@ def test_stages_that_pass_are_listed_with_their_time():
     run = _stages("true", since=begun)
     most = (time.time() - begun) / 60 + 0.05  # rounded to a tenth
     assert run.returncode == 0
-    assert re.search(r"^two +\d+ s  passed$", run.stdout, re.M)
+    assert re.search(r"^two +\d+ s  passed(, cores \d+% busy)?$", run.stdout, re.M)
     (minutes,) = re.findall(r"make test: (\d+\.\d) of at most 2 minutes on 2 cores", run.stdout)
     assert float(minutes) <= most
+
+
+def test_the_share_that_cores_worked_is_counted_where_the_kernel_counts_it(monkeypatch):
+    stages = _tool("stages")
+    work, total = before = stages.ticks()
+    monkeypatch.setattr(stages, "ticks", lambda: (work + 30, total + 40))
+    assert stages.busy(before) == ", cores 75% busy"
+    monkeypatch.setattr(stages, "ticks", lambda: (0, 0))  # macOS; or two looks within one tick
+    assert stages.busy((0, 0)) == ""
 
 
 def test_a_stage_that_fails_fails_the_run_and_the_next_one_still_runs():
@@ -231,6 +242,44 @@ def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch
     lab.cells[2].source = "3"
     with pytest.raises(house.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
         house._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 4])
+def test_chapters_are_dealt_to_all_processes_that_read_pages(jobs):
+    """Sphinx gives each process a run of neighbours; without dealing one would run the cells of all chapters."""
+    names = [f"book/{number:02}" for number in range(11)] + [f"labs/{number:02}" for number in range(11)]
+    dealt = list(names)
+    _tool("house", "_ext")._deal(SimpleNamespace(parallel=jobs), None, dealt)
+    assert sorted(dealt) == names
+    shares = [dealt[len(names) * k // jobs : len(names) * (k + 1) // jobs] for k in range(jobs)]
+    chapters = [sum(name.startswith("book/") for name in share) for share in shares]
+    assert max(chapters) - min(chapters) <= 2
+    assert jobs > 1 or dealt == names
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_pages_are_read_together_and_no_two_kernels_share_an_address(jobs, monkeypatch):
+    import jupyter_book.sphinx
+    from jupyter_client import AsyncKernelManager, KernelManager
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other people's packages, while they are loaded
+        tool, seen = _tool("build_site"), []
+    monkeypatch.setattr(KernelManager, "__init__", KernelManager.__init__)  # put back at the end
+    monkeypatch.setattr(jupyter_book.sphinx, "build_sphinx", lambda *_, jobs: seen.append(jobs))
+
+    def command(words):
+        jupyter_book.sphinx.build_sphinx(*words)
+        seen.extend(AsyncKernelManager() for _ in range(2))
+
+    monkeypatch.setattr(tool, "main", command)
+    tool.build(jobs, [".", "-W"])
+    number, *kernels = seen
+    assert number == jobs
+    assert [kernel.transport for kernel in kernels] == (["tcp"] * 2 if jobs == 1 else ["ipc"] * 2)
+    assert len({kernel.ip for kernel in kernels}) == (1 if jobs == 1 else 2)
+    # The address of a socket has 104 characters at most; a kernel adds "-1" to "-5" to it.
+    assert all(len(kernel.ip) <= 100 for kernel in kernels)
 
 
 def test_without_make_test_the_build_runs_the_labs(lab, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lablib.launch import elastic
 from lablib.launch._rank_server import ensure_server, no_main_module
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
@@ -182,13 +183,20 @@ def wait_for_steps(job: Job, path: Path, count: int) -> None:
     pytest.fail(f"no {count} steps in {path}:\n{job.communicate()[0]}")
 
 
+def alone(log: Path, steps: int) -> list[float]:
+    """Return the curve of one process under torchrun, forked as lab 02 has it."""
+    script, *words = arguments(["--steps", steps, "--losses", log])
+    job = elastic.torchrun(script, *words, ranks=1, env=environment(), preload=["torch._dynamo"])
+    assert job.returncode == 0, job.log
+    return losses(log)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of one process under torchrun, long enough to outlast every run that is stopped."""
+    """The curve of one process, long enough to outlast most runs that are stopped."""
     log = tmp_path_factory.mktemp("train") / "log"
-    assert finish(torchrun(1, "--steps", 400, "--losses", log)) == [0]
+    curve = alone(log, 400)
     assert {line["epoch"] for line in steps_logged(log)} == set(range(80))
-    curve = losses(log)
     assert len(curve) == 400
     assert curve[-1] < curve[0] - 0.1
     return curve
@@ -239,8 +247,11 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
     assert saved % 3 == 0
     assert 3 <= saved <= len(losses(log))
     log.write_text(log.read_text() + '{"step": 99, "lo')  # killed while it wrote a line
-    assert finish(*workers(1, "--steps", saved + 7, *options, "--resume")) == [0]
-    assert losses(log) == pytest.approx(undisturbed[: saved + 7], abs=TOLERANCE)
+    steps = saved + 7
+    assert finish(*workers(1, "--steps", steps, *options, "--resume")) == [0]
+    # On a busy machine the ranks may go on far beyond the curve before they are killed.
+    curve = undisturbed if steps <= len(undisturbed) else alone(tmp_path / "longer", steps)
+    assert losses(log) == pytest.approx(curve[:steps], abs=TOLERANCE)
 
 
 def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:

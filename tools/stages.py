@@ -1,10 +1,36 @@
-"""Run make targets one after the other, go on after a failure, and say what each took and whether all passed."""
+"""Run make targets one after the other, go on after a failure, and say what each took and whether all passed.
+
+On Linux it also says how busy the machine's cores were: a stage that leaves them idle waits for something.
+"""
 
 import argparse
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+
+def ticks() -> tuple[int, int]:
+    """Return what all cores have worked so far, and all their time, in the kernel's ticks; zeros where nobody counts."""
+    try:
+        user, nice, system, idle, wait, *others = map(
+            int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return 0, 0
+    work = user + nice + system + sum(others)
+    return work, work + idle + wait
+
+
+def busy(before: tuple[int, int]) -> str:
+    """Return how busy the cores have been since, for the end of a line; nothing where nobody counts.
+
+    Args:
+        before: Of `ticks`.
+    """
+    work, total = (now - then for now, then in zip(ticks(), before, strict=True))
+    return f", cores {work / total:.0%} busy" if total > 0 else ""
 
 
 def verdict(name: str, seconds: float, budget: float) -> str:
@@ -29,17 +55,17 @@ def main() -> int:
     parser.add_argument("stages", nargs="*")
     args = parser.parse_args()
 
-    rows, failed = [("install", args.since, time.time(), 0)], []
+    rows, failed = [f"{'install':8} {time.time() - args.since:6.0f} s  passed"], []
     for stage in args.stages:
         print(f"\n== make {stage}", flush=True)
-        start = time.time()
-        rows.append((stage, start, 0.0, subprocess.call([os.environ.get("MAKE", "make"), stage])))
-        rows[-1] = (*rows[-1][:2], time.time(), rows[-1][3])
-        failed += [stage] if rows[-1][3] else []
+        start, before = time.time(), ticks()
+        status = subprocess.call([os.environ.get("MAKE", "make"), stage])
+        failed += [stage] if status else []
+        rows.append(
+            f"{stage:8} {time.time() - start:6.0f} s  {'FAILED' if status else 'passed'}{busy(before)}"
+        )
     if args.stages:
-        print()
-        for stage, start, end, status in rows:
-            print(f"{stage:8} {end - start:6.0f} s  {'FAILED' if status else 'passed'}")
+        print("\n" + "\n".join(rows))
     seconds = time.time() - args.since
     print(verdict(args.report or args.name, seconds, args.budget))
     if failed:

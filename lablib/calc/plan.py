@@ -13,7 +13,8 @@ Chapter: book/07_3d_parallelism.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from os import PathLike
 
 from lablib.calc.choices import one_of
@@ -126,6 +127,15 @@ class Plan:
             found.setdefault(candidate.layout.shape, candidate)
         return list(found.values())[:top]
 
+    def at(self, efficiency: Efficiency) -> Plan:
+        """Return the same layouts timed with other constants; what fits does not depend on them.
+
+        Args:
+            efficiency: The fitted constants.
+        """
+        fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
+        return replace(self, candidates=_timed(self.load, fitting, efficiency))
+
     def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
         """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts.
 
@@ -216,18 +226,22 @@ def plan(
 
 
 def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency) -> Plan:
-    candidates = [
-        Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in found.fitting
-    ]
-    # Among equal times the least memory is the better one.
-    candidates.sort(key=lambda candidate: (candidate.step, candidate.total_memory))
+    candidates = _timed(load, found.fitting, efficiency)
     dropped = [
         Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
         for total, layout, memory in found.least.values()
     ]
     dropped.sort(key=lambda one: one.excess)
     by_term = dict(found.dropped.most_common())
-    return Plan(load, capacity, tuple(candidates), tuple(dropped), found.valid, by_term)
+    return Plan(load, capacity, candidates, tuple(dropped), found.valid, by_term)
+
+
+def _timed(
+    load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], efficiency: Efficiency
+) -> tuple[Candidate, ...]:
+    found = [Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in fitting]
+    # Among equal times the least memory is the better one.
+    return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
 
 
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:

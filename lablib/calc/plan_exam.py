@@ -8,12 +8,11 @@ Chapter: book/07_3d_parallelism.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.plan import Plan, plan
 from lablib.calc.plan_layout import Layout
-from lablib.calc.plan_runs import LLAMA3, RUNS, Run
+from lablib.calc.plan_runs import LLAMA3, Run
 from lablib.calc.plan_time import Efficiency
 
 #: Layouts as their papers print them, by preset, with devices per node, sequence and batch: worked examples. Llama 3:
@@ -80,17 +79,18 @@ def place(run: Run, efficiency: Efficiency | None = None) -> Place:
         run: The row.
         efficiency: The fitted constants; None means the planner's own.
     """
-    found = plan_run(run, efficiency).distinct()
-    for number, candidate in enumerate(found, start=1):
-        if candidate.layout.shape == (run.tp, run.cp, run.pp, run.dp):
-            return Place(run, number, len(found), candidate.step / found[0].step - 1)
-    return Place(run, None, len(found), None)
+    return place_in(plan_run(run, efficiency), run)
 
 
-def places(runs: Sequence[Run] = RUNS) -> list[Place]:
-    """Return the place of every row's layout.
+def place_in(found: Plan, run: Run) -> Place:
+    """Return the place of a row's layout among those of a plan.
 
     Args:
-        runs: The rows.
+        found: What `plan_run` found for the row; `found.at(efficiency)` ranks it anew without a new search.
+        run: The row.
     """
-    return [place(run) for run in runs]
+    shapes = found.distinct()
+    for number, candidate in enumerate(shapes, start=1):
+        if candidate.layout.shape == (run.tp, run.cp, run.pp, run.dp):
+            return Place(run, number, len(shapes), candidate.step / shapes[0].step - 1)
+    return Place(run, None, len(shapes), None)

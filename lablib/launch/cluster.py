@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
@@ -146,6 +145,8 @@ class Cluster:
             ValueError: If a number makes no sense.
             ClusterError: If a host fails; it shows the end of what that host printed. All others are ended.
         """
+        from lablib.launch.elastic import agent_command  # here: hosts alone need the standard library
+
         if ranks_per_host < 1 or threads < 1:
             raise ValueError(f"ranks_per_host={ranks_per_host} and threads={threads} must be at least 1")
         cards = {f"{library}_SOCKET_IFNAME": CARD for library in ("GLOO", "NCCL", "TP")}
@@ -157,8 +158,7 @@ class Cluster:
         }
         jobs = []
         for host in range(self.hosts):
-            words = [sys.executable, "-m", "torch.distributed.run"]
-            words += [f"--nnodes={self.hosts}", f"--nproc-per-node={ranks_per_host}"]
+            words = [*agent_command(), f"--nnodes={self.hosts}", f"--nproc-per-node={ranks_per_host}"]
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{_PORT}", "--rdzv-id=cluster"]
             # Host 0 keeps the store. Left to itself, torchrun looks its own name up, which no host here has.
             words += [f"--rdzv-conf=is_host={int(host == 0)}", f"--local-addr={address(host)}"]

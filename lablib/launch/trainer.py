@@ -114,7 +114,7 @@ class Trainer:
         self.task.fill(self.model, self.device)
         self.report = replace(self.report, notes=tuple(n for n in self.report.notes if "meta" not in n))
         self._loss = compiled_loss(config.compile)
-        self.optimizer = make_optimizer(self.model, config, fused=self.device.type == "cuda")
+        self.optimizer = make_optimizer(self.model, config)
         self.step, self.samples = 0, 0
         self.outcome: str | None = None
         self.stop_reason: str | None = None

@@ -44,7 +44,7 @@ def first_state(explorer, page):
 class Live(Visit):
     """A page with an explorer, and every address that was asked for, by the page and by its worker."""
 
-    def __init__(self, context, address, page, query="", theme="light"):
+    def __init__(self, context, address, page, query=""):
         self.asked = []
         self.host = address
         self._listen = lambda request: self.asked.append(request.url)
@@ -52,9 +52,7 @@ class Live(Visit):
         context.on("request", self._listen)
         self.explorer = find_explorer(box_of(page)["data-module"])
         self.first = first_state(self.explorer, page)
-        super().__init__(context, address, page, theme)
-        if query:
-            self.page.goto(f"{address}{page}.html?{query}", wait_until="load")
+        super().__init__(context, address, page, query=query)
         self.root = self.page.locator(f".livecalc[data-name={PAGES[page]}]")
         self.root.locator("form").wait_for(state="visible")
 
@@ -86,6 +84,13 @@ class Live(Visit):
         self.wait(before)
         return float(self.root.get_attribute("data-milliseconds") or 0)
 
+    def reset(self):
+        """Press the button that goes back to the first state."""
+        before = self.answers()
+        self.root.get_by_role("button", name="First state again").press("Enter")
+        self.wait(before)
+        self.holds(self.first)
+
     def wait(self, before):
         # Starting Python takes seconds; on a machine that does other work, many.
         self.page.wait_for_function(
@@ -96,9 +101,12 @@ class Live(Visit):
 
     def state(self):
         """Return the state that the controls show."""
+        places = self.root.evaluate(
+            "root => Object.fromEntries([...root.querySelectorAll('[name]')].map(f => [f.name, f.value]))"
+        )
         shown = {}
         for control in self.explorer.controls:
-            place = self.field(control.name).input_value()
+            place = places[control.name]
             shown[control.name] = control.options[int(place)][0] if control.slider else place
         return self.explorer.state(shown)
 
@@ -109,13 +117,17 @@ class Live(Visit):
         self.shows(answer, state)
 
     def shows(self, answer, state):
-        for part in PARTS:
-            # The browser writes HTML in its own way: let it read Python's and write it too.
-            seen, meant = self.root.locator(f"[data-part={part}]").evaluate(
-                "(node, html) => { const other = node.cloneNode(false); other.innerHTML = html;"
-                " return [node.innerHTML, other.innerHTML]; }",
-                answer[part],
-            )
+        # The browser writes HTML in its own way: let it read Python's and write it too.
+        pairs = self.root.evaluate(
+            "(root, answer) => Object.entries(answer).map(([part, html]) => {"
+            " const [node, more] = root.querySelectorAll(`[data-part=${part}]`);"
+            " const other = node.cloneNode(false); other.innerHTML = html;"
+            " return [part, more === undefined, node.innerHTML, other.innerHTML]; })",
+            {part: answer[part] for part in PARTS},
+        )
+        assert [part for part, *_ in pairs] == list(PARTS)
+        for part, alone, seen, meant in pairs:
+            assert alone, (state, part)
             assert seen == meant, (state, part)
 
 
@@ -126,125 +138,138 @@ def python():
 
 
 @EACH
-def test_nothing_is_fetched_before_the_first_touch(context, address, page):
+def test_an_explorer_stands_there_before_the_first_touch(context, address, page):
+    """Loading a page takes most of the time, so it is loaded once for all that is looked at."""
     with Live(context, address, page) as live:
-        live.root.scroll_into_view_if_needed()
-        for control in live.explorer.controls:
-            live.field(control.name).focus()
-            live.field(control.name).press("Tab")
-        live.root.hover()
-        live.page.wait_for_load_state("networkidle")
+        nothing_is_fetched_before_the_first_touch(live)
+        for theme in ("light", "dark"):
+            it_fits_a_telephone_and_a_desk(live, theme)
         assert live.lazy == []
-        assert live.abroad == []
-        live.shows(live.explorer.answer(live.first), live.first)
 
 
 @EACH
-def test_every_control_moved_by_keyboard_shows_pythons_numbers(context, address, page, python):
+def test_an_explorer_answers_as_python_does(context, address, page, python):
+    """Starting Python takes most of the time, so it is started once for all that is asked."""
     with Live(context, address, page) as live:
-        waited = []
-        for control in live.explorer.controls:
-            values = [value for value, _ in control.options]
-            first = values.index(live.first[control.name])
-            seen = {live.first[control.name]}
-            # Down to the first option, up to the last, and back to where it was. A list goes down with Arrow Up.
-            fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
-            steps = [fewer] * first + [more] * (len(values) - 1) + [fewer] * (len(values) - 1 - first)
-            for step, key in enumerate(steps):
-                waited.append(live.press(control.name, key))
-                state = live.state()
-                assert {n: v for n, v in state.items() if n != control.name} == {
-                    n: v for n, v in live.first.items() if n != control.name
-                }
-                seen.add(state[control.name])
-                # The way back shows what was held to Python's on the way there.
-                if step < first + len(values) - 1:
-                    live.holds(state)
-            assert seen == set(values), control.name
-            assert live.state() == live.first
+        every_control_moved_by_keyboard_shows_pythons_numbers(live)
+        the_call_is_shown_on_request_and_follows_the_state(live)
+        if page == "book/01_why_distributed":
+            settings_that_contradict_each_other_are_said_in_the_calculators_words(live)
+        query = the_address_holds_the_state(live)
+        state = live.state()
         assert live.abroad == []
         assert live.errors == [] or not MATHJAX_IS_LOCAL
-        print(
-            f"first answer {waited[0]:.0f} ms, later {sorted(waited[1:])[len(waited) // 2]:.0f} ms (median)"
-        )
+    with Live(context, address, page, f"?{query}&{live.explorer.name}.device=abacus") as live:
+        a_link_shows_its_state(live, state)
 
 
-@EACH
-def test_the_address_holds_the_state(context, address, page, python):
-    with Live(context, address, page) as live:
-        one, other = live.explorer.controls[0], live.explorer.controls[2]
-        for control in (one, other):
-            live.press(control.name, "ArrowUp" if control.first != control.options[0][0] else "ArrowDown")
-        state, query = live.state(), live.page.url.partition("?")[2]
-        assert all(
-            f"{live.explorer.name}.{control.name}={state[control.name]}" in query for control in (one, other)
-        )
-        assert query.count("=") == 2
-
-    with Live(context, address, page, f"{query}&{live.explorer.name}.device=abacus") as live:
-        # A reader who follows a link fetches nothing either: the picture says that it is not yet this state's.
-        assert live.state() == state
-        assert live.lazy == []
-        live.shows(live.explorer.answer(live.first), live.first)
-        live.root.get_by_role("button", name="Compute this state").press("Enter")
-        live.wait(0)
-        live.holds(state)
-        live.root.get_by_role("button", name="First state again").press("Enter")
-        live.wait(1)
-        live.holds(live.first)
-        assert f"{live.explorer.name}.{one.name}" not in live.page.url
+def nothing_is_fetched_before_the_first_touch(live):
+    live.root.scroll_into_view_if_needed()
+    for control in live.explorer.controls:
+        live.field(control.name).focus()
+        live.field(control.name).press("Tab")
+    live.root.hover()
+    live.page.wait_for_load_state("networkidle")
+    assert live.lazy == []
+    assert live.abroad == []
+    live.shows(live.explorer.answer(live.first), live.first)
 
 
-def test_settings_that_contradict_each_other_are_said_in_the_calculators_words(context, address, python):
-    with Live(context, address, "book/01_why_distributed") as live:
-        before = live.answers()
-        live.field("model").select_option("gpt2")
-        live.wait(before)
-        assert (
-            "1024 learned positions of gpt2; use at most 1024" in live.root.locator("figcaption").inner_text()
-        )
-        live.holds(live.state())
-        live.press("model", "ArrowDown")
-        live.holds(live.state())
+def every_control_moved_by_keyboard_shows_pythons_numbers(live):
+    waited = []
+    for control in live.explorer.controls:
+        values = [value for value, _ in control.options]
+        first = values.index(live.first[control.name])
+        seen = {live.first[control.name]}
+        # Down to the first option, up to the last, and back to where it was. A list goes down with Arrow Up.
+        fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
+        steps = [fewer] * first + [more] * (len(values) - 1) + [fewer] * (len(values) - 1 - first)
+        for step, key in enumerate(steps):
+            waited.append(live.press(control.name, key))
+            state = live.state()
+            assert {n: v for n, v in state.items() if n != control.name} == {
+                n: v for n, v in live.first.items() if n != control.name
+            }
+            seen.add(state[control.name])
+            # The way back shows what was held to Python's on the way there.
+            if step < first + len(values) - 1:
+                live.holds(state)
+        assert seen == set(values), control.name
+        assert live.state() == live.first
+    print(f"first answer {waited[0]:.0f} ms, later {sorted(waited[1:])[len(waited) // 2]:.0f} ms (median)")
 
 
-@EACH
-def test_the_call_is_shown_on_request_and_follows_the_state(context, address, page, python):
-    with Live(context, address, page) as live:
-        call = live.root.locator("[data-part=call]")
-        assert not call.is_visible()
-        live.root.locator("summary").press("Enter")
-        assert call.is_visible()
-        live.press(live.explorer.controls[0].name, "ArrowDown")
-        assert call.is_visible()
-        assert call.inner_text() == unescape(live.explorer.answer(live.state())["call"])
-        assert str(live.state()["model"]) in call.inner_text()
+def the_call_is_shown_on_request_and_follows_the_state(live):
+    call = live.root.locator("[data-part=call]")
+    assert not call.is_visible()
+    live.root.locator("summary").press("Enter")
+    assert call.is_visible()
+    live.press(live.explorer.controls[0].name, "ArrowDown")
+    assert call.is_visible()
+    assert call.inner_text() == unescape(live.explorer.answer(live.state())["call"])
+    assert str(live.state()["model"]) in call.inner_text()
+    live.reset()
 
 
-@EACH
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_a_telephone_and_both_themes(context, address, page, theme):
-    with Live(context, address, page, theme=theme) as live:
-        # The sidebar slides when the width changes: what counts is where the explorer comes to rest.
-        live.page.add_style_tag(content="* { transition: none !important }")
-        for size in (PHONE, DESK):
-            live.page.set_viewport_size(size)
-            live.page.wait_for_function(
-                _WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=10_000
-            )
-            assert live.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-            boxes = [live.field(control.name).bounding_box() for control in live.explorer.controls]
-            for place in boxes:
-                assert place["x"] >= 0
-                assert place["x"] + place["width"] <= size["width"]
-                # WCAG 2.2, 2.5.8: a target of 24 by 24 at least.
-                assert min(place["width"], place["height"]) >= 24
-            for one, other in itertools.pairwise(boxes):
-                apart = one["y"] + one["height"] <= other["y"] or one["x"] + one["width"] <= other["x"]
-                assert apart
-        for part in ("svg text", "figcaption", "label", "select", "td", "summary", "button"):
-            # WCAG 2.1, 1.4.3: text needs 4.5:1.
-            assert live.root.locator(part).first.evaluate(_CONTRAST) >= 4.5, part
+def settings_that_contradict_each_other_are_said_in_the_calculators_words(live):
+    before = live.answers()
+    live.field("model").select_option("gpt2")
+    live.wait(before)
+    assert "1024 learned positions of gpt2; use at most 1024" in live.root.locator("figcaption").inner_text()
+    live.holds(live.state())
+    live.press("model", "ArrowDown")
+    live.holds(live.state())
+    live.reset()
+
+
+def the_address_holds_the_state(live):
+    """Move two controls and return what the page's address says of them."""
+    one, other = live.explorer.controls[0], live.explorer.controls[2]
+    for control in (one, other):
+        live.press(control.name, "ArrowUp" if control.first != control.options[0][0] else "ArrowDown")
+    state, query = live.state(), live.page.url.partition("?")[2]
+    assert all(
+        f"{live.explorer.name}.{control.name}={state[control.name]}" in query for control in (one, other)
+    )
+    assert query.count("=") == 2
+    return query
+
+
+def a_link_shows_its_state(live, state):
+    # A reader who follows a link fetches nothing either: the picture says that it is not yet this state's.
+    assert live.state() == state != live.first
+    assert live.lazy == []
+    live.shows(live.explorer.answer(live.first), live.first)
+    live.root.get_by_role("button", name="Compute this state").press("Enter")
+    live.wait(0)
+    live.holds(state)
+    live.reset()
+    assert f"{live.explorer.name}.{live.explorer.controls[0].name}" not in live.page.url
+
+
+def it_fits_a_telephone_and_a_desk(live, theme):
+    # The sidebar slides when the width changes: what counts is where the explorer comes to rest.
+    live.page.add_style_tag(content="* { transition: none !important }")
+    # What the page's own button does; test_site.test_the_theme_can_be_switched presses it.
+    live.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+    for size in (PHONE, DESK):
+        live.page.set_viewport_size(size)
+        live.page.wait_for_function(_WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=10_000)
+        assert live.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        boxes = [live.field(control.name).bounding_box() for control in live.explorer.controls]
+        for place in boxes:
+            assert place["x"] >= 0
+            assert place["x"] + place["width"] <= size["width"]
+            # WCAG 2.2, 2.5.8: a target of 24 by 24 at least.
+            assert min(place["width"], place["height"]) >= 24
+        for one, other in itertools.pairwise(boxes):
+            apart = one["y"] + one["height"] <= other["y"] or one["x"] + one["width"] <= other["x"]
+            assert apart
+    for part in ("svg text", "figcaption", "label", "select", "td", "summary", "button"):
+        seen = live.root.locator(part).first.evaluate(_CONTRAST)
+        assert part != "figcaption" or (seen["ground"] > 0.5) == (theme == "light")
+        # WCAG 2.1, 1.4.3: text needs 4.5:1.
+        assert seen["contrast"] >= 4.5, part
 
 
 _WITHIN = """([root, width]) => {
@@ -264,7 +289,7 @@ _CONTRAST = """node => {
     ground = ground.parentElement;
   }
   const [low, high] = [light(parse(ink)), light(behind)].sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
+  return { contrast: (high + 0.05) / (low + 0.05), ground: light(behind) };
 }"""
 
 
