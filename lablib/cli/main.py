@@ -14,6 +14,7 @@ from lablib.cli.fit import fit
 from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
 from lablib.cli.memory_peers import memory_peers
+from lablib.cli.memory_snapshot import memory_snapshot
 from lablib.cli.memory_table import memory_table
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, report
@@ -63,6 +64,7 @@ app = typer.Typer(
 app.command()(memory)
 app.command()(memory_table)
 app.command()(memory_peers)
+app.command()(memory_snapshot)
 app.command()(fit)
 app.command()(plan)
 app.command()(doctor)

@@ -24,10 +24,19 @@ def memory_table(
     write: Annotated[
         bool, typer.Option("--write", help="Measure all cases and write the table anew.")
     ] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Real steps on this machine's GPU; write and compare nothing.")
+    ] = False,
 ) -> None:
     """Measure configurations in PyTorch beside the calculator; fail where a bound breaks or a number drifted."""
     import logging
 
+    if gpu:
+        if few or committed or predict or held_out or write:
+            raise ValueError("--gpu goes with --only alone; rung labs run 01 --record writes its record")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        typer.echo(_on_gpu(only))
+        return
     from lablib.calc.memory_grid import grid
     from lablib.calc.memory_headline import HELD_OUT, TABLE, read_table
     from lablib.calc.memory_held_out import held_out as drawn
@@ -80,6 +89,23 @@ def memory_table(
         typer.echo(problem, err=True)
     if problems:
         sys.exit(1)
+
+
+def _on_gpu(only: str | None) -> str:
+    from lablib.launch.cuda_counters import CudaCounters
+
+    here = CudaCounters()  # or a sentence that there is none
+    import torch
+
+    from lablib.calc.memory_gpu import gpu_cases, gpu_rows, gpu_text
+    from lablib.launch.cuda_memory import measured_samples
+
+    fitting = gpu_cases(torch.cuda.mem_get_info(here.device)[0])
+    cases = [case for case in fitting if not only or only in case.name]
+    if not cases:
+        names = "; ".join(case.name for case in fitting) or "none"
+        raise ValueError(f"no case that fits this GPU has {only!r} in its name; those that fit: {names}")
+    return gpu_text(gpu_rows(measured_samples(cases, say=lambda line: typer.echo(line, err=True))))
 
 
 if __name__ == "__main__":
