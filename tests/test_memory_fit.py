@@ -468,7 +468,10 @@ def test_a_setup_knows_its_factors() -> None:
         ({"nic": [1]}, r"nic=\[1\] must be above 0"),
         ({"step": "slow"}, "unknown step 'slow'"),
         ({"zeroo": 3}, "unknown setting 'zeroo'"),
-        ({"kernels": "toy", "tp": 2, "gpus": 2}, "kernels='toy' counts one process"),
+        (
+            {"kernels": "toy", "tp": 2, "gpus": 2},
+            "kernels='toy' with tp=2 is not known with recipe='mixed-bf16'",
+        ),
         ({"step": "slow", "kernels": "hf"}, "unknown step 'slow'"),
     ],
 )

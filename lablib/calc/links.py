@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lablib.calc.units import PB, parse_bandwidth
+
+FASTEST = PB  # a second: what is more is a slip of the unit
 STAS = "Stas Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering)"
 
 
@@ -100,3 +103,36 @@ def link(name: str) -> Link:
     if key not in LINKS:
         raise ValueError(f"unknown link {name!r}; known are {', '.join(LINKS)}")
     return LINKS[key]
+
+
+def link_rate(name: str, value: str | float) -> float:
+    """Return the bytes per second, per direction, of a link by name or of a rate.
+
+    Args:
+        name: What it is for, as messages call it: "nic" or "intra".
+        value: A key of `LINKS`, a rate as text ("40 GB/s", "400 Gb/s"), or bytes per second.
+
+    Raises:
+        ValueError: If there is no such link, or the rate is no number above 0 that a link can have.
+    """
+    rate = value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower().replace("_", "-") in LINKS or (
+            text[:1].isalpha() and text.lower()[:3] not in ("nan", "inf")
+        ):
+            try:
+                return link(text).bandwidth
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; or give a rate, like '40 GB/s'") from None
+        try:
+            rate = parse_bandwidth(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+        raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
+    if rate > FASTEST:
+        raise ValueError(
+            f"{name}={value!r} is more than 1 PB/s, and no link is so fast: give bytes per second"
+        )
+    return float(rate)

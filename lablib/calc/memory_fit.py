@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 
+from lablib.calc.choices import plural
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_fit_setup import Setup, counted, setup, size
 from lablib.calc.models import ModelConfig
@@ -205,7 +206,7 @@ def activations(have: Setup) -> int:
 def _micro_batch(have: Setup, found: Setup) -> list[str]:
     run, now = have.run, found.run
     return [
-        f"{now.micro_batch * run.seq:,} tokens in a forward pass of a replica; {_kept(have, found, 'micro_batch')}"
+        f"{plural(now.micro_batch * run.seq, 'token')} in a forward pass of a replica; {_kept(have, found, 'micro_batch')}"
     ]
 
 

@@ -6,7 +6,7 @@ Every change keeps the GPUs and the sequences of a step. Five kinds, the first o
   fused attention, gradients in DDP's buckets, the fused optimizer; up to three together, or four where three are not enough;
 - "CPU memory": states offloaded, if the node has the memory for them, which nothing here knows;
 - "other numbers": moments in 8 bits, or no master copy;
-- "other training": LoRA, QLoRA, shorter sequences;
+- "other training": 8,192 tokens a sequence where the model's longest was only assumed, LoRA, QLoRA, the longest that fits;
 - "other hardware": the smallest card of the table on which the run fits as it is.
 
 The middle three come alone if that is enough, else with up to three changes of the first kind (two for a timeline).
@@ -29,16 +29,18 @@ from math import gcd
 from lablib.calc.hardware import ACCELERATORS
 from lablib.calc.memory_fit import longest_sequence
 from lablib.calc.memory_fit_cost import least_states, predicted_seconds
+from lablib.calc.memory_fit_proof import unproven
 from lablib.calc.memory_fit_setup import Setup
 from lablib.calc.memory_fit_trade import trades
 from lablib.calc.plan_search import divisors
 from lablib.calc.run_config import OFFLOADS, RECOMPUTE
 
+SHORT = 8192  # tokens of a sequence, where none were asked for and the model was made for more
 SAME, CPU, NUMBERS = "same training", "CPU memory", "other numbers"
 OTHER, HARDWARE = "other training", "other hardware"
 TIE, SLOW = 1.05, 2.0  # of the fastest step: what is as fast, and what is too slow to be told
 MOST = 4  # answers of the first kind
-CONTEXT, MOST_STAGES = (2, 4, 8), 16
+CONTEXT, MOST_STAGES, MOST_DIVISORS = (2, 4, 8), 16, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,11 @@ class Change:
     def count(self) -> int:
         """How many changes these are; sequence parallelism comes with tp."""
         return len(self.settings.keys() - {"sequence_parallel"})
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """What of the changed setup no oracle has counted."""
+        return unproven(self.at.run)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
@@ -136,7 +143,8 @@ def _ways(have: Setup) -> dict[str, list[dict[str, object]]]:
         else [{"offload": kind} for kind in OFFLOADS[OFFLOADS.index(run.offload) + 1 :]],
         NUMBERS: [{"optimizer": "adamw-8bit"}] * eight_bit
         + [{"recipe": "pure-bf16"}] * bool(run.recipe.master or run.recipe.weights == 4),
-        OTHER: [{"tuning": "lora"}, {"tuning": "qlora"}] if run.tuning == "full" else [],
+        OTHER: [{"seq": SHORT}] * ("seq" not in have.given and run.seq > SHORT)
+        + [{"tuning": "lora"}, {"tuning": "qlora"}] * (run.tuning == "full"),
     }
 
 
@@ -205,7 +213,7 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
         "attention": [{"attention": "fused"}] if run.attention == "plain" else [],
         "zero": [{"zero": stage} for stage in (1, 2, 3) if stage > run.zero],
         "recompute": [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(run.recompute) + 1 :]],
-        "micro_batch": [{"micro_batch": n} for n in divisors(run.micro_batch)[-2::-1]],
+        "micro_batch": [{"micro_batch": n} for n in _fewer(run.micro_batch)],
         "tp": [{"tp": n, "sequence_parallel": run.seq % (n * run.cp) == 0} for n in widths],
         "cp": [] if one_process else [{"cp": n} for n in CONTEXT if n > run.cp],
         "pp": [{"pp": n} for n in stages] if run.layers_per_stage is None else [],
@@ -213,6 +221,17 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
     if run.gradient_as_bucket_view or run.zero:
         values["gradient_as_bucket_view"] = []
     return {name: options for name, options in values.items() if options}
+
+
+def _fewer(micro_batch: int) -> list[int]:
+    """Divisors below a micro-batch, the largest first; of many those that are about half of the one before."""
+    found, left = [], divisors(micro_batch)[-2::-1]
+    if len(left) <= MOST_DIVISORS:
+        return left
+    for n in left:
+        if 2 * n <= (found[-1] if found else micro_batch):
+            found.append(n)
+    return found
 
 
 def _having(have: Setup, settings: dict[str, object]) -> Setup | None:

@@ -93,8 +93,11 @@ def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
         ranks: Ranks over which ZeRO shards.
         zero: The stage.
     """
-    if run.tuning != "full" or run.offload == "parameters":
+    if run.offload == "parameters":
         return 0
+    if run.tuning != "full":  # the frozen weights: NF4 codes are half a byte, and nothing is less
+        share = params // (ranks if zero and weights_are_sharded(run) else 1)
+        return share * run.recipe.weights if run.tuning == "lora" else share // 2
     terms = state_terms(params, ranks, zero, run.recipe, run.optimizer)
     weights = params // (ranks if zero and weights_are_sharded(run) else 1) * run.recipe.weights
     others = sum(terms.values()) - sum(

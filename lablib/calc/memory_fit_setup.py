@@ -19,12 +19,14 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from os import PathLike
 
-from lablib.calc.choices import one_of
-from lablib.calc.hardware import Accelerator, accelerator, link
-from lablib.calc.memory import run_config, training_memory
+from lablib.calc.choices import check_whole, one_of
+from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.links import link_rate
+from lablib.calc.memory import run_config
 from lablib.calc.memory_timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan import RESERVE
+from lablib.calc.rank_memory import stage_memory
 from lablib.calc.run_config import RunConfig
 from lablib.calc.units import GB, format_bytes
 
@@ -66,12 +68,12 @@ class Setup:
     @property
     def memory(self) -> int:
         """Bytes that a rank needs, on the pipeline stage that needs most."""
-        return _forward(self.run, self.step)
+        return max(_forward(self.run, self.step, stage) for stage in range(self.run.pp))
 
     @property
     def fits(self) -> bool:
-        """Whether they are within the budget."""
-        return self.memory <= self.budget
+        """Whether they are within the budget; the first stage that is not ends the question."""
+        return all(_forward(self.run, self.step, stage) <= self.budget for stage in range(self.run.pp))
 
     @property
     def micro_batches(self) -> int:
@@ -121,7 +123,7 @@ def setup(
         gpus_per_node: GPUs that the scale-up link connects.
         reserve: Bytes of a card that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
-        nic: Link, or bytes per second, of one GPU out of its node; it ranks changes and decides about no memory.
+        nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
         intra: The same inside a node.
         **settings: Arguments of `training_memory`, all but `stage`.
 
@@ -131,17 +133,14 @@ def setup(
     """
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
     for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    if not isinstance(reserve, int) or not 0 <= reserve < card.memory_bytes:
+        check_whole(name, value, 1)
+    if not isinstance(reserve, int) or isinstance(reserve, bool) or not 0 <= reserve < card.memory_bytes:
         raise ValueError(
             f"reserve={reserve!r} bytes must be at least 0 and less than the {card.memory_bytes} of {card.name}"
         )
     for name, value in (("nic", nic), ("intra", intra)):
-        rate = link(value).bandwidth if isinstance(value, str) else value
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if rate is not None and not (number and rate > 0):
-            raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
+        if value is not None:
+            link_rate(name, value)
     one_of("step", step, STEPS)
     given = frozenset(settings)
     free = gpus is not None and "dp" not in given
@@ -167,7 +166,7 @@ def setup(
             f"gpus={found.gpus} are not whole nodes of gpus_per_node={gpus_per_node}; "
             f"use {whole} or {whole + gpus_per_node}"
         )
-    _forward(run, step)  # what the forward question refuses is refused here
+    _forward(run, step, 0)  # what the forward question refuses is refused here
     return found
 
 
@@ -191,9 +190,9 @@ def size(n: float) -> str:
     return format_bytes(n, "GB" if n >= GB / 2 or n == 0 else "MB")
 
 
-@lru_cache(maxsize=4096)
-def _forward(run: RunConfig, step: str) -> int:
-    settings = {field.name: getattr(run, field.name) for field in fields(run)}
+@lru_cache(maxsize=2**14)
+def _forward(run: RunConfig, step: str, stage: int) -> int:
     if run.kernels == "paper":
-        return training_memory(**settings).total
-    return memory_timeline(step=step, **settings).peak_bytes
+        return stage_memory(run, stage).total
+    settings = {field.name: getattr(run, field.name) for field in fields(run)}
+    return memory_timeline(step=step, stage=stage, **settings).peak_bytes

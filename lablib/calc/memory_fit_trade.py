@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lablib.calc.choices import plural
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import LINKS
 from lablib.calc.memory import training_memory
@@ -125,7 +126,7 @@ def _context_parallelism(before: Setup, after: Setup) -> list[str]:
     if not _changed(before, after, "cp") or run.cp == 1:
         return []
     return [
-        f"cp={run.cp}: {run.seq // run.cp:,} tokens of a sequence on a rank, which sends "
+        f"cp={run.cp}: {plural(run.seq // run.cp, 'token')} of a sequence on a rank, which sends "
         f"{size(context_bytes(after))} of keys, values and their gradients in a step"
     ]
 
@@ -146,8 +147,7 @@ def _accumulation(before: Setup, after: Setup) -> list[str]:
     if (old, batch) == (new, now):
         return []
     one = "micro-batch" if new == 1 else "micro-batches"
-    sequence = "sequence" if now == 1 else "sequences"
-    return [f"{new} {one} of {now} {sequence} a replica in place of {old} of {batch}: the same step"]
+    return [f"{new} {one} of {plural(now, 'sequence')} a replica in place of {old} of {batch}: the same step"]
 
 
 def _offload(before: Setup, after: Setup) -> list[str]:
@@ -179,7 +179,9 @@ def _training(before: Setup, after: Setup) -> list[str]:
             f"recipe {run.recipe.name}: {run.recipe.summary}; small updates are lost without a master copy"
         )
     if run.seq != old.seq:
-        found.append(f"sequences of {run.seq:,} tokens, {1 - run.seq / old.seq:.0%} shorter")
+        found.append(
+            f"sequences of {plural(run.seq, 'token')}, {1 - run.seq / old.seq:.0%} shorter: as many of them in a step"
+        )
     return found
 
 

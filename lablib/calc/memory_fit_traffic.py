@@ -33,14 +33,18 @@ def rank_params(run: RunConfig) -> tuple[float, float]:
 @lru_cache(maxsize=256)
 def _model_params(model: ModelConfig, tp: int, ep: int, lora_rank: int, lora_targets: str) -> tuple[int, int]:
     """(All parameters, those of adapters) of a rank that has all layers."""
-    tensors = embedding_tensors(model) + head_tensors(model)
-    for layer in range(model.num_layers):
-        tensors += layer_tensors(model, layer)
-    adapted = [t for t in tensors if t.is_adapted and lora_targets in ("all", t.component)]
-    return (
-        sum(tensor.local_params(tp, ep) for tensor in tensors),
-        sum(tensor.adapter_params(lora_rank, tp, ep) for tensor in adapted),
+    dense = model.num_dense_layers if model.is_moe else model.num_layers
+    parts = [(embedding_tensors(model) + head_tensors(model), 1)]
+    for first, layers in ((0, dense), (dense, model.num_layers - dense)):  # two kinds of block at most
+        parts += [(layer_tensors(model, first), layers)] if layers else []
+    every = sum(times * tensor.local_params(tp, ep) for part, times in parts for tensor in part)
+    adapters = sum(
+        times * tensor.adapter_params(lora_rank, tp, ep)
+        for part, times in parts
+        for tensor in part
+        if tensor.is_adapted and lora_targets in ("all", tensor.component)
     )
+    return every, adapters
 
 
 def data_bytes(have: Setup) -> float:

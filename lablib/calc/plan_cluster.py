@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.hardware import ACCELERATORS, Accelerator, accelerator, link
+from lablib.calc.hardware import ACCELERATORS, Accelerator, accelerator
+from lablib.calc.links import link_rate
 
 #: Share of the peak that large bf16 matrix products reach on the card, as measured by Stas Bekman (Machine Learning
 #: Engineering, maximum achievable matmul FLOPS). The H100's share stands for its kin, and for cards without a figure.
@@ -106,8 +107,8 @@ def cluster(
         gpu=card,
         gpus=gpus,
         gpus_per_node=gpus_per_node,
-        intra=card.neighbour_link().bandwidth if intra is None else _bandwidth("intra", intra),
-        inter=_bandwidth("nic", NICS.get(key.split("-")[0], DEFAULT_NIC) if nic is None else nic),
+        intra=card.neighbour_link().bandwidth if intra is None else link_rate("intra", intra),
+        inter=link_rate("nic", NICS.get(key.split("-")[0], DEFAULT_NIC) if nic is None else nic),
         achievable=ACHIEVABLE.get(key.split("-")[0], DEFAULT_ACHIEVABLE),
         rails=rails,
     )
@@ -115,10 +116,3 @@ def cluster(
 
 def _key(card: Accelerator) -> str:
     return next((key for key, known in ACCELERATORS.items() if known == card), card.name.lower())
-
-
-def _bandwidth(name: str, value: str | float) -> float:
-    rate = link(value).bandwidth if isinstance(value, str) else value
-    if not rate > 0:
-        raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
-    return float(rate)

@@ -15,6 +15,7 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from lablib.calc.choices import either
 
@@ -35,9 +36,36 @@ def stage_layers(
         layers_per_stage: Layers of each stage where they are not equal, as Llama 3 did (arXiv 2407.21783, 3.3.2).
 
     Raises:
-        ValueError: If the layers cannot be divided so.
+        ValueError: If the layers cannot be divided so, or a stage between the first and the last has none.
     """
-    if layers_per_stage is None:
+    sizes = None if layers_per_stage is None else tuple(layers_per_stage)
+    return [list(chunks) for chunks in _stages(num_layers, pp, virtual_stages, sizes)]
+
+
+def layers_of_stage(
+    num_layers: int, pp: int, virtual_stages: int, layers_per_stage: Sequence[int] | None, stage: int
+) -> list[range]:
+    """Return the layers of one stage, as one range per chunk; of many stages only the first question costs.
+
+    Args:
+        num_layers: As in `stage_layers`.
+        pp: As there.
+        virtual_stages: As there.
+        layers_per_stage: As there.
+        stage: Number of the stage, from 0.
+
+    Raises:
+        ValueError: As there.
+    """
+    sizes = None if layers_per_stage is None else tuple(layers_per_stage)
+    return list(_stages(num_layers, pp, virtual_stages, sizes)[stage])
+
+
+@lru_cache(maxsize=256)
+def _stages(
+    num_layers: int, pp: int, virtual_stages: int, sizes: tuple[int, ...] | None
+) -> tuple[tuple[range, ...], ...]:
+    if sizes is None:
         if num_layers % (pp * virtual_stages):
             factors = f"pp={pp}" + (f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else "")
             possible = [n for n in range(1, num_layers + 1) if num_layers % (n * virtual_stages) == 0]
@@ -46,22 +74,28 @@ def stage_layers(
                 + (f"use pp={either(possible)}, or " if possible else "")
                 + "give layers_per_stage"
             )
-        layers_per_stage = [num_layers // pp] * pp
-    sizes = list(layers_per_stage)
+        sizes = (num_layers // pp,) * pp
     if len(sizes) != pp or sum(sizes) != num_layers or min(sizes) < 0:
+        below = ", one of them below 0" if sizes and min(sizes) < 0 else ""
         raise ValueError(
-            f"layers_per_stage={sizes} must have pp={pp} entries that sum to num_layers={num_layers}; "
-            f"it has {len(sizes)} that sum to {sum(sizes)}"
+            f"layers_per_stage={list(sizes)} must have pp={pp} entries that sum to num_layers={num_layers}; "
+            f"it has {len(sizes)} that sum to {sum(sizes)}{below}"
+        )
+    if 0 in sizes[1:-1]:
+        raise ValueError(
+            f"layers_per_stage={list(sizes)} leaves stage {sizes.index(0, 1)} nothing to do: only the first stage, "
+            "which has the embedding, and the last, which has the head, can be without layers; "
+            f"give it at least 1, or use pp={pp - sizes[1:-1].count(0)}"
         )
     if any(size % virtual_stages for size in sizes):
-        raise ValueError(f"virtual_stages={virtual_stages} does not divide layers_per_stage={sizes}")
+        raise ValueError(f"virtual_stages={virtual_stages} does not divide layers_per_stage={list(sizes)}")
     stages: list[list[range]] = [[] for _ in range(pp)]
     start = 0
     for _ in range(virtual_stages):
         for stage, size in zip(stages, sizes, strict=True):
             stage.append(range(start, start + size // virtual_stages))
             start += size // virtual_stages
-    return stages
+    return tuple(tuple(chunks) for chunks in stages)
 
 
 def in_flight(
@@ -89,7 +123,5 @@ def in_flight(
     if num_microbatches is not None:
         chunks = min(chunks, num_microbatches * virtual_stages)
     # Forwards run p micro-batches through a chunk, then p through the next, and begin again.
-    counts = [0] * virtual_stages
-    for forward in range(chunks):
-        counts[forward // pp % virtual_stages] += 1
-    return counts
+    whole, left = divmod(chunks, pp * virtual_stages)
+    return [whole * pp + min(max(left - chunk * pp, 0), pp) for chunk in range(virtual_stages)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: What is no setting of `lablib.calc.memory.training_memory`.
 OWN = ("model", "gpu", "gpus", "gpus_per_node", "reserve", "step", "nic", "intra", "show_all", "as_json")
+ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
 #: Without --all: changes of a kind, 1 where nothing else is said, and sentences of what one trades.
 SHOWN, TRADES = {"same training": 2}, 3
@@ -79,7 +80,6 @@ def fit(
     from lablib.calc.memory_fit_setup import setup
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
-    from lablib.cli.plan import link_or_rate
 
     have = setup(
         named_model(model),
@@ -88,8 +88,8 @@ def fit(
         gpus_per_node=gpus_per_node,
         reserve=parse_bytes(reserve),
         step=step,
-        nic=link_or_rate(nic),
-        intra=link_or_rate(intra),
+        nic=nic,
+        intra=intra,
         **given,
     )
     changes = cheapest_change(have)
@@ -114,6 +114,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         answers: Largest micro-batch and longest sequence, as given or with the first change.
         fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
     """
+    from lablib.calc.memory_fit_proof import unproven
     from lablib.calc.memory_fit_setup import counted
 
     return {
@@ -121,12 +122,14 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         "gpu": have.card.name,
         "gpus": have.gpus,
         "seq": have.run.seq,
+        "seq_given": "seq" in have.given,
         "reserve": have.reserve,
         "budget": have.budget,
         "counted": counted(have),
         "memory": have.memory,
         "fits": have.fits,
         "left": have.budget - have.memory,
+        "unproven": list(unproven(have.run)),
         "changes": [
             {
                 "kind": one.kind,
@@ -134,6 +137,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
                 "memory": one.memory,
                 "budget": one.budget,
                 "step_seconds": one.seconds,
+                "unproven": list(one.unproven),
                 "traded": list(one.traded),
             }
             for one in changes
@@ -174,17 +178,20 @@ def fit_text(
         assumed_seq: Whether the length of sequences was not given.
         show_all: Whether to print every change and all that each one trades, or the first ones.
     """
+    from lablib.calc.choices import plural
+    from lablib.calc.memory_fit_proof import MEANING, unproven
     from lablib.calc.memory_fit_setup import counted, size
 
     run, card = have.run, have.card
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
     lines = [
         *_wrap(
-            f"{run.model.name} on {cards}: {run.recipe.name}, {run.seq:,} tokens a sequence"
+            f"{run.model.name} on {cards}: {run.recipe.name}, {plural(run.seq, 'token')} a sequence"
             + (" (the model's longest: --seq was not given)" if assumed_seq else "")
             + f", micro-batch {run.micro_batch}, recompute {run.recompute}, "
             + " ".join(f"{name}={getattr(run, name)}" for name in ("dp", "tp", "cp", "pp", "zero"))
         ),
+        *[ASSUMED] * assumed_seq,
         *_wrap(
             f"Budget of a GPU: {size(have.budget)}, its {card.memory_gib:g} GiB less {size(have.reserve)} kept "
             f"free. Compared with it: {counted(have)}."
@@ -192,7 +199,8 @@ def fit_text(
         "",
     ]
     if have.fits:
-        lines += [f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."]
+        room = f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."
+        lines += _wrap(room + _mark(unproven(run)))
     else:
         lines += _wrap(
             f"It does not fit: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
@@ -204,7 +212,10 @@ def fit_text(
     for answer in answers:
         lines += ["", *_wrap(_headline(answer)), *_items(answer.traded[:-1])]
     for one in fewest[:1] + [one for one in fewest[1:] if one.value != fewest[0].value]:
-        lines += ["", *_wrap(_headline(one)), *_items(one.traded)]
+        mark = _mark(unproven(one.at.run)) if one.at else ""
+        lines += ["", *_wrap(_headline(one) + mark), *_items(one.traded)]
+    if any("(unproven:" in line for line in lines):
+        lines += ["", *_wrap(MEANING[0].upper() + MEANING[1:])]
     best = have if have.fits else changes[0].at if changes else None
     if best is not None:
         words = textwrap.wrap(command(best, model), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
@@ -225,10 +236,14 @@ def _changes(changes: list[Change], show_all: bool) -> list[str]:
             hidden += 1
             continue
         took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
-        lines += ["", *_wrap(f"{one.kind}: {one}{took}")]
+        lines += ["", *_wrap(f"{one.kind}: {one}{took}{_mark(one.unproven)}")]
         lines += _items(one.traded if show_all else one.traded[:TRADES])
         hidden += 0 if show_all else len(one.traded) > TRADES
     return lines + (["", "--all prints the other changes, and all that each one trades."] if hidden else [])
+
+
+def _mark(names: tuple[str, ...]) -> str:
+    return f" (unproven: {', '.join(names)})" if names else ""
 
 
 def _headline(answer: Answer) -> str:

@@ -73,7 +73,7 @@ def memory(
         if name not in ("model", "gpu", "unit", "as_json", "step", "at", "explain")
     }
 
-    from lablib.calc.choices import one_of
+    from lablib.calc.choices import one_of, plural
     from lablib.calc.hardware import accelerator
     from lablib.calc.memory import training_memory
     from lablib.calc.memory_timeline import STEPS
@@ -100,7 +100,7 @@ def memory(
         typer.echo(memory_table(breakdown, device=device, unit=unit, pp=pp))
         if seq is None:
             typer.echo(
-                f"\n{breakdown.seq:,} tokens, the model's longest, because --seq was not given:"
+                f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
                 " add --seq with the length that you train at."
             )
 
@@ -119,7 +119,7 @@ def memory_table(
     Raises:
         ValueError: If the unit is unknown.
     """
-    from lablib.calc.choices import one_of
+    from lablib.calc.choices import one_of, plural
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
@@ -129,9 +129,12 @@ def memory_table(
         share = f"{value / breakdown.total:>9.1%}" if breakdown.total else ""
         return f"{name:<32}{value / size:>20,.{digits}f}{share}"
 
-    ranks = "1 rank" if breakdown.ranks == 1 else f"{breakdown.ranks:,} ranks"
+    ranks = plural(breakdown.ranks, "rank")
     place = f"stage {breakdown.stage} of {pp}, a rank" if pp > 1 else "on one rank"
-    lines = [f"{breakdown.model}, {breakdown.recipe}, {breakdown.seq:,} tokens a sequence, {ranks}", ""]
+    lines = [
+        f"{breakdown.model}, {breakdown.recipe}, {plural(breakdown.seq, 'token')} a sequence, {ranks}",
+        "",
+    ]
     lines.append(f"{place:<32}{unit:>20}{'share':>9}")
     for name, terms in (
         ("states", breakdown.state_terms),

@@ -88,6 +88,10 @@ def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
 
 
 def _heading(timeline: MemoryTimeline) -> str:
-    ranks = "1 rank" if timeline.ranks == 1 else f"{timeline.ranks:,} ranks"
+    from lablib.calc.choices import plural
+
+    ranks = plural(timeline.ranks, "rank")
     place = f"; the peak is at {timeline.peak.name}"
-    return f"{timeline.model}, {timeline.recipe}, {timeline.seq:,} tokens a sequence, {ranks}{place}\n"
+    return (
+        f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
+    )

@@ -75,8 +75,8 @@ def plan(
         seq=seq,
         global_batch=global_batch,
         gpus_per_node=gpus_per_node,
-        nic=link_or_rate(nic),
-        intra=link_or_rate(intra),
+        nic=nic,
+        intra=intra,
         rails=rails,
         recipe_=recipe,
         attention=attention,
@@ -190,20 +190,3 @@ def _export(result: Plan, framework: str) -> str:
         dtype="fp16" if "fp16" in load.recipe.name else "bf16",
     )
     return export_layout(job, framework)
-
-
-def link_or_rate(text: str | None) -> str | float | None:
-    """Return the name of a link as it is, and a text that begins with a digit as bytes per second.
-
-    Args:
-        text: For example "ib-ndr" or "40 GB/s".
-
-    Raises:
-        ValueError: If it begins with a digit and has no unit of bandwidth.
-    """
-    from lablib.calc.links import LINKS
-    from lablib.calc.units import parse_bandwidth
-
-    if text is None or text.lower().replace("_", "-") in LINKS or not text[:1].isdigit():
-        return text
-    return parse_bandwidth(text)
