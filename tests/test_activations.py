@@ -300,7 +300,7 @@ def test_the_toys_terms_vanish_with_their_causes():
         ({"attention": "flash"}, "attention='flash'"),
         ({"bytes_per_value": 3}, "bytes_per_value=3 must be one of 2, 4"),
         ({"layer": 32}, "layer=32"),
-        ({"kernels": "toy", "tp": 2}, "tp=2 and cp=1 must be 1"),
+        ({"kernels": "toy", "cp": 2}, "kernels='toy' knows tp alone: cp=2 must be 1"),
     ],
 )
 def test_bad_input_is_named(change, words):

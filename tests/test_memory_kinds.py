@@ -112,6 +112,8 @@ def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
         Case(family="qwen2", recipe="autocast-bf16", recompute="full", attention="plain", micro_batch=2),
         Case(family="gpt2", recipe="mixed-bf16", pp=2, recompute="selective", attention="plain"),
         Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4, recompute="full"),
+        Case(kernels="hf", family="qwen2", recompute="full", sharding="fsdp2-keep", dp=4, tuning="lora"),
+        Case(family="llama", accumulate=3, recipe="pure-bf16", optimizer="sgd-momentum"),
     ],
     ids=lambda case: case.name,
 )
@@ -133,6 +135,13 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
             assert abs(mine.get(kind, 0) - kinds.get(kind, 0)) <= slack, (moment.name, kind)
         compared += 1
     assert compared >= case.model.num_layers // case.pp + 1
+
+
+def test_a_loss_over_frozen_weights_holds_what_hugging_face_has_variables_for() -> None:
+    case = Case(kernels="hf", family="qwen2", recipe="autocast-bf16", recompute="full", tuning="lora")
+    loss = timeline_of(case).moment("loss").total
+    # Counters of 56 adapters, two tables of frequencies, and the loss.
+    assert 0 <= measure(case).totals["loss"] - loss <= 4 * 56 + 24 + 8
 
 
 def test_a_replay_waits_for_who_needs_it_and_stops_when_nobody_does() -> None:

@@ -44,6 +44,7 @@ def group():
         Case(optimizer="sgd", step="fused"),
         Case(kernels="paper", family="mixtral", tensor="2+sp", seq=64, recompute="selective"),
         Case(kernels="hf", family="qwen2", recipe="autocast-bf16"),
+        Case(family="gpt2", recipe="pure-bf16", accumulate=3, recompute="selective"),
     ],
     ids=lambda case: case.name,
 )
@@ -131,6 +132,26 @@ def test_a_stage_is_as_full_as_its_micro_batches() -> None:
     ends = two.inputs + two.outputs + 2 * 64 * 8  # tokens, streams, and the indices of the positions
     assert two.saved == 2 * 2 * per_block + ends  # 2 blocks, 2 micro-batches in flight
     assert four.saved - 4 * per_block == 2 * ends  # 1 block, 4 micro-batches
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_gradients_that_add_up_are_there_in_the_next_forward(sharding: str) -> None:
+    how = {"recipe": "fp32", "sharding": sharding, "dp": 4 if sharding == "fsdp2" else 1}
+    one, three = measure(Case(**how)), measure(Case(**how, accumulate=3))
+    assert three.states == one.states
+    assert three.saved == one.saved
+    for moment in ("forward of the embedding", "forward of block 2", "loss"):
+        assert three.totals[moment] - one.totals[moment] == one.states["gradients"]
+    # A gradient is stored until it has been added; behind the last one there are as many as without.
+    assert three.totals["optimizer step"] == one.totals["optimizer step"]
+
+
+def test_ddp_adds_gradients_up_before_it_sends_them() -> None:
+    case = Case(sharding="ddp", dp=4, accumulate=3, optimizer="sgd")
+    found = measure(case)
+    assert found.states["gradients"] == found.states["weights"]
+    # One reduction a step: its buckets hold every gradient once.
+    assert found.moments["optimizer step"]["gradient buckets"] == found.states["gradients"]
 
 
 def formula(config: ModelConfig, s: int, b: int, t: int, variant: str) -> float:

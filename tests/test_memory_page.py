@@ -16,6 +16,7 @@ from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, RULES, grid
 from lablib.calc.memory_headline import (
     CAUSES,
+    EARLIER,
     HELD_OUT,
     NOTICEABLE,
     Judged,
@@ -128,6 +129,16 @@ def test_the_drawn_file_is_of_the_draw_and_no_bound_breaks() -> None:
         assert anew["predicted"] == row["predicted"], row["name"]
 
 
+@pytest.mark.parametrize("path", EARLIER, ids=lambda path: path.stem)
+def test_what_an_earlier_draw_found_is_mended(path: Path) -> None:
+    earlier = read_table(path)
+    assert earlier["seed"] != SEED
+    assert noticeable(earlier["rows"]), "without a miss there was no reason to draw anew"
+    today = predicted_anew(earlier["rows"])
+    assert noticeable(today) == []
+    assert broken(today) == []
+
+
 @pytest.mark.parametrize("kernels", ["hf", "toy"])
 def test_a_drawn_one_measured_again(kernels: str) -> None:
     case = next(c for c in held_out() if c.kernels == kernels and c.size == "tiny" and c.seq == 64)
@@ -220,8 +231,8 @@ def test_the_page_types_no_result() -> None:
     unit = (
         r"(?:GB|GiB|MB|MiB|KB|bytes?|B|percent|%|x|times|million|billion|configurations|cases|rows|of \d+)\b"
     )
-    # A model's name, what one could make up, and the width of an fp32 number.
-    allowed = {"8B", "5 percent", "4 bytes"}
+    # A model's name, what one could make up, the width of an fp32 number, and a segment of the allocator.
+    allowed = {"8B", "5 percent", "600 bytes", "4 bytes", "2 MiB"}
     typed = {found[0] for found in re.finditer(rf"\b\d[\d,.]*\s?{unit}", prose)}
     assert typed - allowed == set()
     for row in ROWS:

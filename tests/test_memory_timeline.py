@@ -11,6 +11,7 @@ import json
 import os
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,7 @@ from lablib.calc.saved_tensors import block_tensors
 from lablib.calc.tape import NONE, SHARED, Tape
 from lablib.calc.tape_blocks import BlockSetting, block_tape
 from lablib.calc.tape_ends import head_tape
+from lablib.calc.timeline_piece import Piece
 from lablib.cli.main import app
 from lablib.launch.fsdp_memory import forecast
 from lablib.launch.measure import saved_activations
@@ -401,6 +403,7 @@ CAUSES: list[tuple[str, dict, dict]] = [
     ("stage_outputs", {"pp": 3, "num_microbatches": 6, "stage": 0}, {"pp": 1}),
     ("stage_inputs", {"pp": 3, "num_microbatches": 6, "stage": 1, "recipe": "pure-bf16"}, {"pp": 1}),
     ("activations.adapters", {"tuning": "lora"}, {"tuning": "full"}),
+    ("adapter_gradients", {"tuning": "lora"}, {"tuning": "full"}),
 ]
 
 
@@ -431,6 +434,69 @@ def test_accumulation_and_pipelines_meet_their_gradients() -> None:
     assert many.peak_bytes > few.peak_bytes
 
 
+def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
+    """It ran first in forward: x, both of its gradients and that of the r values are there at once."""
+    setting = BlockSetting(
+        config=small("llama"), kernels="hf", batch=2, seq=16, value=4, gradient=4, lora_rank=5
+    )
+    tape, ran = block_tape(setting), ("A of down projection", "down projection", "B of down projection")
+    events = tape.play(out_of_place=True)
+    for direction, order in (("forward", ran), ("backward", ran[::-1])):
+        names = [event.operator for event in events if event.direction == direction]
+        assert [name for name in names if name in ran] == list(order)
+    last = next(i for i, e in enumerate(events) if e.direction == "backward" and e.operator == ran[0])
+    there = Counter(item.name for item in tape.alive(last, out_of_place=True))
+    assert there["gradient of SiLU(gate) × up"] == 2
+    assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
+    more = BlockSetting(
+        config=small("llama"), kernels="hf", batch=2, seq=16, value=4, gradient=4, lora_rank=10
+    )
+    most = [max(e.total - e.weights for e in block_tape(s).play(out_of_place=True)) for s in (setting, more)]
+    # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
+    assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4
+
+
+def test_variables_of_hugging_face_s_loss() -> None:
+    """The output of the last norm, which a frozen head does not keep, and the padded targets."""
+    config, batch, seq = small("llama"), 2, 16
+    how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
+
+    def held(kernels: str, rank: int) -> dict[str, int]:
+        tape = head_tape(BlockSetting(kernels=kernels, lora_rank=rank, **how))
+        loss = next(i for i, event in enumerate(tape.play()) if event.operator == "log-softmax")
+        return {item.name: item.bytes for item in tape.alive(loss) if item.group == "passing"}
+
+    norm, targets = (
+        {"output of final norm": batch * seq * config.hidden * 4},
+        {"padded targets": batch * (seq + 1) * 8},
+    )
+    own = {name: size for name, size in held("hf", 5).items() if "logits" not in name}
+    assert own == norm | targets
+    assert held("hf", 0).keys() == held("hf", 5).keys() - norm.keys()  # kept by the head
+    assert held("toy", 5).keys() == held("hf", 5).keys() - norm.keys() - targets.keys()
+
+
+def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
+    config, rank = small("llama"), 5
+    how = {
+        "config": config,
+        "kernels": "hf",
+        "batch": 2,
+        "seq": 16,
+        "value": 4,
+        "gradient": 4,
+        "recompute": "full",
+    }
+
+    def cached(low: int, rank: int) -> int:
+        return Piece(block_tape(BlockSetting(low=low, lora_rank=rank, **how)), False, False).cached
+
+    # q, k, v, gate and up read a norm; attention's output and the MLP's inner values are in 16 bits already.
+    outputs = config.q_width + 2 * config.kv_width + 2 * config.ffn
+    assert cached(2, rank) == 2 * rank * (5 * config.hidden + outputs)
+    assert cached(0, rank) == 0
+
+
 def test_settings_that_cannot_be() -> None:
     def raises(message: str, run: Callable[[], object]) -> None:
         with pytest.raises(ValueError, match=message):
@@ -442,7 +508,10 @@ def test_settings_that_cannot_be() -> None:
     raises("contradicts zero=1", lambda: memory_timeline("gpt2", sharding="fsdp2", dp=2, zero=1))
     raises("unknown sharding", lambda: training_memory("gpt2", sharding="fsdp3"))
     raises("kernels='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", kernels="hf", seq=64))
-    raises("tp=2 and cp=1 must be 1", lambda: memory_timeline("llama-3-8b", kernels="hf", tp=2, seq=64))
+    raises(
+        "is not known with cp=2",
+        lambda: memory_timeline("llama-3-8b", kernels="hf", recipe="fp32", tp=2, cp=2, seq=64),
+    )
     raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, kernels="hf"))
     raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))
 

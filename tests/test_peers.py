@@ -18,7 +18,7 @@ from lablib.calc.memory_grid import grid
 from lablib.calc.memory_headline import OTHERS, read_table
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
-from lablib.calc.peer import Peer, Shape, shape
+from lablib.calc.peer import SIXTEEN_BITS, Peer, Shape, shape
 from lablib.calc.peer_accelerate import training_usage
 from lablib.calc.peer_korthikanti import blocks, ends, layer
 from lablib.calc.peer_reasons import REASONS, why
@@ -209,7 +209,7 @@ def test_eleuther_s_activations_are_korthikanti_s_at_two_bytes() -> None:
     case = next(
         c
         for c in covered(peer)
-        if c.recipe == "mixed-bf16" and c.attention == "plain" and c.recompute == "none" and c.tp == 1
+        if c.recipe in SIXTEEN_BITS and c.attention == "plain" and c.recompute == "none" and c.tp == 1
     )
     assert peer.predict(case) == round(sum(blocks(shape(case)).values()))
 

@@ -24,10 +24,15 @@ the full q, k, v. Routing is taken as balanced.
 
 **"hf"**: what Hugging Face's eager GPT-2, Llama, Qwen2 and Mistral keep; see `lablib.calc.hf_activations`.
 
+With t ranks these two are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided, the
+stream, its norms and the gathered logits are not.
+
 Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lablib.calc import hf_activations as hf
 from lablib.calc import paper_activations as paper
@@ -82,10 +87,11 @@ def layer_activations(
     _choose("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
-    if kernels == "hf":
-        return hf.layer(config, batch, seq, bytes_per_value, recompute, attention, share.dropout)
-    if kernels == "toy":
-        return toy.layer(config, batch, seq, bytes_per_value, recompute, attention, share.dropout)
+    if kernels != "paper":
+        layer_of = hf.layer if kernels == "hf" else toy.layer
+        return layer_of(
+            one_rank(config, tp), batch, seq, bytes_per_value, recompute, attention, share.dropout
+        )
     return paper.layer(share, experts=experts, recompute=recompute, attention=attention)
 
 
@@ -228,9 +234,10 @@ def _share(
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
     if kernels != "paper":
-        if tp * cp > 1:
+        if cp > 1 or sequence_parallel:
             raise ValueError(
-                f"kernels={kernels!r} counts one process: tp={tp} and cp={cp} must be 1; use kernels='paper' for more"
+                f"kernels={kernels!r} knows tp alone: cp={cp} must be 1 and sequence_parallel={sequence_parallel} "
+                "False; use kernels='paper' for more"
             )
         (toy if kernels == "toy" else hf).check_config(config)
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}
@@ -250,6 +257,19 @@ def _share(
         stream_split=tp if sequence_parallel else 1,
         dropout=dropout > 0,
     )
+
+
+def one_rank(config: ModelConfig, tp: int) -> ModelConfig:
+    """Return a layer's sizes on one tensor-parallel rank: its heads, and its part of the MLP; the stream is whole.
+
+    Args:
+        config: The model, without experts.
+        tp: Tensor parallel ranks.
+    """
+    if tp == 1:
+        return config
+    heads = {"num_heads": config.num_heads // tp, "num_kv_heads": config.num_kv_heads // tp}
+    return replace(config, **heads, ffn=config.ffn // tp)
 
 
 def _divides(name: str, factor: int, of: str, number: int) -> None:

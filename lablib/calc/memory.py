@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from os import PathLike
 
 from lablib.calc.breakdown import MemoryBreakdown
-from lablib.calc.choices import one_of
+from lablib.calc.choices import check_stage, one_of
 from lablib.calc.models import ModelConfig
 from lablib.calc.rank_memory import stage_memory
 from lablib.calc.recipes import Optimizer, Recipe
@@ -85,7 +85,8 @@ def training_memory(
         seq: Tokens in a sequence, before cp divides it; None means the model's `max_positions`.
         dp: Replicas that see different data.
         zero: ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.
-        tp: Tensor-parallel ranks.
+        tp: Tensor-parallel ranks. With kernels "hf" and "toy" it is PyTorch's `parallelize_module` with Hugging Face's
+            plan: embedding and norms stay whole, logits are gathered.
         sequence_parallel: Whether norms and residuals are split over tp too.
         pp: Pipeline stages.
         schedule: "1f1b", "gpipe" or "interleaved".
@@ -106,7 +107,9 @@ def training_memory(
         bucket_bytes: Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.
         prefetch: Units that ZeRO-3 gathers ahead of the one in use.
         sharding: "flat": a shard is `ceil(n / ranks)` of one flat array. "fsdp2": each tensor by its rows, as
-            `fully_shard` does, with zero=3 (reshards after forward) or zero=2 (does not).
+            `fully_shard` does, with zero=3 (reshards after forward) or zero=2 (does not). "whole": each tensor's
+            optimizer states on one rank, as `ZeroRedundancyOptimizer` has them behind DDP, with zero=1; the fullest
+            rank is described. What DeepSpeed pads and buckets is in `deepspeed_states`.
 
     Raises:
         ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.
@@ -143,8 +146,7 @@ def training_memory(
     )
     if stage is None:
         return max((stage_memory(run, i) for i in range(pp)), key=lambda memory: memory.total)
-    if not isinstance(stage, int) or not 0 <= stage < pp:
-        raise ValueError(f"stage={stage!r} is not one of the pp={pp} stages; use 0 to {pp - 1}")
+    check_stage(stage, pp)
     return stage_memory(run, stage)
 
 

@@ -23,13 +23,17 @@ FACTORS: dict[str, tuple] = {
     "optimizer": ("adamw", "sgd", "sgd-momentum"),
     "step": ("for-loop", "foreach", "fused"),
     "recompute": ("none", "selective", "full"),
-    "sharding": ("none", "ddp", "fsdp2", "fsdp2-keep"),
+    "sharding": ("none", "ddp", "zero1", "fsdp2", "fsdp2-keep"),
     "dp": (1, 2, 4, 8, 64),
     "tensor": ("1", "2", "2+sp", "4", "4+sp"),
     "pp": (1, 2, 4),
+    "accumulate": (1, 3),
     "attention": ("fused", "plain"),
     "tuning": ("full", "lora"),
 }
+
+#: Factors whose value needs a word before it.
+WORDS = {"dp": "dp", "tensor": "tp", "pp": "pp", "accumulate": "accumulate"}
 
 _TINY = {"num_layers": 4, "hidden": 48, "num_heads": 8, "ffn": 100, "vocab": 211, "max_positions": 1024}
 _GPT = {"norm": "layernorm", "gated_mlp": False, "learned_positions": True, "tied": True}
@@ -77,10 +81,12 @@ class Case:
         optimizer: A name of `lablib.calc.optimizers`.
         step: How the optimizer runs: "for-loop", "foreach" or "fused".
         recompute: "none", "selective" or "full".
-        sharding: "none", "ddp", "fsdp2" (reshards after forward) or "fsdp2-keep" (does not).
+        sharding: "none", "ddp", "zero1" (DDP, and PyTorch's ZeroRedundancyOptimizer), "fsdp2" (reshards after forward)
+            or "fsdp2-keep" (does not).
         dp: Ranks that see different data.
         tensor: Tensor-parallel ranks, with "+sp" for sequence parallelism.
         pp: Pipeline stages, 1F1B; the first stage is judged, with pp micro-batches in flight.
+        accumulate: Micro-batches whose gradients add up before the optimizer's step, one after the other.
         attention: "fused" or "plain".
         tuning: "full" or "lora" (rank 16, all matrices of a block).
     """
@@ -98,6 +104,7 @@ class Case:
     dp: int = 1
     tensor: str = "1"
     pp: int = 1
+    accumulate: int = 1
     attention: str = "fused"
     tuning: str = "full"
 
@@ -122,9 +129,19 @@ class Case:
         return self.sharding.startswith("fsdp2")
 
     @property
+    def whole(self) -> bool:
+        """Whether every rank has all of the states."""
+        return self.sharding in ("none", "ddp")
+
+    @property
+    def replicates(self) -> bool:
+        """Whether DDP keeps the replicas alike."""
+        return self.sharding in ("ddp", "zero1")
+
+    @property
     def micro_batches(self) -> int:
-        """Of a step: one more than fill a pipeline, so that its first stage is full again while there are gradients."""
-        return self.pp + 1 if self.pp > 1 else 1
+        """Of a step; one more than fill a pipeline, so that its first stage is full again while there are gradients."""
+        return self.pp + 1 if self.pp > 1 else self.accumulate
 
     @property
     def name(self) -> str:
@@ -133,7 +150,7 @@ class Case:
         always = ("kernels", "family", "size", "seq", "recipe")
         words = [self.model.name, self.kernels, f"{self.micro_batch} x {self.seq}", self.recipe]
         words += [
-            {"dp": f"dp {value}", "tensor": f"tp {value}", "pp": f"pp {value}"}.get(factor, str(value))
+            f"{WORDS[factor]} {value}" if factor in WORDS else str(value)
             for factor, value in asdict(self).items()
             if factor not in (*always, "micro_batch") and value != plain[factor]
         ]
@@ -146,7 +163,7 @@ class Case:
             model = replace(
                 model, family="llama"
             )  # the toy's other family: it has biases where the config says so
-        zero = {"fsdp2": 3, "fsdp2-keep": 2}.get(self.sharding, 0)
+        zero = {"zero1": 1, "fsdp2": 3, "fsdp2-keep": 2}.get(self.sharding, 0)
         return {
             "model": model,
             "recipe": self.recipe,
@@ -156,12 +173,12 @@ class Case:
             "seq": self.seq,
             "dp": self.dp,
             "zero": zero,
-            "sharding": "fsdp2" if self.shards else "flat",
+            "sharding": "fsdp2" if self.shards else "whole" if self.sharding == "zero1" else "flat",
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "pp": self.pp,
             "stage": 0,
-            "num_microbatches": self.micro_batches if self.pp > 1 else None,
+            "num_microbatches": self.micro_batches if self.micro_batches > 1 else None,
             "recompute": self.recompute,
             "attention": self.attention,
             "kernels": self.kernels,

@@ -4,7 +4,8 @@
         print(line.term, line.bytes, line.formula, line.numbers, line.source)
 
 Letters: ψ parameters of this rank, N ranks that share them, n tokens of a micro-batch on this rank, s tokens of a
-sequence, b sequences, h hidden, a heads and k key heads of width d, f inner width, V vocabulary, L blocks.
+sequence, b sequences, h hidden, a heads and k key heads of width d, f inner width, V vocabulary, L blocks, r the rank
+of adapters.
 
 A term is "exact" if it follows from counting, "measured" if tests hold it to PyTorch (real tensors, or its trackers
 under fake ones), and "unproven" if no oracle on a CPU can see it.
@@ -60,6 +61,10 @@ TRANSIENT = {
     "recomputed_stream": ("the stream behind attention, which the replay of the block made", AUTOGRAD),
     "recomputed": ("what the replay of the block has made again for its backward", AUTOGRAD),
     "activation_gradients": ("gradients of activations that wait for an operator", ENGINE),
+    "adapter_gradients": (
+        "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
+        ENGINE,
+    ),
     "operator_temporaries": ("what one operator's backward makes for itself", AUTOGRAD),
     "gathered_weights": ("root and unit in use, whole, at the bytes of a gathered value", FSDP),
     "arriving_weights": ("the unit that is copied out of its buffer, at the bytes of a gathered value", FSDP),
@@ -86,6 +91,7 @@ WHILE = (
     "recomputed_stream",
     "recomputed_values",
     "activation_gradients",
+    "adapter_gradients",
     "operator_temporaries",
     "new_gradients",
 )
@@ -182,6 +188,8 @@ class _Facts:
             "a b s²": self.tokens * run.seq * (c.num_heads // run.tp),
             "n": self.tokens,
         }
+        if run.tuning != "full":
+            self.shapes["n r"] = self.tokens * run.lora_rank
 
     def explain(self, term: str, size: int) -> Explained:
         if term.startswith("activations."):

@@ -15,6 +15,7 @@ from lablib.calc.memory_cases import FACTORS, Case, case_model, has_model
 from lablib.calc.pairwise import Rule, choose
 
 _SIXTEEN_BITS_BY_HAND = ("fp32", "pure-bf16", "mixed-bf16")
+_REPLICAS = ("ddp", "zero1")
 
 
 def _divides(family: str, size: str, tensor: str) -> bool:
@@ -28,6 +29,10 @@ def _fits(family: str, size: str, seq: int) -> bool:
     if size == "tiny":
         return seq <= 1000  # on real tensors
     return not has_model(family, size) or seq <= case_model(family, size).max_positions
+
+
+def _has_own_head(family: str, size: str) -> bool:
+    return family != "gpt2" and not (has_model(family, size) and case_model(family, size).tied)
 
 
 RULES: tuple[Rule, ...] = (
@@ -48,8 +53,34 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("kernels", "tensor"),
-        lambda kernels, tensor: kernels == "paper" or tensor == "1",
-        "toy and hf count one process",
+        lambda kernels, tensor: kernels == "paper" or "+sp" not in tensor,
+        "the plan that Hugging Face ships for PyTorch has no sequence parallelism",
+    ),
+    *(
+        Rule(
+            ("kernels", "tensor", *factors),
+            lambda kernels, tensor, *values, allowed=allowed: (
+                kernels == "paper" or tensor == "1" or allowed(*values)
+            ),
+            why,
+        )
+        for factors, allowed, why in (
+            (
+                ("family", "size"),
+                _has_own_head,
+                "the plan splits the head, and not the table that is tied to it",
+            ),
+            (("sharding",), lambda sharding: sharding == "none", "PyTorch's split is judged alone"),
+            (("pp",), lambda pp: pp == 1, "PyTorch's split is judged alone"),
+            (("accumulate",), lambda accumulate: accumulate == 1, "PyTorch's split is judged alone"),
+            (("recipe",), lambda recipe: recipe in ("fp32", "pure-bf16"), "DTensor has no autocast"),
+            (("tuning",), lambda tuning: tuning == "full", "adapters are not in the plan"),
+            (
+                ("optimizer", "step"),
+                lambda optimizer, step: optimizer == "adamw" or step != "fused",
+                "PyTorch's fused SGD takes no DTensors",
+            ),
+        )
     ),
     Rule(
         ("kernels", "recompute"),
@@ -85,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sharding", "size"),
-        lambda sharding, size: sharding != "ddp" or size == "tiny",
+        lambda sharding, size: sharding not in _REPLICAS or size == "tiny",
         "DDP's reducer is C++ and takes real tensors",
     ),
     Rule(
@@ -95,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sharding", "kernels"),
-        lambda sharding, kernels: sharding != "ddp" or kernels != "paper",
+        lambda sharding, kernels: sharding not in _REPLICAS or kernels != "paper",
         "DDP is judged with real kernels",
     ),
     Rule(("tensor", "pp"), lambda tensor, pp: tensor == "1" or pp == 1, "stages are judged whole"),
@@ -126,6 +157,26 @@ RULES: tuple[Rule, ...] = (
         ("pp", "recipe"),
         lambda pp, recipe: pp == 1 or recipe in _SIXTEEN_BITS_BY_HAND,
         "stages are judged without autocast",
+    ),
+    Rule(
+        ("accumulate", "pp"),
+        lambda accumulate, pp: accumulate == 1 or pp == 1,
+        "a pipeline has micro-batches of its own",
+    ),
+    Rule(
+        ("accumulate", "kernels"),
+        lambda accumulate, kernels: accumulate == 1 or kernels != "paper",
+        "no paper says what gradients that add up need",
+    ),
+    Rule(
+        ("accumulate", "size"),
+        lambda accumulate, size: accumulate == 1 or size in ("tiny", "small"),
+        "steps of a large model take minutes, and three of them three times as many",
+    ),
+    Rule(
+        ("accumulate", "attention", "seq"),
+        lambda accumulate, attention, seq: accumulate == 1 or attention == "fused" or seq == 64,
+        "three times the scores of a thousand tokens take long, and show nothing that 64 do not",
     ),
 )
 

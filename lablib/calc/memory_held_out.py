@@ -18,8 +18,8 @@ from lablib.calc.memory_cases import FACTORS, Case
 from lablib.calc.memory_grid import RULES, grid
 from lablib.calc.pairwise import Row, complete
 
-#: The present draw. Raise it when the calculator was changed because of one of its configurations.
-SEED = 7
+#: The present draw. Raise it when the calculator was changed because of one of its configurations; keep the old file then.
+SEED = 11
 #: How many of each size: the larger ones run for minutes under fake tensors.
 COUNTS = {"tiny": 30, "small": 10}
 #: Papers have no peak, so their kernels are drawn less often.

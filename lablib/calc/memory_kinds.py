@@ -59,6 +59,7 @@ TERMS = {
     # Made in backward.
     "logits_gradients": "temporary",
     "activation_gradients": "temporary",
+    "adapter_gradients": "temporary",
     # A gradient gets its label when a parameter gets it. Until then it was made in backward like any other tensor:
     # while the operator that makes it runs, and while the first of two gradients of a tied table waits.
     "new_gradients": "temporary",

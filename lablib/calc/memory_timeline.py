@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
-from lablib.calc.choices import one_of
+from lablib.calc.choices import check_flag, check_stage, one_of
 from lablib.calc.memory import run_config
 from lablib.calc.models import ModelConfig
 from lablib.calc.run_activations import gradients_meet
@@ -146,19 +146,19 @@ def memory_timeline(
         out_of_place: Whether the second gradient of a tensor is added into a new one. PyTorch adds in place, except
             under a dispatch mode: set it to compare with MemTracker, FakeTensorMode or `lablib.launch.live_bytes`.
         **settings: Those of `lablib.calc.memory.training_memory`, by name. Among them `kernels`: "paper", "toy", or
-            "hf" (Hugging Face's eager classes); and `sharding`: "flat" (ZeRO's one flat array), or "fsdp2" (each
-            tensor by its rows; zero=3 reshards after forward, zero=2 does not).
+            "hf" (Hugging Face's eager classes); and `sharding`: "flat" (ZeRO's one flat array), "fsdp2" (each tensor
+            by its rows; zero=3 reshards after forward, zero=2 does not), or "whole" (zero=1 by whole tensors).
 
     Raises:
         ValueError: As `training_memory`, and if `step` or the stage is unknown.
     """
     one_of("step", step, STEPS)
+    check_flag("out_of_place", out_of_place)
     run = run_config(model, **settings)
     if stage is None:
         found = [_timeline(run, number, step, out_of_place) for number in range(run.pp)]
         return max(found, key=lambda timeline: timeline.peak_bytes)
-    if not isinstance(stage, int) or not 0 <= stage < run.pp:
-        raise ValueError(f"stage={stage!r} is not one of the pp={run.pp} stages; use 0 to {run.pp - 1}")
+    check_stage(stage, run.pp)
     return _timeline(run, stage, step, out_of_place)
 
 

@@ -163,6 +163,19 @@ def split_tiny(case: Case) -> tuple[bool, str]:
     return case.size == "tiny" and case.tp > 1, only_published(case)[1]
 
 
+def only_even(case: Case) -> tuple[bool, str]:
+    """Return a check: shards of equal size, as every formula of ZeRO has them."""
+    return case.sharding == "zero1", "it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors"
+
+
+def only_megatron(case: Case) -> tuple[bool, str]:
+    """Return a check: tensor parallelism as Megatron-LM has it, which splits the table of words too."""
+    return (
+        case.kernels != "paper" and case.tp > 1,
+        "it divides all parameters by the tensor-parallel ranks, and PyTorch's plan leaves the embedding whole",
+    )
+
+
 def only_with_peak(case: Case) -> tuple[bool, str]:
     """Return a check: a peak was measured."""
     return case.kernels == "paper", "no peak is measured with the papers' kernels"

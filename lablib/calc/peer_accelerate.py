@@ -38,7 +38,7 @@ def _covers(case: Case) -> str:
         only_full_tuning(case),
         (case.recipe not in (*MIXED, "fp32"), "it keeps fp32 weights beside 16-bit ones"),
         (case.optimizer != "adamw", "it has Adam only"),
-        (case.shards or case.tp * case.pp > 1, "it estimates one device"),
+        (not case.whole or case.tp * case.pp > 1, "it estimates one device"),
     )
 
 

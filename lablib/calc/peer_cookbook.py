@@ -21,6 +21,7 @@ from lablib.calc.peer import (
     first_reason,
     keeps_scores,
     only_full_tuning,
+    only_megatron,
     only_published,
     only_with_peak,
     shape,
@@ -66,6 +67,7 @@ def model_parameters(case: Case) -> float:
 def _covers_states(case: Case) -> str:
     return first_reason(
         only_full_tuning(case),
+        only_megatron(case),
         (case.recipe not in (*MIXED, "fp32"), "its optimizer keeps fp32 states"),
         (case.optimizer != "adamw", "it has Adam only"),
         only_published(case),

@@ -68,7 +68,7 @@ def _covers_documentation(case: Case) -> str:
         only_full_tuning(case),
         (case.recipe not in (*MIXED, "fp32"), "it has fp32 and mixed precision only"),
         (case.optimizer not in _MOMENTS, "it has AdamW and SGD with momentum only"),
-        (case.shards or case.tp * case.pp > 1, "it describes one device"),
+        (not case.whole or case.tp * case.pp > 1, "it describes one device"),
     )
 
 

@@ -22,6 +22,7 @@ from lablib.calc.peer import (
     keeps_scores,
     only_dense,
     only_full_tuning,
+    only_megatron,
     only_published,
     only_sixteen_bits,
     only_with_peak,
@@ -65,6 +66,7 @@ def bytes_per_parameter(ranks: int | None = None) -> dict[str, float]:
 def _covers_states(case: Case) -> str:
     return first_reason(
         only_full_tuning(case),
+        only_megatron(case),
         (case.recipe not in ("mixed-bf16", "autocast-bf16"), "it counts bf16 with fp32 gradients only"),
         (case.optimizer != "adamw", "it has Adam only"),
         only_published(case),

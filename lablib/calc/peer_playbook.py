@@ -21,8 +21,10 @@ from lablib.calc.peer import (
     first_reason,
     keeps_scores,
     only_dense,
+    only_even,
     only_four_times,
     only_full_tuning,
+    only_megatron,
     only_published,
     only_sixteen_bits,
     only_with_peak,
@@ -70,6 +72,8 @@ def model_states(params: float, *, ranks: int = 1, stage: int = 0, mixed: bool =
 def _covers_states(case: Case) -> str:
     return first_reason(
         only_full_tuning(case),
+        only_megatron(case),
+        only_even(case),
         (case.recipe not in (*MIXED, "fp32"), "it keeps moments in fp32"),
         (case.optimizer != "adamw", "it has Adam only"),
         split_tiny(case),

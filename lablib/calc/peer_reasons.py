@@ -64,9 +64,9 @@ REASONS: dict[tuple[str, str], Reason] = {
         "for backward, beside {held_head} in head and loss.",
     ),
     ("Korthikanti et al.", "activations"): Reason(
-        "attention",
-        "It counts a byte for every value that dropout may drop, {gap_attention} in attention and {gap_mlp} in the "
-        "MLPs of {model}, which was run without dropout.",
+        "inputs",
+        "Its full recomputation keeps the whole input of every block, {said_inputs} in {model}; with sequence "
+        "parallelism a rank has its share alone, {held_inputs}.",
     ),
     ("Transformer Math 101", "states"): Reason(
         "",
@@ -87,9 +87,9 @@ REASONS: dict[tuple[str, str], Reason] = {
     ("Ultra-Scale Playbook", "activations"): Reason("head", _BLOCKS),
     ("Ultra-Scale Playbook", "total"): Reason("moment", _MOMENT),
     ("Megatron-LM's report", "states"): Reason(
-        "gradients",
-        "Its {bytes_said} bytes a parameter are those of Megatron's own runs, whose gradients are fp32: {gap_gradients} "
-        "more than the 16-bit ones of {model}, which keeps {bytes_held}.",
+        "weights",
+        "Its {bytes_said} bytes a parameter are those of Megatron's own runs, which keep a 16-bit copy beside fp32 weights: "
+        "{gap_weights} more than {model}, which keeps {bytes_held} under autocast.",
     ),
     ("Megatron-LM's report", "activations"): Reason("casts", _CASTS),
     ("Megatron-LM's report", "total"): Reason("moment", _STEP),
@@ -100,9 +100,9 @@ REASONS: dict[tuple[str, str], Reason] = {
     ),
     ("EleutherAI's calculator", "activations"): Reason("casts", _CASTS),
     ("EleutherAI's calculator", "total"): Reason(
-        "moment",
-        "All of {model} stays gathered from forward to backward, {at_gathered_weights} of the {measured}, where it has "
-        "{said_buffers} of DeepSpeed's buffers.",
+        "states",
+        "Without ZeRO it divides only the weights by pipeline stages: it puts {said_states} of states on a rank of "
+        "{model}, which holds {held_states}.",
     ),
     ("Transformers' docs", "states"): Reason(
         "gradients",

@@ -21,6 +21,7 @@ from lablib.calc.peer import (
     first_reason,
     keeps_scores,
     only_dense,
+    only_even,
     only_four_times,
     only_full_tuning,
     only_published,
@@ -63,6 +64,7 @@ def model_states(
 def _covers_states(case: Case) -> str:
     return first_reason(
         only_full_tuning(case),
+        only_even(case),
         (case.recipe not in (*MIXED, "fp32"), "it keeps moments in fp32"),
         (case.optimizer not in OPTIMIZERS, "it has Adam and SGD with momentum only"),
         (case.tp * case.pp > 1, "its sum for a split model belongs to ZeRO-1"),

@@ -23,8 +23,10 @@ from lablib.calc.peer import (
     Peer,
     first_reason,
     moments,
+    only_even,
     only_four_times,
     only_full_tuning,
+    only_megatron,
     only_published,
     parameters,
     shape,
@@ -70,6 +72,8 @@ def gpt_activations(hidden: int, batch: int, seq: int, layers: int, value: int =
 def _covers_states(case: Case) -> str:
     return first_reason(
         only_full_tuning(case),
+        only_megatron(case),
+        only_even(case),
         (case.recipe not in MIXED, "it counts mixed precision only"),
         split_tiny(case),
         (case.pp > 1, "it has no pipeline stages"),

@@ -9,14 +9,16 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
 from lablib.calc.fsdp_shards import shard_params, unit_shapes
 from lablib.calc.run_activations import activation_terms, recomputed_layer
 from lablib.calc.run_config import RunConfig
-from lablib.calc.stages import stage_layers
+from lablib.calc.stages import layers_of_stage
 from lablib.calc.tensors import Tensor, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.zero import shard, state_terms
+from lablib.calc.zero_whole import whole_states
 
 Unit = Counter  # (kind, expert) -> parameters of this rank; kind is "trained", "frozen" or "quantized"
 
@@ -33,11 +35,16 @@ def stage_memory(run: RunConfig, stage: int) -> MemoryBreakdown:
     Raises:
         ValueError: If the layers cannot be divided into stages.
     """
-    chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
+    chunks = layers_of_stage(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage, stage)
     tensors = stage_tensors(run, stage, chunks)
     params = {id(members): unit_params(run, members) for members in {id(m): m for m in tensors}.values()}
     units = [params[id(members)] for members in tensors]  # equal blocks are one list, counted once
-    states = fsdp2_states(run, tensors) if run.sharding == "fsdp2" else rank_states(run, units)
+    if run.sharding == "fsdp2":
+        states = fsdp2_states(run, tensors)
+    elif run.sharding == "whole":
+        states = whole_states(run, tensors, total_params(units))
+    else:
+        states = rank_states(run, units)
     stays = {
         "none": tuple(states),
         "optimizer": WEIGHT_TERMS + GRADIENT_TERMS,
@@ -77,7 +84,10 @@ def stage_tensors(run: RunConfig, stage: int, chunks: list[range]) -> list[list[
     blocks = {kind: layer_tensors(config, layer) for kind, layer in kinds.items()}
     units = [blocks[config.has_experts(layer)] for chunk in chunks for layer in chunk]
     if stage == 0:
-        units.insert(0, embedding_tensors(config))
+        whole = (
+            run.kernels != "paper"
+        )  # Hugging Face's plan splits the head's vocabulary, and not the embedding's
+        units.insert(0, [replace(t, split="") if whole else t for t in embedding_tensors(config)])
     if stage == run.pp - 1:
         copy = embedding_tensors(config)[:1] if config.tied and run.pp > 1 else []
         units.append(head_tensors(config) + copy)
@@ -104,6 +114,19 @@ def unit_params(run: RunConfig, tensors: list[Tensor]) -> Unit:
     return unit
 
 
+def total_params(units: list[Unit]) -> Unit:
+    """Return the parameters of all units together.
+
+    Args:
+        units: Those that are one and the same object are counted, not added one by one.
+    """
+    alike, total = Counter(map(id, units)), Unit()
+    for unit in {id(unit): unit for unit in units}.values():
+        for kind, params in unit.items():
+            total[kind] += alike[id(unit)] * params
+    return total
+
+
 def rank_states(run: RunConfig, units: list[Unit]) -> dict[str, int]:
     """Return the bytes of a rank's states by term, before any offload.
 
@@ -114,7 +137,7 @@ def rank_states(run: RunConfig, units: list[Unit]) -> dict[str, int]:
         run: The run.
         units: The stage's parameters.
     """
-    params = sum(units, Unit())
+    params = total_params(units)
     terms: Counter[str] = Counter()
     for expert in (False, True):
         ranks = run.replicas(expert)
@@ -154,6 +177,17 @@ def weights_are_sharded(run: RunConfig) -> bool:
     return run.zero == 3 or (run.zero == 2 and (run.recipe.casts_when_gathered or run.sharding == "fsdp2"))
 
 
+def all_reduces(run: RunConfig) -> bool:
+    """Return whether DDP's all-reduce leaves whole gradients on every rank, and its buckets hold a copy of them.
+
+    ZeRO's flat arrays get theirs by reduce-scatter; `ZeroRedundancyOptimizer` works behind DDP.
+
+    Args:
+        run: The run.
+    """
+    return run.zero == 0 or run.sharding == "whole"
+
+
 def nf4_bytes(params: int) -> tuple[int, int]:
     """Return the bytes of NF4 codes and of their double-quantized constants.
 
@@ -182,17 +216,24 @@ def rank_buffers(run: RunConfig, units: list[Unit], tensors: list[list[Tensor]])
         units: The stage's parameters.
         tensors: The stage's tensors, for what is per matrix.
     """
-    flat = [tensor for unit in tensors for tensor in unit]
-    matrices = [t for t in flat if t.inputs > 1 and t.component not in ("embedding", "positions")]
-    if run.model.tied and any(t.component == "final_norm" for t in flat):
-        matrices += [t for t in flat if t.component == "embedding"][:1]  # it multiplies here, as the head
-    quantized = [t for t in flat if t.is_adapted] if run.tuning == "qlora" else []
+    alike = Counter(map(id, tensors))
+    flat = [(t, alike[i]) for i, unit in {id(unit): unit for unit in tensors}.items() for t in unit]
+    matrices = [(t, n) for t, n in flat if t.inputs > 1 and t.component not in ("embedding", "positions")]
+    if run.model.tied and any(t.component == "final_norm" for t, _ in flat):
+        matrices += [(t, n) for t, n in flat if t.component == "embedding"][
+            :1
+        ]  # it multiplies here, as the head
+    quantized = [t for t, _ in flat if t.is_adapted] if run.tuning == "qlora" else []
     compute = run.recipe.casts or run.recipe.gathered
     return {
         "gathered_weights": _gathered_weights(run, units),
         "communication_buckets": _buckets(run, units),
         "weight_casts": run.recipe.casts
-        * sum(t.local_params(run.tp, run.ep) for t in matrices if t not in quantized),
+        * sum(
+            n * t.local_params(run.tp, run.ep)
+            for t, n in matrices
+            if run.tuning != "qlora" or not t.is_adapted
+        ),
         "dequantized_weights": compute
         * max((o * i for o, i in (t.shape(run.tp) for t in quantized)), default=0),
     }
@@ -203,14 +244,15 @@ def _gathered_weights(run: RunConfig, units: list[Unit]) -> int:
     whole = run.offload == "parameters" or run.recipe.casts_when_gathered or kept
     if not whole and run.zero < 3:
         return 0
-    sizes = []
-    for unit in units:
+    found = {}
+    for unit in {id(unit): unit for unit in units}.values():
         size = 0
         for expert in (False, True):
             if whole or run.replicas(expert) > 1:
                 size += (unit["trained", expert] + unit["frozen", expert]) * run.recipe.gathered
                 size += sum(nf4_bytes(unit["quantized", expert]))
-        sizes.append(size)
+        found[id(unit)] = size
+    sizes = [found[id(unit)] for unit in units]
     return sum(sizes if kept else sorted(sizes, reverse=True)[: 1 + run.prefetch])
 
 
@@ -218,9 +260,11 @@ def _buckets(run: RunConfig, units: list[Unit]) -> int:
     """Gradients on their way to other ranks, or to the CPU."""
     to_host = run.offload in ("gradients", "parameters")
     travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
-    per_unit = [sum(unit["trained", expert] for expert in travels) * run.recipe.gradients for unit in units]
+    alike = {id(unit): unit for unit in units}
+    found = {i: sum(unit["trained", expert] for expert in travels) for i, unit in alike.items()}
+    per_unit = [found[id(unit)] * run.recipe.gradients for unit in units]
     if run.zero == 3 or weights_are_sharded(run) or run.offload == "parameters":
         return max(per_unit)
-    if run.zero == 0 and not to_host:
+    if all_reduces(run) and not to_host:
         return 0 if run.gradient_as_bucket_view else sum(per_unit)
     return min(2 * run.bucket_bytes, sum(per_unit))

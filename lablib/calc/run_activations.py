@@ -6,7 +6,6 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from lablib.calc.activations import embedding_activations, head_activations, layer_activations
 from lablib.calc.run_config import RunConfig
@@ -64,15 +63,16 @@ def recomputed_layer(run: RunConfig, chunks: list[range]) -> dict[str, int]:
     return {"recomputed_layer": max(again, default=0)}
 
 
-def alike_layers(run: RunConfig, chunk: Iterable[int]) -> Counter[int]:
+def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
     """Return the first layer of each kind, with and without experts, and how many of the chunk are like it.
 
     Args:
         run: The run.
         chunk: Numbers of layers.
     """
-    first: dict[bool, int] = {}
-    return Counter(first.setdefault(run.model.has_experts(layer), layer) for layer in chunk)
+    dense = run.model.num_dense_layers if run.model.is_moe else run.model.num_layers  # the first ones
+    parts = range(chunk.start, min(chunk.stop, dense)), range(max(chunk.start, dense), chunk.stop)
+    return Counter({part.start: len(part) for part in parts if part})
 
 
 def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:

@@ -24,7 +24,8 @@ from lablib.calc.breakdown import MemoryBreakdown
 from lablib.calc.fsdp_gathered import gathered_timeline
 from lablib.calc.fsdp_shards import fsdp_units, in_order, shard_params
 from lablib.calc.fsdp_units import Unit, padded
-from lablib.calc.rank_memory import unit_params, weights_are_sharded
+from lablib.calc.optimizer_groups import optimizer_groups
+from lablib.calc.rank_memory import all_reduces, unit_params, weights_are_sharded
 from lablib.calc.run_config import RunConfig
 from lablib.calc.tensors import Tensor
 from lablib.calc.zero import shard
@@ -60,9 +61,8 @@ def make_reduction(
         memory: Its bytes, as `stage_memory` counts them.
         several: Whether a step has several micro-batches.
     """
-    if run.sharding == "fsdp2":
-        return Fsdp2Reduction(run, stage, tensors, memory, several)
-    return Reduction(run, stage, tensors, memory, several)
+    kind = Fsdp2Reduction if run.sharding == "fsdp2" else Reduction
+    return kind(run, stage, tensors, memory, several)
 
 
 class Reduction:
@@ -91,11 +91,10 @@ class Reduction:
         self.buckets = buffers.get("communication_buckets", 0)
         self.gathered_weights = buffers.get("gathered_weights", 0)
         self.dequantized = buffers.get("dequantized_weights", 0)
-        words = -(-run.model.vocab // run.tp)
-        self.table_bytes = words * run.model.hidden * self.gradient_bytes
+        self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
         self.so_far = 0
         self.lasting: Counter = Counter()
-        if run.zero == 0 and not self.on_host:
+        if all_reduces(run) and not self.on_host:
             # DDP makes its buckets once, and they stay.
             self.lasting["gradient_buckets"] = self.buckets
             self.buckets = 0
@@ -109,7 +108,7 @@ class Reduction:
 
         Args:
             unit: "" for embedding and head, or "block 3".
-            phase: "forward", "loss", "backward" or "end".
+            phase: "forward", "head", "loss", "backward" or "end".
             event: "copy" or "compute".
         """
         return Counter(gathered_weights=self.gathered_weights, dequantized_weights=self.dequantized)
@@ -184,23 +183,23 @@ class Fsdp2Reduction(Reduction):
     def gathered(self, unit: str, phase: str, event: str = "compute") -> Counter:
         """Return gathered weights and the buffers of all-gathers; see the base class."""
         if phase == "end":
-            return Counter(gathered_weights=self._root_weights)
-        if phase == "loss":
-            inside = self.run.kernels == "hf"  # Hugging Face computes the loss inside of the root's forward
+            return Counter(gathered_weights=self._whole(""))
+        if phase in ("head", "loss"):
+            inside = (
+                phase == "head" or self.run.kernels == "hf"
+            )  # whose loss is inside of the root's forward, too
             phase, event = "forward", "compute" if inside else "release"
         elif not unit and phase == "forward":
             event = "copy"
         found = self.held.get((phase, unit, event), Counter()).copy()
         if unit and phase == "forward" and event == "copy":
-            u = self.units[unit]
-            found["arriving_weights"] = padded(u.shapes + u.frozen, self.ranks) * self.run.recipe.gathered
+            found["arriving_weights"] = self._whole(unit)
             found["gathered_weights"] -= found["arriving_weights"]
         return found
 
-    @property
-    def _root_weights(self) -> int:
-        unit = self.units[""]
-        return padded(unit.shapes + unit.frozen, self.ranks) * self.run.recipe.gathered
+    def _whole(self, unit: str) -> int:
+        u = self.units[unit]
+        return padded(u.shapes + u.frozen, self.ranks) * self.run.recipe.gathered
 
     def gradients(self, unit: str | None, now: int) -> Counter:
         """Return sharded and unsharded gradients and the buffer of the last reduce-scatter; see the base class."""
@@ -262,9 +261,10 @@ def optimizer_terms(
         params = sum(sizes)
     else:
         params = sum(unit_params(run, unit)["trained", e] for unit in tensors for e in (False, True))
-        ranks = reduction.ranks if run.zero else 1
+        ranks = 1 if all_reduces(run) else reduction.ranks
         params = shard(params, ranks)
         sizes = [min(prod(shape), params) for shape in shapes]
+    groups = optimizer_groups(run, tensors)
     recipe = run.recipe
     in_fp32 = recipe.gradients == FP32 or recipe.accumulation or recipe.gradient_copy
     converts = bool(recipe.master) and not in_fp32
@@ -274,12 +274,11 @@ def optimizer_terms(
     value = FP32 if recipe.master else recipe.moment
     rooted = "variance" in run.optimizer.moments and not run.optimizer.quantized
     if rooted and step == "foreach":
-        terms["optimizer_temporaries"] = params * value
+        terms["optimizer_temporaries"] = max(map(sum, groups), default=params) * value
     elif rooted and step == "for-loop":
         # The last tensor's denominator is still there when the next one's root is taken and divided.
-        before = [0, *sizes]
-        most = max((2 * size + last for size, last in zip(sizes, before, strict=False)), default=0)
-        terms["optimizer_temporaries"] = most * value
+        pairs = [pair for group in groups or [sizes] for pair in zip([0, *group], group, strict=False)]
+        terms["optimizer_temporaries"] = max((last + 2 * size for last, size in pairs), default=0) * value
     if converts and sum(sizes) == params:
         moved = _converting(sizes, recipe.gradients, terms["gradients"])
         before_step = Counter({**terms, **moved, "optimizer_temporaries": 0})

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lablib.calc.models import ModelConfig
 from lablib.calc.tape import NONE, SHARED, Tape, Value
 from lablib.calc.tape_eager import FP32, Eager
+from lablib.calc.tape_tensor import read_by_all, summed_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,25 +132,37 @@ class _EagerBlock:
         self, x: Value, inputs: int, outputs: int, kind: str, name: str, bias: bool, label: str = ""
     ) -> Value:
         s, e = self.s, self.e
-        y = e.linear(x, inputs, outputs, kind=kind, name=name, bias=bias, label=label)
-        if s.lora_rank and (s.lora_targets == "all" or kind == "attention"):
-            down = e.linear(x, inputs, s.lora_rank, kind="adapters", name=f"A of {name}", trained=True)
-            up = e.linear(down, s.lora_rank, outputs, kind="adapters", name=f"B of {name}", trained=True)
-            y = e.add(y, e.scale(up), label=label)
-        return y
+        how = {"kind": kind, "name": name, "bias": bias, "label": label}
+        if not s.lora_rank or (s.lora_targets == "attention" and kind != "attention"):
+            return e.linear(x, inputs, outputs, **how)
+        # As lablib.launch.lora has it: A first, so that its backward runs last, when x has its other gradient already.
+        # Both matrices are cast to the dtype of x there, which leaves nothing for autocast to cache where that is 16 bits.
+        own = {"kind": "adapters", "trained": True, "leaf": e.item[x] == s.value}
+        down = e.linear(x, inputs, s.lora_rank, name=f"A of {name}", **own)
+        y = e.linear(x, inputs, outputs, **how)
+        up = e.linear(down, s.lora_rank, outputs, name=f"B of {name}", **own)
+        return e.add(y, e.scale(up), label=label)
+
+    def column(self, x: Value, outputs: int, kind: str, name: str, bias: bool, label: str = "") -> Value:
+        x = read_by_all(self.e, self.s, x)
+        return self.linear(x, self.c.hidden, outputs, kind, name, bias, label)
+
+    def row(self, x: Value, inputs: int, kind: str, name: str, bias: bool) -> Value:
+        y = self.linear(x, inputs, self.c.hidden, kind, name, bias)
+        return summed_up(self.e, self.s, y, name)
 
     # Attention.
 
     def attention(self, x: Value) -> Value:
         c, e, t = self.c, self.e, self.s.tp
-        h, q_width, kv_width = c.hidden, c.q_width // t, c.kv_width // t
+        q_width, kv_width = c.q_width // t, c.kv_width // t
         if self.hf and c.family == "gpt2":
-            together = self.linear(x, h, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
+            together = self.column(x, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
             n = self.s.tokens
             q, k, v = e.split(together, [n * q_width, n * kv_width, n * kv_width])
         else:
             q, k, v = (
-                self.linear(x, h, width, "attention", f"{name} projection", c.qkv_bias, label=name)
+                self.column(x, width, "attention", f"{name} projection", c.qkv_bias, label=name)
                 for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
             )
         if not c.learned_positions:
@@ -162,7 +175,7 @@ class _EagerBlock:
         before, self.tape.recomputing = self.tape.recomputing, self.s.recompute in ("selective", "full")
         mixed = self.fused(q, k, v) if self.s.fused else self.plain(q, k, v)
         self.tape.recomputing = before
-        y = self.linear(mixed, q_width, h, "attention", "output projection", c.attn_out_bias)
+        y = self.row(mixed, q_width, "attention", "output projection", c.attn_out_bias)
         for variable in (x, q, k, v):
             self.tape.use(variable)
         return y
@@ -223,18 +236,18 @@ class _EagerBlock:
 
     def mlp(self, x: Value) -> Value:
         c, e = self.c, self.e
-        h, f = c.hidden, c.ffn // self.s.tp
+        f = c.ffn // self.s.tp
         if c.gated_mlp:
-            gate = self.linear(x, h, f, "mlp", "gate projection", c.mlp_bias, label="output of gate")
+            gate = self.column(x, f, "mlp", "gate projection", c.mlp_bias, label="output of gate")
             inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")
-            up = self.linear(x, h, f, "mlp", "up projection", c.mlp_bias, label="output of up")
+            up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="output of up")
             inner = e.times(inner, up, kind="mlp", name="SiLU(gate) × up", label="SiLU(gate) × up")
         else:
-            up = self.linear(x, h, f, "mlp", "up projection", c.mlp_bias, label="input of GELU")
+            up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="input of GELU")
             inner = (
                 self.new_gelu(up) if self.hf else e.function("GELU", up, kind="mlp", label="output of GELU")
             )
-        y = self.linear(inner, f, h, "mlp", "down projection", c.mlp_bias)
+        y = self.row(inner, f, "mlp", "down projection", c.mlp_bias)
         self.tape.use(x)
         return y
 

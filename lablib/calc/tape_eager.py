@@ -151,6 +151,7 @@ class Eager:
         name: str,
         bias: bool = False,
         trained: bool | None = None,
+        leaf: bool = True,
         label: str = "",
     ) -> Value:
         """Return a linear layer of x: a trained weight keeps the input.
@@ -163,6 +164,7 @@ class Eager:
             name: Of the operator.
             bias: Whether it has one.
             trained: Whether its weight is; None: unless the model is frozen.
+            leaf: Whether autocast meets the parameter itself: of trained ones it caches the cast.
             label: Name of the result.
         """
         trained = not self.frozen if trained is None else trained
@@ -172,7 +174,7 @@ class Eager:
         x = self.cast(x, item, f"cast of {x.name} for {name}")
         read, keeps, gradient = [x], [x] if trained else [], [NEW]
         if self.low and self.low != self.value:
-            cast = self.weight_cast(inputs * outputs, name)
+            cast = self.weight_cast(inputs * outputs, name, cached=trained and leaf)
             read, gradient = [x, cast], [NEW, NONE]
             keeps += [cast] if x.needs_grad else []
         return self.make(
@@ -188,14 +190,14 @@ class Eager:
             label=label,
         )
 
-    def weight_cast(self, numbers: int, name: str) -> Value:
-        """Return autocast's copy of a weight, which its cache holds until forward ends."""
+    def weight_cast(self, numbers: int, name: str, *, cached: bool) -> Value:
+        """Return a copy of a weight for a matmul; autocast's cache holds it until forward ends, or nobody does."""
         cast = self.tape.op(
             f"cast of the weight of {name}", [], numbers * self.low, label=f"weight of {name} in 16 bits"
         )
         self.item[cast] = self.low
         self.tape.kinds[cast] = "weight_casts"
-        if not self.frozen:
+        if cached:
             self.tape.hold(cast)
         return cast
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from lablib.calc.tape import NEW, NONE, SHARED, Tape
 from lablib.calc.tape_blocks import BlockSetting
 from lablib.calc.tape_eager import FP32, Eager
+from lablib.calc.tape_tensor import gathered_logits, read_by_all
 
 INT64 = 8
 #: Labels of the head's tensors that are terms of their own.
@@ -54,9 +55,20 @@ def head_tape(setting: BlockSetting) -> Tape:
         return e.tape
     norm = {"kind": "norms", "name": "final norm"}
     x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
-    logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
+    if s.kernels == "hf":  # a variable of its forward until the loss is there, kept by a trained head or not
+        e.tape.hold(x)
+    if s.tp == 1:
+        logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
+    else:
+        own = e.linear(
+            read_by_all(e, s, x), c.hidden, words, kind="head", name="head", label="logits of this rank"
+        )
+        logits = gathered_logits(e, s, own, words)
     e.tape.hold(logits)
     full = e.cast(logits, FP32, "logits in fp32")
+    if s.kernels == "hf":
+        # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
+        e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
     scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
     targets = s.tokens * INT64 if s.kernels == "hf" or (s.batch > 1 and s.seq > 1) else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
@@ -72,7 +84,7 @@ def embedding_tape(setting: BlockSetting) -> Tape:
     s, c = setting, setting.config
     e = Eager(value=s.value, gradient=s.gradient, low=0, frozen=s.lora_rank > 0)
     item = FP32 if s.low else s.value
-    words = -(-c.vocab // s.tp)
+    words = -(-c.vocab // s.tp) if s.kernels == "paper" else c.vocab
     trained = 0 if e.frozen else s.gradient
     indices = e.input("tokens", 1, 1, needs_grad=False, given=True)
     numbers = s.stream * c.hidden

@@ -36,10 +36,11 @@ class Piece:
             self.kept[_kept_term(kind)] += size
             self.kept_names.add(name)
         casts = {v for op in tape.operators for v in op.outputs if tape.kinds.get(v) == "weight_casts"}
-        held = sum(value.bytes for value in casts & tape.held)
-        self.cached = max(0, held - self.kept["weight_casts"])  # in autocast's cache alone
+        cached = [value for value in casts & tape.held if value.name not in self.kept_names]
+        self.cached = sum(value.bytes for value in cached)  # in autocast's cache alone
         self.weights = 0 if accumulating else self.events[-1].weights
         self._found: dict[int, tuple[str, Terms, int]] = {}
+        self._fullest: dict[str, int | None] = {}
 
     def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> tuple[str, Terms, int]:
         """Return the fullest event of a direction: its operator, its terms, and gradients of parameters made before.
@@ -48,7 +49,9 @@ class Piece:
             direction: "forward" or "backward", which includes replays.
             only: Which operators count; None: all.
         """
-        i = self._index(direction, only)
+        if only is None and direction not in self._fullest:
+            self._fullest[direction] = self._index(direction, None)
+        i = self._fullest[direction] if only is None else self._index(direction, only)
         if i is None:
             return "", Counter(), 0
         if i not in self._found:
@@ -104,5 +107,7 @@ def _term(item: Item, direction: str) -> str:
         return "recomputed_values" if direction == BACKWARD else "forward_values"
     if item.group == "gradient":
         of = item.name.removeprefix("gradient of ")
+        if of.startswith("output of A of "):  # of the r values between the two matrices of an adapter
+            return "adapter_gradients"
         return "logits_gradients" if of in (*LOSS_TERMS, "log-probabilities") else "activation_gradients"
     return "operator_temporaries"

@@ -15,12 +15,13 @@ from lablib.calc.breakdown import MemoryBreakdown
 from lablib.calc.rank_memory import stage_memory, stage_tensors
 from lablib.calc.run_activations import fixed_activations, gradients_meet
 from lablib.calc.run_config import RunConfig
-from lablib.calc.stages import in_flight, stage_layers
+from lablib.calc.stages import in_flight, layers_of_stage
 from lablib.calc.step_buffers import Reduction, make_reduction, optimizer_terms
-from lablib.calc.tape_blocks import BlockSetting, block_tape
-from lablib.calc.tape_ends import LOSS_OPERATORS, embedding_tape, head_tape
+from lablib.calc.tape_blocks import BlockSetting
+from lablib.calc.tape_ends import LOSS_OPERATORS
 from lablib.calc.timeline_piece import BACKWARD, FORWARD, Piece, Terms
 from lablib.calc.timeline_setting import block_setting
+from lablib.calc.timeline_shared import shared_piece
 
 
 class Walk:
@@ -38,9 +39,9 @@ class Walk:
         self, run: RunConfig, stage: int, step: str, out_of_place: bool, later: bool = False
     ) -> None:
         self.run, self.stage, self.step, self.out_of_place = run, stage, step, out_of_place
-        self.chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[
-            stage
-        ]
+        self.chunks = layers_of_stage(
+            run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage, stage
+        )
         self.layers = [layer for chunk in self.chunks for layer in chunk]
         self.tensors = stage_tensors(run, stage, self.chunks)
         self.memory: MemoryBreakdown = stage_memory(run, stage)
@@ -73,10 +74,9 @@ class Walk:
         if which == "block":
             key = (which, c.has_experts(layer), layer == self.layers[0], layer in self.receives)
         if key not in self._pieces:
-            make = {"block": block_tape, "head": head_tape, "embedding": embedding_tape}[which]
-            tape = make(self.setting(layer))
             holds = which == "block" and layer in self.receives
-            self._pieces[key] = Piece(tape, self.out_of_place, self.reduction.accumulates_in_place, holds)
+            how = (self.out_of_place, self.reduction.accumulates_in_place, holds)
+            self._pieces[key] = shared_piece(which, self.setting(layer), *how)
         return self._pieces[key]
 
     # Moments.
@@ -101,10 +101,11 @@ class Walk:
         blocks = [self.piece("block", layer) for layer in self.layers]
 
         def sum_of(*parts: Terms) -> Terms:
-            total = base.copy()
+            total = dict(base)  # plain dictionaries: half of a walk's time would be Counter's
             for part in parts:
-                total.update(part)
-            return +total
+                for term, size in part.items():
+                    total[term] = total.get(term, 0) + size
+            return Counter({term: size for term, size in total.items() if size > 0})
 
         cached: Terms = Counter()
 
@@ -134,8 +135,13 @@ class Walk:
             cached["weight_casts"] += block.cached
         if self.last:
             head = self.piece("head")
-            at, terms, _ = head.fullest(FORWARD)
-            yield "loss", "loss", None, sum_of(kept, again, terms, cached, r.gathered("", "loss")), at
+            found = []
+            for inside in (True, False):
+                # The head is inside of FSDP2's root, which still has the last block's buffers; our loss is not.
+                at, terms, _ = head.fullest(FORWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
+                gathered = r.gathered("", "loss" if inside else "head")
+                found.append((sum_of(kept, again, terms, cached, gathered), at))
+            yield fullest("loss", "loss", None, *found)
             found = []
             for inside in (True, False):
                 # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
@@ -227,15 +233,16 @@ class Walk:
 
     def stage_ends(self, count: int) -> Terms:
         """What a stage of a pipeline holds of so many micro-batches: its output, and its input if no block keeps it."""
-        if not self.layers:
-            return Counter()
         terms: Terms = Counter()
-        first = self.piece("block", self.layers[0]).tape
-        size = first.inputs[0].bytes
+        if self.layers:
+            piece = self.piece("block", self.layers[0])
+        else:  # the embedding alone, or the head
+            piece = self.piece("embedding" if self.first else "head")
+        of = piece.tape.operators[-1].outputs if self.first and not self.layers else piece.tape.inputs
         if not self.last:
-            terms["stage_outputs"] = count * size
-        if not self.first and first.inputs[0].name not in self.piece("block", self.layers[0]).kept_names:
-            terms["stage_inputs"] = count * size
+            terms["stage_outputs"] = count * of[0].bytes
+        if not self.first and of[0].name not in piece.kept_names:
+            terms["stage_inputs"] = count * of[0].bytes
         return terms
 
     def saved(self) -> Terms:

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from lablib.calc.memory_cases import Case
 from lablib.calc.models import ModelConfig
 from lablib.launch.lora import add_lora
+from lablib.launch.memory_oracle_tensor import optimizer_groups
+from lablib.launch.memory_oracle_zero import shard_optimizer
 from lablib.launch.paper_kernels import PaperTransformer
 from lablib.launch.recompute_apply import apply_strategy
+from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
 
 LORA_RANK = 16
@@ -42,6 +45,18 @@ class Subject:
     model: nn.Module
     tokens: Callable[[], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
+
+
+class Master(MasterWeights):
+    """A master copy whose working copy is there already: a process group in a model cannot be copied.
+
+    Args:
+        master: In fp32; the optimizer's.
+        working: In 16 bits; it computes.
+    """
+
+    def __init__(self, master: nn.Module, working: nn.Module) -> None:
+        self.master, self.model = master, working
 
 
 def build(case: Case, tp_group: dist.ProcessGroup | None = None, *, working: bool = False) -> Subject:
@@ -77,6 +92,10 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         model: After sharding.
     """
     how = {"foreach": case.step == "foreach", "fused": case.step == "fused"}
+    if case.sharding == "zero1":
+        return shard_optimizer(OPTIMIZERS[case.optimizer], model, **how)
+    if case.tp > 1 and case.kernels != "paper":
+        return OPTIMIZERS[case.optimizer](optimizer_groups(model), **how)
     return OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad], **how)
 
 

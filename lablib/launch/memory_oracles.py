@@ -4,7 +4,7 @@
     print(found.states, found.saved, found.peak, found.peak_at)
 
 Small cases run on real tensors. Others run under FakeTensorMode, which computes shapes and no values, and a fake
-process group, which answers every collective at once: one process plays rank 0 of many, at any size, in seconds.
+process group, which answers every collective at once: one process plays a rank of many, at any size, in seconds.
 The bytes are counted by PyTorch's MemTracker and FSDPMemTracker in either way; nothing here is lablib's arithmetic.
 Kernels are those of the CPU, and what an allocator rounds up and caches is in no count.
 
@@ -30,16 +30,17 @@ from lablib.calc.memory_cases import Case
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
 from lablib.launch.memory_oracle_changes import answered, fused_sgd_without_values, nothing_packed
-from lablib.launch.memory_oracle_models import Subject, build, make_optimizer
+from lablib.launch.memory_oracle_models import Master, Subject, build, make_optimizer
+from lablib.launch.memory_oracle_tensor import split_model
+from lablib.launch.memory_oracle_zero import fullest_rank
 from lablib.launch.memory_tracker import FSDPMomentTracker, MomentTracker
-from lablib.toys.precision import MasterWeights
 
 MOMENTS_OF = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one case on rank 0, as PyTorch counts them.
+    """Bytes of one case on one rank, as PyTorch counts them.
 
     Attributes:
         states: By term: "weights", "gradients", "master_weights", "momentum", "variance", after a backward pass.
@@ -99,7 +100,10 @@ def measure(case: Case, *, real: bool | None = None) -> Measured:
         with fake:
             subject = build(case, group)
         model = subject.model
-        if case.shards:  # outside of the mode: fully_shard reads the mesh, which is a real tensor
+        # Both outside of the mode: they read the mesh, which is a real tensor. FSDP2 shards what is split already.
+        if case.tp > 1 and case.kernels != "paper":
+            split_model(model, mesh["tp"], case.kernels)
+        if case.shards:
             precision = "bf16" if case.recipe == "fsdp2-mixed" else "fp32"
             keep = case.sharding == "fsdp2-keep"
             shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
@@ -110,13 +114,15 @@ def measure(case: Case, *, real: bool | None = None) -> Measured:
 
 @contextmanager
 def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
-    """Pretend to be rank 0 of all ranks of data and tensor parallelism."""
+    """Pretend to be one of all ranks of data and tensor parallelism: rank 0, if they are alike."""
     if dist.is_initialized():
         raise ValueError("a process group is there already: call measure outside of run_ranks and torchrun")
-    if case.kernels != "paper" and case.dp == 1:
+    if case.kernels != "paper" and case.dp * case.tp == 1:
         yield None
         return
-    dist.init_process_group("fake", rank=0, world_size=case.dp * case.tp, store=FakeStore())
+    # Of ranks that hold different numbers of bytes, the fullest is asked.
+    rank = fullest_rank(build(case).model, case.dp) if case.sharding == "zero1" else 0
+    dist.init_process_group("fake", rank=rank, world_size=case.dp * case.tp, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     finally:
@@ -126,7 +132,9 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
 def _hooks_can_tell(case: Case) -> bool:
     # FSDP's gathered weights and autocast's casts are kept beside activations, checkpoint hides what it keeps, and
     # adapters lie inside of attention and MLP, while the calculator counts them apart.
+    # Tensors of PyTorch's tensor parallelism are DTensors to them.
     kept_in_sight = case.recompute == "none" and case.tuning == "full"
+    kept_in_sight = kept_in_sight and (case.kernels == "paper" or case.tp == 1)
     return kept_in_sight and not case.shards and case.recipe != "autocast-bf16" and case.pp == 1
 
 
@@ -155,43 +163,44 @@ def _group_of(module: str) -> str:
     return "head"  # the head itself, and the loss outside of all modules
 
 
-class _Master(MasterWeights):
-    """A master copy whose working copy is there already: a process group in a model cannot be copied."""
-
-    def __init__(self, master: nn.Module, working: nn.Module) -> None:
-        self.master, self.model = master, working
-
-
 def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
     trained = subject.model
     model = trained if working is None else working
-    master = None if working is None else _Master(trained, working)
+    master = None if working is None else Master(trained, working)
     optimizer = make_optimizer(case, trained)
+    own = getattr(optimizer, "optim", optimizer)  # of this rank
     for parameter in trained.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # states exist from here on
     optimizer.zero_grad()
+    # A pipeline has the batches of the whole step before it; who accumulates reads one after the other.
     batches = [subject.tokens() for _ in range(case.micro_batches)]
+    if case.pp == 1:
+        batches = batches[:1] * case.micro_batches
     buckets: list[int] = []
     with ExitStack() as stack:
         if case.kernels == "hf":
             stack.enter_context(nothing_packed())
         groups = _groups(subject, model) if _hooks_can_tell(case) else {}
+        if case.tp > 1 and case.kernels != "paper":
+            # DTensor works out the shapes of an operator that it has not met on tensors of the whole size.
+            subject.loss(model, batches[0]).backward()
+            optimizer.zero_grad()
         if case.shards:
-            tracker = FSDPMomentTracker(model, optimizer, batches[0])
+            tracker = FSDPMomentTracker(model, own, batches[0])
         else:
-            tracker = MomentTracker(model, optimizer, *batches, *([trained] if master else []))
+            tracker = MomentTracker(model, own, *set(batches), *([trained] if master else []))
         stack.enter_context(tracker)
-        if case.sharding == "ddp":
+        if case.replicates:
             from torch.nn.parallel import DistributedDataParallel
 
             model = DistributedDataParallel(model)
             model.register_comm_hook(buckets, answered)
-            _step(case, subject, model, batches, tracker)  # after a backward buckets are built anew
+            _step(case, subject, model, batches[:1], tracker)  # after a backward buckets are built anew
             tracker.reset_mod_stats()
         saved, inputs, outputs = _step(case, subject, model, batches, tracker, sum(buckets))
-        states = _states(model, trained if master else None, optimizer)
+        states = _states(model, trained if master else None, own)
         tracker.begin_optimizer()
         if master:
             master.take_gradients()
@@ -218,9 +227,15 @@ def _step(
     tracker.note("states")
     results: list[Tensor] = []
     saved, outputs, waiting = 0, 0, iter(batches)
-    for action in one_forward_one_backward(case.pp, len(batches)):
+    order = one_forward_one_backward(case.pp, len(batches))
+    # The output of the frozen embedding is one here, and its hooks hold it where Python cannot see.
+    leaf = case.kernels == "hf" and case.tuning == "lora" and case.recompute == "full"
+    for number, action in enumerate(order):
+        if case.replicates:  # gradients travel with the last micro-batch
+            model.require_backward_grad_sync = number >= len(order) - 2
         if action == "F":
             tracker.reset_mod_stats()  # or MemTracker takes a second micro-batch for a second step
+            tracker.begin_micro_batch()
             with torch.autocast("cpu", torch.bfloat16, enabled=case.recipe == "autocast-bf16"):
                 results.append(subject.loss(model, next(waiting)))
             held = tracker.held()
@@ -233,9 +248,12 @@ def _step(
             output = results.pop(0)
             output.backward(torch.ones_like(output))  # the gradient that the next stage sends
             del output
-            gc.collect()  # hooks of the tracker and the tensors that they watch hold each other
         else:
             results.pop(0).backward()
+        if action == "B" and (leaf or len(batches) > 1):
+            gc.collect()  # hooks of the tracker and the tensors that they watch hold each other
+            if leaf:
+                tracker.forget_left()
     return saved, batches[0].nbytes * case.pp, outputs
 
 

@@ -65,7 +65,17 @@ class _Moments:
         self.moments: dict[str, dict[str, int]] = {}
         self._totals: dict[str, int] = {}
         self._blocks: dict[str, int | None] = {}
-        self._seen_block = False
+        self.begin_micro_batch()
+
+    def begin_micro_batch(self) -> None:
+        """Say that forward begins, again: what runs now belongs to the embedding."""
+        self._seen_block, self._now = False, ""
+
+    def forget_left(self) -> None:
+        """Say that nothing is in flight: tensors of activations that are still there are held by the trackers' hooks."""
+        held = self.held()
+        for kind in ("activations", "temporary"):
+            self._left[kind] = self._left.get(kind, 0) + held.get(kind, 0)
 
     def begin_optimizer(self) -> None:
         """Say that gradients are complete: what runs now belongs to the optimizer's step."""
@@ -110,15 +120,15 @@ class _Moments:
         if self._in_opt:
             self._after_step = True
         if self._in_opt or self._after_step:
-            self.note("optimizer step")
+            self._now = "optimizer step"
         elif block is not None:
-            self.note(f"{'backward' if backward else 'forward'} of block {block}")
+            self._now = f"{'backward' if backward else 'forward'} of block {block}"
         elif backward:
-            last = next(reversed(self.moments))
-            at_end = last in ("backward of block 0", "backward of the embedding")
-            self.note("backward of the embedding" if at_end else "backward of the loss")
+            at_end = self._now in ("backward of block 0", "backward of the embedding")
+            self._now = "backward of the embedding" if at_end else "backward of the loss"
         else:
-            self.note(self._end if self._seen_block else "forward of the embedding")
+            self._now = self._end if self._seen_block else "forward of the embedding"
+        self.note(self._now)
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> Any:
         # MemTracker puts a gradient's hook on every parameter that it knows none of; a frozen one takes none.
