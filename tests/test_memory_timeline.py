@@ -434,6 +434,18 @@ def test_accumulation_and_pipelines_meet_their_gradients() -> None:
     assert many.peak_bytes > few.peak_bytes
 
 
+def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
+    config, run = small("llama", num_layers=6), {"pp": 3, "stage": 0, "num_microbatches": 6}
+    timeline = memory_timeline(config, **BASE, **run)
+    one = 2 * 32 * config.hidden * 4  # micro-batch, sequence, hidden, bytes of a value
+    waiting = [
+        timeline.moment(f"{way} of block {n}").term("stage_outputs")
+        for way, n in (("forward", 0), ("forward", 1), ("backward", 1))
+    ]
+    # Three are in flight at the first stage of three (Narayanan et al. 2021, section 2.2.1): two wait, one is made.
+    assert waiting == [2 * one, 2 * one, 3 * one]
+
+
 def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     """It ran first in forward: x, both of its gradients and that of the r values are there at once."""
     setting = BlockSetting(

@@ -29,7 +29,7 @@ from lablib.calc.pairwise import Pair, pairs_of
 TABLE = Path(__file__).resolve().parents[2] / "book" / "data" / "memory_table.json"
 HELD_OUT = TABLE.with_name("memory_held_out.json")
 #: Earlier draws as they were when the calculator was mended because of them, with what it had predicted then.
-EARLIER = (TABLE.with_name("memory_held_out_7.json"),)
+EARLIER = tuple(TABLE.with_name(f"memory_held_out_{seed}.json") for seed in (7, 11))
 OTHERS = TABLE.with_name("memory_peers.json")
 
 #: A number that is further off than this, as a share, has its cause written down.
@@ -37,9 +37,8 @@ NOTICEABLE = 0.001
 
 #: Name of a row and what was compared -> why prediction and measurement differ.
 CAUSES: dict[tuple[str, str], str] = {
-    ("tiny-gpt2, toy, 3 x 64, pure-bf16, sgd, pp 4, plain", "peak"): (
-        "A stage's output is counted from the beginning of its forward, and it is made at the end. That is too much "
-        "where forward of the stage's last block is nearly as full as its backward, and then takes its place."
+    ("tiny-gpt2, hf, 1 x 64, fsdp2-mixed, fsdp2-keep, dp 4, plain", "peak"): (
+        "These are 216 bytes of bookkeeping: AdamW's counter of steps, 4 for each of 52 tensors, and 8 for the loss."
     ),
     ("tiny-llama, hf, 1 x 1000, fp32, foreach", "saved: embedding"): (
         "Autograd's hooks see the rotary tables where they are saved first, in attention; the calculator counts "

@@ -19,7 +19,7 @@ from lablib.calc.memory_grid import RULES, grid
 from lablib.calc.pairwise import Row, complete
 
 #: The present draw. Raise it when the calculator was changed because of one of its configurations; keep the old file then.
-SEED = 11
+SEED = 13
 #: How many of each size: the larger ones run for minutes under fake tensors.
 COUNTS = {"tiny": 30, "small": 10}
 #: Papers have no peak, so their kernels are drawn less often.

@@ -92,7 +92,9 @@ class Walk:
         kept = self.waiting()
         kept.update(fixed_activations(self.run, self.first))
         base["activations.tokens"] = max(self.batch(), kept.pop("activations.tokens", 0))
-        kept.update(self.stage_ends(1))
+        ends = self.stage_ends(1)
+        output = Counter(stage_outputs=ends.pop("stage_outputs", 0))
+        kept.update(ends)
         if self.run.kernels == "paper":  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         mask = self.attention_mask()
@@ -133,6 +135,7 @@ class Walk:
             )
             kept.update(block.kept)
             cached["weight_casts"] += block.cached
+        kept.update(output)  # a tensor of the last operator's until here
         if self.last:
             head = self.piece("head")
             found = []
@@ -191,9 +194,9 @@ class Walk:
             parts = (kept, terms, r.gathered("", "end"), r.gradients(None, weights))
             yield "backward of the embedding", BACKWARD, None, sum_of(*parts), at
             r.made(None, embedding.weights)
-        ends = r.reduced("", 0)
-        if ends:
-            yield "gradient reduction", "reduction", None, sum_of(ends), "reduce-scatter"
+        reduced = r.reduced("", 0)
+        if reduced:
+            yield "gradient reduction", "reduction", None, sum_of(reduced), "reduce-scatter"
         yield "optimizer step", "optimizer", None, self.optimizer(base), self.step
 
     def variables(self, number: int) -> int:
