@@ -340,7 +340,7 @@ def test_the_command_prints_peak_lines_and_gaps(dumped) -> None:
     assert code == 0
     words = " ".join(text.split())
     for sentence in (
-        "GPU 0, peak: behind event 4 of 8",
+        "GPU 0, peak: after event 4 of 8",
         "requested by the program 38.000 MiB",
         "allocated = 38.000 MiB",
         "fragmentation + 12.000 MiB",

@@ -111,7 +111,7 @@ class Held:
 
     @property
     def cached(self) -> int:
-        """Free bytes that `torch.cuda.empty_cache` could give back."""
+        """Free bytes of segments that are empty, and of expandable ones, which give back whole pages only."""
         return self.reserved - self.active - self.split_free
 
     def by_site(self) -> dict[str, int]:

@@ -63,7 +63,12 @@ class State:
         """Return the same instant, to go on from it twice."""
         other = State()
         other.__dict__.update(self.__dict__)
-        for name in ("blocks", "order", "segments", "bounds"):  # the others do not change when going forwards
+        for name in (
+            "blocks",
+            "order",
+            "segments",
+            "bounds",
+        ):  # what else there is are numbers, or stays as it is
             setattr(other, name, getattr(self, name).copy())
         return other
 
@@ -125,7 +130,7 @@ class State:
 
         Args:
             event: The last one that is not undone.
-            number: Of it.
+            number: Its place in the trace.
 
         Raises:
             ValueError: If what is there now cannot come from it.
@@ -208,7 +213,7 @@ class State:
 
         Args:
             event: The next one.
-            number: Of it.
+            number: Its place in the trace.
         """
         action, address, size = event["action"], event.get("addr", 0), event.get("size", 0)
         if action == "alloc":

@@ -1,9 +1,11 @@
 """What DeepSpeed's ZeRO holds on each rank, tensor by tensor: padding, whole tensors and buckets, to the byte.
 
-The paper's ZeRO is `(w + g + K) ψ / N`, one flat array. DeepSpeed differs in what a large model hardly sees and a
-bucket of its default size shows on any:
+The paper's stage 3 is `(w + g + K) ψ / N`: bytes of weights, gradients and optimizer a parameter, ψ parameters, N
+ranks. DeepSpeed holds more: padding, which is nothing in a large model, and buckets, which at their default size show
+in any.
 
-- Each rank has an fp32 copy of its part of the weights, in fp32 training too.
+- Stages 1 to 3: each rank has an fp32 copy of its part of the weights, in fp32 training too. Stage 0 has a whole one, in
+  16 bits only.
 - Stages 1 and 2: the array is padded to a multiple of 2 N values. Gradients are kept by whole tensors: those that a
   rank's part touches, at both of its ends.
 - Stage 3: each tensor is cut by itself and padded to a multiple of N. Small ones stay whole beside their parts.
@@ -11,12 +13,12 @@ bucket of its default size shows on any:
   `overlap_comm` stages 1 and 2 have two. 500 million values, the default, are 1 GB in 16 bits.
 
     10 + 5 values on 2 ranks: padded to 16, parts of 8; rank 0 keeps the gradient of the first tensor, 10 values, and
-    rank 1 those of both, 15.
+    rank 1 those of both and the one value of padding, 16.
 
 Held to DeepSpeed 0.19.8 on gloo, every rank of 2, 3 and 4; the record is book/data/memory_deepspeed.json.
 
-Chapter: book/05_zero.md. Source: DeepSpeed, runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py and
-parameter_offload.py.
+Chapter: book/memory_calculator.md. Source: DeepSpeed, runtime/zero/stage_1_and_2.py, stage3.py,
+partition_parameters.py and parameter_offload.py.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def deepspeed_states(
     overlap_comm: bool = False,
     persistence_threshold: int = PERSISTENCE_THRESHOLD,
 ) -> dict[str, int]:
-    """Return the bytes of one rank between backward and step with Adam, by term, and of its buckets.
+    """Return the bytes of states of one rank between backward and step with Adam, by term, and of its buckets.
 
     Args:
         sizes: Values of each parameter, in the order in which the model registers them.
@@ -60,8 +62,8 @@ def deepspeed_states(
         persistence_threshold: `stage3_param_persistence_threshold`: tensors of up to so many values stay whole.
 
     Returns:
-        "weights", "persistent_weights" (stage 3), "gradients", "master_weights", "momentum", "variance" and
-        "communication_buckets", which stage 3 has all the time and stages 1 and 2 during backward.
+        "weights", "persistent_weights" (stage 3), "gradients", "master_weights", "momentum", "variance" and,
+        from stage 1 on, "communication_buckets", which stage 3 has all the time and stages 1 and 2 during backward.
 
     Raises:
         ValueError: If the rank, the stage or the bytes of a value do not exist.

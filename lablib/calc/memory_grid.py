@@ -3,7 +3,7 @@
     for case in grid():
         print(case.name)
 
-Chapter: book/01_why_distributed.md
+Chapter: book/memory_calculator.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     rows = read_table()["rows"]
     found = headline(rows)
-    print(found.peak.row.name, found.peak.number.error)
+    print(found.peak.judged.name, found.peak.number.error)
 
 The worst case is chosen here and nowhere else, and no page types it. Whoever makes a number worse than `NOTICEABLE`
 has to say why in `CAUSES`.

@@ -2,7 +2,7 @@
 
 "foreach" needs its temporaries for one group at a time; "for-loop" goes through the groups one tensor after the other.
 
-Chapter: book/05_zero.md. Source: torch/optim/adamw.py; torch/distributed/optim/zero_redundancy_optimizer.py.
+Chapter: book/memory_calculator.md. Source: torch/optim/adamw.py; torch/distributed/optim/zero_redundancy_optimizer.py.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ It cuts no tensor. The largest parameter goes to the rank that has least so far,
 A flat array would give ceil(28 / 2) = 14 to each, too. With one large table it does not come out even: 100, 6, 5, 4 on
 2 ranks are 100 and 15, and more ranks help no further. Weights and gradients stay whole on every rank, as under DDP.
 
-    psi_max >= max(largest parameter, psi / N)
+    psi_max >= max(largest parameter, psi / N)        psi_max: values on the fullest rank; psi: all values; N: ranks
 
-Chapter: book/05_zero.md. Source: torch/distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`.
+Chapter: book/memory_calculator.md.
+Source: torch/distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`.
 """
 
 from __future__ import annotations

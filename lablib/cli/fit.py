@@ -42,7 +42,9 @@ def fit(
     lora_targets: Annotated[str | None, typer.Option(help="all or attention.")] = None,
     dp: Annotated[int | None, typer.Option(help="Replicas; default: what --gpus leaves.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
-    sharding: Annotated[str | None, typer.Option(help="flat, or fsdp2 with --zero 3 or 2.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
+    ] = None,
     prefetch: Annotated[int | None, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
     sequence_parallel: Annotated[

@@ -51,7 +51,9 @@ def memory(
     gradient_as_bucket_view: Annotated[bool, typer.Option(help="DDP's option: no second copy.")] = False,
     bucket_bytes: Annotated[str, typer.Option(help="Bucket of ZeRO stages 1 and 2.")] = "25 MiB",
     prefetch: Annotated[int, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = 0,
-    sharding: Annotated[str, typer.Option(help="flat, or fsdp2 with --zero 3 or 2.")] = "flat",
+    sharding: Annotated[
+        str, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
+    ] = "flat",
     step: Annotated[
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",

@@ -48,7 +48,7 @@ def memory_snapshot(
     if as_json:
         typer.echo(json.dumps(_as_dict(history, held, groups), indent=1))
         return
-    where = f"behind event {held.instant:,} of {len(history.events):,}"
+    where = f"after event {held.instant:,} of {len(history.events):,}"
     lines = [f"GPU {history.device}, {at}: {where}", "", *_gaps(held, size, unit), "", f"asked for, by {by}:"]
     for name, number in list(groups.items())[:top]:
         lines.append(f"{number / size:12,.3f} {unit} {number / max(held.requested, 1):6.1%}  {name}")
@@ -107,10 +107,10 @@ def _notes(history: History, at: str, max_entries: int | None, size: int, unit: 
             f"{history.missing:,} blocks and segments were made while recording, and their events are lost: {_CUT}"
         )
     elif max_entries is not None and events >= max_entries:
-        notes.append(f"the trace is full: earlier events are lost, and {_CUT}")
+        notes.append(f"the trace is full: if earlier events are lost, {_CUT}")
     elif max_entries is None and events % 1000 == 0:
         notes.append(
-            f"it has exactly {events:,} events: if that is your max_entries, earlier ones are lost, and {_CUT}"
+            f"it has exactly {events:,} events: if that is your max_entries, earlier ones may be lost, and {_CUT}"
         )
     if history.unsure:
         notes.append(
@@ -119,7 +119,7 @@ def _notes(history: History, at: str, max_entries: int | None, size: int, unit: 
     if history.disagree:
         notes.append(
             f"{history.disagree:,} blocks have other sizes than the allocator's defaults give: what is said to be "
-            "allocated at the peak is an estimate"
+            "allocated is an estimate"
         )
     return ["", *notes] if notes else []
 
