@@ -139,6 +139,11 @@ class Case:
         return self.sharding in ("ddp", "zero1")
 
     @property
+    def splits_eagerly(self) -> bool:
+        """Whether tensor parallelism is PyTorch's own, of eager kernels, and not Megatron's of the papers."""
+        return self.tp > 1 and self.kernels != "paper"
+
+    @property
     def micro_batches(self) -> int:
         """Of a step; one more than fill a pipeline, so that its first stage is full again while there are gradients."""
         return self.pp + 1 if self.pp > 1 else self.accumulate

@@ -84,9 +84,8 @@ def stage_tensors(run: RunConfig, stage: int, chunks: list[range]) -> list[list[
     blocks = {kind: layer_tensors(config, layer) for kind, layer in kinds.items()}
     units = [blocks[config.has_experts(layer)] for chunk in chunks for layer in chunk]
     if stage == 0:
-        whole = (
-            run.kernels != "paper"
-        )  # Hugging Face's plan splits the head's vocabulary, and not the embedding's
+        # Hugging Face's plan splits the head's vocabulary, and not the embedding's.
+        whole = run.kernels != "paper"
         units.insert(0, [replace(t, split="") if whole else t for t in embedding_tensors(config)])
     if stage == run.pp - 1:
         copy = embedding_tensors(config)[:1] if config.tied and run.pp > 1 else []
@@ -220,9 +219,8 @@ def rank_buffers(run: RunConfig, units: list[Unit], tensors: list[list[Tensor]])
     flat = [(t, alike[i]) for i, unit in {id(unit): unit for unit in tensors}.items() for t in unit]
     matrices = [(t, n) for t, n in flat if t.inputs > 1 and t.component not in ("embedding", "positions")]
     if run.model.tied and any(t.component == "final_norm" for t, _ in flat):
-        matrices += [(t, n) for t, n in flat if t.component == "embedding"][
-            :1
-        ]  # it multiplies here, as the head
+        tables = [(t, n) for t, n in flat if t.component == "embedding"]
+        matrices += tables[:1]  # it multiplies here, as the head
     quantized = [t for t, _ in flat if t.is_adapted] if run.tuning == "qlora" else []
     compute = run.recipe.casts or run.recipe.gathered
     return {

@@ -94,7 +94,7 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     how = {"foreach": case.step == "foreach", "fused": case.step == "fused"}
     if case.sharding == "zero1":
         return shard_optimizer(OPTIMIZERS[case.optimizer], model, **how)
-    if case.tp > 1 and case.kernels != "paper":
+    if case.splits_eagerly:
         return OPTIMIZERS[case.optimizer](optimizer_groups(model), **how)
     return OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad], **how)
 

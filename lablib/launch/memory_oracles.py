@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lablib.calc.memory_cases import Case
 from lablib.launch.fsdp import shard
@@ -32,7 +31,7 @@ from lablib.launch.measure import saved_activations
 from lablib.launch.memory_oracle_changes import answered, fused_sgd_without_values, nothing_packed
 from lablib.launch.memory_oracle_models import Master, Subject, build, make_optimizer
 from lablib.launch.memory_oracle_tensor import split_model
-from lablib.launch.memory_oracle_zero import fullest_rank
+from lablib.launch.memory_oracle_zero import fullest_rank, pretended
 from lablib.launch.memory_tracker import FSDPMomentTracker, MomentTracker
 
 MOMENTS_OF = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
@@ -101,7 +100,7 @@ def measure(case: Case, *, real: bool | None = None) -> Measured:
             subject = build(case, group)
         model = subject.model
         # Both outside of the mode: they read the mesh, which is a real tensor. FSDP2 shards what is split already.
-        if case.tp > 1 and case.kernels != "paper":
+        if case.splits_eagerly:
             split_model(model, mesh["tp"], case.kernels)
         if case.shards:
             precision = "bf16" if case.recipe == "fsdp2-mixed" else "fp32"
@@ -122,19 +121,15 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
         return
     # Of ranks that hold different numbers of bytes, the fullest is asked.
     rank = fullest_rank(build(case).model, case.dp) if case.sharding == "zero1" else 0
-    dist.init_process_group("fake", rank=rank, world_size=case.dp * case.tp, store=FakeStore())
-    try:
+    with pretended(rank, case.dp * case.tp):
         yield init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    finally:
-        dist.destroy_process_group()
 
 
 def _hooks_can_tell(case: Case) -> bool:
     # FSDP's gathered weights and autocast's casts are kept beside activations, checkpoint hides what it keeps, and
     # adapters lie inside of attention and MLP, while the calculator counts them apart.
     # Tensors of PyTorch's tensor parallelism are DTensors to them.
-    kept_in_sight = case.recompute == "none" and case.tuning == "full"
-    kept_in_sight = kept_in_sight and (case.kernels == "paper" or case.tp == 1)
+    kept_in_sight = case.recompute == "none" and case.tuning == "full" and not case.splits_eagerly
     return kept_in_sight and not case.shards and case.recipe != "autocast-bf16" and case.pp == 1
 
 
@@ -183,7 +178,7 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
         if case.kernels == "hf":
             stack.enter_context(nothing_packed())
         groups = _groups(subject, model) if _hooks_can_tell(case) else {}
-        if case.tp > 1 and case.kernels != "paper":
+        if case.splits_eagerly:
             # DTensor works out the shapes of an operator that it has not met on tensors of the whole size.
             subject.loss(model, batches[0]).backward()
             optimizer.zero_grad()
