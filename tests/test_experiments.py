@@ -75,3 +75,13 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
         write_json(path, {"new": object()})
     assert json.loads(path.read_text()) == {"old": 1}
     assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", []), ("cuda", ["H100"])])
+def test_a_record_of_cpu_ranks_names_no_gpu(device, gpus, monkeypatch):
+    here = {"cpu": "Xeon", "cpus": 2, "gpus": ["H100"], "gpu_details": [{"name": "H100"}]}
+    monkeypatch.setattr(experiments, "machine", lambda: here)
+    monkeypatch.setattr(experiments, "topology", dict)
+    made = experiments.save_record("speed", [{"ranks": 1}], "rung labs run 02", device=device)
+    assert made.machine["gpus"] == gpus
+    assert made.where == ("1 x H100" if gpus else "Xeon, 2 CPUs")

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.launch import ranks
-from lablib.launch._rank_arguments import choose_backend, visible_gpus
+from lablib.launch import _rank_arguments, ranks
+from lablib.launch._rank_arguments import check_device, visible_gpus
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 
 
@@ -253,7 +253,11 @@ def test_the_server_has_not_loaded_lablib():
         return sorted(name for name in sys.modules if name.startswith("lablib")), own.inside_rank
 
     names, inside = run_ranks(work, 1)[0]
-    assert names == ["lablib", "lablib.launch", "lablib.launch._rank_pickle", "lablib.launch._rank_process"]
+    assert names == [
+        "lablib",
+        "lablib.launch",
+        *(f"lablib.launch.{n}" for n in ("_rank_pickle", "_rank_process", "devices")),
+    ]
     assert inside
 
 
@@ -316,7 +320,7 @@ def test_ranks_inside_ranks_are_refused():
         ((rank_sum, 2), {"timeout": 0}, "timeout=0"),
         ((rank_sum, 2), {"timeout": float("inf")}, "timeout=inf"),
         ((rank_sum, 2), {"threads": 0}, "threads=0"),
-        ((rank_sum, 2), {"backend": "mpi"}, "backend='mpi'"),
+        ((rank_sum, 2), {"device": "mps"}, "device='mps'"),
         ((rank_sum, 2), {"env": {"RANK": "0"}}, "env sets RANK"),
         ((rank_sum, 2), {"env": {"A": 1}}, "environment variables are strings"),
         ((rank_sum, 2, threading.Lock()), {}, "cannot be copied to the ranks"),
@@ -329,23 +333,29 @@ def test_bad_input_is_refused_before_anything_starts(arguments, options, text, m
 
 
 @pytest.mark.parametrize(
-    ("gpus", "backend", "chosen", "printed"),
+    ("gpus", "device", "printed"),
     [
-        (0, None, "gloo", ""),
-        (4, None, "cpu:gloo,cuda:nccl", ""),
-        (4, "nccl", "nccl", ""),
-        (4, "gloo", "gloo", ""),
-        (1, None, "gloo", "4 ranks share 1 GPU(s): gloo is used, because NCCL wants a GPU for each rank\n"),
+        (0, "cpu", ""),
+        (4, "cpu", 'ranks on the CPU, with gloo: they see none of the 4 GPU(s), which device="cuda" takes\n'),
+        (4, "cuda", "ranks on GPUs: each has one of its own, with NCCL\n"),
     ],
 )
-def test_the_backend_follows_the_gpus(gpus, backend, chosen, printed, capsys):
-    assert choose_backend(backend, 4, gpus) == chosen
+def test_where_gpus_are_the_first_call_says_what_the_ranks_take(gpus, device, printed, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(_rank_arguments, "_said", set())
+    check_device(device, 4, None)
+    check_device(device, 4, None)
     assert capsys.readouterr().out == printed
 
 
-def test_nccl_without_enough_gpus_is_refused():
-    with pytest.raises(ValueError, match=r"world_size=4, GPUs here: 2; use .* or world_size=2"):
-        choose_backend("nccl", 4, 2)
+@pytest.mark.parametrize(
+    ("gpus", "fix"),
+    [(2, 'use device="cpu" or world_size=2'), (1, "or world_size=1"), (0, 'use device="cpu"$')],
+)
+def test_more_ranks_than_gpus_are_refused(gpus, fix, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"world_size=4, GPUs here: {gpus}.*{fix}"):
+        check_device("cuda", 4, None)
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,3", 2)])

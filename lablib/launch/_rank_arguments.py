@@ -12,6 +12,7 @@ import torch
 MAX_RANKS = 64
 
 _RESERVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+_said: set[str] = set()
 
 
 def check(fn: object, world_size: object, timeout: float, threads: int, env: dict[str, str] | None) -> None:
@@ -41,8 +42,36 @@ def check(fn: object, world_size: object, timeout: float, threads: int, env: dic
             raise ValueError(f"env has {name!r}: {value!r}; environment variables are strings")
 
 
+def check_device(device: str, world_size: int, env: dict[str, str] | None) -> None:
+    """Refuse a device that the ranks cannot have, and say once per process which one they take where GPUs are.
+
+    Args:
+        device: "cpu" or "cuda".
+        world_size: Number of ranks.
+        env: What the ranks' environment sets on top of this process's.
+
+    Raises:
+        ValueError: If it is neither, or there are fewer GPUs than ranks.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device={device!r}; use "cpu", or "cuda" for a GPU a rank')
+    gpus = visible_gpus(env)
+    if device == "cuda" and gpus < world_size:
+        raise ValueError(
+            f'device="cuda" needs a GPU for each rank: world_size={world_size}, GPUs here: {gpus}; '
+            f'use device="cpu"' + (f" or world_size={gpus}" if gpus else "")
+        )
+    if gpus and device not in _said:
+        _said.add(device)
+        print(
+            "ranks on GPUs: each has one of its own, with NCCL"
+            if device == "cuda"
+            else f'ranks on the CPU, with gloo: they see none of the {gpus} GPU(s), which device="cuda" takes'
+        )
+
+
 def visible_gpus(env: dict[str, str] | None) -> int:
-    """Return how many GPUs the ranks will see.
+    """Return how many GPUs the ranks of `device="cuda"` will see.
 
     Args:
         env: What the ranks' environment sets on top of this process's.
@@ -52,26 +81,6 @@ def visible_gpus(env: dict[str, str] | None) -> int:
     if visible is None:
         return here
     return min(here, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-
-
-def choose_backend(backend: str | None, world_size: int, gpus: int) -> str:
-    """Return what `init_process_group` takes; say so where ranks share a GPU.
-
-    Args:
-        backend: "gloo", "nccl" or None.
-        world_size: Number of ranks.
-        gpus: How many GPUs they see.
-    """
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f'backend={backend!r}; use "gloo" (CPU, or several ranks on a GPU), "nccl" or None')
-    if backend == "nccl" and gpus < world_size:
-        raise ValueError(
-            f'backend="nccl" needs a GPU for each rank: world_size={world_size}, GPUs here: {gpus}; '
-            f'use backend="gloo"' + (f" or world_size={gpus}" if gpus else "")
-        )
-    if backend is None and 0 < gpus < world_size:
-        print(f"{world_size} ranks share {gpus} GPU(s): gloo is used, because NCCL wants a GPU for each rank")
-    return backend or ("cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo")
 
 
 def environment() -> dict[str, str]:

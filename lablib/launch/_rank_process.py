@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lablib.launch._rank_pickle import pickle_result
+from lablib.launch.devices import BACKENDS, hide_gpus
 
 #: True in a rank, so that `run_ranks` can refuse to start ranks of ranks.
 inside_rank = False
@@ -37,23 +38,21 @@ class Job:
     Attributes:
         call: The function and its arguments, pickled.
         world_size: Number of ranks.
-        backend: What `init_process_group` takes.
+        device: "cpu" or "cuda".
         threads: Threads of each rank's CPU kernels.
         timeout: Seconds after which the notebook gives up.
         environ: The whole environment of a rank, rendezvous variables excluded.
         meeting: Path of the file through which the ranks find each other.
-        gpus: GPUs that the ranks can see.
         cells: Text of notebook cells by the file name in their code objects.
     """
 
     call: bytes
     world_size: int
-    backend: str
+    device: str
     threads: int
     timeout: float
     environ: dict[str, str]
     meeting: str
-    gpus: int
     cells: dict[str, list[str]]
 
 
@@ -79,7 +78,9 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
         # The notebook's own timeout must strike first: it says where every rank stands, c10d's does not.
         limit = timedelta(seconds=2 * job.timeout + 60)
         store = dist.FileStore(job.meeting, job.world_size)
-        dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=limit)
+        dist.init_process_group(
+            BACKENDS[job.device], store=store, rank=rank, world_size=job.world_size, timeout=limit
+        )
         report = ("returned", pickle_result(fn(*args)))
     except BaseException as error:
         failed_at = time.monotonic()  # before formatting, which takes longer for some than for others
@@ -136,7 +137,9 @@ def _set_environment(rank: int, job: Job) -> None:
         OMP_NUM_THREADS=str(job.threads),
     )
     torch.set_num_threads(job.threads)
-    if job.gpus:
-        torch.cuda.set_device(rank % job.gpus)  # the first touch of CUDA: the server has made none
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)  # the first touch of CUDA: the server has made none
+    else:
+        hide_gpus(os.environ)
     for name, lines in job.cells.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

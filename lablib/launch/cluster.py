@@ -154,6 +154,7 @@ class Cluster:
             "OMP_NUM_THREADS": str(threads),
             **cards,
             "LABLIB_HOSTS": str(self.hosts),
+            "CUDA_VISIBLE_DEVICES": "",  # the hosts share this machine's cores and have no GPU
             **(env or {}),
         }
         jobs = []

@@ -6,8 +6,10 @@
 When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
 It restores nothing: what the run had learned is in its checkpoints.
 
-On Linux the ranks are forks of the agent, which has loaded PyTorch (`--run-path --start-method=fork`). By default
-torchrun starts new interpreters, and each of them loads PyTorch again, after a restart too.
+On Linux the ranks of a CPU job are forks of the agent, which has loaded PyTorch (`--run-path --start-method=fork`). By
+default torchrun starts new interpreters, and each of them loads PyTorch again, after a restart too. Ranks on GPUs are
+always new interpreters: the agent asks whether there is CUDA (`LaunchConfig`, since torch 2.9), and CUDA refuses to
+start in a fork of a process that has asked.
 
 A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
 `torchrun` here does, or the new ranks may look for the old ones.
@@ -31,12 +33,13 @@ from pathlib import Path
 
 import psutil
 
+from lablib.launch._rank_arguments import check_device
+from lablib.launch.devices import hide_gpus
 from lablib.launch.known_failures import explain
 
 _POLL_S = 0.02
 # macOS has libraries that a fork must not use.
 _FORKED = ("--run-path", "--start-method=fork", str(Path(__file__).with_name("_forked_rank.py")))
-_RANKS = _FORKED if sys.platform == "linux" else ()
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
@@ -80,6 +83,7 @@ def torchrun(
     timeout: float = 120,
     meanwhile: Callable[[subprocess.Popen[bytes]], bool] | None = None,
     preload: Sequence[str] = (),
+    device: str = "cpu",
 ) -> Job:
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
@@ -92,12 +96,14 @@ def torchrun(
         timeout: Seconds until everything is ended.
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
         preload: Modules that the agent imports, so that its forks have them already.
+        device: "cpu": the ranks see no GPU. "cuda": each rank has a GPU of its own.
 
     Returns:
         What became of it, also if it failed.
 
     Raises:
-        ValueError: If the script is not there or a number makes no sense, before anything starts.
+        ValueError: If the script is not there, a number makes no sense, or there are fewer GPUs than ranks of "cuda",
+            before anything starts.
         TimeoutError: If it has not ended in time; the last lines of its log are in the message.
 
     Chapter: book/11_practical_fsdp.md.
@@ -108,10 +114,15 @@ def torchrun(
         raise ValueError(
             f"ranks={ranks} must be at least 1, max_restarts={max_restarts} not negative, timeout={timeout} positive"
         )
-    command = [*agent_command(preload), "--standalone", "--nproc-per-node", str(ranks)]
+    check_device(device, ranks, env)
+    fork = device == "cpu" and sys.platform == "linux"
+    command = [*agent_command(preload if fork else ()), "--standalone", "--nproc-per-node", str(ranks)]
     # The agent looks at its ranks every so many seconds; a short job would wait for that at its end.
-    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), *_RANKS, str(script), *args]
+    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts)]
+    command += [*(_FORKED if fork else ()), str(script), *args]
     variables = {**_DEFAULTS, **os.environ, **(env or {})}
+    if device == "cpu":
+        hide_gpus(variables)
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
         agent = subprocess.Popen(

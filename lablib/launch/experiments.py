@@ -186,7 +186,7 @@ def recorded(name: str) -> Record | None:
     return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def save_record(name: str, samples: list[dict[str, Any]], command: str) -> Record:
+def save_record(name: str, samples: list[dict[str, Any]], command: str, *, device: str = "cpu") -> Record:
     """Write a record under `labs/recorded/`, with this machine, the commit and the date.
 
     Only the runner and the bench call this.
@@ -195,8 +195,9 @@ def save_record(name: str, samples: list[dict[str, Any]], command: str) -> Recor
         name: File stem under `labs/recorded/`.
         samples: Every raw sample.
         command: What measures this again.
+        device: Where it was measured; a record of CPU ranks names no GPU, though the machine may have some.
     """
-    here = machine()
+    here = machine() | ({} if device == "cuda" else {"gpus": [], "gpu_details": []})
     links = topology() if here["gpus"] else {}
     record = Record(name, samples, here, command, commit(), now(), topology=links)
     path = write_json(repository_root() / "labs" / "recorded" / f"{name}.json", asdict(record))

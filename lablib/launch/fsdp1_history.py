@@ -117,4 +117,4 @@ def run_all() -> list[Seen]:
 
     Chapter: book/fsdp1_history.md.
     """
-    return run_ranks(_run_all, 2, backend="gloo")[0]
+    return run_ranks(_run_all, 2)[0]

@@ -10,9 +10,10 @@ import shutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from lablib.launch.devices import rank_device, rank_mesh
 from lablib.launch.wrapping import Rule
 
 #: Parameters are kept in the model's dtype, gathered and used in `param_dtype`, and their gradients reduced in fp32.
@@ -33,10 +34,7 @@ def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
         ValueError: If no process group is there, the shape has more than 2 dims, or its product is not the
             number of ranks.
     """
-    if not dist.is_initialized():
-        raise ValueError(
-            "no process group: call this inside run_ranks, or under torchrun after init_process_group"
-        )
+    rank_device()
     ranks = dist.get_world_size()
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim > 2:
@@ -49,8 +47,7 @@ def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
             f"mesh={shape} is {' x '.join(map(str, shape))} = {product} ranks, but there are {ranks}; "
             f"use ({ranks},) or (replicas, shards) with product {ranks}"
         )
-    device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
 
 
 def policy_of(precision: str | MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -78,7 +78,7 @@ def gpu_samples(
         samples = measure()
         command = os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv))
         if os.environ.get(RECORD_SWITCH) == "1":
-            return save_record(gpu_record_name(name, here), samples, command)
+            return save_record(gpu_record_name(name, here), samples, command, device="cuda")
         return Record(name, samples, machine(), command, commit(), now(), topology=topology())
     counts = recorded_counts(name)
     wanted = gpus if gpus is not None else (counts[-1] if counts else None)

@@ -54,6 +54,7 @@ def kill_and_resume(
     save_every: int = 4,
     kill: tuple[int, int] = (1, 6),
     timeout: float = 120,
+    device: str = "cpu",
 ) -> Survivor:
     """Train under torchrun, kill one rank with SIGKILL once, and let torchrun start the job again.
 
@@ -64,6 +65,7 @@ def kill_and_resume(
         save_every: Steps between checkpoints.
         kill: Rank, and the step after which it is killed.
         timeout: Seconds until all is ended.
+        device: "cpu", or "cuda" for a GPU a rank.
 
     Raises:
         ValueError: If nothing would be killed, or the settings make no sense, before anything starts.
@@ -88,6 +90,7 @@ def kill_and_resume(
         max_restarts=1,
         timeout=timeout,
         preload=_PRELOAD,
+        device=device,
     )
     if job.returncode:
         raise RuntimeError(f"the job ended with {job.returncode}. {job.meaning or ''}\n{job.log[-4000:]}")
@@ -99,17 +102,20 @@ def kill_and_resume(
     )
 
 
-def undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2) -> list[float]:
+def undisturbed(
+    folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu"
+) -> list[float]:
     """Return the losses of the same run without checkpoints and without a kill.
 
     Args:
         folder: Of the run; new.
         settings: As of `kill_and_resume`.
         ranks: How many.
+        device: As of `kill_and_resume`.
 
     Chapter: book/11_practical_fsdp.md.
     """
-    run_ranks(_train, ranks, TrainConfig(folder=folder, **settings))
+    run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
     return [step["loss"] for step in read_metrics(folder)]
 
 

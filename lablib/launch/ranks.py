@@ -30,7 +30,7 @@ from typing import Any
 import cloudpickle
 
 from lablib.launch import _rank_process
-from lablib.launch._rank_arguments import check, choose_backend, environment, visible_gpus
+from lablib.launch._rank_arguments import check, check_device, environment
 from lablib.launch._rank_handle import Rank
 from lablib.launch._rank_pickle import pickle_call
 from lablib.launch._rank_server import ensure_server, no_main_module, uninterrupted
@@ -77,7 +77,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     threads: int = 1,
-    backend: str | None = None,
+    device: str = "cpu",
     env: dict[str, str] | None = None,
     live: bool = False,
 ) -> list[Any]:
@@ -94,8 +94,8 @@ def run_ranks(
         *args: Arguments, copied to every rank.
         timeout: Seconds until the call gives up and says where each rank stands.
         threads: CPU threads of each rank.
-        backend: "gloo" or "nccl". By default NCCL for CUDA tensors where every rank has a GPU of its own,
-            gloo for everything else.
+        device: "cpu": gloo, and the ranks see no GPU, so they do the same on every machine. "cuda": each rank has
+            a GPU of its own, NCCL for what is on it and gloo for the rest.
         env: Environment variables for the ranks, on top of this process's own as they are now. What
             libraries read while torch loads is fixed when the server starts.
         live: Print each line when it comes; the order of the ranks then changes from run to run.
@@ -104,7 +104,7 @@ def run_ranks(
         What each rank returned.
 
     Raises:
-        ValueError: For an argument that makes no sense, before anything starts.
+        ValueError: For an argument that makes no sense, or fewer GPUs than ranks of "cuda", before anything starts.
         RuntimeError: If called inside a rank.
         RankError: If a rank fails; it names the one that failed first. All others are ended.
         RankTimeout: If a rank gives no result in time. All are ended.
@@ -115,21 +115,19 @@ def run_ranks(
     if _rank_process.inside_rank:
         raise RuntimeError("run_ranks was called inside a rank; start all ranks from the notebook")
     check(fn, world_size, timeout, threads, env)
-    gpus = visible_gpus(env)
-    backend = choose_backend(backend, world_size, gpus)
+    check_device(device, world_size, env)
     call = pickle_call(fn, args)
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _rank_process.Job(
             call=call,
             world_size=world_size,
-            backend=backend,
+            device=device,
             threads=threads,
             timeout=timeout,
             environ={**environment(), **(env or {})},
             # A file, not a port: nobody can take it, and TCPStore was seen to stall for 5 s at 8 ranks.
             meeting=os.path.join(folder, "meeting"),
-            gpus=gpus,
             cells=cells(),
         )
         try:

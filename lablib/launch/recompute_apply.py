@@ -103,17 +103,19 @@ class AppliedStrategy:
 class _CountedOffload(save_on_cpu):
     """PyTorch's `save_on_cpu`, counted. It copies what each operator saves: weights, and one tensor many times, too.
 
-    With pin_memory=False a CPU tensor would be its own copy. Pinned memory exists with a GPU alone; without one the
-    same line copies to ordinary memory, so that a laptop moves the same bytes.
+    A tensor on an accelerator goes to pinned memory. One that is on the host already would be its own copy: it is
+    copied to ordinary memory, so that a laptop moves the same bytes, and a CPU run beside a GPU asks nothing of it.
     """
 
-    def __init__(self, applied: AppliedStrategy) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        super().__init__(pin_memory=True, device_type=accelerator.type if accelerator else "cuda")
+    def __init__(self, applied: AppliedStrategy, device: torch.device) -> None:
+        pinned = device.type != "cpu"
+        super().__init__(pin_memory=pinned, **({"device_type": device.type} if pinned else {}))
         to_host, to_device = self.pack_hook, self.unpack_hook
 
         def pack(tensor: Tensor) -> Any:
             packed = to_host(tensor.detach())
+            if not pinned:
+                packed = (packed[0], packed[1].clone())
             applied.host_bytes += packed[1].nbytes
             if applied.tracker is not None:
                 applied.tracker.forget(packed[1])
@@ -203,9 +205,9 @@ def _apply(applied: AppliedStrategy, unit: Unit, blocks: list[nn.Module], run_ag
     if unit.kind == "matmuls":
         again = partial(again.func, *again.args, **again.keywords, context_fn=_save_products)
 
-    def offloaded(function: Callable, *args: Any) -> Tensor:
-        with _CountedOffload(applied):
-            return function(*args)
+    def offloaded(function: Callable, x_BSH: Tensor, *args: Any) -> Tensor:
+        with _CountedOffload(applied, x_BSH.device):
+            return function(x_BSH, *args)
 
     forward = {
         "full": again,

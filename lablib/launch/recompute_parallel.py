@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from lablib.launch.devices import rank_mesh
 from lablib.launch.recompute_apply import apply_strategy
 from lablib.launch.recorder import record_comms
 from lablib.toys.tensor_parallel import parallelize
@@ -99,9 +100,10 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     names = [name for name, _ in model.named_parameters()]
     if order == "inside":
         apply_strategy(model, "full")
+    mesh = rank_mesh()
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
     parameters = list(model.parameters())
     if order in ("outside", "segments"):
         length = 1 if order == "outside" else 2

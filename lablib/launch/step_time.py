@@ -76,9 +76,8 @@ def step_times(
             raise ValueError(f"{name}={list(values)} needs at least one number, all of them positive")
     samples = []
     for n in ranks:
-        by_rank = run_ranks(
-            _time_all, n, tuple(widths), tuple(tokens), tuple(modes), repeats, bucket_bytes, device
-        )
+        setting = (tuple(widths), tuple(tokens), tuple(modes), repeats, bucket_bytes, device)
+        by_rank = run_ranks(_time_all, n, *setting, device=device)
         for same_sample in zip(*by_rank, strict=True):
             slowest = max(sample["seconds"] for sample in same_sample)
             samples.append({**same_sample[0], "seconds": slowest})

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lablib.calc.trace import Trace, parse
+from lablib.launch.devices import rank_mesh
 from lablib.launch.ranks import run_ranks
 from lablib.launch.step_time import stack
 
@@ -140,8 +141,8 @@ def traced_step(
 
         for layer in model:
             if list(layer.parameters()):
-                fully_shard(layer)
-        fully_shard(model)
+                fully_shard(layer, mesh=rank_mesh())
+        fully_shard(model, mesh=rank_mesh())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(dist.get_rank()))
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from lablib.launch import checkpoint
 from lablib.launch.checkpoint import Progress, Saving
 from lablib.launch.checkpoint_files import read_info
+from lablib.launch.devices import rank_device
 from lablib.launch.experiments import write_json
 from lablib.launch.fsdp import make_mesh, no_sync, shard
 from lablib.launch.recompute_apply import apply_strategy
@@ -90,9 +91,7 @@ class Trainer:
         self.micro_batch, self.accumulation = config.batches_of(ranks)
         mesh = make_mesh((config.replicas, ranks // config.replicas) if config.replicas > 1 else None)
         self.rank, self.world_size = dist.get_rank(), ranks
-        self.device = torch.device(mesh.device_type)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = rank_device()
         self.folder = Path(config.folder)
         self.checkpoints = self.folder / "checkpoints"
         self.task = task or Pretraining(config)

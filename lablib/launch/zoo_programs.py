@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lablib.launch.devices import rank_mesh
 from lablib.launch.rank_log import RankLog
 from lablib.launch.zoo_job import Job, Setting, watched
 
@@ -83,7 +84,7 @@ def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
 
     job = Job(setting, log, sharded=True)
     largest = max(job.model.parameters(), key=torch.Tensor.numel)
-    fully_shard(job.model, ignored_params={largest} if fault else None)
+    fully_shard(job.model, mesh=rank_mesh(), ignored_params={largest} if fault else None)
     optimizer = job.optimizer()
     with watched(log):
         for number in job.mine(job.ranks * setting.steps):
