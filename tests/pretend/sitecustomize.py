@@ -179,6 +179,9 @@ def pretend(torch, setattr=setattr) -> None:
     for name in ("memory_stats", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
                  "memory_reserved", "reset_peak_memory_stats", "Event", "Stream", "current_stream"):  # fmt: skip
         setattr(cuda, name, refuse(name))
+    setattr(cuda.memory, "get_allocator_backend", lambda: "native")
+    for name in ("_record_memory_history", "_snapshot"):
+        setattr(cuda.memory, name, refuse(f"memory.{name}"))
     setattr(cuda.nccl, "version", lambda: (2, 27, 7))
     setattr(torch.version, "cuda", "13.0")
     stream = _Stream()
