@@ -21,6 +21,7 @@ import pytest
 from lablib.calc.topology import tcp_bandwidth
 from lablib.launch import _cluster_network
 from lablib.launch.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[1]
 REFUSED = why_not()
@@ -251,7 +252,9 @@ def test_a_failing_rank_is_named_with_its_traceback(monkeypatch: pytest.MonkeyPa
 
 
 LIVE = """
-import sys
+import signal, sys
+# What a shell starts in the background ignores SIGINT, and so would this, started there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lablib.launch.cluster import Cluster
 with Cluster(2, rate="1 Gb/s") as cluster:
     for host in range(2):
@@ -262,11 +265,11 @@ with Cluster(2, rate="1 Gb/s") as cluster:
 
 
 @needs_hosts
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_an_interrupt(end: signal.Signals) -> None:
     """Neither when the cluster can close in order, nor when its process is killed and can do nothing."""
     token, cards = uuid.uuid4().hex, cables()
-    process = subprocess.Popen(
+    live = subprocess.Popen(
         [sys.executable, "-c", LIVE],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -274,12 +277,13 @@ def test_nothing_is_left_after_an_interrupt(end: signal.Signals) -> None:
         cwd=ROOT,
         env={**os.environ, "TOKEN": token},
     )
-    networks = {process.stdout.readline().strip() for _ in range(2)}
-    assert process.stdout.readline() == "working\n"
-    while len([line for line in left_of(token, networks) if line.startswith("sleep")]) < 4:
-        assert process.poll() is None
-    process.send_signal(end)
-    _, errors = process.communicate(timeout=20)
+    with ended(live) as process:
+        networks = {process.stdout.readline().strip() for _ in range(2)}
+        assert process.stdout.readline() == "working\n"
+        while len([line for line in left_of(token, networks) if line.startswith("sleep")]) < 4:
+            assert process.poll() is None
+        process.send_signal(end)
+        _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
     assert end != signal.SIGINT or "KeyboardInterrupt" in errors
     wait_until_gone(token, networks)

@@ -528,7 +528,7 @@ def test_ctrl_c_stops_after_the_step_and_again_at_once():
     said = []
     trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    interrupt = signal.getsignal(signal.SIGINT)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the run was started with
     try:
         watch = StopOnSignal()
         watch.on_start(trainer)
@@ -539,6 +539,26 @@ def test_ctrl_c_stops_after_the_step_and_again_at_once():
             os.kill(os.getpid(), signal.SIGINT)
         watch.on_end(trainer)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == interrupt
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def test_a_run_in_the_background_stays_deaf_to_ctrl_c_and_stops_on_sigterm():
+    """A shell starts what ends in `&` with SIGINT ignored, so that Ctrl-C ends only what runs in front."""
+    said = []
+    trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        watch = StopOnSignal()
+        watch.on_start(trainer)
+        for number in before:
+            os.kill(os.getpid(), number)
+        watch.on_end(trainer)
+        assert said == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
