@@ -88,7 +88,13 @@ def _what_a_test_starts_ends_with_it() -> Iterator[None]:
 
 
 def torchrun(ranks: int, *options: object) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+    ]
     return start([*launcher, *arguments(options)], environment())
 
 

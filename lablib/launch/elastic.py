@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from lablib.launch._rank_arguments import environment
 from lablib.launch.known_failures import explain
 
 _POLL_S = 0.02
@@ -109,9 +110,12 @@ def torchrun(
             f"ranks={ranks} must be at least 1, max_restarts={max_restarts} not negative, timeout={timeout} positive"
         )
     command = [*agent_command(preload), "--standalone", "--nproc-per-node", str(ranks)]
+    # Left alone, the agent tells its ranks to meet at this machine's host name, and waits for one that resolves to
+    # nothing until its timeout. All ranks are here.
+    command += ["--local-addr", "127.0.0.1"]
     # The agent looks at its ranks every so many seconds; a short job would wait for that at its end.
     command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), *_RANKS, str(script), *args]
-    variables = {**_DEFAULTS, **os.environ, **(env or {})}
+    variables = {**_DEFAULTS, **environment(), **(env or {})}
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
         agent = subprocess.Popen(
