@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -37,9 +38,9 @@ def _no_child_left():
     """Fail the test that leaves a process behind, and not the one in which the garbage collector finds it."""
     before = _children()
     yield
-    end = time.monotonic() + 5  # one that was killed may take a moment to go
+    end, pause = time.monotonic() + 5, threading.Event()  # one that was killed may take a moment to go
     while (left := _children() - before - _servers()) and time.monotonic() < end:
-        time.sleep(0.02)
+        pause.wait(0.02)
     names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
     for pid in left:
         with suppress(ProcessLookupError):
