@@ -25,6 +25,8 @@ SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
 EXECUTED := $(CURDIR)/.cache/executed
 
 export PYTHONUNBUFFERED := 1
+# Whatever the locale: the same encoding for every file and pipe.
+export PYTHONUTF8 := 1
 # A build and a test run write apart from the learner's own distributed-experiments/, and draw no bars.
 site check unit labs: export LABLIB_EXPERIMENTS := $(CURDIR)/_build/experiments
 site check unit labs: export TQDM_DISABLE := 1

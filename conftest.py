@@ -1,8 +1,10 @@
-"""For the tests and the labs alike: labs first, executed labs kept for the site, no file left in labs/."""
+"""For the tests and the labs alike: a known state, labs first, executed labs kept, no file left in labs/."""
 
 import copy
 import os
 import re
+import signal
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -12,10 +14,34 @@ ROOT = Path(__file__).parent
 
 
 def pytest_configure(config):
-    """Keep what labs write under test apart from a learner's own results."""
+    """Begin in a known state, in every worker of xdist too; keep what labs write apart from a learner's results."""
+    known_state()
     os.environ.setdefault("LABLIB_EXPERIMENTS", str(ROOT / "_build" / "experiments"))
     if not hasattr(config, "workerinput"):
         config.stash[_BEFORE] = _files_of_labs()
+
+
+def known_state():
+    """Undo what a run would inherit from whoever started it: for the tests and for every process that they start."""
+    # `make test &`, nohup and many CI runners start a process that ignores Ctrl-C, and whatever it starts does, too.
+    # SIGHUP stays as it is: under nohup the run shall outlive its terminal.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGCHLD, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
+    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+        del os.environ[name]
+    os.environ |= {"COLUMNS": "80", "LINES": "24", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+    # The folder that Python would take, also for tools that look at TMPDIR alone and do not ask whether it is there.
+    os.environ["TMPDIR"] = tempfile.gettempdir()
+    home = os.environ.get("HOME", "")
+    if not (os.path.isdir(home) and os.access(home, os.W_OK)):
+        os.environ["HOME"] = str(ROOT / ".cache" / "home")
+        os.makedirs(os.environ["HOME"], exist_ok=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -95,6 +121,31 @@ def _files_of_labs():
     return {p for p in (ROOT / "labs").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
 
 
+#: Of a job or a terminal around the run: it would change who is a rank, what runs, and how it is printed.
+_FOREIGN = (
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "GLOO_",
+        "TORCHELASTIC_",
+    ),
+    *("SLURM_", "SKYPILOT_", "ACCELERATE_", "FSDP_"),
+    *(
+        "LC_",
+        "LANGUAGE",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "CLICOLOR",
+        "PY_COLORS",
+        "GITHUB_ACTIONS",
+        "TERMINAL_WIDTH",
+    ),
+)
 _BEFORE, _LEFT = pytest.StashKey[set](), pytest.StashKey[list]()
 _PASSED = pytest.StashKey[dict]()
 _WEIGHTS = {}

@@ -221,6 +221,7 @@ def test_doctor_looks_at_everything_and_reports_each_with_a_verdict() -> None:
     names = [
         "Python",
         "machine",
+        "host name",
         "disk",
         "torch",
         "gloo",
@@ -252,6 +253,20 @@ def test_doctor_judges_machine_and_disk(tmp_path: Path) -> None:
     assert "WSL" in doctor.check_machine("Windows").mend
     assert doctor.check_disk(tmp_path, free=10**9).verdict == "limited"
     assert doctor.check_disk(tmp_path, free=10**12) == doctor.Finding("disk", "ok", "1000 GB free")
+
+
+def test_doctor_says_what_a_host_name_without_an_address_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise doctor.socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", unknown)
+    finding = doctor.check_host_name()
+    assert finding.verdict == "limited"
+    assert "nowhere.invalid has no address" in finding.detail
+    assert "--local-addr 127.0.0.1" in finding.mend
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_: [])
+    assert doctor.check_host_name() == doctor.Finding("host name", "ok", "nowhere.invalid")
 
 
 def test_doctor_without_torch_says_what_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:

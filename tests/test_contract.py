@@ -280,7 +280,7 @@ OURS = ["book", "labs", "lablib", "tests", "tools", "_ext", "_static", ".github"
 
 def _texts():
     folders = [p for folder in OURS for p in (ROOT / folder).rglob("*")]
-    here = [p for p in ROOT.iterdir() if not p.name.startswith((".env", ".cover"))]
+    here = [p for p in ROOT.iterdir() if p.name != ".git" and not p.name.startswith((".env", ".cover"))]
     files = {p for p in folders + here if p.is_file() and p.suffix in TEXT}
     return sorted(p for p in files if not {"__pycache__", ".ipynb_checkpoints"} & set(p.parts))
 

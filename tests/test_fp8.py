@@ -171,9 +171,10 @@ def test_training_in_fp8_follows_fp32() -> None:
             losses.append(loss.item())
         curves.append(losses)
     assert curves[0] != curves[1]
-    assert curves[1][-1] < curves[1][0] - 1.5
-    # Rounding noise of a few percent in every matmul: far less than the fall of the loss.
-    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.1
+    # Rounding noise of a few percent in every matmul moves the loss by less than a tenth of what it falls.
+    fall = curves[0][0] - curves[0][-1]
+    assert fall > 0
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.1 * fall
 
 
 def test_delayed_scaling_takes_the_past() -> None:
@@ -188,8 +189,10 @@ def test_delayed_scaling_takes_the_past() -> None:
 
 
 def test_delayed_scaling_misses_a_spike_for_one_step() -> None:
-    rows = delayed_scaling_run(steps=14, history=6, spike=12, factor=100)
-    assert rows[12]["saturated"] > 0.01
+    # A spike far above whatever happened in the six steps before: nearly every value lies beyond the range.
+    rows = delayed_scaling_run(steps=14, history=6, spike=12, factor=1e4)
+    assert rows[12]["saturated"] > 0.5
+    # Nearly everything that is cut off is lost, an error of almost 1; E5M2 rounds to 1/4 of a power of two, at most 1/8.
     assert rows[12]["delayed"] > 3 * rows[12]["current"]
     assert rows[13]["saturated"] == 0
     assert rows[13]["covered"] == pytest.approx(rows[12]["amax"])
@@ -201,8 +204,10 @@ def test_errors_of_real_tensors() -> None:
     table = error_table(trained_tensors(steps=3, hidden=128))
     for (kind, scaling, name), error in table.items():
         dtype = E4M3 if name == "e4m3" else E5M2
-        # Most values are in the normal range, so the error is that of rounding the mantissa.
-        assert error.error == pytest.approx(rounding_noise(dtype), rel=0.25), (kind, scaling, name)
+        # Even over a gap g, an error has a mean square of g²/12, and g is eps times the value or, at the end of a
+        # binade, half of that. A few values are below the normal range; a tenth allows for them.
+        most = torch.finfo(dtype).eps / math.sqrt(12)
+        assert most / 2 < error.error < 1.1 * most, (kind, scaling, name)
     for kind in ("weights", "activations", "gradients"):
         assert table[kind, "tensor", "e5m2"].error > 1.7 * table[kind, "tensor", "e4m3"].error
         assert table[kind, "block1x128", "e4m3"].zeroed <= table[kind, "tensor", "e4m3"].zeroed

@@ -9,9 +9,11 @@ import sys
 import tarfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from lablib.cli.main import app
 from lablib.launch import experiments, gpu_records, kept, lab_jobs, labs, pack
 from lablib.launch.lab_worker import start
 from lablib.launch.machine import label
+from tests.processes import ended
 
 #: The lab says when it has begun, keeps a sample, and then waits for a file.
 WORK = """
@@ -59,7 +62,14 @@ def house(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
     monkeypatch.delenv("LABLIB_LAB_FOLDER", raising=False)
-    return tmp_path
+    yield tmp_path
+    # Only a test that failed half-way leaves any. They are in sessions of their own, and known by their environment.
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("LABLIB_EXPERIMENTS") == str(
+                tmp_path / "mine"
+            ):
+                process.kill()
 
 
 def rung(*args):
@@ -181,9 +191,9 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     assert "stopped: the budget of 0.0001 minutes is used up" in short.output
 
     # The same labs again: one goes on and is done, the other one fails, and an archive is left.
-    writer = subprocess.Popen([sys.executable, "-c", f"open({str(gate)!r}, 'w').write('go')"])
-    third = rung("run", "7", "8", *chosen, "-p", "8.steps=100", "--pack")
-    writer.wait()
+    with ended(subprocess.Popen([sys.executable, "-c", f"open({str(gate)!r}, 'w').write('go')"])) as writer:
+        third = rung("run", "7", "8", *chosen, "-p", "8.steps=100", "--pack")
+        writer.wait(60)
     assert third.exit_code == 1
     assert "5 1 True\n" in third.output  # parameter, record switch and no GPU reached the kernel
     assert "kept from" in third.output  # the sample of the first attempt was not measured again

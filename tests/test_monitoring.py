@@ -103,21 +103,28 @@ def test_a_folder_without_a_run(tmp_path):
         status(tmp_path, now=0.0)
 
 
-def test_the_screen_fits_and_names_the_silent(tmp_path):
+@pytest.mark.parametrize("name", ["r", "run-" * 50], ids=["short", "long"])
+def test_the_screen_fits_and_names_the_silent(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
     console = pytest.importorskip("rich.console", reason="rich, which typer brings, is missing")
     write_run(
-        tmp_path,
+        folder,
         {
             0: [metrics(0, step, mfu=0.42) for step in range(1, 10)],
             1: [metrics(1, step) for step in range(1, 6)],
         },
     )
     out = console.Console(width=80, record=True, file=io.StringIO())
-    out.print(screen(status(tmp_path, now=110.5)))
+    out.print(screen(status(folder, now=110.5)))
     text = out.export_text()
-    assert len(text.splitlines()) < 24
+    assert (
+        len(text.splitlines()) == 7
+    )  # nothing is broken into two: title, head, two ranks, three lines below
+    assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    for part in ("step 5 of 20", "42.0%", "3.00", "1,23", "no checkpoint yet", "silent: rank 1;"):
+    assert text.splitlines()[0].rstrip().endswith(f"{name[-20:]}: step 5 of 20")
+    for part in ("42.0%", "3.00", "1,23", "no checkpoint yet", "silent: rank 1;"):
         assert part in text
 
 

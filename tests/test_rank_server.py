@@ -1,5 +1,6 @@
 """The server of the ranks starts early in a notebook, and nowhere else; it ends with the notebook."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -45,3 +46,26 @@ def test_the_server_starts_in_a_kernel_only_and_ends_with_it():
     while state.exists() and state.read_text().split(")")[1].split()[0] != "Z":
         assert time.monotonic() < end, "the server outlived its notebook"
         pause.wait(0.05)
+
+
+RANKS = """
+import tempfile
+from lablib.launch.ranks import run_ranks
+print(run_ranks(tempfile.gettempdir, 2))
+"""
+
+
+@pytest.mark.parametrize("length", [30, 200])
+def test_a_long_tmpdir_does_not_make_sockets_too_long(tmp_path, length):
+    folder = tmp_path / ("f" * length)
+    folder.mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", RANKS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{[str(folder)] * 2}\n"  # all but the sockets is where it shall be
+    assert not [*folder.glob("pymp-*"), *folder.glob("ranks-*")]

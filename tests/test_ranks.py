@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import nbformat
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lablib.launch import _rank_arguments, ranks
 from lablib.launch._rank_arguments import check_device, visible_gpus
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+from tests.processes import ended
 
 
 def rank_sum(x):
@@ -402,7 +404,7 @@ def test_no_process_outlives_an_interrupt_or_the_notebook(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "script.py", str(fifo)]
     ready = ["[rank 0] ready\n", "[rank 1] ready\n"]
-    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as script:
+    with ended(subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)) as script:
         assert sorted(script.stdout.readline() for _ in range(2)) == ready
         os.killpg(script.pid, signal.SIGINT)  # to the whole group, as Jupyter and Ctrl-C do it
         assert script.stdout.readline() == "interrupted\n"
@@ -476,10 +478,14 @@ def test_a_notebook_gives_the_same_output_under_papermill_and_nbval(tmp_path):
     papermill = [sys.executable, "-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"]
     nbval = [sys.executable, "-m", "pytest", "-q", "--nbval", "in.ipynb"]  # compares with what is stored
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    runs = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in (papermill, nbval)]
-    for run in runs:
-        said, _ = run.communicate(timeout=120)
-        assert run.returncode == 0, said
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(ended(subprocess.Popen(command, cwd=tmp_path, **pipes)))
+            for command in (papermill, nbval)
+        ]
+        for run in runs:
+            said, _ = run.communicate(timeout=120)
+            assert run.returncode == 0, said
     cells = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells
     shown = [[o.get("text") or o["data"]["text/plain"] for o in cell.outputs] for cell in cells]
     assert shown == [[text for text in texts if text] for texts in PRINTED]

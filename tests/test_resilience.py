@@ -48,6 +48,7 @@ from lablib.launch.straggler_watch import StragglerWatch
 from lablib.launch.together import agree
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.trainer import Callback, Trainer
+from tests.processes import ended
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {
@@ -460,6 +461,36 @@ def test_a_rank_of_torchrun_is_like_a_process_of_its_own(tmp_path):
         assert seen == facts["alone-0"], name
 
 
+MEET = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print(f"met at {os.environ['MASTER_ADDR']}")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path):
+    """In a namespace where the host has a name without an address, torchrun's own choice of where to meet hangs."""
+    unshare = ["unshare", "--uts", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+    nameless = [*unshare, "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*nameless, "true"], capture_output=True).returncode:
+        pytest.skip("another host name needs unshare and the right to a namespace")
+    (tmp_path / "meet.py").write_text(MEET)
+    start = (
+        "import sys\nfrom lablib.launch.elastic import torchrun\n"
+        "job = torchrun(sys.argv[1], ranks=2, timeout=60)\nprint(job.log)\nsys.exit(job.returncode)\n"
+    )
+    command = [*nameless, sys.executable, "-c", start, str(tmp_path / "meet.py")]
+    root = Path(__file__).parents[1]
+    with ended(
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root)
+    ) as job:
+        said, _ = job.communicate(timeout=90)
+    assert job.returncode == 0, said
+    assert said.count("met at 127.0.0.1") == 2
+
+
 def test_descendants_are_found_over_two_generations():
     command = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['cat'], stdin=sys.stdin)"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -528,7 +559,7 @@ def test_ctrl_c_stops_after_the_step_and_again_at_once():
     said = []
     trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    interrupt = signal.getsignal(signal.SIGINT)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the run was started with
     try:
         watch = StopOnSignal()
         watch.on_start(trainer)
@@ -539,6 +570,26 @@ def test_ctrl_c_stops_after_the_step_and_again_at_once():
             os.kill(os.getpid(), signal.SIGINT)
         watch.on_end(trainer)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == interrupt
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def test_a_run_in_the_background_stays_deaf_to_ctrl_c_and_stops_on_sigterm():
+    """A shell starts what ends in `&` with SIGINT ignored, so that Ctrl-C ends only what runs in front."""
+    said = []
+    trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        watch = StopOnSignal()
+        watch.on_start(trainer)
+        for number in before:
+            os.kill(os.getpid(), number)
+        watch.on_end(trainer)
+        assert said == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

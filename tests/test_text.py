@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 
 from lablib.toys import text
 
+SIZE = 125_235
+SHA256 = "71aad43def5be333094a867a2b349560393ad67ee5e663b74616e763c2dfb3a1"
+
 
 def test_the_text_is_english_and_long_enough_to_train_on():
     content = text.text()
-    assert len(content) > 200_000
+    assert len(content) > 100_000
     words = content.lower().split()
     assert words.count("the") / len(words) > 0.03
     assert content == text.text()
+
+
+def test_the_text_is_frozen():
+    """Losses, norms and shares that labs print follow from these bytes, so an edit of a chapter must not reach them."""
+    stored = Path(text.__file__).with_name("text.txt").read_bytes()
+    assert (len(stored), hashlib.sha256(stored).hexdigest()) == (SIZE, SHA256)
+    assert stored.isascii()
+    assert b"\r" not in stored
+    assert text.text().encode() == stored
+
+
+def test_a_wheel_carries_the_text():
+    root = Path(text.__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "text.txt" in project["tool"]["setuptools"]["package-data"]["lablib.toys"]
 
 
 def test_tokens_are_bytes_and_come_back():

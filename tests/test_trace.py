@@ -234,8 +234,10 @@ def test_a_thread_of_gloo_is_busy_while_it_works() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    seen = any(gloo_is_busy() for _ in range(10**5))
-    stop.set()
-    thread.join()
+    try:
+        seen = any(gloo_is_busy() for _ in range(10**5))
+    finally:
+        stop.set()
+        thread.join()
     assert seen
     assert not all(gloo_is_busy() for _ in range(10**5))  # `join` returns a moment before the thread is gone

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lablib.launch import elastic
 from lablib.launch._rank_server import ensure_server, no_main_module
+from tests.processes import ended
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
 TOLERANCE = 1e-9
@@ -66,11 +67,34 @@ def arguments(options: Sequence[object]) -> list[str]:
 
 def start(words: list[str], env: dict[str, str]) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, *words], env=env, **pipes)
+    _started.append(subprocess.Popen([sys.executable, *words], env=env, **pipes))
+    return _started[-1]
+
+
+_started: list[subprocess.Popen | Worker] = []
+
+
+@pytest.fixture(autouse=True)
+def _what_a_test_starts_ends_with_it() -> Iterator[None]:
+    yield
+    while _started:
+        job = _started.pop()
+        if isinstance(job, Worker):
+            job.kill()
+            job.wait()
+        else:
+            with ended(job):
+                pass
 
 
 def torchrun(ranks: int, *options: object) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+    ]
     return start([*launcher, *arguments(options)], environment())
 
 
@@ -104,6 +128,7 @@ class Worker:
             ensure_server(context)
             self.process = context.Process(target=be_the_script, args=(words, env, self.output))
             self.process.start()
+        _started.append(self)
 
     @property
     def returncode(self) -> int | None:

@@ -33,7 +33,7 @@ def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
     csv.writer(buffer).writerows(schedule.ranks)
     text = buffer.getvalue()
     if path is not None:
-        Path(path).write_text(text, newline="")
+        Path(path).write_text(text, encoding="utf-8", newline="")
     return text
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import sys
 import textwrap
 from dataclasses import asdict, dataclass
@@ -66,7 +67,7 @@ def _wrapped(text: str, column: int = 23) -> str:
 
 def examine() -> list[Finding]:
     """Return every finding, in the order of what depends on what."""
-    findings = [check_python(), check_machine(), check_disk(Path.cwd())]
+    findings = [check_python(), check_machine(), check_host_name(), check_disk(Path.cwd())]
     torch_finding = check_torch()
     findings.append(torch_finding)
     if torch_finding.verdict != MISSING:
@@ -102,6 +103,22 @@ def check_machine(system: str = platform.system()) -> Finding:
     if cores < 2:
         return Finding("machine", LIMITED, detail, "labs run, but overlap cannot be measured on one core")
     return Finding("machine", OK, detail)
+
+
+def check_host_name() -> Finding:
+    """Judge this machine's own name, at which the ranks of a torchrun that is started by hand meet."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        detail = f"{name} has no address: a torchrun started by hand waits for it until its timeout, the labs do not"
+        return Finding(
+            "host name",
+            LIMITED,
+            detail,
+            f'torchrun --local-addr 127.0.0.1, or a line "127.0.1.1 {name}" in /etc/hosts',
+        )
+    return Finding("host name", OK, name)
 
 
 def check_disk(folder: Path, free: int | None = None) -> Finding:

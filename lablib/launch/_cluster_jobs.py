@@ -6,14 +6,13 @@ Chapter: book/10_communication.md
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from lablib.launch._cluster_network import Network
+from lablib.launch._cluster_network import Network, environment
 
 _TAIL = 15  # lines of output shown with a failure
 
@@ -46,7 +45,10 @@ def run_jobs(
         ClusterError: If one fails or takes too long; all others are ended.
     """
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in jobs]
+        files = [
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            for _ in jobs
+        ]
         running: list[subprocess.Popen] = []
         try:
             for (host, words), file in zip(jobs, files, strict=True):
@@ -56,7 +58,7 @@ def run_jobs(
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **env},
+                        env={**environment(), **env},
                         start_new_session=True,
                     )
                 )

@@ -98,6 +98,12 @@ def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
     return "\n".join(lines)
 
 
+def environment() -> dict[str, str]:
+    """Return this process's environment with a PATH that finds `tc`: Debian's users have no /usr/sbin on theirs."""
+    path = os.environ.get("PATH", os.defpath)
+    return {**os.environ, "PATH": os.pathsep.join((path, "/usr/sbin", "/sbin"))}
+
+
 class Refused(OSError):
     """The system does not allow what was asked for; the message is one sentence."""
 
@@ -116,7 +122,8 @@ class Network:
     def __init__(self, hosts: int, *, user: bool) -> None:
         if not sys.platform.startswith("linux"):
             raise Refused(f"hosts are Linux network namespaces, and this is {sys.platform}")
-        if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        path = environment()["PATH"]
+        if missing := [tool for tool in TOOLS if shutil.which(tool, path=path) is None]:
             raise Refused(
                 f"{', '.join(missing)} is not installed; install the packages iproute2 and util-linux"
             )
@@ -132,6 +139,7 @@ class Network:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=environment(),
         )
         try:
             ready = self.holder.stdout.readline()
@@ -173,7 +181,11 @@ class Network:
             Refused: If one fails; it quotes the last line of what was said.
         """
         done = subprocess.run(
-            self.command("sh", "-ec", script), capture_output=True, text=True, stdin=subprocess.DEVNULL
+            self.command("sh", "-ec", script),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=environment(),
         )
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -183,7 +195,11 @@ class Network:
         """Kill every process on the hosts; the hosts stay."""
         # In its own process namespace, -1 is everybody in there but number 1, the holder.
         subprocess.run(
-            self.command("sh", "-c", "kill -9 -1"), capture_output=True, stdin=subprocess.DEVNULL, check=False
+            self.command("sh", "-c", "kill -9 -1"),
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env=environment(),
+            check=False,
         )
 
     def close(self) -> str:

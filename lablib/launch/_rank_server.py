@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ _PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
 ]
+
+#: A socket's path has at most 103 bytes on macOS and 107 on Linux; multiprocessing adds 32 to TMPDIR.
+_LONGEST_TMPDIR = 103 - len("/pymp-12345678/listener-12345678")
 
 _one_at_a_time = threading.Lock()
 
@@ -47,6 +52,7 @@ def ensure_server(context: BaseContext) -> None:
     The ranks turn collection on again.
     """
     context.set_forkserver_preload(_PRELOAD)
+    _shorten_sockets()
     spawn = util.spawnv_passfds
 
     def without_collection(path: bytes, args: list[str], fds: list[int]) -> int:
@@ -59,6 +65,16 @@ def ensure_server(context: BaseContext) -> None:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = spawn
+
+
+def _shorten_sockets() -> None:
+    """Have multiprocessing choose its folder, once: under /tmp where TMPDIR is too long for the path of a socket."""
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            util.get_temp_dir()
+        finally:
+            tempfile.tempdir = before
 
 
 @contextmanager

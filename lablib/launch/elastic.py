@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from lablib.launch._rank_arguments import check_device
+from lablib.launch._rank_arguments import check_device, environment
 from lablib.launch.devices import hide_gpus
 from lablib.launch.known_failures import explain
 
@@ -117,10 +117,13 @@ def torchrun(
     check_device(device, ranks, env)
     fork = device == "cpu" and sys.platform == "linux"
     command = [*agent_command(preload if fork else ()), "--standalone", "--nproc-per-node", str(ranks)]
+    # Left alone, the agent tells its ranks to meet at this machine's host name, and waits for one that resolves to
+    # nothing until its timeout. All ranks are here.
+    command += ["--local-addr", "127.0.0.1"]
     # The agent looks at its ranks every so many seconds; a short job would wait for that at its end.
     command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts)]
     command += [*(_FORKED if fork else ()), str(script), *args]
-    variables = {**_DEFAULTS, **os.environ, **(env or {})}
+    variables = {**_DEFAULTS, **environment(), **(env or {})}
     if device == "cpu":
         hide_gpus(variables)
     begun = time.monotonic()

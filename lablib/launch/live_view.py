@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = ("rank", "step", "loss", "s/step", "report", "tokens/s", "MFU", "GiB", "attempt", "heard")
 _ROWS = 16  # so that the whole fits on 24 lines of 80 characters
+_WIDTH = 80
 
 
 def screen(run: RunStatus, width: int = 60) -> RenderableType:
@@ -39,7 +40,11 @@ def screen(run: RunStatus, width: int = 60) -> RenderableType:
     Chapter: book/11_practical_fsdp.md.
     """
     rich_console, rich_table = _rich()
-    table = rich_table.Table(title=f"{run.folder}: step {run.step} of {run.steps}", box=None, padding=(0, 1))
+    # Above the table, not its title, which would be broken to the width of the table; a path matters at its end.
+    step, folder = f"step {run.step} of {run.steps}", str(run.folder)
+    room = _WIDTH - len(f"...: {step}")
+    title = f"{folder if len(folder) <= room else '...' + folder[-room:]}: {step}"
+    table = rich_table.Table(box=None, padding=(0, 1))
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     # Those that need a look come first; of many ranks that are well, a few stand for all.
@@ -58,7 +63,7 @@ def screen(run: RunStatus, width: int = 60) -> RenderableType:
         lines.append(
             f"silent: rank {', '.join(silent)}; all ranks silent means a hang, some a rank that died"
         )
-    return rich_console.Group(table, *lines)
+    return rich_console.Group(title, table, *lines)
 
 
 def curve(values: Sequence[float], width: int) -> str:

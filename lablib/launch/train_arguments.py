@@ -35,7 +35,7 @@ _HELP = {
     "prefetch": "blocks to gather ahead; 0 leaves it to FSDP2",
     "reduce_every": "reduce gradients after every micro-batch: saves the memory of whole gradients",
     "seed": "of the first weights and the order of the data",
-    "text": "train on this UTF-8 file; by default on Python's own language reference",
+    "text": "train on this UTF-8 file; by default on the course's own prose",
     "tokens": "train on this token file (.npy)",
     "keep": "checkpoints to keep",
     "peak_flops": "FLOP/s of a device for MFU; by default looked up by the GPU's name",

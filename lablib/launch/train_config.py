@@ -109,7 +109,7 @@ class TrainConfig:
         prefetch: Units to gather ahead; 0 leaves it to FSDP2.
         reduce_every: Reduce gradients after every micro-batch: more messages, and no whole gradients in memory.
         seed: Of the first weights and the order of the data.
-        text: A UTF-8 file to train on; "" is Python's own language reference.
+        text: A UTF-8 file to train on; "" is the course's own prose.
         tokens: A token file of `train_data.write_tokens`, in place of a text.
         keep: Checkpoints to keep.
         peak_flops: Peak FLOP/s of a device for MFU; 0 looks the GPU up, and gives none where it is unknown.

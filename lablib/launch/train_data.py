@@ -79,7 +79,7 @@ def text_tokens(folder: str | Path, source: str = "") -> Path:
 
     Args:
         folder: Where to write `text-<checksum>.npy`: another text gets another name.
-        source: A UTF-8 file; "" for Python's own language reference.
+        source: A UTF-8 file; "" for the course's own prose.
 
     Raises:
         ValueError: If the source cannot be read.

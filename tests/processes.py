@@ -1,0 +1,35 @@
+"""Processes that tests start: whatever happens to the test, they end with it, and all that they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from lablib.launch.elastic import descendants
+
+
+@contextmanager
+def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """Hand out a process, and see that nothing of it is left at the end of the block.
+
+    Ranks are in sessions of their own, so a signal to a process group would not reach them all.
+
+    Args:
+        process: As `Popen` made it; its pipes are closed, too.
+    """
+    with process:
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill a process that has not ended, and whatever it has started."""
+    if process.poll() is None:
+        for pid in (process.pid, *descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
