@@ -108,6 +108,8 @@ def test_an_older_driver_is_asked_by_the_older_name():
     assert len(doctor.query(old)) == 3
     assert len(asked) == 2
     assert doctor.query(lambda *_: "") == []
+    assert doctor.query(lambda *_: "one, two\n") == []  # of a driver that prints otherwise
+    assert doctor.understood(smi.parse_matrix, MATRIX_2.replace("PHB", "C2C")) is None
 
 
 def test_clock_reasons_by_their_bits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lablib.cli.doctor import LIMITED, MISSING, OK, Finding
 from lablib.cli.doctor_judges import (
@@ -22,6 +23,7 @@ from lablib.cli.doctor_judges import (
 )
 from lablib.cli.doctor_labs import Found, judge_compile, judge_labs
 
+T = TypeVar("T")
 NO_GPU = "no GPU here: what needs one was not looked at; every rung but the measured part of 11 runs without"
 
 
@@ -76,7 +78,7 @@ def _gpus() -> list[Finding]:
     if count > 1:
         links = topology()
         text = links["matrix"]
-        matrix = nvidia_smi.parse_matrix(text) if text else None
+        matrix = understood(nvidia_smi.parse_matrix, text) if text else None
         card = known_accelerator(torch.cuda.get_device_name(0))
         scale_up, pcie = card.neighbour_link().bandwidth if card else None, _pcie(rows)
         findings.append(judge_topology(matrix, links["peer_access"]))
@@ -188,8 +190,21 @@ def query(smi: Callable[..., str]) -> list[dict[str, str | None]]:
     for reasons in (REASONS, REASONS_BEFORE_535):
         text = smi(f"--query-gpu={','.join([*FIELDS, reasons])}", "--format=csv,noheader,nounits")
         if text:
-            return parse_query(text, [*FIELDS, "reasons"])
+            return understood(lambda text: parse_query(text, [*FIELDS, "reasons"]), text) or []
     return []
+
+
+def understood(parse: Callable[[str], T], text: str) -> T | None:
+    """Return what a program printed, read, or None where it prints in a way that nobody has seen yet.
+
+    Args:
+        parse: Reads the text, or raises a ValueError.
+        text: What was printed.
+    """
+    try:
+        return parse(text)
+    except ValueError:
+        return None
 
 
 def _pcie(rows: Sequence[Mapping[str, str | None]]) -> float | None:
