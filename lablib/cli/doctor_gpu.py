@@ -121,18 +121,18 @@ def tried(name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except (RuntimeError, ValueError, OSError) as error:
-        return Finding(
-            name, MISSING, f"failed: {first_line(error)}", "return this machine, or use one GPU of it"
-        )
+        return Finding(name, MISSING, f"failed: {reason(error)}", "return this machine, or use one GPU of it")
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind where it has none.
+def reason(error: BaseException) -> str:
+    """Return the line of an error that says what happened: the last of a rank's traceback, else the first.
 
     Args:
         error: What was raised.
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    told = getattr(error, "traceback", None) or str(error)
+    lines = [line.strip() for line in told.splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if hasattr(error, "traceback") else lines[0]
 
 
 def all_reduces(count: int) -> dict[tuple[int, ...], float]:
@@ -158,7 +158,7 @@ def compiling() -> Finding:
     try:
         return judge_compile([], compile_seconds())
     except Exception as error:  # a compiler raises whatever its parts raise
-        return judge_compile(lacks_for_compile(), None, first_line(error))
+        return judge_compile(lacks_for_compile(), None, reason(error))
 
 
 def missing_float8() -> str | None:
