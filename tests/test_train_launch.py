@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,33 +154,37 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "4711"}
-    record, begun = folder / "record", folder / "run" / "metrics-rank0.jsonl"
+    record = folder / "record"
     env = environment(folder, MASTER_PORT=str(free_port()), RECORD=str(record), **slurm)
     env |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}{os.pathsep}{env['PATH']}", **more}
     command = ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(folder / "run"), *options]
-    with open(folder / "log", "w") as log:
-        job = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    patience = threading.Timer(90, job.kill)
+    patience.start()
     try:
-        deadline = time.monotonic() + 90
-        while not begun.exists() and time.monotonic() < deadline:
-            assert job.poll() is None, (folder / "log").read_text()
-            time.sleep(0.05)
-        job.send_signal(signal.SIGUSR1)
-        code = job.wait(timeout=90)
+        told = []
+        for line in job.stdout:
+            told.append(line)
+            if line.startswith("step "):
+                job.send_signal(signal.SIGUSR1)
+                break
+        out = "".join(told) + job.communicate()[0]
     finally:
+        patience.cancel()
         job.kill()
         job.wait()
+        job.stdout.close()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int((folder / "record.task").read_text()), signal.SIGTERM)
     asked = record.read_text().splitlines()
-    assert asked[:2] == ["scontrol show hostnames node-1", "scancel --signal=TERM 4711"]
-    return code, asked[2:]
+    assert asked[:2] == ["scontrol show hostnames node-1", "scancel --signal=TERM 4711"], out
+    return job.returncode, asked[2:]
 
 
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
     code, asked = time_is_up(tmp_path, *SMALL, "--steps", "100000", "--save-every", "50000")
     # As torchrun ends when it is told to stop.
-    assert (code, asked) == (1, ["scontrol requeue 4711"]), (tmp_path / "log").read_text()
+    assert (code, asked) == (1, ["scontrol requeue 4711"])
     run = tmp_path / "run"
     assert read_info(latest(run / "checkpoints"))["step"] == read_metrics(run)[-1]["step"] < 50000
 
@@ -192,12 +196,11 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
 def test_a_job_that_never_gets_on_or_is_done_is_not_queued_again(
     tmp_path: Path, code: int, restarts: str, asked: list[str]
 ) -> None:
-    """A torchrun that is played: it writes the first metrics and ends with a code when it is told to stop."""
-    (tmp_path / "run").mkdir()
+    """A torchrun that is played: it takes a step and ends with a code when it is told to stop."""
     played = f"""#!/bin/bash
 [ "$2" = torch.distributed.run ] || exit 0
 trap 'exit {code}' TERM
-touch "{tmp_path}/run/metrics-rank0.jsonl"
+echo "step 1"
 while true; do sleep 0.05; done
 """
     (tmp_path / "python").write_text(played)
