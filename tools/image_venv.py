@@ -259,6 +259,10 @@ def main() -> None:
             f"The torch of {where} is not the one that was wanted: rm -r {given.venv} and begin again."
         )
     print(what)
+    if not given.own_torch:
+        print(
+            "Where pip named conflicts above: they are of the image's own programs, which do not see this environment."
+        )
     print(f"The labs are installed in {given.venv}. Next: {given.venv}/bin/rung doctor --gpu")
 
 
