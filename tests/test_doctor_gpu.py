@@ -388,6 +388,18 @@ def test_the_kernels_log_where_it_may_be_read(tmp_path, monkeypatch, code, log):
     assert machine_probe.kernel_log() == log
 
 
+def test_an_all_reduce_is_as_fast_as_its_slowest_rank_and_says_nothing_to_json(monkeypatch, capsys):
+    from lablib.launch import ranks
+
+    def played(work, count, *, device, timeout):
+        print(f"{count} ranks on {device}")
+        return [{(0, 1): 8e9, (0, 1, 2): 5e9}, {(0, 1): 7e9, (0, 1, 2): 6e9}]
+
+    monkeypatch.setattr(ranks, "run_ranks", played)
+    assert doctor.all_reduces(3) == {(0, 1): 7e9, (0, 1, 2): 5e9}
+    assert capsys.readouterr() == ("", "3 ranks on cuda\n")
+
+
 def test_every_pair_of_neighbours_reduces_and_then_all_together():
     rates = run_ranks(machine_probe.all_reduce_rates, 3, 2**16)
     assert [sorted(each) for each in rates] == [

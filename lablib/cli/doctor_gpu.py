@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -145,7 +147,9 @@ def all_reduces(count: int) -> dict[tuple[int, ...], float]:
     from lablib.launch.ranks import run_ranks
 
     seen: dict[tuple[int, ...], float] = {}
-    for rates in run_ranks(all_reduce_rates, count, device="cuda", timeout=300):
+    with contextlib.redirect_stdout(sys.stderr):  # what it says about its ranks is no part of --json
+        found = run_ranks(all_reduce_rates, count, device="cuda", timeout=300)
+    for rates in found:
         for members, rate in rates.items():
             seen[members] = min(rate, seen.get(members, rate))
     return seen
