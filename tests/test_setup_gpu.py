@@ -238,15 +238,10 @@ def _python(folder, name, *, torch, good):
 
 
 def test_the_first_python_that_will_do_is_taken(tmp_path):
-    _python(tmp_path, "python3", torch=False, good=False)
-    _python(tmp_path, "python3.13", torch=True, good=False)
-    _python(tmp_path, "python3.12", torch=True, good=True)
-    # Ahead of the last two the script looks at fixed places; this machine's own Python may be in one of them.
-    run = _script(tmp_path, "--dry-run", VENV="x")
-    if not any(Path(path).exists() for path in ("/usr/local/bin/python3", "/opt/conda/bin/python")):
-        assert run.stdout == "python3.12 tools/image_venv.py x --dry-run\n", run.stderr
+    # The two names that come before fixed places, where this machine may have a Python of its own.
+    _python(tmp_path, "python3", torch=True, good=False)
     _python(tmp_path, "python", torch=True, good=True)
-    assert _script(tmp_path, VENV="x").stdout == "python tools/image_venv.py x\n"
+    assert _script(tmp_path, "--dry-run", VENV="x").stdout == "python tools/image_venv.py x --dry-run\n"
     # The one that was named is asked, also where another would do: its own sentence says what is wrong with it.
     named = _script(tmp_path, "--own-torch", PYTHON="python3")
     assert named.stdout == "python3 tools/image_venv.py .venv --own-torch\n"
