@@ -54,9 +54,9 @@ lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are neve
 	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work $$root $(LAB_ARGS)
 
 .PHONY: setup-gpu
-setup-gpu: ## On a CUDA image: keep the image's own torch, install the labs, skip the book
-	@$(PYTHON) tools/check_python.py
-	@$(PYTHON) tools/image_venv.py $(VENV)
+setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the book (OWN_TORCH=1 brings a torch)
+	@$(if $(filter file,$(origin PYTHON)),,PYTHON="$(PYTHON)") VENV="$(VENV)" \
+	  tools/setup_gpu.sh $(if $(OWN_TORCH),--own-torch)
 
 ##@ Prove
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -282,6 +283,20 @@ def test_doctor_without_torch_says_what_still_runs(monkeypatch: pytest.MonkeyPat
         doctor.doctor()
     assert end.value.exit_code == 1
     assert rung("doctor")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "detail"), [(1, "1: NVIDIA L4 22 GiB; scaling wants two"), (2, "2: NVIDIA L4 22 GiB, ")]
+)
+def test_doctor_says_that_one_gpu_runs_the_gpu_labs(count: int, detail: str, monkeypatch) -> None:
+    import torch
+
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=22 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    finding = doctor.check_gpus()
+    assert (finding.verdict, finding.detail.startswith(detail)) == ("ok", True)
 
 
 @pytest.mark.parametrize(("gpus", "nccl", "verdict"), [("ok", "ok", "ok"), ("limited", "ok", "limited")])

@@ -1,15 +1,20 @@
 """What nvidia-smi prints is read right, and every finding has a verdict and, where it is bad, a mend."""
 
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from lablib.calc import nvidia_smi as smi
+from lablib.calc.cost_sheet import LABS
 from lablib.cli import doctor_gpu as doctor
+from lablib.cli import doctor_labs
 from lablib.cli.main import app
 from lablib.launch import machine_probe
+from lablib.launch.ranks import run_ranks
 
 #: In the form of the drivers since R535: an underlined head, tabs, network cards, affinities, a legend.
 MATRIX_8 = (
@@ -36,9 +41,9 @@ GPU2	NODE	NODE	 X 	NV12	0-15
 GPU3	SYS	SYS	NV12	 X 	16-31
 """
 CSV = (
-    "0, GPU-aa, NVIDIA A10, 550.54.15, 23028, 4, 16, 16, 61, 148.20, 150.00, 1455, 1695, 0, 0x0000000000000004\n"
-    "1, GPU-bb, NVIDIA A10, 550.54.15, 23028, 4, 8, 16, 88, 149.90, 150.00, 1005, 1695, 2, 0x0000000000000060\n"
-    "2, GPU-cc, GRID A10-8Q, 550.54.15, 8192, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]\n"
+    "0, GPU-aa, NVIDIA A10, 550.54.15, 23028, 4, 16, 16, 61, 148.20, 150.00, 150.00, 1455, 1695, 0, 0x0000000000000004\n"
+    "1, GPU-bb, NVIDIA A10, 550.54.15, 23028, 4, 8, 16, 88, 149.90, 150.00, 150.00, 1005, 1695, 2, 0x0000000000000060\n"
+    "2, GPU-cc, GRID A10-8Q, 550.54.15, 8192, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]\n"
 )
 HEAD = """+-----------------------------------------------------------------------------------------+
 | NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
@@ -103,6 +108,8 @@ def test_an_older_driver_is_asked_by_the_older_name():
     assert len(doctor.query(old)) == 3
     assert len(asked) == 2
     assert doctor.query(lambda *_: "") == []
+    assert doctor.query(lambda *_: "one, two\n") == []  # of a driver that prints otherwise
+    assert doctor.understood(smi.parse_matrix, MATRIX_2.replace("PHB", "C2C")) is None
 
 
 def test_clock_reasons_by_their_bits():
@@ -163,6 +170,19 @@ def test_pcie_rates_are_those_of_the_table():
         (doctor.judge_host([{"to_device": 26e9, "to_host": 25e9}], [31.5e9]), "ok", "31.5"),
         (doctor.judge_host([{"to_device": 26e9, "to_host": 25e9}, {"to_device": 6e9, "to_host": 6e9}], [31.5e9] * 2),
          "limited", "GPU 1: 6.0"),
+        (doctor.judge_all_reduce({(0, 1): 20e9, (0, 1, 2, 3): 19e9}, 31.5e9), "ok", "19.0 GB/s between GPU 0 to 3"),
+        (doctor.judge_all_reduce({(0, 1): 9e9, (1, 2): 20e9}, 31.5e9), "limited", "9.0 GB/s between GPU 0 and 1"),
+        (doctor.judge_all_reduce({(0, 1): 9e9}, None), "ok", "all-reduce works"),
+        (doctor.judge_xids(None), "limited", "cannot be read"),
+        (doctor.judge_xids("usb 1-1: new device\n"), "ok", "none"),
+        (doctor.judge_xids("[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault\n"), "ok", "a program causes: 31"),
+        (doctor.judge_xids("NVRM: Xid (PCI:0000:3b:00): 13, x\n" + 2 * "NVRM: Xid (PCI:0000:af:00): 79, GPU\n"),
+         "missing", "Xid 79 on 0000:af:00, 2 times: the GPU has fallen off the bus"),
+        (doctor.judge_compile([], 12.34), "ok", "in 12.3 s"),
+        (doctor.judge_compile(["gcc"], None, "x"), "limited", "a C compiler is missing apt-get install -y gcc"),
+        (doctor.judge_compile(["gcc", "python3.12-dev"], None, "x"), "limited",
+         "a C compiler and Python.h is missing apt-get install -y gcc python3.12-dev"),
+        (doctor.judge_compile([], None, "no triton"), "limited", "fails: no triton"),
         (doctor.judge_disk({"write": 1e9, "read": 2e9}), "ok", "60 GB"),
         (doctor.judge_disk({"write": 5e7, "read": 2e9}), "limited", "background"),
         (doctor.judge_shared_memory(16 * 2**30), "ok", "16.00 GiB"),
@@ -189,7 +209,13 @@ def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate():
     assert (broken.verdict, broken.mend) == ("missing", "return this machine")
     cooked = doctor.judge_clocks(1, hot | {"ecc.errors.uncorrected.volatile.total": "0"}, 100e12, 125e12)
     assert (cooked.verdict, "slowed by hardware" in cooked.detail) == ("limited", True)
-    assert doctor.judge_clocks(0, power, 30e12, 125e12).verdict == "limited"
+    # An A10 at its own 150 W is slow and healthy; one that somebody has capped is not what its name says.
+    assert (doctor.judge_clocks(0, power, 50e12, 125e12).verdict, power["power.limit"]) == ("ok", "150.00")
+    capped = doctor.judge_clocks(0, power | {"power.limit": "100.00"}, 110e12, 125e12)
+    assert (capped.verdict, "its limit is 100 W of 150 W by default" in capped.detail) == ("limited", True)
+    shared = doctor.judge_clocks(0, power | {"reasons": "0x0"}, 30e12, 125e12)
+    assert (shared.verdict, shared.mend.startswith("look for another job")) == ("limited", True)
+    assert "so no MFU is given" in doctor.judge_clocks(0, power, 50e12, None).detail
     assert doctor.judge_clocks(2, virtual, 30e12, None).verdict == "ok"
     assert doctor.judge_clocks(2, None, 30e12, 125e12).verdict == "limited"
 
@@ -230,11 +256,11 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     """A machine of two A10 that CUDA numbers the other way round than nvidia-smi does; only the copies are made up."""
     import torch
 
-    from lablib.launch import machine
+    from lablib.launch import float8, machine, ranks
 
     properties = [
-        SimpleNamespace(uuid="bb", name="NVIDIA A10"),
-        SimpleNamespace(uuid="aa", name="NVIDIA A10"),
+        SimpleNamespace(uuid="bb", name="NVIDIA A10", total_memory=24e9),
+        SimpleNamespace(uuid="aa", name="NVIDIA A10", total_memory=24e9),
     ]
     for name, fake in {
         "is_available": lambda: True,
@@ -256,11 +282,19 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_probe, "pair_rate", lambda a, b: 22e9)
     monkeypatch.setattr(machine_probe, "host_rates", lambda i: {"to_device": 12e9 + i, "to_host": 12e9 + i})
     monkeypatch.setattr(machine_probe, "while_busy", lambda gpu, look: (100e12, look()))
+    monkeypatch.setattr(machine_probe, "kernel_log", lambda: None)
+    monkeypatch.setattr(machine_probe, "compile_seconds", lambda: 3.0)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *job, **how: [{(0, 1): 8e9}, {(0, 1): 7e9}])
+    monkeypatch.setattr(float8, "missing", lambda: "float8 needs 8.9")
     found = {finding.name: finding for finding in doctor.examine_gpu(tmp_path, disk_bytes=2**20)}
     assert list(found) == [
-        "driver", "kernels", "NCCL", "topology", "GPU to GPU", "host to GPU", "GPU 0 load", "GPU 1 load",
+        "driver", "kernels", "NCCL", "Xid errors", "topology", "GPU to GPU", "NCCL links", "host to GPU",
+        "GPU 0 load", "GPU 1 load", "torch.compile", "lab 01", "lab 06", "lab 08", "lab 09", "lab 11",
         "disk speed", "shared memory", "limits",
     ]  # fmt: skip
+    assert "7.0 GB/s between GPU 0 and 1, the slowest; the link has 16" in found["NCCL links"].detail
+    assert found["lab 08"].detail == "leaves FP8 out: float8 needs 8.9"
+    assert {found[f"lab {lab}"].detail for lab in ("01", "06", "09", "11")} == {"runs"}
     assert found["driver"].verdict == found["kernels"].verdict == "ok"
     assert found["NCCL"].verdict == "missing"
     # GPU 0 is the second line of nvidia-smi: eight lanes, too hot, with memory errors.
@@ -269,6 +303,111 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     assert found["GPU 0 load"].mend == "return this machine"
     assert found["GPU 1 load"].verdict == "ok"
     assert "link has 16" in found["GPU to GPU"].detail  # the pair is as fast as its slower card
+
+
+FINE = {
+    "capabilities": [(9, 0)] * 2,
+    "memory": 80 * 2**30,
+    "compiles": True,
+    "talks": True,
+    "no_float8": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lab", "verdict", "text"),
+    [
+        ({}, "08", "ok", "runs"),
+        ({"talks": False}, "06", "missing", "CUDA_VISIBLE_DEVICES=0"),
+        ({"talks": False}, "11", "missing", "cannot reduce together"),
+        ({"talks": False}, "09", "ok", "runs"),
+        ({"compiles": False}, "11", "limited", "did not compile"),
+        ({"compiles": False}, "08", "missing", "FP8 is compiled"),
+        ({"no_float8": "no torchao"}, "08", "limited", "no torchao"),
+        ({"no_float8": "no torchao", "compiles": False}, "08", "limited", "no torchao"),
+        # The calculator says what the lab takes: more than an L4 or an RTX 4090 has.
+        ({"memory": 24 * 2**30}, "08", "missing", "it takes about 28 GB, the GPU has 26"),
+        ({"capabilities": [(7, 5)], "talks": None}, "09", "limited", "no matrix units for bf16"),
+        ({"capabilities": [(9, 0)], "talks": None}, "11", "limited", "scaling wants two GPUs"),
+        ({"capabilities": [(9, 0)], "talks": None}, "06", "ok", "runs"),
+    ],
+)
+def test_each_lab_is_judged_before_it_is_paid_for(changes, lab, verdict, text):
+    found = {f.name: f for f in doctor.judge_labs(doctor.Found(**(FINE | changes)))}
+    assert list(found) == [f"lab {budget.lab}" for budget in LABS]
+    finding = found[f"lab {lab}"]
+    assert finding.verdict == verdict
+    assert text in f"{finding.detail} {finding.mend}"
+
+
+def test_lab_08_takes_the_model_that_the_doctor_weighs():
+    lab = (Path(__file__).parents[1] / "labs" / "08_mixed_precision.ipynb").read_text(encoding="utf-8")
+    for name, value in doctor_labs.FLOAT8_MODEL.items():
+        assert f"{name}={value}" in lab
+    size = doctor_labs.FLOAT8_BATCH
+    assert f"({size['micro_batch']}, {size['seq'] + 1}), device=" in lab
+
+
+def test_a_measurement_that_fails_is_a_finding_and_not_the_end():
+    def broken():
+        raise RuntimeError("\nCUDA error: peer access is not supported\nmore")
+
+    finding = doctor.tried("GPU to GPU", broken)
+    assert (finding.verdict, finding.detail) == (
+        "missing",
+        "failed: CUDA error: peer access is not supported",
+    )
+
+
+def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine_probe.sysconfig, "get_path", lambda name: str(tmp_path))
+    version = ".".join(map(str, sys.version_info[:2]))
+    assert machine_probe.lacks_for_compile() == ["gcc", f"python{version}-dev"]
+    for name in ("Python.h", "clang"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    assert machine_probe.lacks_for_compile() == []
+
+    def broken():
+        raise RuntimeError("InductorError: no")
+
+    monkeypatch.setattr(machine_probe, "compile_seconds", broken)
+    assert doctor.compiling().detail == "fails: InductorError: no"
+    (tmp_path / "Python.h").unlink()
+    assert doctor.compiling().mend == f"apt-get install -y python{version}-dev"
+
+
+@pytest.mark.parametrize(("code", "log"), [(0, "line\n"), (1, None)])
+def test_the_kernels_log_where_it_may_be_read(tmp_path, monkeypatch, code, log):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_probe.kernel_log() is None
+    (tmp_path / "dmesg").write_text(f"#!/bin/sh\necho line\nexit {code}\n")
+    (tmp_path / "dmesg").chmod(0o755)
+    assert machine_probe.kernel_log() == log
+
+
+def test_an_all_reduce_is_as_fast_as_its_slowest_rank_and_says_nothing_to_json(monkeypatch, capsys):
+    from lablib.launch import ranks
+
+    def played(work, count, *, device, timeout):
+        print(f"{count} ranks on {device}")
+        return [{(0, 1): 8e9, (0, 1, 2): 5e9}, {(0, 1): 7e9, (0, 1, 2): 6e9}]
+
+    monkeypatch.setattr(ranks, "run_ranks", played)
+    assert doctor.all_reduces(3) == {(0, 1): 7e9, (0, 1, 2): 5e9}
+    assert capsys.readouterr() == ("", "3 ranks on cuda\n")
+
+
+def test_every_pair_of_neighbours_reduces_and_then_all_together():
+    rates = run_ranks(machine_probe.all_reduce_rates, 3, 2**16)
+    assert [sorted(each) for each in rates] == [
+        [(0, 1), (0, 1, 2), (0, 2)],
+        [(0, 1), (0, 1, 2), (1, 2)],
+        [(0, 1, 2), (0, 2), (1, 2)],
+    ]
+    assert all(0 < rate < math.inf for each in rates for rate in each.values())
 
 
 def test_a_disk_that_cannot_be_written_is_a_finding_and_not_the_end(tmp_path):

@@ -8,13 +8,16 @@ fp32 with eps = 1e-2: losses of two ranks and of the plain loop agree to 2e-5, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from lablib.calc.params import count_params
+from lablib.launch.checkpoint_files import latest, read_info
 from lablib.launch.plain_loop import plain_loop
 from lablib.launch.rendezvous import free_port
 from lablib.launch.train_arguments import config_of, train_parser
@@ -46,7 +50,7 @@ printf 'localhost\\nnode-2\\n'
 """
 
 SRUN = """#!/bin/bash
-echo "srun $*" >> "$RECORD"
+echo "srun $SRUN_CPUS_PER_TASK $*" >> "$RECORD"
 while [[ "$1" == --* ]]; do shift; done
 SLURM_NODEID=0 SLURM_STEP_ID=0 "$@" & first=$!
 SLURM_NODEID=1 SLURM_STEP_ID=0 "$@" & second=$!
@@ -83,7 +87,7 @@ def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path
         "SLURM_NTASKS": "2",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_SUBMIT_HOST": "login-node",
-        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_CPUS_PER_TASK": "2",
     }
     env = environment(tmp_path, MASTER_PORT=str(free_port()), RECORD=str(tmp_path / "record"), **slurm)
     env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
@@ -99,6 +103,7 @@ def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     asked, started = (tmp_path / "record").read_text().splitlines()
     assert asked == "scontrol show hostnames node-[1-2]"
+    assert started.startswith("srun 2 --kill-on-bad-exit=1 ")
     assert f"--rdzv-endpoint=localhost:{env['MASTER_PORT']} " in started
     assert "--nnodes=2 --nproc-per-node=1 " in started
     assert "--rdzv-id=4711 " in started
@@ -118,9 +123,90 @@ def directives(file: Path) -> dict[str, str]:
 def test_the_sbatch_file_asks_for_what_it_needs() -> None:
     asked = directives(SCRIPTS / "train_fsdp.sbatch")
     assert asked["ntasks-per-node"] == "1"
-    assert asked["signal"].startswith("TERM@")
     assert {"nodes", "gpus-per-node", "cpus-per-task", "time", "requeue"} <= asked.keys()
     subprocess.run(["bash", "-n", str(SCRIPTS / "train_fsdp.sbatch")], check=True)
+    # To the batch script alone, and long enough before the end for torchrun's patience and a requeue after it.
+    signal_name, lead = asked["signal"].split("@")
+    assert signal_name == "B:USR1"
+    text = (SCRIPTS / "train_fsdp.sbatch").read_text()
+    (patience,) = re.findall(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=.*:-(\d+)\}$", text, re.MULTILINE)
+    assert 30 < int(patience) <= int(lead) - 15
+
+
+# One node. Like Slurm's own, this srun kills its task at once when it gets a SIGTERM; scancel goes round it.
+SRUN_1 = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+"$@" & task=$!
+echo $task > "$RECORD.task"
+trap 'kill -KILL $task; echo "srun killed its task" >> "$RECORD"; exit 137' TERM
+wait $task
+"""
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >> "$RECORD"
+kill -TERM "$(cat "$RECORD.task")"
+"""
+
+
+def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]]:
+    """Start the sbatch file on one node, tell it that its time is up, and return its code and what it asked of Slurm."""
+    scontrol = SCONTROL.replace("|| exit 2", "|| exit 0")
+    for name, content in (("scontrol", scontrol), ("srun", SRUN_1), ("scancel", SCANCEL)):
+        (folder / name).write_text(content)
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "4711"}
+    record = folder / "record"
+    env = environment(folder, MASTER_PORT=str(free_port()), RECORD=str(record), **slurm)
+    env |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}{os.pathsep}{env['PATH']}", **more}
+    command = ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(folder / "run"), *options]
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    patience = threading.Timer(90, job.kill)
+    patience.start()
+    try:
+        told = []
+        for line in job.stdout:
+            told.append(line)
+            if line.startswith("step "):
+                job.send_signal(signal.SIGUSR1)
+                break
+        out = "".join(told) + job.communicate()[0]
+    finally:
+        patience.cancel()
+        job.kill()
+        job.wait()
+        job.stdout.close()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((folder / "record.task").read_text()), signal.SIGTERM)
+    asked = record.read_text().splitlines()
+    assert asked[:2] == ["scontrol show hostnames node-1", "scancel --signal=TERM 4711"], out
+    return job.returncode, asked[2:]
+
+
+def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
+    code, asked = time_is_up(tmp_path, *SMALL, "--steps", "100000", "--save-every", "50000")
+    # As torchrun ends when it is told to stop.
+    assert (code, asked) == (1, ["scontrol requeue 4711"])
+    run = tmp_path / "run"
+    assert read_info(latest(run / "checkpoints"))["step"] == read_metrics(run)[-1]["step"] < 50000
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "asked"),
+    [(1, "9", ["scontrol requeue 4711"]), (1, "10", []), (0, "0", [])],
+)
+def test_a_job_that_never_gets_on_or_is_done_is_not_queued_again(
+    tmp_path: Path, code: int, restarts: str, asked: list[str]
+) -> None:
+    """A torchrun that is played: it takes a step and ends with a code when it is told to stop."""
+    played = f"""#!/bin/bash
+[ "$2" = torch.distributed.run ] || exit 0
+trap 'exit {code}' TERM
+echo "step 1"
+while true; do sleep 0.05; done
+"""
+    (tmp_path / "python").write_text(played)
+    (tmp_path / "python").chmod(0o755)
+    more = {"PYTHON": str(tmp_path / "python"), "SLURM_RESTART_COUNT": restarts}
+    assert time_is_up(tmp_path, **more) == (code, asked)
 
 
 def launcher_arguments(words: list[str]) -> tuple[object, list[str]]:
@@ -135,17 +221,20 @@ def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
     task = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert set(task) == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}
     assert all(isinstance(value, str) for value in task["envs"].values())  # SkyPilot refuses numbers
-    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     sky = {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "4",
         "SKYPILOT_NODE_RANK": "1",
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.environ["PATH"],
     }
     command = ["bash", "-euo", "pipefail", "-c", task["run"]]
-    done = subprocess.run(command, env=sky | task["envs"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=sky | task["envs"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("-m\ntorch.distributed.run\n")
     args, (script, *options) = launcher_arguments(done.stdout.split()[2:])
     assert (args.nnodes, args.nproc_per_node) == ("2", "4")
@@ -154,7 +243,9 @@ def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
     parsed = runpy.run_path(str(ROOT / script))["arguments"](options)
     assert (parsed.config.model, parsed.config.steps, parsed.save_every) == ("gpt2-124m", 200, 50)
     assert parsed.config.batches_of(8) == (8, 1)
-    subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
+    # SkyPilot's own image has a Python that the course refuses; this one has what tools/setup_gpu.sh looks for.
+    assert os.access(ROOT / task["setup"], os.X_OK)
+    assert re.fullmatch(r"docker:pytorch/pytorch:2\.1[1-5]\.\d+-cuda.*-devel", task["resources"]["image_id"])
     # The comment on the disk: 12 bytes a parameter, weights and AdamW's two moments in fp32.
     size = 12 * count_params(train_model("qwen2-7b")).total / 1e9
     assert f"a 7B model is {size:.0f} GB" in file.read_text()

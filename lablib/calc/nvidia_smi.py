@@ -2,6 +2,8 @@
 
 Only text comes in, so all of it can be tried on a machine without a GPU.
 
+Beside it the driver's errors in the kernel's log, which are called Xid.
+
 Sources: nvidia-smi's own help and manual page for fields and links; NVML API reference, NvmlClocksEventReasons, for bits.
 Chapter: book/11_practical_fsdp.md
 """
@@ -27,6 +29,7 @@ FIELDS = (
     "temperature.gpu",
     "power.draw",
     "power.limit",
+    "power.default_limit",
     "clocks.sm",
     "clocks.max.sm",
     "ecc.errors.uncorrected.volatile.total",
@@ -55,6 +58,18 @@ LINKS = {
     "PHB": "the CPU's PCIe bridge",
     "NODE": "PCIe bridges of one NUMA node",
     "SYS": "the link between CPU sockets",
+}
+#: What the driver's errors that no program causes mean, by number. Others are a program's, as a rule.
+#: Source: NVIDIA, Xid errors, the catalogue for Ampere and newer (docs.nvidia.com/deploy/xid-errors).
+XIDS = {
+    48: "uncorrectable memory error",
+    62: "its controller halted",
+    64: "a bad memory row could not be replaced",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "memory error that was not contained",
+    119: "its controller does not answer",
+    120: "its controller failed",
 }
 _MISSING = {"", "N/A", "[N/A]", "[Not Supported]", "[Unknown Error]", "[GPU requires reset]"}
 
@@ -108,6 +123,22 @@ def clock_reasons(mask: str | None) -> list[tuple[str, bool]]:
     known = [meaning for bit, meaning in CLOCK_REASONS.items() if bits & bit]
     rest = bits & ~sum(CLOCK_REASONS)
     return [*known, (f"unknown reason {rest:#x}", True)] if rest else known
+
+
+def parse_xids(log: str) -> dict[tuple[str, int], int]:
+    """Read the driver's errors in the kernel's log: "NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen ...".
+
+    Args:
+        log: What `dmesg` printed.
+
+    Returns:
+        How often, by (PCI address, number).
+    """
+    found: dict[tuple[str, int], int] = {}
+    for address, number in re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log):
+        key = (address, int(number))
+        found[key] = found.get(key, 0) + 1
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 #: A copy that gets less than this share of its link's line rate has a cause worth finding.
 GOOD = 0.6
+#: NCCL on an A100 node gets 0.78 of NVLink's line rate in an all-reduce (see `lablib.calc.links`); PCIe gives less.
+REDUCED = 0.4
 FILES, SHARED, DISK_WRITE, HOT = 4096, 1 * 2**30, 200e6, 85
+POWER = "power limit"  # as `lablib.calc.nvidia_smi.CLOCK_REASONS` has it
 
 
 def judge_driver(driver: str | None, newest: tuple[int, int] | None, built: str | None) -> Finding:
@@ -59,7 +62,7 @@ def judge_arch(capabilities: Sequence[tuple[int, int]], built: Sequence[str]) ->
     ]
     if missing:
         detail = f"torch has no kernels for capability {', '.join(missing)}: built for {', '.join(built)}"
-        return Finding("kernels", MISSING, detail, "choose an image whose torch is built for this card")
+        return Finding("kernels", MISSING, detail, "choose an image whose torch is built for this GPU")
     return Finding(
         "kernels", OK, f"torch has kernels for capability {capabilities[0][0]}.{capabilities[0][1]}"
     )
@@ -98,9 +101,9 @@ def judge_topology(matrix: Matrix | None, peers: Sequence[Sequence[bool]]) -> Fi
     detail = f"the slowest pair is joined by {link_text(worst)} ({worst}); {access}"
     if worst.startswith("NV"):
         return Finding("topology", OK, detail)
-    mend = "expect PCIe speed: accumulate gradients, or rent cards with NVLink"
+    mend = "expect PCIe speed: accumulate gradients, or rent GPUs with NVLink"
     if worst == "SYS":
-        mend = "choose GPUs of one socket with CUDA_VISIBLE_DEVICES, or rent cards with NVLink"
+        mend = "choose GPUs of one socket with CUDA_VISIBLE_DEVICES, or rent GPUs with NVLink"
     if not reach:
         mend = "copies go through host memory; set NCCL_P2P_DISABLE=1 if NCCL hangs, or rent another machine"
     return Finding("topology", LIMITED, detail, mend)
@@ -114,7 +117,7 @@ def judge_pairs(
     Args:
         rates: Bytes per second from a to b.
         matrix: Says which link joins a pair.
-        scale_up: Line rate of the card's link to its neighbours in bytes per second, or None.
+        scale_up: Line rate of the GPU's link to its neighbours in bytes per second, or None.
         pcie: Line rate of its PCIe link, or None.
     """
     (a, b), slowest = min(rates.items(), key=lambda item: item[1])
@@ -158,15 +161,19 @@ def judge_clocks(
         number: Of the GPU.
         row: What nvidia-smi said under load, or None.
         reached: FLOP/s of bf16 matrix products.
-        peak: Dense bf16 peak of the card in FLOP/s, or None where it is unknown.
+        peak: Dense bf16 peak of the GPU in FLOP/s, or None where it is unknown.
     """
     from lablib.calc.nvidia_smi import clock_reasons
 
     name, detail = f"GPU {number} load", f"{reached / 1e12:.0f} TFLOP/s in bf16"
     if peak:
         detail += f", {reached / peak:.0%} of the peak"
+    else:
+        detail += "; the course has no peak for this GPU, so no MFU is given"
+    slow = bool(peak) and reached < 0.5 * peak
+    another = "look for another job on this GPU with nvidia-smi, or return it"
     if row is None:
-        return Finding(name, OK if not peak or reached > 0.5 * peak else LIMITED, detail)
+        return Finding(name, LIMITED, detail, another) if slow else Finding(name, OK, detail)
     reasons = clock_reasons(row["reasons"])
     if row["clocks.sm"]:
         detail += f" at {row['clocks.sm']} MHz"
@@ -177,14 +184,61 @@ def judge_clocks(
     if int(row["ecc.errors.uncorrected.volatile.total"] or 0):
         return Finding(name, MISSING, detail + "; uncorrected memory errors", "return this machine")
     if any(harmful for _, harmful in reasons) or int(float(row["temperature.gpu"] or 0)) >= HOT:
-        return Finding(
-            name, LIMITED, detail, "its numbers are not the card's: wait for it to cool, or return it"
-        )
-    if peak and reached < 0.5 * peak:
-        return Finding(
-            name, LIMITED, detail, "look for another job on this GPU with nvidia-smi, or return it"
-        )
+        mend = "its numbers are not the GPU's: wait for it to cool, or return it"
+        return Finding(name, LIMITED, detail, mend)
+    limit, default = (float(row[key] or 0) for key in ("power.limit", "power.default_limit"))
+    if limit:
+        detail += f"; its limit is {limit:.0f} W"
+    if limit < default:
+        detail += f" of {default:.0f} W by default"
+        mend = "its owner has capped it: plan with the measured rate, or rent another machine"
+        return Finding(name, LIMITED, detail, mend)
+    # A GPU that is sold with little power, such as A10 and L4, is slow under load and healthy.
+    if slow and POWER not in [text for text, _ in reasons]:
+        return Finding(name, LIMITED, detail, another)
     return Finding(name, OK, detail)
+
+
+def judge_all_reduce(rates: Mapping[tuple[int, ...], float], line: float | None) -> Finding:
+    """Judge what NCCL gets over the links: each pair of neighbours, and all GPUs together.
+
+    Args:
+        rates: Bytes per second that each rank sends, by the GPUs that took part.
+        line: Line rate of the slowest link in bytes per second, or None.
+    """
+    members, slowest = min(rates.items(), key=lambda item: item[1])
+    among = " and ".join(map(str, members)) if len(members) == 2 else f"0 to {max(members)}"
+    detail = f"all-reduce works; {slowest / 1e9:.1f} GB/s between GPU {among}, the slowest"
+    if line is None:
+        return Finding("NCCL links", OK, detail)
+    detail += f"; the link has {line / 1e9:.0f}"
+    if slowest < REDUCED * line:
+        mend = "NCCL_DEBUG=INFO says which way it goes; plan with the measured number"
+        return Finding("NCCL links", LIMITED, detail, mend)
+    return Finding("NCCL links", OK, detail)
+
+
+def judge_xids(log: str | None) -> Finding:
+    """Judge what the driver has written about errors since the machine was started.
+
+    Args:
+        log: The kernel's log, or None where it cannot be read.
+    """
+    from lablib.calc.nvidia_smi import XIDS, parse_xids
+
+    if log is None:
+        mend = "where you are root on the host: dmesg | grep Xid"
+        return Finding("Xid errors", LIMITED, "the kernel's log cannot be read here, so none was seen", mend)
+    found = parse_xids(log)
+    hardware = {key: times for key, times in found.items() if key[1] in XIDS}
+    if hardware:
+        (address, number), times = max(hardware.items(), key=lambda item: item[1])
+        detail = f"Xid {number} on {address}, {times} times: {XIDS[number]}"
+        return Finding("Xid errors", MISSING, detail, "return this machine")
+    if found:
+        numbers = ", ".join(str(number) for number in sorted({number for _, number in found}))
+        return Finding("Xid errors", OK, f"only such as a program causes: {numbers}")
+    return Finding("Xid errors", OK, "none in the kernel's log")
 
 
 def judge_disk(rates: Mapping[str, float]) -> Finding:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -163,3 +166,71 @@ def while_busy(gpu: int, look: Callable[[], Any], seconds: float = 1.0) -> tuple
     seen = look()
     torch.cuda.synchronize(gpu)
     return reached, seen
+
+
+def all_reduce_rates(size: int = 256 * 2**20) -> dict[tuple[int, ...], float]:
+    """Return what this rank sends a second in an all-reduce, over each pair of neighbours and over all ranks.
+
+    For `run_ranks`. A rank of n sends 2 (n - 1) / n of the bytes, so the numbers can be held to the line rate of a link.
+
+    Args:
+        size: Bytes.
+
+    Returns:
+        Bytes per second by the ranks that took part, this one among them.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from lablib.launch.devices import rank_device
+
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    data = torch.zeros(size // 4, device=device)
+    pairs = {tuple(sorted((a, (a + 1) % ranks))) for a in range(ranks)}
+    rates = {}
+    for members in sorted(pairs) + [tuple(range(ranks))] * (ranks > 2):
+        group = dist.new_group(list(members))  # every rank must call, also one that does not take part
+
+        def work(group: Any = group) -> None:
+            dist.all_reduce(data, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        if rank in members:
+            rates[members] = fastest(work, size * 2 * (len(members) - 1) / len(members))
+        dist.all_reduce(torch.zeros(1))  # by gloo: nobody measures while others do
+    return rates
+
+
+def lacks_for_compile() -> list[str]:
+    """Return what `torch.compile` needs and this machine has not, as the package that brings it on Debian and Ubuntu."""
+    compilers = [os.environ.get("CC", ""), "gcc", "cc", "clang"]
+    lacks = [] if any(shutil.which(name) for name in compilers if name) else ["gcc"]
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return lacks if header.exists() else [*lacks, f"python{sysconfig.get_python_version()}-dev"]
+
+
+def compile_seconds(device: str = "cuda") -> float:
+    """Return how long `torch.compile` takes for one small function, its first call included.
+
+    Args:
+        device: Where the function computes.
+
+    Raises:
+        Exception: As the compiler raises it.
+    """
+    import torch
+
+    start = time.perf_counter()
+    x = torch.ones(1024, device=device)
+    torch.compile(lambda x: (x * 2).sin().sum())(x).item()
+    return time.perf_counter() - start
+
+
+def kernel_log() -> str | None:
+    """Return the kernel's log, or None where an ordinary user or a container may not read it."""
+    try:
+        found = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout if found.returncode == 0 and found.stdout else None

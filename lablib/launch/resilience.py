@@ -71,6 +71,7 @@ class StopOnSignal(Callback):
 
     A rank only takes note. All ranks agree at the end of the step, so they stop after the same one, and save it
     together. torchrun hands SIGTERM on to its ranks and kills them 30 s later: a step and a save must fit into that.
+    Since torch 2.12 TORCH_ELASTIC_SHUTDOWN_TIMEOUT says how many seconds; less than whoever stops torchrun waits itself.
 
     A second Ctrl-C interrupts at once. What is ignored already, such as SIGHUP under nohup, stays ignored.
 
