@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from lablib.cli.main import app
 from lablib.cli.report import summary
 from lablib.launch.scaling_compare import compare_reports, differences
-from lablib.launch.scaling_report import ScalingReport, records, rows
+from lablib.launch.scaling_records import gpu_report, records
+from lablib.launch.scaling_report import ScalingReport, rows
 from lablib.launch.train_metrics import KEYS
 
 
@@ -83,7 +84,7 @@ def test_a_record_has_every_raw_line_and_where_it_came_from(report):
 
 
 def test_the_page_is_drawn_from_the_records_alone_stands_alone_and_follows_the_theme(report):
-    assert [path.name for path in report.iterdir()] == ["runs"]
+    assert sorted(path.name for path in report.iterdir()) == ["metrics", "runs"]
     result = CliRunner().invoke(app, ["report", str(report)])
     assert result.exit_code == 0
     assert "2 ranks, weak: 140.0 ms a step, predicted 126.0 (-10%); speedup 1.43" in result.output
