@@ -188,7 +188,7 @@ def test_bit_strings() -> None:
 def test_claim_a100_has_no_fp8() -> None:
     assert not support("a100").fp8_formats
     assert {"h100", "h200", "b200", "mi300x", "l40s"} <= set(cards_with("fp8"))
-    assert cards_with("mxfp8") == ["b200", "gb200"]
+    assert cards_with("mxfp8") == ["b200", "gb200", "b300", "rtx-5090"]
     assert support("mi300x").fp8_formats == ("e4m3fnuz", "e5m2fnuz")
     assert "bf16" not in support("t4").formats
     # Where the hardware table has a rate, the card has the format.

@@ -17,7 +17,7 @@ from lablib.calc.params import count_params
 from lablib.launch.train_arguments import config_of, train_parser
 from lablib.launch.train_config import MODELS, SAME_RUN, TrainConfig, describe, differences, train_model
 from lablib.launch.train_data import SampleOrder, TokenWindows, open_tokens, text_tokens, write_tokens
-from lablib.launch.train_metrics import MetricsFile, known_accelerator, read_metrics
+from lablib.launch.train_metrics import MetricsFile, read_metrics
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 
@@ -252,27 +252,6 @@ def test_a_step_that_was_taken_again_counts_once(tmp_path: Path) -> None:
     assert [m["step"] for m in read_metrics(tmp_path, 3, every_attempt=True)] == [1, 2, 3, 4, 5, 3, 4]
     with pytest.raises(ValueError, match=r"metrics-rank0\.jsonl is not there"):
         read_metrics(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("driver", "key"),
-    [
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"),
-        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB"),
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H200", "H200 SXM"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("Tesla T4", "T4"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("NVIDIA GeForce RTX 3060", None),
-    ],
-)
-def test_the_drivers_names(driver: str, key: str | None) -> None:
-    card = known_accelerator(driver)
-    assert (card and card.name) == key
 
 
 @pytest.mark.parametrize(

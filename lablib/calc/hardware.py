@@ -132,9 +132,34 @@ ACCELERATORS: dict[str, Accelerator] = {
         "A10", 24, "GDDR6", 0.600, {"bf16": 125, "fp16": 125}, host="pcie4-x16",
         source="NVIDIA A10 datasheet, as quoted elsewhere (secondary)",
     ),
+    "a10g": _card(
+        "A10G", 24, "GDDR6", 0.600, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 35}, host="pcie4-x16",
+        source="NVIDIA A10G datasheet for AWS, February 2022, dense rates (secondary)",
+    ),
+    "l4": _card(
+        "L4", 24, "GDDR6", 0.300, {"bf16": 121, "fp16": 121, "fp8": 242, "tf32": 60, "fp32": 30.3}, host="pcie4-x16",
+        source="NVIDIA L4 datasheet, which prints sparse rates: half of them (secondary)",
+    ),
+    "rtx-a6000": _card(
+        "RTX A6000", 48, "GDDR6 with ECC", 0.768, {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7},
+        host="pcie4-x16", source="NVIDIA Ampere GA102 whitepaper, RTX A6000, dense rates (secondary)",
+        links="PCIe; a bridge that joins two of them is sold apart and left out",
+    ),
+    "rtx-6000-ada": _card(
+        "RTX 6000 Ada", 48, "GDDR6 with ECC", 0.960,
+        {"bf16": 364.2, "fp16": 364.2, "fp8": 728.5, "tf32": 182.1, "fp32": 91.1}, host="pcie4-x16", mib=49140,
+        source="NVIDIA RTX 6000 Ada datasheet and Ada whitepaper, dense rates (secondary)",
+    ),
     "rtx-4090": _card(
         "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16", mib=24564,
         source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
+        links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
+    ),
+    "rtx-5090": _card(
+        "RTX 5090", 32, "GDDR7", 1.792, {"bf16": 209.5, "fp16": 209.5, "fp8": 419, "tf32": 104.8, "fp32": 104.8},
+        host="pcie5-x16",
+        source="NVIDIA RTX Blackwell whitepaper, dense, with fp32 accumulation: a quarter of the 838 (secondary)",
+        links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
     ),
     "l40s": _card(
         "L40S", 48, "GDDR6 with ECC", 0.864,
@@ -144,6 +169,10 @@ ACCELERATORS: dict[str, Accelerator] = {
     "a100-40gb": _card(
         "A100 SXM 40 GB", 40, "HBM2", 1.555, _A100,
         scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE,
+    ),
+    "a100-40gb-pcie": _card(
+        "A100 PCIe 40 GB", 40, "HBM2", 1.555, _A100,
+        scale_up="nvlink-bridge", host="pcie4-x16", source=_A100_SOURCE,
     ),
     "a100-80gb": _card(
         "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16", mib=81920, source=_A100_SOURCE
@@ -159,6 +188,16 @@ ACCELERATORS: dict[str, Accelerator] = {
     "h100-pcie": _card(
         "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
         scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
+    ),
+    "h100-nvl": _card(
+        "H100 NVL", 94, "HBM3", 3.9, {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60},
+        scale_up="nvlink-bridge", host="pcie5-x16", mib=95830,
+        source="NVIDIA H100 datasheet, NVL column, which prints sparse rates: half of them (secondary)",
+    ),
+    "gh200": _card(
+        "GH200 96 GB", 96, "HBM3", 4.0, _H100, scale_up="nvlink4", host="nvlink-c2c",
+        source=f"NVIDIA GH200 datasheet: an H100 beside a Grace CPU, rates of the H100; memory {STAS}",
+        links="NVIDIA GH200 datasheet; a machine with one of them has no NVLink to another",
     ),
     "h800": _card(
         "H800 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4-h800", host="pcie5-x16",
@@ -176,6 +215,11 @@ ACCELERATORS: dict[str, Accelerator] = {
     "gb200": _card(
         "GB200, per GPU", 186, "HBM3e", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
         source=f"NVIDIA Blackwell architecture brief, GB200 at 1,200 W, dense rates; {STAS}",
+    ),
+    "b300": _card(
+        "B300 (DGX, HGX)", 270, "HBM3e; 288 GB are built in, 270 are for use", 8.0,
+        {"bf16": 2250, "fp16": 2250, "fp8": 4500, "tf32": 1125}, scale_up="nvlink5", host="pcie6-x16", mib=275040,
+        source="NVIDIA HGX B300 datasheet, an eighth of the board, half of its sparse rates (secondary)",
     ),
     "mi300x": _card(
         "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",

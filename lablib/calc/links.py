@@ -72,6 +72,9 @@ LINKS: dict[str, Link] = {
         300,
         "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)",
     ),
+    "nvlink-c2c": _link(
+        "NVLink-C2C (GH200, GPU to CPU)", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways (secondary)"
+    ),
     "infinity-fabric": _link(
         "Infinity Fabric (MI300X)",
         448,

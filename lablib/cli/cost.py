@@ -114,6 +114,7 @@ def measured_minutes(machine: Machine) -> dict[str, float]:
     Args:
         machine: Kind and number of its GPUs count.
     """
+    from lablib.calc.gpu_names import known_accelerator
     from lablib.launch.experiments import experiments_dir
 
     found = {}
@@ -122,10 +123,6 @@ def measured_minutes(machine: Machine) -> dict[str, float]:
         names = job["device"].get("gpus", [])
         if job["status"] != "done" or len(names) != machine.gpus:
             continue
-        from lablib.launch.train_metrics import (
-            known_accelerator,
-        )  # loads torch: only where there is such a run
-
         if known_accelerator(names[0]) == machine.card:
             found[job["lab"][:2]] = sum(attempt["seconds"] for attempt in job["attempts"]) / 60
     return found

@@ -52,9 +52,9 @@ def _gpus() -> list[Finding]:
     import torch
 
     from lablib.calc import nvidia_smi
+    from lablib.calc.gpu_names import known_accelerator
     from lablib.launch.machine import smi, topology
     from lablib.launch.machine_probe import host_rates, pair_rate, while_busy
-    from lablib.launch.train_metrics import known_accelerator
 
     count = torch.cuda.device_count()
     names = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]

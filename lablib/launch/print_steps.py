@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from lablib.calc.gpu_names import no_figures
 from lablib.launch.trainer import Callback, Trainer
 
 
@@ -31,6 +34,8 @@ class PrintSteps(Callback):
                 f"from step {trainer.step + 1} to {trainer.config.steps}",
                 flush=True,
             )
+            if trainer.device.type == "cuda" and trainer.peak is None:
+                print(no_figures(torch.cuda.get_device_name(trainer.device)), flush=True)
 
     def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Print the step."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lablib.calc.hardware import ACCELERATORS, Accelerator
+from lablib.calc.gpu_names import known_accelerator
 from lablib.launch.json_lines import JsonLines, read_json_lines
 from lablib.launch.machine import machine
 
@@ -106,35 +106,6 @@ def memory(device: torch.device) -> dict[str, int | None]:
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"memory_bytes": peak, "memory_reserved_bytes": None}
-
-
-def known_accelerator(name: str) -> Accelerator | None:
-    """Return the accelerator that the driver calls by this name, such as "NVIDIA H100 80GB HBM3".
-
-    Args:
-        name: From `torch.cuda.get_device_name`.
-
-    Returns:
-        None where the course has no figures for it.
-    """
-    words = name.upper().replace("-", " ").replace("_", " ").split()
-    pcie = "PCIE" in words
-    keys = {
-        "T4": "t4",
-        "V100": "v100",
-        "A10": "a10",
-        "4090": "rtx-4090",
-        "L40S": "l40s",
-        "H800": "h800",
-        "H200": "h200",
-        "B200": "b200",
-        "GB200": "gb200",
-        "MI300X": "mi300x",
-        "H100": "h100-pcie" if pcie else "h100",
-        "A100": "a100-80gb-pcie" if pcie else "a100-80gb" if "80GB" in words else "a100-40gb",
-    }
-    found = [keys[word] for word in words if word in keys]
-    return ACCELERATORS[found[0]] if found else None
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -1,0 +1,91 @@
+"""A driver's name leads to the row of the table that it is, or to none: an MFU against the wrong peak is worse than none."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lablib.calc.gpu_names import known_accelerator
+from lablib.calc.hardware import ACCELERATORS
+from lablib.launch import train_metrics
+from lablib.launch.print_steps import PrintSteps
+
+
+@pytest.mark.parametrize(
+    ("driver", "key"),
+    [
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_the_drivers_names(driver, key):
+    assert known_accelerator(driver) is ACCELERATORS[key]
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        "NVIDIA GeForce RTX 3060",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D",
+        "Quadro RTX 6000",
+        "NVIDIA RTX 5000 Ada Generation",
+        "NVIDIA L40",
+        "NVIDIA H20",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA GB300",
+        "GRID A10-8Q",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+    ],
+)
+def test_what_has_another_peak_is_not_taken_for_a_row(driver):
+    assert known_accelerator(driver) is None
+
+
+def test_aws_gets_half_of_an_a10():
+    a10, a10g = ACCELERATORS["a10"], ACCELERATORS["a10g"]
+    assert a10g.peak() / a10.peak() == pytest.approx(0.56)
+    assert (a10g.memory_bytes, a10g.memory_bandwidth) == (a10.memory_bytes, a10.memory_bandwidth)
+
+
+def test_geforce_has_no_peer_access_and_the_row_says_so():
+    for key in ("rtx-4090", "rtx-5090"):
+        assert "through host memory" in ACCELERATORS[key].sources["links"]
+
+
+@pytest.mark.parametrize(("driver", "said"), [("NVIDIA GeForce RTX 3060", True), ("NVIDIA A10G", False)])
+def test_a_run_on_an_unknown_gpu_says_that_it_has_no_mfu(driver, said, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: driver)
+    device = torch.device("cuda", 0)
+    peak = train_metrics.peak_flops(device, "bf16")
+    assert (peak is None) == said
+    config = SimpleNamespace(steps=3)
+    trainer = SimpleNamespace(
+        rank=0, report="-", accumulation=1, micro_batch=1, step=0, config=config, device=device, peak=peak
+    )
+    PrintSteps().on_start(trainer)
+    assert (f"no peak for {driver}, so no MFU is given" in capsys.readouterr().out) == said
