@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from lablib.calc.cost_sheet import LABS, cheaper, expect, expectations, parse_machine, sheet
 from lablib.calc.hardware import accelerator
 from lablib.calc.links import link
+from lablib.cli.cost import sheet_table
 from lablib.cli.main import app
 
 A10, H100 = parse_machine("2xa10@0.75"), parse_machine("2 x h100 @ 3")
@@ -46,8 +48,23 @@ def test_a_session_is_its_labs_and_its_setup():
         ("11", 30, False),
     ]
     assert few.cost == pytest.approx(31.5 / 60 * 1.5)
-    one = {row.lab: row.enough for row in sheet(parse_machine("1xa10@1")).rows}
-    assert one == {budget.lab: budget.gpus == 1 for budget in LABS}
+    one, two = ({row.lab: row.what for row in sheet(m).rows} for m in (parse_machine("1xa10@1"), A10))
+    assert {lab for lab in one if one[lab] != two[lab]} == {"11"}
+    assert one["11"].endswith("; scaling wants two GPUs")
+    assert two["11"].endswith(", scaling")
+
+
+def test_the_sheet_bills_the_labs_with_a_cell_that_uses_cuda_and_no_others():
+    labs = Path(__file__).parents[1] / "labs"
+    uses = set()
+    for path in labs.glob("[0-9][0-9]_*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        if any(
+            "gpu" in cell["metadata"].get("tags", []) or "cuda" in "".join(cell["source"]) for cell in code
+        ):
+            uses.add(path.name[:2])
+    assert uses == {budget.lab for budget in LABS}
 
 
 def test_what_makes_no_sense_is_refused():
@@ -105,6 +122,16 @@ def test_the_command_prints_both_machines_and_uses_what_was_measured(tmp_path, m
     rows = json.loads(CliRunner().invoke(app, ["cost", "2xa10@0.75", "--json"]).output)
     assert rows[0]["cost"] == pytest.approx(sheet(A10, measured={"06": 1.5}).cost)
     assert CliRunner().invoke(app, ["cost", "2xa10"]).exit_code == 2
+
+
+@pytest.mark.parametrize("machine", ["1xh100@3", "8xa10g@1.2"])
+def test_the_table_adds_up_to_its_last_line(machine):
+    found = sheet(parse_machine(machine), billing="second")
+    lines = sheet_table(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    *parts, whole = [line.split() for line in lines if line[:2].isdigit() or line[:5] in ("setup", "all  ")]
+    assert sum(float(words[1].rstrip("*")) for words in parts) == pytest.approx(float(whole[1]))
+    assert sum(float(words[2]) for words in parts) == pytest.approx(float(whole[2]), abs=0.005 * len(parts))
 
 
 def test_the_cost_sheet_loads_no_torch(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from lablib.calc.rental import Machine as Machine
 from lablib.calc.rental import parse_machine as parse_machine
 from lablib.calc.units import GiB
 
-#: Setting up a bare image: clone, environment, `rung doctor --gpu`. A budget, too.
+#: Setting up an image: copying the course, environment, `rung doctor --gpu`. A budget, too.
 SETUP_MINUTES = 10
 
 
@@ -30,25 +30,24 @@ class LabBudget:
 
     Attributes:
         lab: Its number.
-        gpus: GPUs from which its GPU part measures something; with fewer it replays a record or leaves it out.
         minutes: Budget.
-        what: What it does there.
+        what: What it measures on one GPU.
+        on_two: What it measures besides where there are two or more; empty if nothing.
     """
 
     lab: str
-    gpus: int
     minutes: float
     what: str
+    on_two: str = ""
 
 
-#: Labs with something to measure on a GPU.
+#: Labs with a cell that runs on a GPU; tests/test_cost_sheet.py holds this to the notebooks. The others run at home.
 LABS = (
-    LabBudget("02", 2, 3, "all-reduce beside computation"),
-    LabBudget("06", 1, 4, "offload, prefetch, peak memory"),
-    LabBudget("08", 1, 4, "bf16, fp16 and FP8 matrices"),
-    LabBudget("09", 1, 4, "recomputation, time and peak"),
-    LabBudget("10", 2, 6, "collectives over the real link"),
-    LabBudget("11", 1, 30, "the run: memory, MFU, scaling, a kill and a resume"),
+    LabBudget("01", 3, "predicted memory beside CUDA's allocator"),
+    LabBudget("06", 4, "offload: peak memory and time"),
+    LabBudget("08", 4, "bf16 and FP8: time and memory"),
+    LabBudget("09", 4, "recomputation: time and peak"),
+    LabBudget("11", 30, "the run: memory, MFU, compile", "scaling"),
 )
 
 
@@ -60,15 +59,13 @@ class Row:
         lab: Its number.
         minutes: Budgeted or measured.
         measured: Whether a run measured them.
-        enough: Whether the machine has the GPUs that its GPU part wants.
         cost: What these minutes cost, before rounding.
-        what: What it does.
+        what: What it measures there, and what it cannot.
     """
 
     lab: str
     minutes: float
     measured: bool
-    enough: bool
     cost: float
     what: str
 
@@ -132,9 +129,10 @@ def sheet(
         budget, minutes = known[lab], (measured or {}).get(lab)
         time = budget.minutes if minutes is None else minutes
         price = machine.gpus * machine.price / 60
-        rows.append(
-            Row(lab, time, minutes is not None, machine.gpus >= budget.gpus, time * price, budget.what)
-        )
+        what = budget.what
+        if budget.on_two:
+            what += f", {budget.on_two}" if machine.gpus > 1 else f"; {budget.on_two} wants two GPUs"
+        rows.append(Row(lab, time, minutes is not None, time * price, what))
     machine.cost(setup, billing)  # refuses what makes no sense
     return Sheet(machine, tuple(rows), setup, billing)
 

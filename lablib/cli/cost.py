@@ -67,14 +67,13 @@ def sheet_table(sheet: Sheet) -> str:
     machine = sheet.machine
     lines = [
         f"{machine.name} at {machine.price:g} per GPU and hour",
-        f"{'lab':<5}{'minutes':>8}{'cost':>8}  what it does there",
+        f"{'lab':<5}{'minutes':>8}{'cost':>8}  what it measures there",
     ]
     for row in sheet.rows:
-        text = row.what if row.enough else "replays a record: it wants more GPUs"
         kind = " " if row.measured else "*"
-        lines.append(f"{row.lab:<5}{row.minutes:>7.1f}{kind}{row.cost:>8.2f}  {text}")
+        lines.append(f"{row.lab:<5}{row.minutes:>7.1f}{kind}{row.cost:>8.2f}  {row.what}")
     lines.append(
-        f"{'setup':<5}{sheet.setup:>7.1f}*{machine.cost(sheet.setup, 'second'):>8.2f}  clone, environment"
+        f"{'setup':<5}{sheet.setup:>7.1f}*{machine.cost(sheet.setup, 'second'):>8.2f}  copy, environment, rung doctor --gpu"
     )
     lines.append(f"{'all':<5}{sheet.minutes:>7.1f} {sheet.cost:>8.2f}  billed by the {sheet.billing}")
     lines.append("* a budget, not a measurement: hold it with --budget-minutes")
