@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from lablib.calc.formats import find_format
+from lablib.calc.gpu_names import known_accelerator
 from lablib.calc.memory import training_memory
 from lablib.calc.plan import plan
 from lablib.launch.experiments import Predictions
 from lablib.launch.train_config import train_model
-from lablib.launch.train_metrics import known_accelerator
 
 
 @dataclass(frozen=True)
