@@ -6,7 +6,8 @@
 4. compile; recomputation; the micro-batch, doubled until memory ends.
 5. The trainer against a plain loop.
 
-Each measurement is kept by itself. One that fails is kept as that, with its reason, and the next one runs.
+Each measurement is kept by itself. One that fails is a result with its reason, and the next one runs; the same command
+tries it again, unless memory was too small.
 
 Chapter: book/11_practical_fsdp.md
 """
@@ -177,14 +178,20 @@ class RealRun:
 
     def _attempt(self, case: Sample, measure: Callable[[], Sample]) -> Sample:
         """Return the kept sample of a case, or measure it; what fails on the ranks is a result, too."""
+        compiled = case.get("compile", False)
 
         def attempt() -> Sample:
             try:
                 return measure()
-            except (RankError, RankTimeout) as error:
-                return {"failed": reason(error)}
+            except RankError as error:
+                if reason(error, compiled) != NO_MEMORY:
+                    raise
+                return {"failed": NO_MEMORY}
 
-        sample = self._kept.sample(case, attempt)
+        try:
+            sample = self._kept.sample(case, attempt)
+        except (RankError, RankTimeout) as error:
+            sample = {**case, "failed": reason(error, compiled)}
         print(describe(sample), flush=True)
         return sample
 
@@ -206,20 +213,21 @@ def _name(case: Sample) -> str:
     return "-".join(f"{key}-{value}" for key, value in case.items())
 
 
-def reason(error: RankError | RankTimeout) -> str:
+def reason(error: RankError | RankTimeout, compiled: bool = False) -> str:
     """Return in one line why ranks failed: no memory, no compiler, or their own error.
 
     Args:
         error: What `run_ranks` raised.
+        compiled: Whether they were to compile.
     """
     text = getattr(error, "traceback", "") or str(error)
     if "out of memory" in text.lower():
         return NO_MEMORY
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
-    told = (named or lines)[-1 if named else 0][:200]
-    compiler = isinstance(error, RankError) and any(word in text for word in _COMPILER)
-    return f"did not compile: {told}" if compiler else told
+    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    # An exception's own line begins at the margin with its name; its frames and its advice do not.
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    told = (named[-1] if named else lines[0])[:200]
+    return f"did not compile: {told}" if compiled and any(word in text for word in _COMPILER) else told
 
 
 def describe(sample: Sample) -> str:
