@@ -280,3 +280,27 @@ def test_clear_errors(runs: dict, tmp_path: Path) -> None:
     half.mkdir()
     assert latest(tmp_path) == path  # a folder with a good name and nothing in it
     assert json.loads((path / "training.json").read_text())["tied"] == [["embed.weight", "head.weight"]]
+
+
+def test_a_gpu_has_a_random_state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on a GPU draws from the GPU's generator: without its state a resumed run draws other numbers."""
+    on_gpu = {"state": torch.arange(16, dtype=torch.uint8)}
+
+    def keep(state: Tensor) -> None:
+        on_gpu["state"] = state.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: on_gpu["state"].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", keep)
+    model, optimizer = build()
+    path = save(tmp_path, model, optimizer, 1).result()
+    drawn, on_gpu["state"] = torch.rand(3), torch.zeros(16, dtype=torch.uint8)
+    assert load(path, model, optimizer).rng == "restored"
+    assert torch.equal(on_gpu["state"], torch.arange(16, dtype=torch.uint8))
+    assert torch.equal(torch.rand(3), drawn)
+    # The same checkpoint on a CPU is whole; one of a CPU has nothing for a GPU, and says so.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert load(path, model, optimizer).rng == "restored"
+    path = save(tmp_path, model, optimizer, 2).result()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert load(path, model, optimizer).rng == "reseeded"

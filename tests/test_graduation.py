@@ -8,10 +8,12 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
+from lablib.calc.course_plan import RUN_GPU_LABS
 from lablib.checks import graduation
-from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, examine, multi_gpu_report, unmet
+from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, examine, unmet
 from lablib.checks.learner_answers import answer_source, is_untouched
 from lablib.cli.main import app
+from lablib.launch.scaling_records import gpu_report, where_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -134,17 +136,65 @@ def test_the_requirements_name_what_is_left(tmp_path):
     assert unmet(both, ["02", "03"], None) == []
     assert unmet(both, ["03"], None) == ["rung 02"]
     rented = REQUIREMENTS[-1]
-    assert unmet(rented, ["11"], None) == [
-        "a report of a run on two GPUs or more: rung labs run 11 --gpus all"
-    ]
-    runs = tmp_path / "x" / "runs"
-    runs.mkdir(parents=True)
-    (runs / "torn-2.json").write_text("{")
-    for gpus, counts in ((0, False), (1, False), (2, True)):  # two ranks on one GPU are no multi-GPU run
-        record = {"ranks": 2, "machine": {"gpus": ["H100"] * gpus}}
-        (runs / "strong-2.json").write_text(json.dumps(record))
-        assert (multi_gpu_report(tmp_path) == tmp_path / "x") is counts
+    assert unmet(rented, ["11"], None) == [f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}"]
     assert unmet(rented, ["11"], tmp_path) == []
+
+
+def _record(folder, *, ranks=2, gpus=2, device="cuda:0", params=124_000_000, date="2026-11-01"):
+    record = {
+        "scaling": "strong", "ranks": ranks, "date": date, "samples": [],
+        "machine": {"gpus": ["H100"] * gpus, "cpu": "Xeon", "cpus": 8},
+        "facts": {"device": device, "params": params},
+    }  # fmt: skip
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    (folder / "runs" / f"strong-{ranks}.json").write_text(json.dumps(record))
+    return record
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"gpus": 0, "device": "cpu"},
+        {"gpus": 1, "device": "cpu"},
+        {"gpus": 1},  # two ranks on one GPU
+        {"gpus": 2, "device": "cpu"},  # CPU ranks on a machine with two GPUs
+        {"params": 200_000},  # the tiny model of section 1, on two GPUs
+        {"ranks": 1},
+    ],
+)
+def test_only_a_real_model_with_a_gpu_for_each_rank_is_a_run_on_gpus(tmp_path, what):
+    _record(tmp_path / "x", **what)
+    (tmp_path / "x" / "runs" / "torn-2.json").write_text("{")
+    (tmp_path / "x" / "runs" / "list-2.json").write_text("[]")
+    assert gpu_report(tmp_path) is None
+    _record(tmp_path / "y", date="2026-11-02")
+    assert gpu_report(tmp_path) == tmp_path / "y"
+    _record(tmp_path / "a", ranks=8, gpus=8, date="2026-11-03")
+    assert gpu_report(tmp_path) == tmp_path / "a"
+
+
+def test_cpu_ranks_on_a_machine_with_gpus_are_labelled_as_that(tmp_path):
+    assert where_of(_record(tmp_path, device="cpu")) == "Xeon, 8 CPUs"
+    assert where_of(_record(tmp_path)) == "2 x H100"
+
+
+def test_rung_11_is_passed_on_cpu_ranks_until_a_report_says_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
+    right = graduation.Outcome("11", "observe_scaling", "passed", "Why.")
+    monkeypatch.setattr(graduation, "_examine_one", lambda *_: right)
+    _notebook(tmp_path / "work" / "11_practical_fsdp.ipynb", "pass")
+    (outcome,) = examine(tmp_path / "work", rungs=["11"])
+    assert (outcome.status, RUN_GPU_LABS in outcome.message) == ("passed on CPU ranks", True)
+    shown = CliRunner().invoke(app, ["graduate", "11", "--work", str(tmp_path / "work")])
+    assert shown.exit_code == 1
+    assert "observe_scaling: passed on CPU ranks" in shown.output
+    assert "Not yet on GPUs" in shown.output
+    assert "0 of 11 rungs are done." in shown.output
+    # Another exercise of the rung has no run in its sentence.
+    others = [o.status for o in examine(tmp_path / "work", rungs=["11"], every=True)]
+    assert others.count("passed on CPU ranks") == 1
+    _record(tmp_path / "mine" / "x")
+    assert list(examine(tmp_path / "work", rungs=["11"])) == [right]
 
 
 def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch):
@@ -153,7 +203,7 @@ def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch
             [graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks]
         )
 
-    monkeypatch.setattr(graduation, "multi_gpu_report", lambda folder: tmp_path)
+    monkeypatch.setattr(graduation, "gpu_report", lambda: tmp_path)
     monkeypatch.setattr(graduation, "examine", examined("passed"))
     good = CliRunner().invoke(app, ["graduate"])
     assert good.exit_code == 0, good.output

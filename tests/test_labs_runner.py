@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lablib.cli.main import app
-from lablib.launch import experiments, gpu_records, kept, lab_jobs, labs, pack
+from lablib.launch import experiments, gpu_records, kept, lab_jobs, lab_notebook, labs, pack
 from lablib.launch.lab_worker import start
 from lablib.launch.machine import label
 from tests.processes import ended
@@ -100,6 +100,7 @@ def test_a_lab_is_found_by_number_or_stem(house):
         (["7", "-p", "steps"], "is written NAME=VALUE"),
         (["7", "07_small"], "named twice"),
         (["9"], "no lab '9'"),
+        (["7", "--mine"], "work/07_small.ipynb is not there; `make lab` copies the labs"),
         (["7", "--budget-minutes", "0"], "must be above 0"),
         (["7", "--gpus", "64"], "this machine has"),
         (["7", "--gpus", "two"], "neither"),
@@ -110,6 +111,64 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(house, args, messag
     assert result.exit_code == 2
     assert re.search(message, result.output), result.output
     assert not list((house / "mine").glob("*/*.json"))
+
+
+def _write(path, *cells):
+    made = [
+        nbformat.v4.new_code_cell(source, metadata={"tags": tags}) if tags is not None else
+        nbformat.v4.new_markdown_cell(source) for source, tags in cells
+    ]  # fmt: skip
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    path.parent.mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=metadata), path)
+
+
+def test_a_parameter_without_a_default_takes_what_its_cell_names(house):
+    """A lab ships without predictions; a prediction that is no number would cost the paid hour."""
+    _write(house / "labs" / "09_told.ipynb", ("told: float = None  # ms\nfree = None", ["parameters"]))
+    paths = [labs.find_lab("7"), labs.find_lab("9")]
+    assert labs.assign_parameters(paths, {"told": 12}) == [{}, {"told": 12}]  # those that know it
+    assert labs.assign_parameters(paths, {"told": 1.5, "free": "x"})[1] == {"told": 1.5, "free": "x"}
+    for wrong in ("abc", True, float("nan")):
+        with pytest.raises(ValueError, match="is no float; 09_told has told=None"):
+            labs.assign_parameters(paths, {"told": wrong})
+    with pytest.raises(ValueError, match=r"no parameter tld; 07_small has: .*; 09_told has: told, free"):
+        labs.assign_parameters(paths, {"tld": 1})
+
+
+def test_a_lab_for_gpus_runs_its_gpu_section_alone_where_there_are_some(house, monkeypatch):
+    cells = [
+        ("# Lab", None), ("only_gpu = False", ["parameters"]), ("base = 1", []), ("## 1. At home", None),
+        ("raise SystemExit('a rehearsal')", []), ("## 2. On GPUs", None), ("print('paid', only_gpu, base)", ["gpu"]),
+    ]  # fmt: skip
+    _write(house / "labs" / "09_paid.ipynb", *cells)
+    monkeypatch.setattr(lab_jobs, "device", lambda gpus: {"gpus": ["H100"] * len(gpus)})
+
+    def parameters(given, gpus):
+        queue = lab_jobs.read_json(lab_jobs.prepare(["9", "7"], given, gpus=gpus))
+        return [lab_jobs.read_json(Path(job))["parameters"] for job in queue["jobs"]]
+
+    assert parameters({}, [0, 1]) == [{"only_gpu": True}, {}]
+    assert parameters({"only_gpu": False}, [0, 1]) == [{"only_gpu": False}, {}]
+    assert parameters({}, []) == [{}, {}]
+    job = lab_jobs.find_job(
+        labs.lab_key(labs.find_lab("9"), {"only_gpu": True}, {"gpus": ["H100"] * 2}, record=False)
+    )
+    assert lab_notebook.run(job) is None
+    executed = nbformat.read(job.parent / "09_paid.ipynb", 4)
+    assert executed.cells[-1].outputs[0].text == "paid True 1\n"
+    assert not any("rehearsal" in cell.source for cell in executed.cells)
+
+
+def test_my_own_copy_is_run_where_i_say_so(house):
+    _write(house / "work" / "07_small.ipynb", ("steps = 9", ["parameters"]))
+    queue = lab_jobs.read_json(lab_jobs.prepare(["7"], {"7.steps": 5}, mine=True))
+    job = lab_jobs.read_json(Path(queue["jobs"][0]))
+    assert (job["path"], job["lab"]) == (str(house / "work" / "07_small.ipynb"), "07_small")
+    assert job["parameters"] == {"steps": 5}
+    # Its code is another, so it is another run than the course's.
+    other = lab_jobs.read_json(Path(lab_jobs.read_json(lab_jobs.prepare(["7"], {"steps": 5}))["jobs"][0]))
+    assert other["key"] != job["key"]
 
 
 def test_gpus_are_named_as_all_a_number_or_a_list():
@@ -257,8 +316,24 @@ def test_large_files_stay_behind_and_are_named(house, monkeypatch):
     monkeypatch.setattr(pack, "LARGEST", 10)
     (house / "mine" / "x" / "big.bin").write_text("more than ten")
     with tarfile.open(pack.pack()) as content:
-        assert sorted(content.getnames()) == ["LEFT_OUT.txt", "distributed-experiments/x/a.json"]
-        assert content.extractfile("LEFT_OUT.txt").read().decode() == "13\tx/big.bin\n7\tx/w.safetensors\n"
+        left = "distributed-experiments/LEFT_OUT.txt"
+        assert sorted(content.getnames()) == [left, "distributed-experiments/x/a.json"]
+        assert content.extractfile(left).read().decode() == "13\tx/big.bin\n7\tx/w.safetensors\n"
+
+
+def test_an_archive_unpacks_where_reports_and_records_are_looked_for(house, monkeypatch, tmp_path):
+    (house / "mine" / "x" / "runs").mkdir(parents=True)
+    (house / "mine" / "x" / "runs" / "one-1.json").write_text("{}")
+    experiments.save_record("11_speed-2gpu", [{"s": 1.0}], "here")
+    record = json.loads((house / "labs" / "recorded" / "11_speed-2gpu.json").read_text())
+    record["machine"]["cpu"] = "another machine's"
+    (house / "labs" / "recorded" / "02_other.json").write_text(json.dumps(record))
+    home = tmp_path / "home"
+    with tarfile.open(pack.pack()) as content:
+        content.extractall(home, filter="data")
+    assert (home / "distributed-experiments" / "x" / "runs" / "one-1.json").exists()
+    # What another machine recorded is at home already, and perhaps newer there.
+    assert [path.name for path in (home / "labs" / "recorded").iterdir()] == ["11_speed-2gpu.json"]
 
 
 def test_records_belong_to_a_number_of_gpus_and_gaps_are_named(house, monkeypatch, capsys):

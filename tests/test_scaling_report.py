@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from lablib.cli.main import app
 from lablib.cli.report import summary
 from lablib.launch.scaling_compare import compare_reports, differences
-from lablib.launch.scaling_report import ScalingReport, records, rows
+from lablib.launch.scaling_records import records
+from lablib.launch.scaling_report import ScalingReport, rows
 from lablib.launch.train_metrics import KEYS
 
 
@@ -65,6 +66,50 @@ def test_the_rows_are_what_was_put_in(report):
     assert strong["predicted"] is None
 
 
+def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compared(tmp_path):
+    made = ScalingReport("both", tmp_path / "a")
+    made.add(
+        _run(tmp_path / "one", 1, 0.100, loss=4.0),
+        scaling="one",
+        predicted={"step": 0.09, "memory_bytes": 2.2e9},
+    )
+    told = {"step": 0.06, "memory_bytes": 1.5e9}
+    yours = {"step": 0.055, "speedup": 1.8, "memory_bytes": 1e9}
+    made.add(_run(tmp_path / "two", 2, 0.065, loss=4.25), scaling="strong", predicted=told, yours=yours)
+    one, strong = rows(made.folder)
+    assert (one["yours"], strong["yours"]) == ({}, yours)
+    assert strong["predicted_speedup"] == pytest.approx(1.5)
+    assert strong["loss_apart"] == pytest.approx(0.25)
+    said = summary([one, strong])
+    assert said[1].startswith(
+        "2 ranks, strong: 65.0 ms a step, predicted 60.0 (-8%), you said 55.0 (-15%); "
+        "speedup 1.54, predicted 1.50, you said 1.80; efficiency 77%"
+    )
+    assert said[2] == "2 ranks, strong: the losses differ from those of one rank by at most 0.2."
+    CliRunner().invoke(app, ["report", str(made.folder)])
+    lines = BeautifulSoup((made.folder / "report.html").read_text(), "html.parser").find_all("tr")
+    head, *cells = [[cell.text for cell in line.find_all(["th", "td"])] for line in lines]
+    two = dict(zip(head, cells[1], strict=True))
+    assert (two["predicted ms"], two["your ms"]) == ("60.0", "55.0")
+    assert (two["predicted speedup"], two["your speedup"]) == ("1.50", "1.80")
+    assert (two["GB"], two["predicted GB"], two["your GB"]) == ("2.00", "1.50", "1.00")
+    assert cells[0][head.index("your ms")] == "-"
+    # The run's own files are there when its folder is gone.
+    assert (made.folder / "metrics" / "strong-2" / "metrics-rank1.jsonl").read_text().count("\n") == 8
+    for wrong in ({"speed": 1.0}, {"step": 0.0}):
+        with pytest.raises(
+            ValueError, match=r"yours=.* must be above 0 and one of step, speedup, memory_bytes"
+        ):
+            made.add(tmp_path / "two", scaling="strong", yours=wrong)
+
+
+def test_losses_of_steps_with_other_targets_are_not_compared(tmp_path):
+    made = ScalingReport("other", tmp_path / "a")
+    made.add(_run(tmp_path / "one", 1, 0.100, targets=5), scaling="one")
+    made.add(_run(tmp_path / "two", 2, 0.065, targets=6), scaling="strong")
+    assert rows(made.folder)[1]["loss_apart"] is None
+
+
 def test_communication_that_was_measured_is_believed(tmp_path):
     made = ScalingReport("profiled", tmp_path / "a")
     made.add(_run(tmp_path / "one", 1, 0.100), scaling="one")
@@ -83,7 +128,7 @@ def test_a_record_has_every_raw_line_and_where_it_came_from(report):
 
 
 def test_the_page_is_drawn_from_the_records_alone_stands_alone_and_follows_the_theme(report):
-    assert [path.name for path in report.iterdir()] == ["runs"]
+    assert sorted(path.name for path in report.iterdir()) == ["metrics", "runs"]
     result = CliRunner().invoke(app, ["report", str(report)])
     assert result.exit_code == 0
     assert "2 ranks, weak: 140.0 ms a step, predicted 126.0 (-10%); speedup 1.43" in result.output

@@ -20,14 +20,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from lablib.calc.course_plan import RUN_GPU_LABS
 from lablib.checks.learner_answers import answer_source, is_untouched
+from lablib.launch.scaling_records import gpu_report
 
 TIMEOUT_S = 180.0
-Status = Literal["passed", "not attempted", "wrong", "no lab"]
+#: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
+Status = Literal["passed", "passed on CPU ranks", "not attempted", "wrong", "no lab"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Goal:
         title: Of the rung.
         done_when: The sentence.
         checks: Names of the checks, all of which must pass.
+        rented: Whether its sentence speaks of a run on several GPUs, which a report must show.
     """
 
     rung: str
     title: str
     done_when: str
     checks: tuple[str, ...]
+    rented: bool = False
 
 
 GOALS = (
@@ -71,7 +76,7 @@ GOALS = (
          "You can explain ring all-reduce and why bandwidth (not latency) matters most for it.",
          ("ring_all_reduce", "choose_algorithm", "place")),
     Goal("11", "A real FSDP run",
-         "You have run a multi-GPU job and observed scaling behavior.", ("observe_scaling",)),
+         "You have run a multi-GPU job and observed scaling behavior.", ("observe_scaling",), rented=True),
 )  # fmt: skip
 
 
@@ -106,7 +111,7 @@ class Outcome:
     Attributes:
         rung: Two digits.
         name: Of the check.
-        status: "passed", "not attempted", "wrong" or "no lab".
+        status: "passed", "passed on CPU ranks", "not attempted", "wrong" or "no lab".
         message: One sentence.
     """
 
@@ -155,7 +160,14 @@ def examine(
                     goal.rung, name, "no lab", f"{work} has no lab {goal.rung}: `make lab` copies it there."
                 )
             else:
-                yield _examine_one(notebooks[0], goal.rung, name, timeout)
+                outcome = _examine_one(notebooks[0], goal.rung, name, timeout)
+                here = goal.rented and name in goal.checks and outcome.status == "passed"
+                yield _not_yet_on_gpus(outcome) if here and gpu_report() is None else outcome
+
+
+def _not_yet_on_gpus(outcome: Outcome) -> Outcome:
+    told = f"Not yet on GPUs, which its sentence asks for: {RUN_GPU_LABS}"
+    return replace(outcome, status="passed on CPU ranks", message=told)
 
 
 def _examine_one(notebook: Path, rung: str, name: str, timeout: float) -> Outcome:
@@ -197,31 +209,15 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def multi_gpu_report(experiments: Path) -> Path | None:
-    """Return the folder of a scaling report of which a run had a GPU for each of several ranks, or None.
-
-    Args:
-        experiments: Where reports are.
-    """
-    for path in sorted(experiments.glob("*/runs/*-*.json"), reverse=True):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if 2 <= record["ranks"] <= len(record["machine"]["gpus"]):
-                return path.parent.parent
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
 def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) -> list[str]:
     """Return what a requirement still wants, one phrase each; nothing if it is met.
 
     Args:
         requirement: One of `REQUIREMENTS`.
         passed: Rungs of which every "Done when" check passed.
-        report: From `multi_gpu_report`.
+        report: From `lablib.launch.scaling_records.gpu_report`.
     """
     left = [f"rung {rung}" for rung in requirement.rungs if rung not in passed]
     if requirement.rented and report is None:
-        left.append("a report of a run on two GPUs or more: rung labs run 11 --gpus all")
+        left.append(f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}")
     return left

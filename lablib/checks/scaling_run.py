@@ -1,6 +1,7 @@
 """The Done-when of rung 11: say what a run on several ranks gained, what it lost, and to what.
 
-First on timelines whose answer is known, then on a job that runs here and now.
+First on timelines whose answer is known, then on the learner's report of a real model on GPUs, or, where there is none,
+on a small job that runs here and now on CPU ranks.
 
 Chapter: book/11_practical_fsdp.md
 """
@@ -15,12 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from lablib.calc.scaling_loss import Loss, scaling_loss
 from lablib.checks.report import Wrong, check, close
 from lablib.launch.ranks import run_ranks
-from lablib.launch.scaling_report import read_run
+from lablib.launch.scaling_records import gpu_report, read_run, records, where_of
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.trainer import Trainer
 
@@ -33,7 +32,7 @@ Phases = dict[str, float]
 
 @check
 def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> str:
-    """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happens now."""
+    """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happened."""
     dice = random.Random(seed)
     cases = [
         (_rank(data=1, compute=7), [_rank(data=1, compute=7, communication=2)] * 2, "weak"),
@@ -60,12 +59,12 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         cases.append((alone, ranks, scaling))
     for alone, ranks, scaling in cases:
         _judge(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
-    alone, ranks = _run_now()
+    report = gpu_report()
+    alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
     found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
     _judge(found, alone, ranks, "strong")
-    where = f"{len(ranks)} GPUs" if torch.cuda.device_count() >= len(ranks) else f"{len(ranks)} CPU ranks"
     return (
-        f"{len(cases)} timelines, and a job on {where} a moment ago: speedup {found['speedup']:.2f}, efficiency "
+        f"{len(cases)} timelines, and a job on {where}: speedup {found['speedup']:.2f}, efficiency "
         f"{found['efficiency']:.0%}, limited by {found['limit']}."
     )
 
@@ -153,21 +152,26 @@ def _explain_part(part: str, got: float, loss: Loss, ranks: Sequence[Phases], to
                 f"{loss.seconds - loss.ideal:.3g} s ({told}).")  # fmt: skip
 
 
-# --- a job that runs here ----------------------------------------------------------------------------------
+# --- a job that ran ----------------------------------------------------------------------------------------
+
+
+def _reported(folder: Path) -> tuple[Phases, list[Phases], str]:
+    """Return the mean step of one GPU and of each of the most with the same batch, and where that was."""
+    one, *_, many = [record for record in records(folder) if record["scaling"] != "weak"]
+    alone = _mean(one["samples"][0], None, one["warm_up"])
+    share = alone["compute"] / many["ranks"]
+    return alone, [_mean(lines, share, many["warm_up"]) for lines in many["samples"]], where_of(many)
 
 
 @functools.cache
 def _run_now() -> tuple[Phases, list[Phases]]:
-    """Train on one rank and on several, the same global batch; return the mean step of the one and of each of the many."""
-    n = max(2, torch.cuda.device_count())
-    # Both runs on GPUs, or both on CPU ranks: one GPU against two CPU ranks would be no scaling.
-    backend = None if torch.cuda.device_count() >= n else "gloo"
+    """Train on one CPU rank and on two, the same global batch; return the mean step of the one and of each of the two."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as top:
-        for ranks in (1, n):
-            run_ranks(_train, ranks, str(Path(top, str(ranks))), 8 * n, backend=backend)
-        one, many = (read_run(Path(top, str(ranks))) for ranks in (1, n))
-    alone = _mean(one[0], None)
-    return alone, [_mean(lines, alone["compute"] / n) for lines in many]
+        for ranks in (1, 2):
+            run_ranks(_train, ranks, str(Path(top, str(ranks))), 16)
+        one, many = (read_run(Path(top, str(ranks))) for ranks in (1, 2))
+    alone = _mean(one[0], None, _WARM_UP)
+    return alone, [_mean(lines, alone["compute"] / 2, _WARM_UP) for lines in many]
 
 
 def _train(folder: str, batch: int) -> None:
@@ -175,9 +179,9 @@ def _train(folder: str, batch: int) -> None:
     Trainer(TrainConfig(folder=folder, steps=_STEPS, **settings)).run()
 
 
-def _mean(lines: Sequence[Mapping[str, Any]], compute: float | None) -> Phases:
+def _mean(lines: Sequence[Mapping[str, Any]], compute: float | None, warm_up: int) -> Phases:
     """Return the mean step of a rank; what it took longer than `compute` and its data is communication and waiting."""
-    counted = lines[_WARM_UP:]
+    counted = lines[warm_up:]
     data = fmean(line["data_seconds"] for line in counted)
     rest = fmean(max(line["seconds"], line["data_seconds"]) for line in counted) - data
     sent = 0.0 if compute is None else max(0.0, rest - compute)

@@ -19,8 +19,8 @@ def graduate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check your answers in work/ against every Done when, and say what is left to do."""
-    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, multi_gpu_report, unmet
-    from lablib.launch.experiments import experiments_dir, repository_root
+    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, gpu_report, unmet
+    from lablib.launch.experiments import repository_root
 
     work = work or repository_root() / "work"
     outcomes, told = [], set()
@@ -36,12 +36,12 @@ def graduate(
                 f"\n{goal.rung} {goal.title}\n" + textwrap.indent(textwrap.fill(goal.done_when, 77), "   ")
             )
         typer.echo(f"   {outcome.name}: {outcome.status}")
-        if outcome.status == "wrong":
+        if outcome.status in ("wrong", "passed on CPU ranks"):
             typer.echo(textwrap.indent(textwrap.fill(outcome.message, 74), "      "))
     checks = {rung: goal.checks for rung, goal in goals.items()}
     good = {(outcome.rung, outcome.name) for outcome in outcomes if outcome.status == "passed"}
     passed = [rung for rung, names in checks.items() if all((rung, name) in good for name in names)]
-    report = multi_gpu_report(experiments_dir())
+    report = gpu_report()
     left = {requirement.text: unmet(requirement, passed, report) for requirement in REQUIREMENTS}
     ready = rungs is None and len(passed) == len(GOALS) and not any(left.values())
     if as_json:

@@ -44,6 +44,7 @@ def run(
     budget_minutes: Annotated[float | None, typer.Option(help="Stop everything after so long.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Run what is done, too.")] = False,
     pack: Annotated[bool, typer.Option("--pack", help="Leave one archive at the end.")] = False,
+    mine: Annotated[bool, typer.Option("--mine", help="Run your copies in work/.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
@@ -60,6 +61,7 @@ def run(
         again=again,
         budget_minutes=budget_minutes,
         pack=pack,
+        mine=mine,
         command=shlex.join(["rung", *sys.argv[1:]]),
     )
     from lablib.launch.lab_worker import start

@@ -78,7 +78,8 @@ def build_report(folder: str | Path) -> Path:
     import matplotlib.pyplot as plt
 
     from lablib.launch.experiments import write_json
-    from lablib.launch.scaling_report import records, rows
+    from lablib.launch.scaling_records import records
+    from lablib.launch.scaling_report import rows
     from lablib.view import scaling_report as view
     from lablib.view.style import themed_svg
 
@@ -116,7 +117,9 @@ def build_report(folder: str | Path) -> Path:
         path.write_text(svg, encoding="utf-8")
         figures.append((svg, caption))
     write_json(folder / "rows.json", {"rows": table})
-    head = ["run", "ms a step", "quartiles", "predicted", "tokens/s", "speedup", "efficiency", "MFU", "GB"]
+    head = ["run", "ms a step", "quartiles", "predicted ms", "your ms", "tokens/s"]
+    head += ["speedup", "predicted speedup", "your speedup", "efficiency"]
+    head += ["MFU", "GB", "predicted GB", "your GB"]
     cells = [_cells(row) for row in table]
     # A column that nobody has a number for says nothing: MFU on a CPU, predictions where there were none.
     kept = [i for i in range(len(head)) if any(row[i] != "-" for row in cells)]
@@ -149,13 +152,27 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
         text = f"{row['run']}: {1e3 * row['seconds']['median']:.1f} ms a step"
         if row["error"] is not None:
             text += f", predicted {1e3 * row['predicted']:.1f} ({row['error']:+.0%})"
+        yours = row["yours"]
+        if "step" in yours:
+            text += (
+                f", you said {1e3 * yours['step']:.1f} ({yours['step'] / row['seconds']['median'] - 1:+.0%})"
+            )
         if "loss" in row:
-            text += f"; speedup {row['speedup']:.2f}, efficiency {row['efficiency']:.0%}"
+            text += f"; speedup {row['speedup']:.2f}"
+            if row["predicted_speedup"]:
+                text += f", predicted {row['predicted_speedup']:.2f}"
+            if "speedup" in yours:
+                text += f", you said {yours['speedup']:.2f}"
+            text += f"; efficiency {row['efficiency']:.0%}"
             if row["efficiency"] < 1:
                 # Shares are of the middle half of the steps, the efficiency of medians over all: they may differ.
                 most, lost = row["loss"][row["largest"]], sum(row["loss"].values())
                 text += f"; the middle half of its steps lost {lost:.0%}, the most, {most:.0%}, to {row['largest']}"
         lines.append(text + ".")
+        if row.get("loss_apart") is not None:
+            lines.append(
+                f"{row['run']}: the losses differ from those of one rank by at most {row['loss_apart']:.1g}."
+            )
     shared = sorted({row["where"] for row in table if "gloo ranks on" in row["where"]})
     return lines + [f"Measured on {where}." for where in shared]
 
@@ -163,24 +180,35 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
 def _cells(row: dict[str, Any]) -> list[str]:
     seconds = row["seconds"]
 
+    def told(value: float | None, form: str, scale: float) -> str:
+        return "-" if value is None else format(scale * value, form)
+
     def maybe(key: str, form: str, scale: float = 1) -> str:
-        return "-" if row.get(key) is None else format(scale * row[key], form)
+        return told(row.get(key), form, scale)
+
+    def yours(key: str, form: str, scale: float = 1) -> str:
+        return told(row["yours"].get(key), form, scale)
 
     return [
         row["run"],
         f"{1e3 * seconds['median']:.1f}",
         f"{1e3 * seconds['low']:.1f} to {1e3 * seconds['high']:.1f}",
         maybe("predicted", ".1f", 1e3),
+        yours("step", ".1f", 1e3),
         f"{row['tokens_per_second']:,.0f}",
         maybe("speedup", ".2f"),
+        maybe("predicted_speedup", ".2f"),
+        yours("speedup", ".2f"),
         maybe("efficiency", ".0%"),
         maybe("mfu", ".1%"),
         maybe("memory_bytes", ".2f", 1e-9),
+        maybe("predicted_memory", ".2f", 1e-9),
+        yours("memory_bytes", ".2f", 1e-9),
     ]
 
 
 def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
-    from lablib.launch.machine import label
+    from lablib.launch.scaling_records import where_of
 
     first = found[0]
     where = first["machine"]
@@ -190,7 +218,7 @@ def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
     config = first["facts"].get("config", {})
     commands = dict.fromkeys(record["command"] for record in found)
     return {
-        "machine": "; ".join(dict.fromkeys(label(record["machine"], [record]) for record in found)),
+        "machine": "; ".join(dict.fromkeys(where_of(record) for record in found)),
         "versions": ", ".join(versions),
         "settings": ", ".join(f"{key}={value}" for key, value in config.items() if key != "folder")
         or "not known",

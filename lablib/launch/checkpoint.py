@@ -49,8 +49,9 @@ class Progress:
         step: Optimizer steps taken.
         data: What the training loop gave to `save`, such as its position in the data.
         ranks: Ranks that saved it.
-        rng: "restored" to the state of each rank, or "reseeded": with another number of ranks there is no state
-            to continue from, so each rank starts a new stream made from the saved one and its own number.
+        rng: "restored" to the state of each rank, its GPU's included, or "reseeded": with another number of ranks, or
+            on a GPU from a checkpoint of a CPU, there is no state to continue from, so each rank starts a new stream
+            made from the saved one and its own number.
     """
 
     step: int
@@ -138,7 +139,7 @@ def save(
     state = {
         "model": _without_ties(model, get_model_state_dict(model)),
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "rng": {f"rank{own_rank()}": torch.get_rng_state()},
+        "rng": _random_state(own_rank()),
     }
     info = {"step": step, "data": data or {}, "ranks": count_ranks(), "tied": tied_parameters(model)}
     writing: Future = Future()
@@ -196,9 +197,10 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    same_ranks = info["ranks"] == count_ranks()
-    rng = f"rank{own_rank() if same_ranks else 0}"
-    state["rng"] = {rng: torch.get_rng_state()}
+    rng = _random_state(own_rank())
+    # Every rank finds its own state, or none does: all of them then begin with rank 0's.
+    restored = info["ranks"] == count_ranks() and all(f"rng.{name}" in stored for name in rng)
+    state["rng"] = rng if restored else {"rank0": torch.get_rng_state()}
     with alone_is_fine():
         dcp.load(state, checkpoint_id=path, process_group=own_group(), no_dist=not dist.is_initialized())
     for first, *others in tied_parameters(model):
@@ -206,11 +208,25 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    if same_ranks:
-        torch.set_rng_state(state["rng"][rng])
-    else:
-        torch.manual_seed(zlib.crc32(state["rng"][rng].numpy().tobytes()) + own_rank())
-    return Progress(info["step"], info["data"], info["ranks"], "restored" if same_ranks else "reseeded")
+    if restored:
+        _set_random_state(own_rank(), state["rng"])
+    else:  # of the CPU and of every GPU
+        torch.manual_seed(zlib.crc32(state["rng"]["rank0"].numpy().tobytes()) + own_rank())
+    return Progress(info["step"], info["data"], info["ranks"], "restored" if restored else "reseeded")
+
+
+def _random_state(rank: int) -> dict[str, torch.Tensor]:
+    """Return the state of a rank's generators: the CPU's, and that of its GPU, from which dropout there draws."""
+    state = {f"rank{rank}": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # this process computes on its current device
+        state[f"rank{rank}-cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(rank: int, state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state[f"rank{rank}"])
+    if torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state[f"rank{rank}-cuda"])
 
 
 def _without_ties(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from lablib.launch.machine import label, machine, topology
 
 #: The runner sets this variable; without it nothing is ever written to `labs/recorded/`.
 RECORD_SWITCH = "LABLIB_RECORD"
+#: The runner sets this variable to the folder of the lab that it runs.
+FOLDER_SWITCH = "LABLIB_LAB_FOLDER"
 
 
 def repository_root() -> Path:
@@ -144,7 +146,9 @@ class Predictions:
 
     def _save(self) -> None:
         content = {"lab": self.lab, "predictions": {name: asdict(e) for name, e in self._entries.items()}}
-        write_json(experiments_dir() / f"{self.lab}-predictions.json", content)
+        # A run of its own folder keeps its own, so that unpacking it at home replaces nobody else's.
+        folder = Path(os.environ.get(FOLDER_SWITCH) or experiments_dir())
+        write_json(folder / f"{self.lab}-predictions.json", content)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ Chapter: book/11_practical_fsdp.md; book/status.md lists the records.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -53,6 +54,12 @@ def recorded_counts(name: str) -> list[int]:
     pattern = re.compile(re.escape(name) + r"-(\d+)gpu")
     files = (repository_root() / "labs" / "recorded").glob(f"{name}-*gpu.json")
     return sorted(int(found[1]) for path in files if (found := pattern.fullmatch(path.stem)))
+
+
+def recorded_on_gpus() -> list[str]:
+    """Return the names of all records that were made on GPUs; none means that no line of the GPU path ever ran."""
+    files = sorted((repository_root() / "labs" / "recorded").glob("*.json"))
+    return [path.stem for path in files if json.loads(path.read_text(encoding="utf-8"))["machine"]["gpus"]]
 
 
 def gpu_samples(

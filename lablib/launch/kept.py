@@ -19,10 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lablib.launch.experiments import now, write_json
-
-#: The runner sets this variable to the folder of the lab that it runs.
-FOLDER_SWITCH = "LABLIB_LAB_FOLDER"
+from lablib.launch.experiments import FOLDER_SWITCH, now, write_json
 
 
 def lab_folder() -> Path | None:

@@ -89,18 +89,21 @@ def prepare(
     again: bool = False,
     budget_minutes: float | None = None,
     pack: bool = False,
+    mine: bool = False,
     command: str = "",
 ) -> Path:
     """Check everything, write the queue and the jobs, and start nothing.
 
     Args:
         labs: Numbers or stems, in the order of running.
-        parameters: Values by name; see `assign_parameters`. A lab with a parameter `gpus` gets their number.
+        parameters: Values by name; see `assign_parameters`. Where GPUs are used, a lab with a parameter `gpus` gets
+            their number, and one with `only_gpu` runs its GPU section alone; a value given here counts more.
         gpus: Numbers of the GPUs to use; none means the CPU.
         record: Let the labs write to `labs/recorded/`.
         again: Run what is done, too.
         budget_minutes: Minutes after which everything stops; None means never.
         pack: Leave an archive at the end.
+        mine: Run the learner's copies in work/.
         command: How this was asked for.
 
     Returns:
@@ -113,7 +116,7 @@ def prepare(
         raise ValueError(f"budget_minutes={budget_minutes:g} must be above 0")
     if not labs:
         raise ValueError("no lab given; `rung labs list` shows them")
-    paths = [find_lab(name) for name in labs]
+    paths = [find_lab(name, mine=mine) for name in labs]
     if len(set(paths)) != len(paths):
         raise ValueError(f"a lab is named twice: {', '.join(path.stem for path in paths)}")
     assigned = assign_parameters(paths, parameters or {})
@@ -121,8 +124,9 @@ def prepare(
     moment = datetime.now(UTC)
     jobs = []
     for path, values in zip(paths, assigned, strict=True):
-        if gpus and "gpus" in lab_parameters(path):
-            values.setdefault("gpus", len(gpus))
+        if gpus:
+            usual = {"gpus": len(gpus), "only_gpu": True}
+            values |= {n: usual[n] for n in usual if n in lab_parameters(path) and n not in values}
         key = lab_key(path, values, on, record=record)
         found = find_job(key)
         if found is None or (again and read_json(found)["status"] == "done"):

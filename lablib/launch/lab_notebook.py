@@ -3,6 +3,8 @@
 The executed notebook is saved after every cell, and every few seconds within one. What cells print also goes to
 standard output, and `progress.json` says which cell runs.
 
+With the parameter `only_gpu` the sections between the set-up and the first one with a cell tagged `gpu` are left out.
+
 Chapter: book/11_practical_fsdp.md
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import papermill
 from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from papermill.exceptions import PapermillExecutionError
@@ -62,14 +65,17 @@ def run(job_file: Path) -> str | None:
         None, or what failed in one sentence.
     """
     job, folder = read_json(job_file), job_file.parent
-    path = Path(job["path"])
+    path = source = Path(job["path"])
+    if job["parameters"].get("only_gpu"):
+        source = folder / "only_gpu.ipynb"
+        nbformat.write(without_rehearsals(nbformat.read(path, as_version=4)), source)
 
     def tell(cell: int, cells: int) -> None:
         write_json(folder / "progress.json", {"cell": cell, "cells": cells, "since": now()})
 
     try:
         papermill.execute_notebook(
-            str(path),
+            str(source),
             str(folder / path.name),
             job["parameters"],
             engine_name="rung",
@@ -82,6 +88,25 @@ def run(job_file: Path) -> str | None:
     except PapermillExecutionError as error:
         return f"cell {error.cell_index} failed with {error.ename}: {error.evalue}"
     return None
+
+
+def without_rehearsals(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Return a lab without the sections that lie between its set-up and the first section with a cell tagged `gpu`.
+
+    A machine that is paid for by the minute need not run again what a laptop can.
+
+    Args:
+        notebook: A lab; its sections begin with a cell whose first line is a heading "## ".
+    """
+    cells = notebook.cells
+    heads = [
+        i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")
+    ]
+    tagged = [i for i, cell in enumerate(cells) if "gpu" in cell.metadata.get("tags", [])]
+    if heads and tagged:
+        section = max((i for i in heads if i <= tagged[0]), default=heads[0])
+        notebook.cells = cells[: heads[0]] + cells[section:]
+    return notebook
 
 
 def main() -> int:

@@ -21,8 +21,7 @@ from typing import Any
 
 import psutil
 
-from lablib.launch.experiments import RECORD_SWITCH, now
-from lablib.launch.kept import FOLDER_SWITCH
+from lablib.launch.experiments import FOLDER_SWITCH, RECORD_SWITCH, now
 from lablib.launch.known_failures import explain
 from lablib.launch.lab_jobs import only_queue, read_json, update
 from lablib.launch.pack import pack

@@ -27,19 +27,23 @@ def all_labs() -> list[Path]:
     return sorted((repository_root() / "labs").glob("[0-9][0-9]_*.ipynb"))
 
 
-def find_lab(name: str) -> Path:
+def find_lab(name: str, *, mine: bool = False) -> Path:
     """Return the path of a lab given its number ("2", "02") or its stem.
 
     Args:
         name: Number or stem.
+        mine: The learner's copy in work/, with the answers and predictions in it.
 
     Raises:
-        ValueError: If there is no such lab; the message lists those there are.
+        ValueError: If there is no such lab, or no copy; the message lists those there are.
     """
     number = name.zfill(2) if name.isdigit() else None
     for path in all_labs():
         if path.stem == name or path.stem.split("_")[0] == number:
-            return path
+            copy = repository_root() / "work" / path.name
+            if mine and not copy.exists():
+                raise ValueError(f"{copy} is not there; `make lab` copies the labs, or leave out --mine")
+            return copy if mine else path
     known = ", ".join(path.stem for path in all_labs())
     raise ValueError(f"no lab {name!r}; there are: {known}")
 
@@ -55,6 +59,14 @@ def lab_parameters(path: Path) -> dict[str, Any]:
     return {name: info["default"] for name, info in papermill.inspect_notebook(str(path)).items()}
 
 
+def _kinds(path: Path) -> dict[str, str]:
+    """Return the kind of each parameter that the cell names one for: `steps: float = None`."""
+    import papermill
+
+    inspected = papermill.inspect_notebook(str(path)).items()
+    return {name: info["inferred_type_name"] for name, info in inspected}
+
+
 def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameters of each lab.
 
@@ -65,11 +77,11 @@ def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[di
     Raises:
         ValueError: If no lab has a name, or a value is of another kind than the default; nothing has started.
     """
-    defaults = [lab_parameters(path) for path in labs]
+    defaults, kinds = [lab_parameters(path) for path in labs], [_kinds(path) for path in labs]
     assigned: list[dict[str, Any]] = [{} for _ in labs]
     for text, value in given.items():
         number, dot, name = text.rpartition(".")
-        meant = [i for i, path in enumerate(labs) if not dot or find_lab(number) == path]
+        meant = [i for i, path in enumerate(labs) if not dot or find_lab(number).stem == path.stem]
         if not meant:
             raise ValueError(f"{text}: lab {number} is not among the chosen labs")
         having = [i for i in meant if name in defaults[i]]
@@ -77,16 +89,18 @@ def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[di
             known = "; ".join(f"{labs[i].stem} has: {', '.join(defaults[i]) or 'none'}" for i in meant)
             raise ValueError(f"no parameter {name}; {known}")
         for i in having:
-            _check_kind(labs[i].stem, name, value, defaults[i][name])
+            _check_kind(labs[i].stem, name, value, defaults[i][name], kinds[i][name])
             assigned[i][name] = value
     return assigned
 
 
-def _check_kind(stem: str, name: str, value: object, default: str) -> None:
+def _check_kind(stem: str, name: str, value: object, default: str, kind: str) -> None:
     try:
         usual = ast.literal_eval(default)
     except (ValueError, SyntaxError):
         return  # computed in the cell: anything may be right
+    if usual is None and kind == "float":
+        usual = 0.0
     # A whole number is a float, too; 2.5 steps are no steps.
     alike = isinstance(value, type(usual)) or (isinstance(value, int) and isinstance(usual, float))
     if isinstance(value, float) and not math.isfinite(value):

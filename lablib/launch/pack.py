@@ -1,11 +1,14 @@
 """One archive to carry off a rented machine before it is stopped: experiments and records, without checkpoints.
 
+Unpacked at home in the folder of the course, everything lies where labs and reports look for it.
+
 Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import tarfile
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lablib.launch.experiments import experiments_dir, repository_root
+from lablib.launch.machine import machine
 
 #: What is larger stays behind, and is named in the archive: weights, not results.
 LARGEST = 20 * 10**6
@@ -26,7 +30,8 @@ def pack(target: Path | None = None) -> Path:
         target: The archive; by default in distributed-experiments/, with the moment in its name.
 
     Returns:
-        The archive. Its LEFT_OUT.txt names what was too large.
+        The archive. Its distributed-experiments/LEFT_OUT.txt names what was too large. Records of other machines are
+        not in it: at home they are there, and perhaps newer.
 
     Raises:
         FileNotFoundError: If there is nothing to pack.
@@ -37,6 +42,7 @@ def pack(target: Path | None = None) -> Path:
     if not files:
         raise FileNotFoundError(f"there is nothing in {source} to pack; run a lab first")
     target = target or source / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}-results.tar.gz"
+    here = machine()
     taken = [path for path in files if not _is_left_out(path)]
     left = [path for path in files if _is_left_out(path)]
     temporary = target.with_name(f".{target.name}.part")
@@ -45,9 +51,11 @@ def pack(target: Path | None = None) -> Path:
             for path in taken:
                 archive.add(path, Path("distributed-experiments") / path.relative_to(source))
             for path in sorted(records.glob("*.json")):
-                archive.add(path, Path("recorded") / path.name)
+                where = json.loads(path.read_text(encoding="utf-8"))["machine"]
+                if (where["gpus"], where["cpu"]) == (here["gpus"], here["cpu"]):
+                    archive.add(path, Path("labs", "recorded", path.name))
             text = "".join(f"{path.stat().st_size}\t{path.relative_to(source)}\n" for path in left).encode()
-            entry = tarfile.TarInfo("LEFT_OUT.txt")
+            entry = tarfile.TarInfo("distributed-experiments/LEFT_OUT.txt")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text))
         os.replace(temporary, target)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lablib.launch.scaling_report import records, rows
+from lablib.launch.scaling_records import records
+from lablib.launch.scaling_report import rows
 
 
 def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
     report = ScalingReport("first-run")
     report.add("runs/one", scaling="one")
-    report.add("runs/two", scaling="strong", predicted={"step": 0.21})
+    report.add("runs/two", scaling="strong", predicted={"step": 0.21}, yours={"speedup": 1.8})
     rows(report.folder)                     # speedup, efficiency and what took the rest
     # `rung report` draws the figures and the page from the same files, again and again
 
 A record has every raw line of every rank, so a report can be computed anew when the way to compute it gets better.
+Two predictions may stand beside it: lablib's and yours.
 
 The trainer's clock does not tell transfer from computation. A rank is therefore taken to compute as long as the run on
 one rank did for the same work (for strong scaling the n-th part of it); what it took longer is communication or
@@ -25,18 +26,18 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from lablib import __version__
 from lablib.calc.scaling import speedup
 from lablib.calc.scaling_loss import Loss, Phases, scaling_loss, spread
 from lablib.launch.experiments import commit, experiments_dir, now, write_json
 from lablib.launch.lab_jobs import read_json
-from lablib.launch.machine import label, machine, topology
-from lablib.launch.train_metrics import read_metrics
+from lablib.launch.machine import machine, topology
+from lablib.launch.scaling_records import KINDS, Kind, keep_metrics, read_run, records, where_of
 
-Kind = Literal["one", "weak", "strong"]
-KINDS = ("one", "weak", "strong")
+#: What may be predicted: seconds of a step, throughput over that of one rank, bytes of a rank at most.
+PREDICTED = ("step", "speedup", "memory_bytes")
 
 
 class ScalingReport:
@@ -63,14 +64,16 @@ class ScalingReport:
         scaling: Kind,
         warm_up: int = 2,
         predicted: Mapping[str, float] | None = None,
+        yours: Mapping[str, float] | None = None,
     ) -> Path:
-        """Keep one run; a run of the same kind on as many ranks is replaced.
+        """Keep one run, its metrics included; a run of the same kind on as many ranks is replaced.
 
         Args:
             run: Folder of the trainer: metrics of every rank, and run.json.
             scaling: "one" (one rank, to compare with), "weak" (batch per rank as there) or "strong" (global batch).
             warm_up: Steps at the beginning that do not count.
-            predicted: Seconds predicted before the run; `step` at least.
+            predicted: What lablib predicts, by the names in `PREDICTED` and others; `step` at least.
+            yours: What you predicted before the run, by the names in `PREDICTED`.
 
         Returns:
             The record.
@@ -93,9 +96,12 @@ class ScalingReport:
             raise ValueError(f"the run in {run} has {steps} steps, and warm_up={warm_up} leaves none")
         if predicted is not None and not predicted.get("step", 0) > 0:
             raise ValueError(f"predicted={dict(predicted)} needs a step above 0 seconds")
+        if wrong := {k: v for k, v in (yours or {}).items() if k not in PREDICTED or not v > 0}:
+            raise ValueError(f"yours={wrong} must be above 0 and one of {', '.join(PREDICTED)}")
         facts = Path(run) / "run.json"
         known = read_json(facts) if facts.exists() else {}
         here = known.get("machine") or machine()
+        keep_metrics(run, self.folder / "metrics" / f"{scaling}-{ranks}")
         return write_json(
             self.folder / "runs" / f"{scaling}-{ranks}.json",
             {
@@ -104,6 +110,7 @@ class ScalingReport:
                 "ranks": ranks,
                 "warm_up": warm_up,
                 "predicted": dict(predicted) if predicted else None,
+                "yours": dict(yours) if yours else None,
                 "samples": samples,
                 "facts": {key: value for key, value in known.items() if key not in ("machine", "keys")},
                 "machine": here,
@@ -114,57 +121,6 @@ class ScalingReport:
                 "date": now(),
             },
         )
-
-
-def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
-    """Return the steps of every rank of a run.
-
-    Args:
-        run: Folder of the trainer.
-
-    Raises:
-        ValueError: If the file of a rank is missing, or two of them disagree on the number of ranks.
-    """
-    first = read_metrics(run, 0)
-    if not first:
-        raise ValueError(f"{run} has no step in its metrics")
-    ranks = first[-1]["world_size"]
-    samples = [first, *(read_metrics(run, rank) for rank in range(1, ranks))]
-    sizes = {line["world_size"] for lines in samples for line in lines}
-    if sizes != {ranks}:
-        raise ValueError(
-            f"{run} changed its number of ranks from {sorted(sizes)}; a report needs a run on one number"
-        )
-    return samples
-
-
-def records(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a report: one rank first, then weak and strong, by ranks.
-
-    Args:
-        folder: Of the report.
-
-    Raises:
-        ValueError: If there is no record, or none on one rank.
-    """
-    # Named as `add` names them: a folder `runs` may hold other things, such as the queues of the labs.
-    paths = [p for kind in KINDS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
-    found = [_record(path) for path in paths]
-    if not found:
-        raise ValueError(f"{folder} holds no report: there is no runs/one-1.json")
-    if not any(record["scaling"] == "one" for record in found):
-        raise ValueError(f"{folder} has no run on one rank to compare with: runs/one-1.json is missing")
-    return sorted(found, key=lambda record: (KINDS.index(record["scaling"]), record["ranks"]))
-
-
-def _record(path: Path) -> dict[str, Any]:
-    try:
-        record = read_json(path)
-    except ValueError:
-        record = {}
-    if not isinstance(record, dict) or not {"scaling", "ranks", "samples", "machine"} <= record.keys():
-        raise ValueError(f"{path} is no record of a scaling report: delete it, and add the run again")
-    return record
 
 
 def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> Loss:
@@ -194,7 +150,8 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
     table = []
     for record in found:
         measured = spread(_seconds(record))
-        predicted = (record["predicted"] or {}).get("step")
+        told = record["predicted"] or {}
+        predicted = told.get("step")
         row = {
             "run": f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}"
             + ("" if record["scaling"] == "one" else f", {record['scaling']}"),
@@ -205,22 +162,38 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
             "mfu": _median_or_none(_values(record, "mfu")),
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
+            "predicted_memory": told.get("memory_bytes"),
             "error": predicted / measured.median - 1 if predicted else None,
-            "where": label(record["machine"], [record]),
+            "yours": record.get("yours") or {},
+            "where": where_of(record),
             "date": record["date"],
         }
         if record["scaling"] != "one":
             faster = speedup(base.median, measured.median, record["ranks"], scaling=record["scaling"])
             loss = loss_of(record, one)
+            alone = (one["predicted"] or {}).get("step")
             row |= {
                 "speedup": faster,
+                "predicted_speedup": speedup(alone, predicted, record["ranks"], scaling=record["scaling"])
+                if alone and predicted
+                else None,
                 "efficiency": faster / record["ranks"],
                 "loss": loss.shares,
                 "loss_seconds": loss.parts,
                 "largest": loss.largest,
             }
+        if record["scaling"] == "strong":
+            row["loss_apart"] = _apart(one, record)
         table.append(row)
     return table
+
+
+def _apart(one: Mapping[str, Any], record: Mapping[str, Any]) -> float | None:
+    """The largest difference of the losses of two runs on the same samples, or None where a step has other targets."""
+    pairs = list(zip(one["samples"][0], record["samples"][0], strict=False))
+    if any(a.get("targets") != b.get("targets") for a, b in pairs):
+        return None
+    return max(abs(a["loss"] - b["loss"]) for a, b in pairs)
 
 
 def _counted(record: Mapping[str, Any]) -> list[list[dict[str, Any]]]:

@@ -1,0 +1,87 @@
+"""The hours, the one line for a rented machine and its minutes are the same wherever they are printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lablib.calc.cost_sheet import LABS, parse_machine, sheet
+from lablib.calc.course_plan import (
+    BRING_HOME,
+    BUDGET_MINUTES,
+    GPU_LABS,
+    MINUTES,
+    RUN_GPU_LABS,
+    hours,
+    rented_minutes,
+    study_minutes,
+)
+from lablib.launch import gpu_records
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    "README.md",
+    "book/11_practical_fsdp.md",
+    "book/how_to_use.md",
+    "book/graduation.md",
+    "labs/11_practical_fsdp.ipynb",
+]
+
+
+def _text(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_line_runs_what_the_cost_sheet_bills_and_its_budget_is_enough():
+    assert set(GPU_LABS) == {budget.lab for budget in LABS}
+    assert GPU_LABS[0] == "11", "the scaling report comes before anything that a budget may cut off"
+    bill = sheet(parse_machine("2xa10@1"))
+    assert rented_minutes() == bill.minutes
+    assert sum(row.minutes for row in bill.rows) <= BUDGET_MINUTES < 60
+    assert "--record" not in RUN_GPU_LABS  # for maintainers: it writes into labs/recorded
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_prints_the_one_line(page):
+    printed = re.findall(r"rung labs run \d[^`\n\\]*", _text(page))
+    assert printed
+    assert all(line.startswith(RUN_GPU_LABS) for line in printed), printed
+
+
+@pytest.mark.parametrize("page", ["README.md", "book/11_practical_fsdp.md"])
+def test_the_way_home_is_printed_as_it_is(page):
+    assert "\n".join(BRING_HOME) in _text(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "book/how_to_use.md"])
+def test_pages_without_code_have_the_minutes_that_rung_cost_computes(page):
+    said = re.findall(
+        r"(\d+) minutes(?= for all of it)?, setting up included|(\d+) minutes for all of it", _text(page)
+    )
+    assert {int(a or b) for a, b in said} == {rented_minutes()}
+
+
+def test_the_hours_of_the_tables_are_those_of_the_plan():
+    rows = re.findall(
+        r"(?m)^\| (\d\d) [^|]*\| (\d+) min \| (\d+) min \| ([^|]*) \|$", _text("book/how_to_use.md")
+    )
+    assert {rung: (int(a), int(b)) for rung, a, b, _ in rows} == MINUTES
+    assert all(hours(study_minutes(rung)) == total for rung, _, _, total in rows)
+    readme = re.findall(r"(?m)^\| \[(\d\d) [^|]*\|[^|]*\| (\d+) min \| (\d+) min \|", _text("README.md"))
+    assert {rung: (int(a), int(b)) for rung, a, b in readme} == MINUTES
+
+
+def test_minutes_are_said_in_hours():
+    assert [hours(m) for m in (0, 55, 60, 100, 120)] == ["0 min", "55 min", "1 h", "1 h 40 min", "2 h"]
+
+
+def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch, tmp_path):
+    said = "No line of the GPU path has run on CUDA yet" in _text("README.md").split("## On rented GPUs")[1]
+    assert said == (not gpu_records.recorded_on_gpus())
+    recorded = tmp_path / "labs" / "recorded"
+    recorded.mkdir(parents=True)
+    monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
+    (recorded / "10_cpu.json").write_text('{"machine": {"gpus": []}}')
+    assert gpu_records.recorded_on_gpus() == []
+    (recorded / "11_fsdp-2gpu.json").write_text('{"machine": {"gpus": ["H100", "H100"]}}')
+    assert gpu_records.recorded_on_gpus() == ["11_fsdp-2gpu"]
