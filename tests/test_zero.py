@@ -479,8 +479,10 @@ def round_trip(seed: int) -> None:
         model = wrap(stage, copy.deepcopy(other))
         model.load_full_state_dict(state)
         assert distance(model.full_state_dict(), state) == 0
-        logits = model(torch.arange(5), True)
-        assert torch.equal(logits, start(torch.arange(5), True))
+        # The state is the same to the last bit. What is computed from it need not be: a weight that begins elsewhere
+        # in memory, inside of a flat buffer, may be multiplied by another kernel, which adds in another order.
+        logits, wanted = model(torch.arange(5), True), start(torch.arange(5), True)
+        assert (logits - wanted).abs().max() < 1e-12 * wanted.abs().max()
         half = wrap(stage, copy.deepcopy(other).bfloat16(), master=torch.float32)
         half.load_full_state_dict(state)
         half.step()  # without a backward: nothing moves
