@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lablib.cli.doctor import LIMITED, MISSING, OK, Finding
 
 #: The model and the batch of lab 08's cell for a GPU; tests/test_doctor_gpu.py holds them to the lab.
-FLOAT8_MODEL = {"num_layers": 8, "hidden": 4096, "max_positions": 2048}
+FLOAT8_MODEL = {"num_layers": 4, "hidden": 4096, "max_positions": 2048}
 FLOAT8_BATCH = {"micro_batch": 8, "seq": 2048}
 
 
@@ -83,10 +83,10 @@ def _lab_08(name: str, found: Found) -> Finding:
     if found.no_float8:
         return Finding(name, LIMITED, f"leaves FP8 out: {found.no_float8}")
     if not found.compiles:
-        return Finding(name, MISSING, "fails in its last section: FP8 is compiled", "see torch.compile")
+        return Finding(name, LIMITED, "runs, and records that FP8 did not compile", "see torch.compile")
     model = tiny_config("llama", **FLOAT8_MODEL)
     need = training_memory(model, recipe="pure-bf16", attention="fused", **FLOAT8_BATCH).total
     if need > found.memory:
-        detail = f"fails in its last section: it takes about {need / 1e9:.0f} GB, the GPU has {found.memory / 1e9:.0f}"
-        return Finding(name, MISSING, detail, "leave lab 08 out, or rent a GPU with more memory")
+        detail = f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {found.memory / 1e9:.0f}"
+        return Finding(name, LIMITED, detail, "rent a GPU with more memory")
     return Finding(name, OK, "runs")

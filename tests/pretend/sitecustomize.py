@@ -177,8 +177,10 @@ def pretend(torch, setattr=setattr) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     for name in ("memory_stats", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
-                 "memory_reserved", "reset_peak_memory_stats", "Event", "Stream", "current_stream"):  # fmt: skip
+                 "memory_reserved", "reset_peak_memory_stats", "current_stream"):  # fmt: skip
         setattr(cuda, name, refuse(name))
+    for name in ("Event", "Stream"):  # classes: others name them in annotations
+        setattr(cuda, name, type(name, (), {"__init__": refuse(name)}))
     setattr(cuda.memory, "get_allocator_backend", lambda: "native")
     for name in ("_record_memory_history", "_snapshot"):
         setattr(cuda.memory, name, refuse(f"memory.{name}"))
@@ -226,12 +228,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
             load = spec.loader.exec_module
 
             def exec_module(module):
+                sys.meta_path.remove(self)
                 load(module)
                 pretend(module)
 

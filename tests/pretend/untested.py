@@ -43,17 +43,12 @@ def recorded_on_gpus() -> list[str]:
 
 
 def gpu_cells() -> Iterator[tuple[str, str, list[str]]]:
-    """Yield lab, cell and the names of the records it makes, for every cell that uses a GPU."""
+    """Yield lab, cell and the names of the records it makes, for every cell with the tag "gpu"."""
     for path in sorted((ROOT / "labs").glob("[0-9]*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             source = "".join(cell["source"])
-            if cell["cell_type"] == "code" and _needs_gpu(ast.parse(source)):
+            if cell["cell_type"] == "code" and "gpu" in cell["metadata"].get("tags", []):
                 yield path.stem, cell["id"], re.findall(rf'"({path.stem[:2]}_\w+)"', source)
-
-
-def _needs_gpu(cell: ast.AST) -> bool:
-    calls = (ast.unparse(part.func) for part in ast.walk(cell) if isinstance(part, ast.Call))
-    return _uses_cuda(cell) or "gpu_samples" in calls
 
 
 def gpu_lines(path: Path) -> dict[str, list[str]]:
