@@ -199,3 +199,20 @@ def test_the_list_finds_what_only_a_gpu_runs(tmp_path):
             'return run_ranks(work, 2, device="cuda"), model.cuda()',
         ]
     }
+
+
+@pytest.mark.parametrize("gpus", COUNTS)
+def test_the_doctor_says_of_each_lab_what_will_become_of_it(gpus, tmp_path):
+    """Nothing can be measured on a pretended GPU: each probe says so in a row of its own, and the rest goes on."""
+    env = environment(gpus, tmp_path / "log", tmp_path / "experiments")
+    done = subprocess.run(
+        [sys.executable, "-c", "from lablib.cli.main import app; app()", "doctor", "--gpu", "--json"],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert ("lab 11" in rows) == (gpus > 0)
+    assert sum(name.startswith("GPU ") and name.endswith(" load") for name in rows) == gpus
+    if gpus:
+        # Between GPUs there is something to fail, with one there is not.
+        assert rows["lab 06"]["verdict"] == ("missing" if gpus > 1 else "ok")
+        assert "pretended" in rows["torch.compile"]["detail"]
