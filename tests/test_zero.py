@@ -479,8 +479,9 @@ def round_trip(seed: int) -> None:
         model = wrap(stage, copy.deepcopy(other))
         model.load_full_state_dict(state)
         assert distance(model.full_state_dict(), state) == 0
-        logits = model(torch.arange(5), True)
-        assert torch.equal(logits, start(torch.arange(5), True))
+        # The weights lie elsewhere in memory, and a matmul may add in another order there.
+        logits, plain = model(torch.arange(5), True), start(torch.arange(5), True)
+        assert (logits - plain).abs().max() <= 1e-12 * plain.abs().max()
         half = wrap(stage, copy.deepcopy(other).bfloat16(), master=torch.float32)
         half.load_full_state_dict(state)
         half.step()  # without a backward: nothing moves

@@ -72,7 +72,15 @@ DIFFERENCES = (
         "2.15",
         (False, "0.125, although the format has two bits of mantissa"),
         (True, "0.25"),
-        "https://github.com/pytorch/pytorch/blob/main/c10/util/Float8_e5m2fnuz.h",
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/c10/util/Float8_e5m2fnuz.h",
+    ),
+    Difference(
+        "pipeline_csv_has_waits",
+        "What a prepared pipeline schedule holds when PyTorch writes it as CSV",
+        "2.15",
+        (False, "sends, receives, gathers and reductions"),
+        (True, "the waits for sends and reductions, too: `0WAIT_SEND_F0`, `0WAIT_REDUCE_GRAD`"),
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
     ),
     Difference(
         "takes_any_setuptools",
@@ -95,6 +103,7 @@ class TorchFacts:
             is copied, and not after.
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
+        pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
         takes_any_setuptools: The wheel puts no upper bound on setuptools.
     """
 
@@ -102,6 +111,7 @@ class TorchFacts:
     fsdp2_frees_buffer_before_copy: bool
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
+    pipeline_csv_has_waits: bool
     takes_any_setuptools: bool
 
 
