@@ -4,7 +4,7 @@ MemTracker and FSDPMemTracker see every operator, count each storage once and sa
 peak. Here the fullest instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the
 optimizer's step. The bytes are PyTorch's; only the labels are ours.
 
-Both trackers are private parts of PyTorch.
+Both trackers are private parts of PyTorch, found by `lablib.launch.torch_private`.
 
 Chapter: book/01_why_distributed.md
 """
@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from lablib.calc import memory_kinds
 from lablib.launch import fsdp_memory
+from lablib.launch.torch_private import FSDPMemTracker, MemTracker, must_have
 
 #: Names of kinds in both trackers, and those of `lablib.calc.memory_kinds`. FSDPMemTracker's come first.
 KINDS = fsdp_memory.KINDS | {
@@ -54,6 +53,7 @@ class _Moments:
             end: What comes behind the last block in forward.
             buckets: Bytes of DDP's buckets, which the trackers take for activations.
         """
+        must_have(self, "_curr_mem_snap", "_mod_tracker", "_in_opt", "_param_to_grad_hook_handles")
         self._end, self._buckets, self._left = end, 0, {}
         self._after_step = False
         held = self.held()
