@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lablib.calc.fsdp import gathered_timeline, peak_unsharded_bytes
 from lablib.calc.memory import run_config, training_memory
 from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFacts, release, torch_facts
+from lablib.launch.memory_tracker import MomentTracker
+from lablib.launch.torch_private import FakeStore, MemTracker
 
 HERE = torch_facts(torch.__version__)
 
@@ -71,6 +74,41 @@ def test_the_names_of_collectives() -> None:
 
 def test_the_gap_after_one() -> None:
     assert torch.finfo(torch.float8_e5m2fnuz).eps == (0.25 if HERE.e5m2fnuz_eps_is_right else 0.125)
+
+
+def test_all_to_all_of_lists_on_gloo() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        got = [torch.zeros(2)]
+        if HERE.gloo_has_all_to_all:
+            dist.all_to_all(got, [torch.ones(2)])
+            assert got[0].tolist() == [1, 1]
+        else:
+            with pytest.raises(RuntimeError, match="gloo does not support alltoall"):
+                dist.all_to_all(got, [torch.ones(2)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_shapes_that_a_dtensor_asks_for() -> None:
+    """PyTorch's own tracker counts them in old versions; lablib's counts the same bytes under every version."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        peaks = []
+        for kind in (MemTracker, MomentTracker):
+            weight = distribute_tensor(torch.zeros(1024 + 4 * len(peaks), 256), mesh, [Shard(0)])
+            with kind() as tracker:
+                if kind is MomentTracker:
+                    tracker.start()
+                made = weight.exp()
+            snapshot = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+            peaks.append((snapshot["Total"], made.to_local().nbytes))
+    finally:
+        dist.destroy_process_group()
+    assert peaks[1][0] == peaks[1][1]
+    if HERE.tracker_skips_dtensor_shapes:
+        assert peaks[0][0] == peaks[0][1]
 
 
 def test_setuptools() -> None:

@@ -83,6 +83,30 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
     ),
     Difference(
+        "tracker_skips_dtensor_shapes",
+        "PyTorch's memory trackers, where a DTensor asks for shapes with fake tensors",
+        "2.13",
+        (False, "count them as memory; `lablib` leaves them out"),
+        (True, "leave them out"),
+        "https://github.com/pytorch/pytorch/pull/183970",
+    ),
+    Difference(
+        "gloo_has_all_to_all",
+        "`torch.distributed.all_to_all`, with lists of tensors, on gloo",
+        "2.12",
+        (False, "refused; `all_to_all_single` works"),
+        (True, "works"),
+        "https://github.com/pytorch/pytorch/pull/165435",
+    ),
+    Difference(
+        "cpu_scales_by_row",
+        "`torch._scaled_mm` on a CPU, which multiplies FP8 matrices",
+        "2.12",
+        (False, "takes one scale for each matrix"),
+        (True, "takes a scale for each row, too"),
+        "https://github.com/pytorch/pytorch/pull/170670",
+    ),
+    Difference(
         "takes_any_setuptools",
         "Which setuptools the wheel of torch accepts",
         "2.13",
@@ -104,6 +128,9 @@ class TorchFacts:
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
         pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
+        tracker_skips_dtensor_shapes: MemTracker does not count the fake tensors of a DTensor's shapes.
+        gloo_has_all_to_all: `torch.distributed.all_to_all` works on gloo.
+        cpu_scales_by_row: `torch._scaled_mm` takes a scale for each row on a CPU.
         takes_any_setuptools: The wheel puts no upper bound on setuptools.
     """
 
@@ -112,6 +139,9 @@ class TorchFacts:
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
     pipeline_csv_has_waits: bool
+    tracker_skips_dtensor_shapes: bool
+    gloo_has_all_to_all: bool
+    cpu_scales_by_row: bool
     takes_any_setuptools: bool
 
 

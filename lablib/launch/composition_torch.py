@@ -80,7 +80,7 @@ class TorchJob:
             loss.backward()
             return loss.detach()
         losses: list[Tensor] = []
-        given = (tokens_BT[:, :-1],) if self.is_first else ()
+        given = (tokens_BT[:, :-1].contiguous(),) if self.is_first else ()  # torch 2.11 compares strides
         target = {"target": tokens_BT, "losses": losses} if self.is_last else {}
         self.schedule.step(*given, **target)
         return torch.stack(losses).detach().mean() if losses else None

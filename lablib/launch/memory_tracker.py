@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from lablib.calc import memory_kinds
+from lablib.calc.torch_versions import torch_facts
 from lablib.launch import fsdp_memory
-from lablib.launch.torch_private import FSDPMemTracker, MemTracker, must_have
+from lablib.launch.torch_private import FSDPMemTracker, MemTracker, active_fake_mode, must_have
 
 #: Names of kinds in both trackers, and those of `lablib.calc.memory_kinds`. FSDPMemTracker's come first.
 KINDS = fsdp_memory.KINDS | {
@@ -30,6 +31,7 @@ KINDS = fsdp_memory.KINDS | {
     "Optstate": "optimizer",
     "Other": "inputs",
 }
+_SKIPS_SHAPES = torch_facts(torch.__version__).tracker_skips_dtensor_shapes
 _BLOCK = re.compile(r"\.(?:blocks|layers|h)\.(\d+)$")
 
 
@@ -109,6 +111,16 @@ class _Moments:
         if total > self._totals.get(moment, -1):
             self._totals[moment] = total
             self.moments[moment] = self.held()
+
+    def __enter__(self) -> Any:
+        self._outer_mode = active_fake_mode()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DTensor asks for shapes with fake tensors of its own, which older trackers take for memory.
+        if not _SKIPS_SHAPES and active_fake_mode() is not self._outer_mode:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         # In place of the trackers' own, which copies a snapshot for every module at every operator.

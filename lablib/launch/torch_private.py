@@ -25,6 +25,7 @@ NAMES = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "MemTracker": ("torch.distributed._tools.mem_tracker", "MemTracker"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "active_fake_mode": ("torch._guards", "active_fake_mode"),
     "checkpoint_wrapper": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "checkpoint_wrapper",
