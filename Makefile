@@ -96,6 +96,11 @@ labs: install ## Labs alone, through nbval
 pages: install ## Tests of the site as last built: contents, internal links, browser
 	@$(PYTEST) -m site $(SITE_TESTS)
 
+# Not a part of `make test`. MATRIX_VENVS=folder keeps the environments elsewhere than in .cache/matrix.
+.PHONY: matrix
+matrix: ## Tests and labs under other Pythons and PyTorches (make matrix MATRIX="3.13/2.14.0")
+	@$(PYTHON) tools/matrix.py --workers $(WORKERS) $(MATRIX)
+
 .PHONY: bench
 bench: install ## Speed against PyTorch's own implementations and against stated limits
 	@$(BIN)/python -m tests.bench $(BENCH)

@@ -20,12 +20,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lablib.launch.accelerate_config import FSDP2_KEYS, LAUNCH_KEYS
 from lablib.launch.elastic import torchrun
 from lablib.launch.fsdp import shard
+from lablib.launch.torch_private import FakeStore
 from lablib.toys.text import batches, text, tokens
 
 SCRIPTS = Path(__file__).parents[1] / "labs" / "scripts"

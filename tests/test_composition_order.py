@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lablib.launch.composition_order import VERDICTS, Outcome, case_names, table, try_orders
 
 REFUSED = {
     "fsdp-tp": "ValueError: Cannot distribute a DTensor",
-    "tp-ddp": "mixed torch.Tensor and DTensor",
+    "tp-ddp": "mixed torch.Tensor and DTensor|Attempted to flatten multiple dimensions",  # torch 2.11 stops earlier
     "root-blocks": "RuntimeError",
     "fsdp-stages": "mixed torch.Tensor and DTensor",
     "clip": "must have the same mesh",
@@ -38,7 +40,7 @@ def test_the_right_order_trains_what_one_process_trains(seen: dict[str, Outcome]
 def test_some_orders_are_refused(seen: dict[str, Outcome]) -> None:
     assert {name for name, one in seen.items() if one.verdict == "refused"} == set(REFUSED)
     for name, text in REFUSED.items():
-        assert text in seen[name].seen
+        assert re.search(text, seen[name].seen)
         assert seen[name].mend
 
 

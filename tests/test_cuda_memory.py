@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,14 +296,16 @@ def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
     stats |= {
         f"{name}_bytes.all.peak": size for size, name in enumerate(("requested", "allocated", "reserved"))
     }
-    memory = SimpleNamespace(
-        get_allocator_backend=lambda: "native",
-        _record_memory_history=lambda **how: asked.append(how),
-        _snapshot=lambda: {"segments": []},
-    )
+    backends = iter(["native", "cudaMallocAsync"])
+    of_memory = {
+        "get_allocator_backend": lambda: next(backends),
+        "_record_memory_history": lambda **how: asked.append(how),
+        "_snapshot": lambda: {"segments": []},
+    }
+    for name, value in of_memory.items():
+        monkeypatch.setattr(torch.cuda.memory, name, value)
     fakes = {
         "is_available": lambda: True,
-        "memory": memory,
         "memory_stats": lambda device: stats,
         "reset_peak_memory_stats": lambda device: None,
         "mem_get_info": lambda device: (30, 100),
@@ -327,6 +328,5 @@ def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
         assert counters.snapshot() == {"segments": []}
     assert [how["enabled"] for how in asked] == ["all", None, None]
     assert len(freed) == 2  # before the measurement, and behind it
-    memory.get_allocator_backend = lambda: "cudaMallocAsync"
     with pytest.raises(ValueError, match="the allocator is 'cudaMallocAsync'"):
         counters_of("cuda")

@@ -13,6 +13,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from lablib.calc.torch_versions import SUPPORTED, release
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -35,6 +37,8 @@ OPTIONAL = {
     },
 }
 BY_CHOICE = set().union(*OPTIONAL.values())
+#: What a CUDA build of torch brings: which of them, and whether any, is the index's choice.
+ACCELERATORS = ("nvidia", "cuda", "triton")
 
 
 def _pins():
@@ -71,6 +75,8 @@ def _closure(environment, *start):
         for text in _requires(name, extras):
             requirement = Requirement(text)
             marker = requirement.marker
+            if requirement.name.startswith(ACCELERATORS):
+                continue
             if marker is None or any(marker.evaluate(environment | {"extra": e}) for e in extras | {""}):
                 queue.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return {name for name, _ in found} - {"lablib"}
@@ -83,7 +89,7 @@ def test_every_pin_is_exact_sorted_and_free_of_build_tags():
 
 
 def test_no_pin_chooses_an_accelerator():
-    assert not [name for name in PINS if name.startswith(("nvidia", "cuda", "triton"))]
+    assert not [name for name in PINS if name.startswith(ACCELERATORS)]
 
 
 @pytest.mark.parametrize("requirement", [r for r in DIRECT if r.name != "lablib"], ids=str)
@@ -116,12 +122,21 @@ def test_nothing_is_pinned_that_the_extras_do_not_bring():
 
 
 def test_this_environment_is_the_one_that_the_pins_describe():
+    # torch may be any that is supported, and what it refuses of the pins is not installed either.
+    refused = {
+        canonicalize_name(r.name)
+        for r in map(Requirement, importlib.metadata.requires("torch"))
+        if not r.specifier.contains(PINS.get(canonicalize_name(r.name), "0"), prereleases=True)
+    }
     different = {
         name: (pin, _installed(name))
         for name, pin in PINS.items()
-        if _installed(name) and Version(_installed(name)).public != Version(pin).public
+        if name not in refused | {"torch"}
+        and _installed(name)
+        and Version(_installed(name)).public != Version(pin).public
     }
     assert different == {}, "make install"
+    assert _installed("torch").split(".")[:2] == release(_installed("torch")).split("."), SUPPORTED
 
 
 @pytest.mark.parametrize("python", PYTHONS)

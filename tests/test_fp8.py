@@ -12,6 +12,7 @@ from torch import nn
 
 from lablib.calc.formats import FORMATS
 from lablib.calc.fp8 import BLOCKS, scale_count
+from lablib.calc.torch_versions import torch_facts
 from lablib.launch import float8
 from lablib.launch.fp8_errors import (
     delayed_scaling_run,
@@ -93,9 +94,13 @@ def test_matmul_equals_scaled_mm(scaling: str, left: torch.dtype, right: torch.d
     scales = [q.scale_RC if scaling == "row" else q.scale_RC.reshape(()) for q in (qa, qb)]
     if scaling == "row":
         scales[1] = scales[1].T.contiguous()
-    theirs = torch._scaled_mm(
-        qa.values_MK, qb.values_MK.T, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32
-    )
+    matrices = (qa.values_MK, qb.values_MK.T)
+    if scaling == "row" and not torch_facts(torch.__version__).cpu_scales_by_row:
+        with pytest.raises(RuntimeError, match="only supports per-tensor scaling for CPU"):
+            torch._scaled_mm(*matrices, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+        theirs = matrices[0].float() @ matrices[1].float() * scales[0] * scales[1]
+    else:
+        theirs = torch._scaled_mm(*matrices, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
     # 48 products of FP8 values are exact in fp32; their sum has 47 roundings of at most 2^-24 of the sum of magnitudes,
     # and the scales two more each.
     bound = 60 * 2.0**-24 * (qa.dequantize().abs() @ qb.dequantize().abs().T)

@@ -9,9 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lablib.calc.memory_cases import Case, case_model
 from lablib.calc.models import ModelConfig
@@ -21,6 +18,7 @@ from lablib.launch.measure import saved_activations
 from lablib.launch.memory_oracle_models import build, make_optimizer
 from lablib.launch.memory_oracles import measure, one_forward_one_backward
 from lablib.launch.paper_kernels import PaperTransformer
+from lablib.launch.torch_private import FakeStore, FakeTensorMode, MemTracker
 from lablib.toys.transformer import Transformer
 from tests import torch_schedules
 

@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_cases import Case
@@ -15,6 +14,7 @@ from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND
 from lablib.launch.memory_oracle_models import build
 from lablib.launch.memory_oracle_tensor import optimizer_groups, split_model
 from lablib.launch.memory_oracles import measure
+from lablib.launch.torch_private import FakeStore
 
 CASES = (
     Case(kernels="hf", tensor="2", attention="plain", micro_batch=3),

@@ -16,8 +16,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from lablib.calc.activations import head_activations, layer_activations
@@ -35,6 +33,7 @@ from lablib.calc.timeline_piece import Piece
 from lablib.cli.main import app
 from lablib.launch.fsdp_memory import forecast
 from lablib.launch.measure import saved_activations
+from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 from lablib.toys.transformer import Transformer, tiny_config
 
 INT64 = 8

@@ -337,7 +337,7 @@ def against_torch(seed: int) -> dict[str, float]:
         ]
         tokens_BT, losses = torch.cat(microbatches), []
         torch_schedule = cls(own if v > 1 else own[0], m, loss_fn=exact_loss)
-        inputs = [tokens_BT[:, :-1]] if rank == 0 else []
+        inputs = [tokens_BT[:, :-1].contiguous()] if rank == 0 else []  # torch 2.11 compares strides
         torch_schedule.step(*inputs, target=tokens_BT, losses=losses)
 
         expected = {n: q.grad for s in plan.stages_of(rank) for n, q in theirs[s].named_parameters()}

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from lablib.calc.recompute import largest_batch
 from lablib.launch.live_bytes import LiveBytes
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recompute_parallel import ddp_with, fsdp_gathers, pipeline_error, tensor_parallel_reduces
 from lablib.launch.recompute_runs import apply_strategy, find_largest_batch, measure_step, predicted_cost
+from lablib.launch.torch_private import MemTracker
 from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = 29

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lablib.calc.fsdp_gathered import peak_unsharded_bytes
 from lablib.calc.fsdp_schedule import TimedUnit, fsdp_step
-from lablib.checks import rung06
+from lablib.checks import rung06, wrap_choice
 from lablib.checks.checkpoint_disk import World
 from lablib.checks.report import Wrong
 
@@ -112,6 +113,42 @@ def test_the_formula_of_the_chapter_is_the_calculators():
         root, *rest = [2 * unit.bytes for unit in _random_units()]
         copies = [2 * b + a for a, b in zip([root, *rest], rest, strict=False)]
         assert peak_unsharded_bytes([root, *rest], 2, param_bytes=1) == root + max(copies, default=root)
+
+
+def of_2_15(rules, budget):
+    """The count of torch 2.15: the buffer of the unit before is there while a unit is gathered, not while it is copied."""
+
+    def peak(root, units):
+        gathers = [before + unit for before, unit in zip([root, *units], units, strict=False)]
+        return root + max([*gathers, *(2 * unit for unit in units)], default=root)
+
+    return defects_rung06._choose(rules, budget, peak=peak)
+
+
+@pytest.mark.parametrize(("version", "other"), [("2.13", "2.15"), ("2.15", "2.13")])
+def test_the_right_choice_depends_on_the_version_of_pytorch(version, other):
+    answers = {"2.13": defects_rung06.SECOND_SOLUTIONS["choose_wrapping"], "2.15": of_2_15}
+    for seed in range(6):
+        cases, picks = wrap_choice._judge_choices(answers[version], seed, version)
+        assert (cases, [rule for rule, _ in picks.values()]) == (33, ["none", "block", "linear"])
+        with pytest.raises(Wrong):
+            wrap_choice._judge_choices(answers[other], seed, version)
+
+
+def test_the_installed_version_and_the_chapters_are_both_accepted(monkeypatch):
+    monkeypatch.setattr(wrap_choice, "_measured", lambda picks: "nothing")
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
+    chapter, installed = (rung06.choose_wrapping(a) for a in (defects_rung06.unit_after_unit, of_2_15))
+    assert (chapter.status, installed.status) == ("passed", "passed")
+    assert "by formula, of torch 2.13" in chapter.message
+    assert "by formula, of torch 2.15" in installed.message
+    for defect in defects_rung06.DEFECTS["choose_wrapping"]:
+        verdict = rung06.choose_wrapping(defect)
+        assert (verdict.status, "counted as torch 2.13" in verdict.message) == ("wrong", True), (
+            defect.__name__
+        )
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert rung06.choose_wrapping(of_2_15).status == "wrong"
 
 
 # --- the checks, whatever is drawn -------------------------------------------------------------------------

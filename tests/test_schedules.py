@@ -261,6 +261,8 @@ def test_csv_is_what_pytorch_writes(tmp_path):
     assert (tmp_path / "s.csv").read_bytes() == text.encode()
     with_idle = "0F0,0F1,,0B0,0B1\n,1F0,1SEND_B0,1B0,1F1,1B1,1REDUCE_GRAD\n\n"
     assert from_csv(with_idle) == from_csv(tmp_path / "s.csv") == one_f_one_b(2, 2)
+    with_waits = "0F0,0SEND_F0,0F1,0WAIT_SEND_F0,0B0,0B1,0WAIT_REDUCE_GRAD\n1F0,1B0,1WAIT_SEND_B0,1F1,1B1\n"
+    assert from_csv(with_waits) == one_f_one_b(2, 2)  # as torch 2.15 writes them
     with pytest.raises(ValueError, match="line 2 of the CSV: '1G0' is not an action"):
         from_csv("0F0\n1G0\n")
 

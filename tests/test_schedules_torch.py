@@ -3,8 +3,10 @@
 import random
 
 import pytest
+import torch
 
 from lablib.calc.schedules import from_csv, schedule, schedule_names, to_csv
+from lablib.calc.torch_versions import torch_facts
 from tests import torch_schedules
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -58,6 +60,8 @@ def test_what_pytorch_dumps_is_read_back(name, tmp_path):
         for form in ("compute_only", "compute_comms"):
             theirs._dump_csv(str(tmp_path / "theirs.csv"), format=form)
             assert from_csv(tmp_path / "theirs.csv") == ours
+            waits = form == "compute_comms" and torch_facts(torch.__version__).pipeline_csv_has_waits
+            assert ("WAIT_" in (tmp_path / "theirs.csv").read_text(encoding="utf-8")) == waits
         theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
         assert (tmp_path / "theirs.csv").read_bytes() == (tmp_path / "ours.csv").read_bytes()
 

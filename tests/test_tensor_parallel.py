@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import record_comms
+from lablib.launch.torch_private import TorchDispatchMode
 from lablib.toys import collective_names
 from lablib.toys.tensor_parallel import (
     check_tp,

@@ -98,4 +98,7 @@ def _bare(class_name: str, p: int, m: int, v: int) -> object:
     it.number_of_rounds = max(1, m // p)
     it.microbatches_per_round = m // it.number_of_rounds
     it.pipeline_order, it._stages, it._defer_pp_recv = {}, [], False
+    # What the constructor of 2.15 takes besides, at its defaults: FSDP2's gathers and reductions, and waiting for sends.
+    it._max_active_stages, it._unshard_lookahead = 3, "full"
+    it._defer_reduce_grad_wait, it._max_outstanding_sends = False, None
     return it

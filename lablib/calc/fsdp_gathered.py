@@ -1,9 +1,10 @@
 """The whole parameters that a rank holds under FSDP2, moment by moment.
 
-A unit is gathered into a buffer, and copied from there into its parameters. In forward the buffer stays until the
-next unit has been copied, so that on a GPU the next gather can run during the copy; in backward it goes at once.
+A unit is gathered into a buffer, and copied from there into its parameters. In forward the buffer stays for the next
+gather, so that on a GPU that gather can run during the copy; in backward it goes at once. When it goes is a fact of
+the version of PyTorch (`lablib.calc.torch_versions`): up to 2.14 after the next unit's copy, from 2.15 before it.
 
-    forward     root + unit + the buffers of this unit and of the one before, for the length of a copy
+    forward     root + unit + its buffer, for the length of a copy; up to 2.14 the buffer of the one before, too
     backward    root + unit + the buffer of the unit that is gathered ahead
 
 Chapter: book/06_fsdp.md. Source: the hooks of `torch.distributed.fsdp.fully_shard`, step by step.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.fsdp_units import Unit, as_units, check_numbers, check_reshard, padded
+from lablib.calc.torch_versions import PINNED, torch_facts
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def gathered_timeline(
     root_reshard: bool | int = False,
     prefetch: int | None = None,
     param_bytes: int = 4,
+    torch: str = PINNED,
 ) -> list[Moment]:
     """Return what is gathered after every event of one forward and backward pass.
 
@@ -62,12 +65,14 @@ def gathered_timeline(
         prefetch: Units gathered ahead explicitly, in forward and backward; None for FSDP2's own way, which is
             none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
         param_bytes: Bytes of a gathered value.
+        torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or the version is not known.
 
     Chapter: book/06_fsdp.md.
     """
+    facts = torch_facts(torch)
     listed = as_units(units)
     check_numbers(shards=shards, param_bytes=param_bytes)
     check_reshard(reshard, shards)
@@ -75,6 +80,7 @@ def gathered_timeline(
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch={prefetch} must not be negative")
     walk = _Walk(listed, shards, reshard, root_reshard, prefetch, param_bytes)
+    walk.frees_early = facts.fsdp2_frees_buffer_before_copy
     walk.forward(0)
     walk.backward(0)
     return walk.moments
@@ -89,6 +95,7 @@ def peak_unsharded_bytes(
     prefetch: int | None = None,
     param_bytes: int = 4,
     buffers: bool = True,
+    torch: str = PINNED,
 ) -> int:
     """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards.
 
@@ -100,9 +107,10 @@ def peak_unsharded_bytes(
         prefetch: Units gathered ahead.
         param_bytes: Bytes of a gathered value.
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
+        torch: Version of PyTorch.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or the version is not known.
 
     Chapter: book/06_fsdp.md.
     """
@@ -113,12 +121,15 @@ def peak_unsharded_bytes(
         root_reshard=root_reshard,
         prefetch=prefetch,
         param_bytes=param_bytes,
+        torch=torch,
     )
     return max((moment.total if buffers else moment.params for moment in moments), default=0)
 
 
 class _Walk:
     """One forward and backward pass through the tree of units."""
+
+    frees_early = False  # the buffer before this one goes before this one is copied, and not after
 
     def __init__(
         self,
@@ -156,9 +167,11 @@ class _Walk:
         self.gather(unit)
         if unit in self.buffers:
             self.whole[unit] = self.size[unit]
+            if self.frees_early:
+                self.deferred = 0
             self.note("copy", unit)
             self.parts.pop(unit, None)  # freed once the whole is there
-            # In forward the buffer before this one goes now, and this one when the next is copied.
+            # In forward the buffer before this one goes now at the latest, and this one with the next gather.
             buffer = self.buffers.pop(unit)
             self.deferred = buffer if self.phase == "forward" else 0
         for other in ahead:

@@ -33,6 +33,7 @@ from lablib.calc.models import ModelConfig
 from lablib.calc.rank_memory import stage_memory
 from lablib.calc.recipes import Optimizer, Recipe
 from lablib.calc.run_config import RunConfig
+from lablib.calc.torch_versions import PINNED
 from lablib.calc.units import MiB
 from lablib.calc.zero import max_params, zero_state_bytes
 
@@ -70,6 +71,7 @@ def training_memory(
     bucket_bytes: int = 25 * MiB,
     prefetch: int = 0,
     sharding: str = "flat",
+    torch: str = PINNED,
 ) -> MemoryBreakdown:
     """Return the bytes that one rank needs, by term.
 
@@ -110,6 +112,7 @@ def training_memory(
             `fully_shard` does, with zero=3 (reshards after forward) or zero=2 (does not). "whole": each tensor's
             optimizer states on one rank, as `ZeroRedundancyOptimizer` has them behind DDP, with zero=1; the fullest
             rank is described. What DeepSpeed pads and buckets is in `deepspeed_states`.
+        torch: Version of PyTorch whose FSDP2 it is; see `torch_versions`. It moves moments of a step, and no states.
 
     Raises:
         ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.
@@ -143,6 +146,7 @@ def training_memory(
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
         sharding=sharding,
+        torch=torch,
     )
     if stage is None:
         return max((stage_memory(run, i) for i in range(pp)), key=lambda memory: memory.total)

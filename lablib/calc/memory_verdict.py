@@ -22,6 +22,7 @@ from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN
 from lablib.calc.memory_kinds import KINDS, by_kind
 from lablib.calc.memory_timeline import MemoryMoment, memory_timeline
+from lablib.calc.torch_versions import PINNED
 
 SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
 #: Terms of what forward keeps, by the modules that keep them.
@@ -73,7 +74,7 @@ class Comparison:
         return abs(self.error) <= self.bound
 
 
-def predict(case: Case, at: str | None = None) -> dict[str, object]:
+def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str, object]:
     """Return what the calculator says about a case, in the words of a measurement.
 
     Args:
@@ -81,6 +82,7 @@ def predict(case: Case, at: str | None = None) -> dict[str, object]:
         at: Moment of "peak_terms": where PyTorch's peak was found. Of two moments that are nearly equal the
             calculator may take the other one, and kinds can be compared at one and the same moment alone. None for
             the calculator's own peak.
+        torch: Version of PyTorch that is predicted; see `lablib.calc.torch_versions`.
 
     Returns:
         "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
@@ -88,9 +90,9 @@ def predict(case: Case, at: str | None = None) -> dict[str, object]:
         "moment_terms" are there for the cases that are drawn.
 
     Raises:
-        ValueError: If the timeline has no moment `at`.
+        ValueError: If the timeline has no moment `at`, or the version is not known.
     """
-    settings = case.settings()
+    settings = case.settings() | {"torch": torch}
     memory = training_memory(**settings)
     terms = {name.removeprefix("activations."): size for name, size in memory.activation_terms}
     found: dict[str, object] = {

@@ -13,6 +13,7 @@ from lablib.calc.choices import check_flag, check_whole, must_divide, one_of
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.recipes import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.stages import SCHEDULES
+from lablib.calc.torch_versions import PINNED, release
 
 TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
@@ -60,6 +61,7 @@ class RunConfig:
     bucket_bytes: int
     prefetch: int
     sharding: str = "flat"
+    torch: str = PINNED
 
     def __post_init__(self) -> None:
         # Names become what they name, once, before anybody reads a field.
@@ -70,6 +72,7 @@ class RunConfig:
             "optimizer": find_optimizer(self.optimizer),
             "seq": model.max_positions if self.seq is None else self.seq,
             "layers_per_stage": _sizes(self.layers_per_stage),
+            "torch": release(self.torch),
         }
         for field, value in resolved.items():
             object.__setattr__(self, field, value)

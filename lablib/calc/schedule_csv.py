@@ -18,8 +18,9 @@ from pathlib import Path
 
 from lablib.calc.schedule_actions import Schedule, from_steps, parse_action
 
-# What PyTorch adds when it prepares a schedule for running; it adds them anew to the schedule that it reads.
-_DERIVED = re.compile(r"-?\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+# What PyTorch adds when it prepares a schedule for running; it adds them anew to the schedule that it reads. From 2.15
+# it writes the waits, too.
+_DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:

@@ -174,6 +174,7 @@ class Fsdp2Reduction(Reduction):
             reshard=run.zero == 3,
             prefetch=run.prefetch or None,
             param_bytes=run.recipe.gathered,
+            torch=run.torch,
         ):
             self.held[moment.phase, moment.unit, moment.event] = Counter(
                 gathered_weights=moment.params, all_gather_buffers=moment.buffers

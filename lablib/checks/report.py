@@ -78,3 +78,12 @@ def close(answer: object, truth: float, *, rel: float = 1e-6) -> bool:
     except (TypeError, ValueError):
         raise Wrong(f"The answer should be a number, and is {answer!r}.") from None
     return abs(number - truth) <= rel * max(abs(truth), 1e-12)
+
+
+def some(numbers: list[int]) -> str:
+    """Return a few numbers as they are, and many as how many they are.
+
+    Args:
+        numbers: For a sentence.
+    """
+    return f"{numbers}" if len(numbers) < 4 else f"[{len(numbers)} of them]"

@@ -54,6 +54,7 @@ def memory(
     sharding: Annotated[
         str, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
     ] = "flat",
+    torch: Annotated[str, typer.Option(help="PyTorch whose FSDP2 it is: 2.11 to 2.15.")] = "2.13",
     step: Annotated[
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",

@@ -49,6 +49,7 @@ def memory_table(
         representatives,
         save_table,
         text,
+        versions,
     )
 
     if write and (only or few or committed):
@@ -61,13 +62,17 @@ def memory_table(
         raise ValueError("--committed prints what was measured: leave --few out, and use --only")
     path, save = (HELD_OUT, save_held_out) if held_out else (TABLE, save_table)
     if committed:
-        rows = [row for row in read_table(path)["rows"] if not only or only in row["name"]]
+        table = read_table(path)
+        rows = [row for row in table["rows"] if not only or only in row["name"]]
         if not rows:
             raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
         typer.echo(text(rows))
+        typer.echo(f"measured with {_made_with(table['versions'])}")
         return
     if predict:
-        typer.echo(f"wrote {save(predicted_anew(read_table(path)['rows']))}")
+        table = read_table(path)
+        anew = predicted_anew(table["rows"], table["versions"]["torch"])
+        typer.echo(f"wrote {save(anew, path, table['versions'])}")
         return
     chosen = drawn() if held_out else representatives() if few else grid()
     cases = [case for case in chosen if not only or only in case.name]
@@ -80,6 +85,7 @@ def memory_table(
         rows.append(measured_row(case))
         typer.echo(f"{number}/{len(cases)}  {case.name}  {time.perf_counter() - start:.1f} s", err=True)
     typer.echo(text(rows))
+    typer.echo(f"measured with {_made_with(versions())}")
     problems = broken(rows)
     if write:
         typer.echo(f"\nwrote {save(rows)}")
@@ -89,6 +95,10 @@ def memory_table(
         typer.echo(problem, err=True)
     if problems:
         sys.exit(1)
+
+
+def _made_with(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _on_gpu(only: str | None) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 
 SHORT = {
     torch.float32: "fp32",

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -23,6 +22,7 @@ from lablib.launch.composition_order_bench import RATE, Bench
 from lablib.launch.composition_tensors import clip_grad_norm
 from lablib.launch.composition_torch import apply_in_order, tp_plan, wrap_blocks
 from lablib.launch.recorder import record_comms
+from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.stages import split_stages
 
 SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lablib.calc.miniature import Miniature
 from lablib.launch.composition import ADAMW, mean_loss
 from lablib.launch.composition_tensors import by_mesh, whole
+from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.stages import Stage, split_stages
 from lablib.toys.transformer import Transformer
 
@@ -80,7 +80,7 @@ class TorchJob:
             loss.backward()
             return loss.detach()
         losses: list[Tensor] = []
-        given = (tokens_BT[:, :-1],) if self.is_first else ()
+        given = (tokens_BT[:, :-1].contiguous(),) if self.is_first else ()  # torch 2.11 compares strides
         target = {"target": tokens_BT, "losses": losses} if self.is_last else {}
         self.schedule.step(*given, **target)
         return torch.stack(losses).detach().mean() if losses else None

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from lablib.launch import torch_private
 from lablib.launch.live_bytes import LiveBytes
 
 #: Of a snapshot: more events than any step here has.
@@ -85,7 +86,7 @@ class CudaCounters:
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch_private.record_memory_history(enabled=None)
         self._clean()
 
     def _clean(self) -> None:
@@ -115,17 +116,17 @@ class CudaCounters:
         """Free the workspaces of cuBLAS, and return their bytes."""
         torch.cuda.synchronize(self.device)
         before = self.now()
-        torch._C._cuda_clearCublasWorkspaces()
+        torch_private.clear_cublas_workspaces()
         return before - self.now()
 
     def record(self) -> None:
         """Begin to record every event of the allocator."""
-        torch.cuda.memory._record_memory_history(enabled="all", stacks="python", max_entries=MAX_EVENTS)
+        torch_private.record_memory_history(enabled="all", stacks="python", max_entries=MAX_EVENTS)
 
     def snapshot(self) -> dict[str, Any]:
         """Return PyTorch's snapshot, and stop recording."""
-        found = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(enabled=None)
+        found = torch_private.memory_snapshot()
+        torch_private.record_memory_history(enabled=None)
         return found
 
 

@@ -4,7 +4,7 @@ FakeTensorMode computes shapes and no values, and a fake process group answers e
 process plays rank 0 of many, and a model of any size fits. It is a model of memory, not a measurement: activations
 are those of the CPU's kernels, and an allocator's gaps are in no count.
 
-The tracker and the fake process group are private parts of PyTorch; this module is the only one that touches them.
+The tracker and the fake process group are private parts of PyTorch, found by `lablib.launch.torch_private`.
 
 Chapter: book/06_fsdp.md.
 """
@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lablib.launch.fsdp import ShardReport, make_mesh, shard
+from lablib.launch.torch_private import FakeStore, FakeTensorMode, FSDPMemTracker, must_have
 
 #: The tracker's names, and ours.
 KINDS = {
@@ -135,6 +133,7 @@ class _Tracker(FSDPMemTracker):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        must_have(self, "_curr_mem_snap")
         self.most = dict.fromkeys(KINDS.values(), 0)
         self.most_gathered = 0
 

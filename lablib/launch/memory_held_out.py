@@ -16,11 +16,12 @@ from lablib.launch.experiments import write_json
 from lablib.launch.memory_table import Row, versions
 
 
-def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT) -> Path:
+def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT, made: dict[str, str] | None = None) -> Path:
     """Write the rows with the seed that drew them; `lablib.calc.memory_headline.read_table` reads the file.
 
     Args:
         rows: Of every drawn configuration.
         path: Target.
+        made: Versions that the measurements are of; the installed ones by default.
     """
-    return write_json(path, {"versions": versions(), "seed": SEED, "rows": list(rows)})
+    return write_json(path, {"versions": made or versions(), "seed": SEED, "rows": list(rows)})

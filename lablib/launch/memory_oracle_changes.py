@@ -13,13 +13,15 @@ from contextlib import contextmanager
 
 import torch
 
+from lablib.launch.torch_private import dispatch_has_kernel
+
 
 @contextmanager
 def fused_sgd_without_values() -> Iterator[None]:
     """Let fake tensors through PyTorch's fused SGD: with no kernel for shapes, all arguments would be allocated."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sgd_", "Meta"):
+        if not dispatch_has_kernel("aten::_fused_sgd_", "Meta"):
             library.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
         yield
     finally:

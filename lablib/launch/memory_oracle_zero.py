@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lablib.launch.torch_private import FakeStore, must_have
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -68,7 +69,9 @@ def fullest_rank(model: nn.Module, world_size: int) -> int:
         world_size: Ranks.
     """
     with pretended(0, world_size):
-        parts = shard_optimizer(torch.optim.SGD, model, lr=0.0)._partition_parameters()
+        optimizer = shard_optimizer(torch.optim.SGD, model, lr=0.0)
+        must_have(optimizer, "_partition_parameters")
+        parts = optimizer._partition_parameters()
     sizes = [sum(p.numel() for group in groups for p in group["params"]) for groups in parts]
     return sizes.index(max(sizes))
 

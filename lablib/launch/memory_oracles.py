@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lablib.calc.memory_cases import Case
@@ -33,6 +32,7 @@ from lablib.launch.memory_oracle_models import Master, Subject, build, make_opti
 from lablib.launch.memory_oracle_tensor import split_model
 from lablib.launch.memory_oracle_zero import fullest_rank, pretended
 from lablib.launch.memory_tracker import FSDPMomentTracker, MomentTracker
+from lablib.launch.torch_private import FakeTensorMode
 
 MOMENTS_OF = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
 

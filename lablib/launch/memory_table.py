@@ -10,7 +10,7 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, grid
 from lablib.calc.memory_headline import TABLE
 from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
+from lablib.calc.torch_versions import PINNED, torch_facts
 from lablib.launch.experiments import write_json
 from lablib.launch.memory_oracles import measure
 
@@ -28,7 +29,7 @@ KINDS = ("states", "saved", "peak")
 
 
 def measured_row(case: Case) -> Row:
-    """Measure a case, and put what the calculator says beside it.
+    """Measure a case, and put what the calculator says of the installed PyTorch beside it.
 
     Args:
         case: The case.
@@ -47,18 +48,22 @@ def measured_row(case: Case) -> Row:
         "name": case.name,
         "case": asdict(case),
         "oracle": f"{oracle}, {'FSDPMemTracker' if case.shards else 'MemTracker'}",
-        "predicted": predict(case, measured.get("peak_at")),
+        "predicted": predict(case, measured.get("peak_at"), torch.__version__),
         "measured": measured,
     }
 
 
-def predicted_anew(rows: Iterable[Row]) -> list[Row]:
+def predicted_anew(rows: Iterable[Row], version: str = PINNED) -> list[Row]:
     """Return rows with what the calculator says now, and their measurements as they are.
 
     Args:
         rows: Of the table.
+        version: Of PyTorch: the one that they were measured with.
     """
-    return [row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"))} for row in rows]
+    return [
+        row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"), version)}
+        for row in rows
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -68,15 +73,16 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
 
 
-def save_table(rows: Sequence[Row], path: Path = TABLE) -> Path:
+def save_table(rows: Sequence[Row], path: Path = TABLE, made: dict[str, str] | None = None) -> Path:
     """Write the table.
 
     Args:
         rows: Of every case.
         path: Target.
+        made: Versions that the measurements are of; the installed ones by default.
     """
     bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
-    return write_json(path, {"versions": versions(), "bounds": bounds, "rows": list(rows)})
+    return write_json(path, {"versions": made or versions(), "bounds": bounds, "rows": list(rows)})
 
 
 def comparisons(row: Row) -> list[Comparison]:
@@ -106,15 +112,17 @@ def broken(rows: Iterable[Row]) -> list[str]:
 def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
     """Return a sentence for every number that is no longer what the committed table says.
 
-    Predictions must be the same anywhere. Measurements must be the same under the versions that the table was made
-    with; under others a new operator may keep something else, and the bounds decide.
+    Measurements must be the same under the versions that the table was made with; under others a new operator may
+    keep something else, and the bounds decide. Predictions must be the same wherever PyTorch does the same.
 
     Args:
         rows: Just made; all cases or some.
         committed: From `read_table`.
     """
     old = {row["name"]: row for row in committed["rows"]}
-    parts = ("predicted", "measured") if committed["versions"] == versions() else ("predicted",)
+    made, here = committed["versions"], versions()
+    alike = replace(torch_facts(made["torch"]), version="") == replace(torch_facts(here["torch"]), version="")
+    parts = ("predicted", "measured") if made == here else ("predicted",) if alike else ()
     found = []
     for row in rows:
         if row["name"] not in old:

@@ -4,7 +4,7 @@ MemTracker and FSDPMemTracker see every operator, count each storage once and sa
 peak. Here the fullest instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the
 optimizer's step. The bytes are PyTorch's; only the labels are ours.
 
-Both trackers are private parts of PyTorch.
+Both trackers are private parts of PyTorch, found by `lablib.launch.torch_private`.
 
 Chapter: book/01_why_distributed.md
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from lablib.calc import memory_kinds
+from lablib.calc.torch_versions import torch_facts
 from lablib.launch import fsdp_memory
+from lablib.launch.torch_private import FSDPMemTracker, MemTracker, active_fake_mode, must_have
 
 #: Names of kinds in both trackers, and those of `lablib.calc.memory_kinds`. FSDPMemTracker's come first.
 KINDS = fsdp_memory.KINDS | {
@@ -31,6 +31,7 @@ KINDS = fsdp_memory.KINDS | {
     "Optstate": "optimizer",
     "Other": "inputs",
 }
+_SKIPS_SHAPES = torch_facts(torch.__version__).tracker_skips_dtensor_shapes
 _BLOCK = re.compile(r"\.(?:blocks|layers|h)\.(\d+)$")
 
 
@@ -54,6 +55,7 @@ class _Moments:
             end: What comes behind the last block in forward.
             buckets: Bytes of DDP's buckets, which the trackers take for activations.
         """
+        must_have(self, "_curr_mem_snap", "_mod_tracker", "_in_opt", "_param_to_grad_hook_handles")
         self._end, self._buckets, self._left = end, 0, {}
         self._after_step = False
         held = self.held()
@@ -109,6 +111,16 @@ class _Moments:
         if total > self._totals.get(moment, -1):
             self._totals[moment] = total
             self.moments[moment] = self.held()
+
+    def __enter__(self) -> Any:
+        self._outer_mode = active_fake_mode()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DTensor asks for shapes with fake tensors of its own, which older trackers take for memory.
+        if not _SKIPS_SHAPES and active_fake_mode() is not self._outer_mode:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         # In place of the trackers' own, which copies a snapshot for every module at every operator.

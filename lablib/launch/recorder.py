@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lablib.calc.comm import ring_all_gather_bytes, ring_all_reduce_bytes, ring_reduce_scatter_bytes
+from lablib.launch.torch_private import TorchDispatchMode, resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def _group(named: dict[str, Any]) -> dist.ProcessGroup:
     if "process_group" in named:
         return dist.ProcessGroup.unbox(named["process_group"])
     name = named["group_name"]
-    return _resolve_process_group(name) if isinstance(name, str) else name
+    return resolve_process_group(name) if isinstance(name, str) else name
 
 
 def _own_piece(data: Any, named: dict[str, Any], rank: int, n: int) -> float:

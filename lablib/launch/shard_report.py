@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from lablib.calc.fsdp import Moment, Traffic, Unit, fsdp_traffic, gathered_timeline, padded
 from lablib.calc.units import format_bytes
 
@@ -85,7 +87,10 @@ class ShardReport:
         )
 
     def gathered_timeline(self) -> list[Moment]:
-        """Return what is gathered after every event of a step of this model, by `lablib.calc.fsdp`."""
+        """Return what is gathered after every event of a step of this model, by `lablib.calc.fsdp`.
+
+        It is what the installed PyTorch does.
+        """
         return gathered_timeline(
             self.units,
             self.shards,
@@ -93,6 +98,7 @@ class ShardReport:
             root_reshard=self.root_reshard,
             prefetch=self.prefetch,
             param_bytes=self.param_bytes,
+            torch=torch.__version__,
         )
 
     def peak_unsharded_bytes(self) -> int:

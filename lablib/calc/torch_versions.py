@@ -1,0 +1,179 @@
+"""What differs between the versions of PyTorch that the course supports, as named facts with their sources.
+
+    torch_facts("2.15.0+cu132").fsdp2_frees_buffer_before_copy      # True; the pinned 2.13 says False
+
+A calculator whose answer depends on one takes `torch="2.13"` as a setting, the version of constraints.txt by default.
+Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
+
+Page: book/versions.md
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+#: Minor releases, oldest first, and the one in constraints.txt.
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+PINNED = "2.13"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that PyTorch does in one way up to a release, and in another from there on.
+
+    Attributes:
+        name: A field of `TorchFacts`.
+        what: Where it shows, in a few words.
+        since: First release with the new way.
+        before: What older releases do: the value of the fact, and a sentence.
+        after: The same of `since` and later.
+        source: Where it can be read: a pull request, or a file of PyTorch.
+    """
+
+    name: str
+    what: str
+    since: str
+    before: tuple[Any, str]
+    after: tuple[Any, str]
+    source: str
+
+    def of(self, version: str) -> tuple[Any, str]:
+        """Return the fact and its sentence for a release.
+
+        Args:
+            version: A member of `SUPPORTED`.
+        """
+        return self.after if SUPPORTED.index(version) >= SUPPORTED.index(self.since) else self.before
+
+
+#: The page draws its table from these; a calculator, a lab or a test reads each.
+DIFFERENCES = (
+    Difference(
+        "fsdp2_frees_buffer_before_copy",
+        "FSDP2, forward: when the all-gather buffer of the unit before is freed",
+        "2.15",
+        (False, "after the next unit is copied out of its own buffer"),
+        (True, "before that copy, so that fewer bytes are gathered at a time"),
+        "https://github.com/pytorch/pytorch/pull/196460",
+    ),
+    Difference(
+        "collectives_called_single",
+        "Names of the collectives on one flat tensor",
+        "2.13",
+        (False, "`all_gather_into_tensor`, `reduce_scatter_tensor`"),
+        (True, "`all_gather_single`, `reduce_scatter_single`; the older names warn"),
+        "https://github.com/pytorch/pytorch/pull/186123",
+    ),
+    Difference(
+        "e5m2fnuz_eps_is_right",
+        "`torch.finfo(torch.float8_e5m2fnuz).eps`, the gap after 1",
+        "2.15",
+        (False, "0.125, although the format has two bits of mantissa"),
+        (True, "0.25"),
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/c10/util/Float8_e5m2fnuz.h",
+    ),
+    Difference(
+        "pipeline_csv_has_waits",
+        "What a prepared pipeline schedule holds when PyTorch writes it as CSV",
+        "2.15",
+        (False, "sends, receives, gathers and reductions"),
+        (True, "the waits for sends and reductions, too: `0WAIT_SEND_F0`, `0WAIT_REDUCE_GRAD`"),
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
+    ),
+    Difference(
+        "tracker_skips_dtensor_shapes",
+        "PyTorch's memory trackers, where a DTensor asks for shapes with fake tensors",
+        "2.13",
+        (False, "count them as memory; `lablib` leaves them out"),
+        (True, "leave them out"),
+        "https://github.com/pytorch/pytorch/pull/183970",
+    ),
+    Difference(
+        "gloo_has_all_to_all",
+        "`torch.distributed.all_to_all`, with lists of tensors, on gloo",
+        "2.12",
+        (False, "refused; `all_to_all_single` works"),
+        (True, "works"),
+        "https://github.com/pytorch/pytorch/pull/165435",
+    ),
+    Difference(
+        "cpu_scales_by_row",
+        "`torch._scaled_mm` on a CPU, which multiplies FP8 matrices",
+        "2.12",
+        (False, "takes one scale for each matrix"),
+        (True, "takes a scale for each row, too"),
+        "https://github.com/pytorch/pytorch/pull/170670",
+    ),
+    Difference(
+        "takes_any_setuptools",
+        "Which setuptools the wheel of torch accepts",
+        "2.13",
+        (False, "below 82, so the pin of constraints.txt must go: `make matrix` leaves it out"),
+        (True, "any that constraints.txt pins"),
+        "https://github.com/pytorch/pytorch/pull/187262",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What one release of PyTorch does, where releases differ.
+
+    Attributes:
+        version: The release whose facts these are, a member of `SUPPORTED`.
+        fsdp2_frees_buffer_before_copy: In forward the all-gather buffer of the unit before goes before the next unit
+            is copied, and not after.
+        collectives_called_single: `torch.distributed.all_gather_single` is there.
+        e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
+        pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
+        tracker_skips_dtensor_shapes: MemTracker does not count the fake tensors of a DTensor's shapes.
+        gloo_has_all_to_all: `torch.distributed.all_to_all` works on gloo.
+        cpu_scales_by_row: `torch._scaled_mm` takes a scale for each row on a CPU.
+        takes_any_setuptools: The wheel puts no upper bound on setuptools.
+    """
+
+    version: str
+    fsdp2_frees_buffer_before_copy: bool
+    collectives_called_single: bool
+    e5m2fnuz_eps_is_right: bool
+    pipeline_csv_has_waits: bool
+    tracker_skips_dtensor_shapes: bool
+    gloo_has_all_to_all: bool
+    cpu_scales_by_row: bool
+    takes_any_setuptools: bool
+
+
+def release(version: str) -> str:
+    """Return the supported release that a version string belongs to; a later one counts as the last that is known.
+
+    Args:
+        version: Such as "2.13", "2.15.0+cu132", "2.11.0a0+git1234" or `torch.__version__`.
+
+    Raises:
+        ValueError: If it is no version, or older than the course supports.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)(?![^.+a-z])", str(version))
+    if not numbers:
+        raise ValueError(f"torch={version!r} is no version of PyTorch; write it like {PINNED!r}")
+    asked = (int(numbers[1]), int(numbers[2]))
+    known = {tuple(map(int, name.split("."))): name for name in SUPPORTED}
+    if asked < min(known):
+        raise ValueError(
+            f"torch={version!r} is older than {SUPPORTED[0]}, the first that the course supports"
+        )
+    return known[max(number for number in known if number <= asked)]
+
+
+def torch_facts(version: str = PINNED) -> TorchFacts:
+    """Return what a version of PyTorch does, where versions differ.
+
+    Args:
+        version: As for `release`; the one of constraints.txt by default.
+
+    Raises:
+        ValueError: If it is no version, or older than the course supports.
+    """
+    name = release(version)
+    return TorchFacts(name, **{difference.name: difference.of(name)[0] for difference in DIFFERENCES})
