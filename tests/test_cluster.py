@@ -354,7 +354,7 @@ def test_one_sentence_where_there_can_be_no_cluster(monkeypatch: pytest.MonkeyPa
             Cluster(2)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        with pytest.raises(Refused, match="unshare, nsenter.* is not installed"):
+        with pytest.raises(Refused, match=r"unshare, nsenter.* is not installed"):
             Cluster(2)
     for tool in _cluster_network.TOOLS:
         (tmp_path / tool).write_text(
