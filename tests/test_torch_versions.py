@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lablib.calc.fsdp import gathered_timeline, peak_unsharded_bytes
@@ -109,6 +110,22 @@ def test_the_shapes_that_a_dtensor_asks_for() -> None:
     assert peaks[1][0] == peaks[1][1]
     if HERE.tracker_skips_dtensor_shapes:
         assert peaks[0][0] == peaks[0][1]
+
+
+def test_half_of_a_tied_pair_in_a_unit() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model[1])
+        fully_shard(model)
+        if HERE.fsdp2_refuses_half_tied:
+            with pytest.raises(ValueError, match="already managed by another FSDP group"):
+                model(torch.zeros(2, dtype=torch.long))
+        else:
+            assert model(torch.zeros(2, dtype=torch.long)).shape == (2, 8)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_setuptools() -> None:

@@ -59,6 +59,14 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/pull/196460",
     ),
     Difference(
+        "fsdp2_refuses_half_tied",
+        "FSDP2: tied weights of which one is in a unit and the other is not",
+        "2.12",
+        (False, "go on without a word"),
+        (True, "stop at the first forward"),
+        "https://github.com/pytorch/pytorch/pull/176225",
+    ),
+    Difference(
         "collectives_called_single",
         "Names of the collectives on one flat tensor",
         "2.13",
@@ -125,6 +133,7 @@ class TorchFacts:
         version: The release whose facts these are, a member of `SUPPORTED`.
         fsdp2_frees_buffer_before_copy: In forward the all-gather buffer of the unit before goes before the next unit
             is copied, and not after.
+        fsdp2_refuses_half_tied: A tensor that is in two units stops the first forward.
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
         pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
@@ -136,6 +145,7 @@ class TorchFacts:
 
     version: str
     fsdp2_frees_buffer_before_copy: bool
+    fsdp2_refuses_half_tied: bool
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
     pipeline_csv_has_waits: bool
