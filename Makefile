@@ -105,6 +105,10 @@ matrix: ## Tests and labs under other Pythons and PyTorches (make matrix MATRIX=
 bench: install ## Speed against PyTorch's own implementations and against stated limits
 	@$(BIN)/python -m tests.bench $(BENCH)
 
+.PHONY: pretend
+pretend: install ## Run the labs on machines that pretend to have 1, 2 and 8 GPUs (make pretend PRETEND="2 --labs 11")
+	@$(BIN)/python -m tests.pretend $(PRETEND)
+
 .PHONY: linkcheck
 linkcheck: install ## Follow every external link (needs a network)
 	@rm -rf _build
