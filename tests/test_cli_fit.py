@@ -150,7 +150,7 @@ def test_the_command_says_all_that_is_not_the_default() -> None:
 def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     api, cli = inspect.signature(training_memory).parameters, inspect.signature(fit).parameters
     assert set(cli) - set(OWN) <= set(api)
-    assert set(api) - set(cli) == {"layers_per_stage", "stage", "bucket_bytes"}
+    assert set(api) - set(cli) == {"layers_per_stage", "stage", "bucket_bytes", "torch"}
     assert all(cli[name].default is None for name in cli if name not in OWN)
     data = json.loads(rung(*RUN, "--tp", "8", "--json")[1])
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8

@@ -84,7 +84,7 @@ def test_the_order_is_pytorchs(name, class_name):
 
 
 def test_the_order_of_1f1b_is_pytorchs_but_for_its_slip_on_the_last_rank():
-    """torch 2.13's Schedule1F1B.pipeline_order counts forwards from 1 on the last rank; its own run does not use it."""
+    """Up to torch 2.15 Schedule1F1B.pipeline_order counts forwards from 1 on the last rank; its own run does not use it."""
     for p, m in ((2, 4), (4, 8), (5, 7)):
         ours = [[str(step) for step in steps] for steps in schedule("1f1b", p, m).ranks]
         theirs = torch_schedules.order("Schedule1F1B", p, m)

@@ -6,8 +6,8 @@ Nothing here starts a process: the classes are made without their constructors, 
 import torch
 from torch.distributed.pipelining import schedules as _torch
 
-#: The release these names were last seen in. Inside it a missing name is a failure, elsewhere a reason to skip.
-PROVEN = "2.13"
+from lablib.calc.torch_versions import SUPPORTED
+
 _NAMES = (
     "_Action",
     "_PipelineScheduleRuntime",
@@ -34,7 +34,8 @@ def why_not() -> str:
 
 
 def is_proven() -> bool:
-    return torch.__version__.startswith(PROVEN + ".")
+    """Say whether this release is supported: there a missing name is a failure, elsewhere a reason to skip."""
+    return ".".join(torch.__version__.split(".")[:2]) in SUPPORTED
 
 
 def order(class_name: str, p: int, m: int, v: int = 1) -> list[list[str]]:

@@ -130,9 +130,11 @@ def run_part(which: Combination, part: str, inside: Path, workers: int) -> dict[
     command += ["--no-loadscope-reorder", "-p", "no:cacheprovider", f"--junitxml={report}", *ARGUMENTS[part]]
     begun = time.time()
     with log.open("w", encoding="utf-8") as out:
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
     if not report.exists():
-        raise RuntimeError(f"pytest ended before its first test: see {log}")
+        raise SystemExit(
+            f"{which} {part}: pytest ended with status {ended.returncode} and no report; see {log}"
+        )
     ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python, torch = subprocess.run(
         [str(inside), "-c", ask], capture_output=True, text=True, check=True
