@@ -59,7 +59,8 @@ def play(seed: int, *, before: int = 30, events: int = 70, **how) -> tuple[Simul
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("before", [0, 30])
 def test_a_replay_finds_what_the_allocator_counted(before: int, expandable: bool) -> None:
-    for seed in [random.randrange(10**6) for _ in range(4)]:
+    # 697633: a block from before the trace, whose neighbour is freed since, is as large as it was made.
+    for seed in [697633, *(random.randrange(10**6) for _ in range(4))]:
         print(f"seed {seed}")
         device, instants = play(seed, before=before, expandable=expandable)
         history = replay(checked(snapshot(device)))

@@ -183,7 +183,10 @@ class State:
                 self._count(block, -1)
                 self.blocks[address] = block = replace(block, size=size, placeholder=False)
                 self._count(block, 1)
-            disagree += size != block.size
+            else:
+                # Made before the trace, it lay beside blocks that are freed since: it was split or kept whole, by rule.
+                least = round_up(block.requested)
+                disagree += not 0 <= block.size - least <= (KEPT_WHOLE if least > SMALL else 0)
         return disagree, unsure
 
     def behind(self, address: int, size: int) -> int:
