@@ -134,7 +134,7 @@ def text() -> str:
         if lines := gpu_lines(path):
             parts.append(f"\n### `{path.relative_to(ROOT)}`\n")
             for scope, statements in lines.items():
-                parts.append(f"\n`{scope}`:\n\n```python\n" + "\n".join(statements) + "\n```\n")
+                parts.append(f"\n`{scope}`:\n\n```text\n" + "\n".join(statements) + "\n```\n")
     return "".join(parts)
 
 
