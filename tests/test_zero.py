@@ -753,6 +753,9 @@ def refused() -> None:
     outside = ZeRO3(Chain(linears(2), lambda ls, x: nn.functional.linear(x, ls[0].weight)), sgd)
     with pytest.raises(RuntimeError, match="where its unit's forward does not run"):
         outside(torch.ones(1, 6, requires_grad=True))
+    biased = ZeRO3(Chain(linears(2), lambda ls, x: ls[1](x) + ls[0].bias), sgd)
+    with pytest.raises(RuntimeError, match="the loss is NaN: weights are, or one was read where"):
+        biased.backward(biased(torch.ones(1, 6)).sum())
     handed_out = ZeRO3(Chain([Table()], lambda layers, x: x + layers[0](len(x))), sgd)
     with pytest.raises(RuntimeError, match="Table returns its own weight"):
         handed_out(torch.ones(2, 6))

@@ -160,6 +160,14 @@ class ZeRO3(ZeRO1):
             for other in self.units:  # gathered ahead, and then not used
                 other.release()
 
+    def backward(self, loss: Tensor) -> None:
+        """Run backward, as in ZeRO1, unless the loss is NaN: a released weight makes it so."""
+        if loss.isnan():
+            raise RuntimeError(
+                "the loss is NaN: weights are, or one was read where its unit's forward does not run"
+            )
+        super().backward(loss)
+
     @torch.no_grad()
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         if not self._in_backward:
