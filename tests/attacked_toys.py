@@ -7,11 +7,11 @@ A case is drawn from a seed and its number, so `draw(seed, number)` brings it ba
 one of them ends or hangs, that case has failed, and new ranks take the cases after it.
 
 Tolerance. Both sides start from the same weights and see the same rows. Sums are made in another order, so a gradient
-differs by about 1e-15 in float64, and by about 1e-6 if a layer computes in float32, as one process here never does. AdamW
+differs by about 1e-15 in float64, and by about 1e-6 if a layer computes in float32, as the one process never does. AdamW
 with lr=1e-2 and eps=1e-2 makes of an error in the gradient at most lr / eps = 1 times that error in the weight, in a step;
-SGD with lr=0.1 and momentum 0.9 at most 0.1 / (1 - 0.9) = 1 times. Layers pass errors on, by less than 10 in each of at
-most 4 steps, so 1e-15 becomes at most 1e-11 and 1e-6 at most 1e-2 in the worst case, a hundredth of it as a rule. The
-limits are 1e-10 and 5e-4. A mistake (a lost gradient, a sum for a mean, an update in the wrong place) moves a weight by about
+SGD with lr=0.01 and momentum 0.9 at most 0.01 / (1 - 0.9) = 0.1 times. A norm over few values can pass an error on ten
+times larger, in each of at most four steps. The limits are 1e-12 and 5e-5; the largest differences that 547 cases had
+were 4e-15 and 3e-6. A mistake (a lost gradient, a sum for a mean, an update in the wrong place) moves a weight by about
 lr = 1e-2.
 """
 
@@ -40,7 +40,7 @@ W = 12  # width of every layer; an image of 3 channels of 2 x 2 to a convolution
 ROWS = 2  # of a rank, in a micro-batch
 DDP = ("NaiveDDP", "BucketedDDP", "OverlappedDDP")
 TOYS = (*DDP, "ZeRO1", "ZeRO2", "ZeRO3")
-LIMIT = {torch.float64: 1e-10, torch.float32: 5e-4}
+LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
 
 #: A habit that must be found: one percent of every gradient is lost.
 PLANTED = "loses one percent"
@@ -114,7 +114,10 @@ class Case:
         allowed = {"max_norm"} & set(self.layers) | set(REFUSALS) & self.habits
         again = [number for number, how in zip(self.order, self.how, strict=True) if how == "reentrant"]
         shared = len(set(again)) < len(again) or any(
-            self.order.count(number) > 1 or any(number in pair for pair in self.tied) for number in again
+            self.order.count(number) > 1
+            or any(number in pair for pair in self.tied)
+            or self.layers[number] == "borrower"
+            for number in again
         )
         if shared and self.toy in ("OverlappedDDP", "ZeRO2"):
             allowed.add("twice under a reentrant checkpoint")
@@ -413,8 +416,8 @@ def rows(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """Return a mean over the rows, which pulls every output its own way."""
-    return (output.square() + output * torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)).mean()
+    """Return a mean over the rows, which pulls every output its own way, and never hard: no run diverges."""
+    return (torch.sin(output) * torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)).mean()
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
