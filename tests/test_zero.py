@@ -724,6 +724,10 @@ def refused() -> None:
         model = cls(nn.Linear(2, 2), sgd)
         with pytest.raises(RuntimeError, match=r"clip with model\.step\(max_norm"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.backward(model(torch.ones(1, 2)).sum())
+        with pytest.raises(RuntimeError, match=r"call model\.step\(\), not optimizer\.step\(\)"):
+            model.optimizer.step()
+        model.step()
         for change in (nn.Module.double, nn.Module.requires_grad_):
             module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
             module[0].requires_grad_(change is nn.Module.double)

@@ -32,7 +32,8 @@ class ZeRO1(nn.Module):
         module: Any module with dense gradients, the same on every rank; convert and freeze it first, then wrap. Rank
             0's weights and buffers go to all; later the buffers (running statistics) are each rank's own.
         optimizer: Makes an optimizer from a list of flat shards. It must treat every value alike: SGD, Adam and
-            AdamW do; LAMB, Adafactor and Muon look at whole tensors and don't.
+            AdamW do; LAMB, Adafactor and Muon look at whole tensors and don't. So one weight decay is everyone's: a
+            shard does not know which of its values are a norm's.
         group: The process group of the replicas; None is all ranks.
         master: Dtype of the optimizer's copy of its shard: torch.float32 for a module in bf16. None for no copy.
 
@@ -70,6 +71,7 @@ class ZeRO1(nn.Module):
         if {p for g in self.optimizer.param_groups for p in g["params"]} != {f.updated for f in self.trained}:
             raise ValueError("the optimizer must have all flat shards; give it the whole list")
         self.optimizer.zero_grad = self.zero_grad  # the gradients are here, not where it would look for them
+        self.optimizer.register_step_pre_hook(self._before_step)
         self._in_backward, self._any_backward = False, False
         self._on_the_wire: list[FlatShards] = []
 
@@ -159,6 +161,10 @@ class ZeRO1(nn.Module):
         self.zero_grad()
         self._publish()
         return norm
+
+    def _before_step(self, *_: object) -> None:
+        if self._any_backward and all(flat.updated.grad is None for flat in self.trained):
+            raise RuntimeError("call model.step(), not optimizer.step(), which has no gradients to use")
 
     def _reduce_rest(self) -> None:
         if self._any_backward:
