@@ -56,8 +56,7 @@ class LossScaler:
             raise ValueError(f"a loss scaler needs {settings}")
         self.value, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.good_steps = 0
-        # Whether gradients that are unscaled now overflowed, by optimizer: each unscales its own.
-        self.overflows: dict[torch.optim.Optimizer, bool] = {}
+        self.overflows: dict[torch.optim.Optimizer, bool] = {}  # of those whose gradients are unscaled now
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `S * loss`: call backward on it."""
@@ -78,9 +77,7 @@ class LossScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Let the optimizer step if all gradients are finite, unscaled before if need be; return whether it did."""
-        if optimizer not in self.overflows:
-            self.unscale(optimizer)
-        if not self.overflows[optimizer]:
+        if not (self.overflows[optimizer] if optimizer in self.overflows else self.unscale(optimizer)):
             optimizer.step()
         return not self.overflows[optimizer]
 
