@@ -228,6 +228,10 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         run_miniature(job, ("jax",))
     with pytest.raises(ValueError, match="only the toys take others"):
         run_miniature(replace(job, order="dp-tp-cp-ep-pp", sharded=True), ("torch",))
+    with pytest.raises(
+        ValueError, match="micro_batches=1 with pp=2: PyTorch's Schedule1F1B needs one for every"
+    ):
+        run_miniature(Miniature(config=config, pp=2), ("toys", "torch"))
     with pytest.raises(ValueError, match="first bucket"):
         predicted_traffic(Miniature(config=tiny_config("gpt2", hidden=512, tied=False), dp=2), 0)
     with pytest.raises(ValueError, match="unknown version"):

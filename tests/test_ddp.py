@@ -390,7 +390,8 @@ def test_one_all_reduce_per_bucket_and_all_bytes_once(cls: type, find_unused: bo
     ranks = 3
     for seen in run_ranks(sent, ranks, cls, find_unused, new_seed()):
         search = seen["params"] if find_unused else 0  # 1 byte per parameter
-        assert seen["wrapping"] == {"broadcast": seen["tensors"]}
+        # What the ranks have is compared first, in two all-gathers: how long its description is, and the description.
+        assert seen["wrapping"] == {"broadcast": seen["tensors"], "all_gather": 2}
         assert seen["wrapping bytes"] == seen["state"]
         assert seen["nothing yet"] == 0
         assert seen["calls"] == {"all_reduce": seen["buckets"] + find_unused}
@@ -486,3 +487,97 @@ def test_a_lost_rank_is_an_error_not_a_hang() -> None:
 
 def test_fits_on_a_few_screens() -> None:
     assert len(inspect.getsource(ddp).splitlines()) <= 150
+
+
+# What the replicas may be
+
+
+def layouts() -> dict[str, float]:
+    """A channels-last convolution and a transposed weight, under optimizers that walk through memory."""
+    torch.manual_seed(0)
+    start = nn.Sequential(
+        nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(16, 5)
+    )
+    start[2].weight = nn.Parameter(torch.randn(16, 5).t())
+    start.double()
+    x, found = torch.randn(2, 3, 4, 4, dtype=torch.float64), {}
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        for how in ({"fused": True}, {"foreach": True}, {}):
+            single = copy.deepcopy(start)
+            single(x).square().mean().backward()
+            make(single.parameters(), lr=0.1).step()
+            for cls in CLASSES:
+                module = copy.deepcopy(start)
+                model, optimizer = cls(module), make(module.parameters(), lr=0.1, **how)
+                model(x).square().mean().backward()
+                model.sync()
+                assert all(p.grad.stride() == p.stride() for p in module.parameters())
+                optimizer.step()
+                found[f"{cls.__name__} {make.__name__} {how}"] = distance(module, single)
+    return found
+
+
+def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
+    for found in run_ranks(layouts, 2):
+        assert len(found) == 18
+        assert max(found.values()) < TOLERANCE, found
+
+
+class Undefined(torch.autograd.Function):
+    """Passes x through, and has no gradient for the weight."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def undefined_gradients() -> list[object]:
+    found = []
+    for cls in CLASSES:
+        module = nn.Module()
+        module.used, module.passed = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        model = cls(module, find_unused=True)
+        Undefined.apply(module.used(torch.ones(1, 1)), module.passed.weight).sum().backward()
+        model.sync()
+        found += [module.used.weight.grad.item(), module.passed.weight.grad]
+    return found
+
+
+def test_an_undefined_gradient_is_no_gradient() -> None:
+    assert run_ranks(undefined_gradients, 2) == [[1.0, None] * 3] * 2
+
+
+def odd_replicas() -> None:
+    rank = dist.get_rank()
+    other = {
+        "another shape": nn.Linear(2, 2 + rank),
+        "another number": nn.Sequential(*[nn.Linear(2, 2) for _ in range(2 - rank)]),
+        "another dtype": nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32),
+        "another layout": nn.Conv2d(2, 2, 2).to(
+            memory_format=torch.channels_last if rank else torch.contiguous_format
+        ),
+        "frozen on one": nn.Linear(2, 2).requires_grad_(rank == 0),
+    }
+    for module in other.values():
+        for cls in CLASSES:
+            with pytest.raises(
+                ValueError, match=r"rank 1 of the group has another module than rank 0, first.*"
+            ):
+                cls(module)
+    for cls in CLASSES:
+        with pytest.raises(ValueError, match="max_norm changes weights in forward"):
+            cls(nn.Embedding(3, 2, max_norm=1.0))
+        for change in (nn.Module.double, nn.Module.requires_grad_):
+            module = nn.Linear(2, 2).requires_grad_(change is nn.Module.double)
+            model = cls(module)
+            change(module)
+            with pytest.raises(RuntimeError, match="changed after wrapping"):
+                model(torch.ones(1, 2))
+
+
+def test_replicas_that_differ_are_refused() -> None:
+    run_ranks(odd_replicas, 2, timeout=60)

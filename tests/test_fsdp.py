@@ -371,12 +371,18 @@ def refusals() -> None:
         shard(scalar, wrap="none")
     with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32: a unit is reduced in one dtype"):
         shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
+    turned = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match=r"1\.weight: FSDP2 shards plain memory layouts alone"):
+        shard(turned)
+    assert type(turned[0].weight) is nn.Parameter
     with pytest.raises(ValueError, match="Transformer is not sharded: call shard"), no_sync(model):
         pass
     with pytest.raises(ValueError, match="max_norm=0 must be above 0"):
         clip_grad_norm(model, 0)
     with pytest.raises(ValueError, match="a process group is there already"):
         forecast(lambda: model, world_size=2, batch=1, seq=4)
+    attention, _ = shard(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), wrap="linear")
+    assert attention(torch.ones(1, 3, 8)).shape == (1, 3, 8)
     shard(model)
     with pytest.raises(ValueError, match="the model is sharded already"):
         shard(model)

@@ -12,11 +12,14 @@ import copy
 import itertools
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.schedules import (
     Action,
@@ -30,10 +33,12 @@ from lablib.calc.schedules import (
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import record_comms
 from lablib.toys import pipeline
+from lablib.toys.ddp import BucketedDDP
 from lablib.toys.mailbox import Mailbox
 from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.stages import DeferWeights
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
+from lablib.toys.zero import ZeRO1
 
 TOLERANCE = 1e-12
 NAMES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
@@ -285,6 +290,77 @@ def frozen(seed: int) -> float:
     return max(((g - expected[n]).abs().max().item() for n, g in names if g is not None), default=0.0)
 
 
+def recomputed(seed: int) -> dict[str, float]:
+    """Every block under activation checkpointing, of either kind, in schedules that cut backward in halves."""
+    found = {}
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
+        for reentrant in (False, True):
+            draw = random.Random(seed)
+            plan = schedule(name, 2, 4)
+            model = awkward(draw, "gpt2", layers=4, tied=False)
+            executor = PipelineExecutor(split_stages(model, plan.num_stages), plan, loss=exact_loss)
+            microbatches = windows(draw, model, [2, 1, 2, 3])
+            expected = one_process(model, microbatches)[1]
+            for stage in executor.stages.values():
+                for block in stage.blocks.values():
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+            executor.step(microbatches)
+            found[f"{name} {reentrant}"] = distance(executor, expected)
+    return found
+
+
+def test_recomputation_in_a_backward_of_halves() -> None:
+    for found in run_ranks(recomputed, 2, new_seed()):
+        assert max(found.values()) < TOLERANCE, found
+
+
+class Pipelined:
+    """What ZeRO-1 calls backward on."""
+
+    def __init__(self, executor: PipelineExecutor, microbatches: list[torch.Tensor]) -> None:
+        self.backward = lambda: executor.step(microbatches)
+
+
+def replicated(seed: int) -> dict[str, float]:
+    """Two pipelines of two ranks side by side, whose stages share their states by ZeRO-1 or their gradients by DDP."""
+    rank = dist.get_rank()
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    found = {}
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
+        draw = random.Random(seed)
+        plan = schedule(name, 2, 4)
+        model = awkward(draw, "llama", layers=4, tied=False)
+        both = windows(draw, model, [2] * 8)
+        expected = one_process(model, both)[1]
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        mine = both[4 * (rank // 2) :][:4]
+        for kind in (ZeRO1, BucketedDDP):
+            copied = copy.deepcopy(model)
+            names = {p: n for n, p in copied.named_parameters()}
+            executor = PipelineExecutor(split_stages(copied, plan.num_stages), plan, pp, loss=exact_loss)
+            held = nn.ModuleList(executor.stages.values())
+            if kind is ZeRO1:
+                replica = ZeRO1(held, lambda shards: torch.optim.SGD(shards, lr=1.0), dp)
+                replica.backward(Pipelined(executor, mine))
+                replica.step()
+                got = {names[p]: before[names[p]] - p for p in held.parameters()}
+            else:
+                replica = BucketedDDP(held, dp)
+                executor.step(mine)
+                replica.sync()
+                got = {names[p]: p.grad for p in held.parameters()}
+            found[f"{name} {kind.__name__}"] = max(
+                (g - expected[n]).abs().max().item() for n, g in got.items()
+            )
+    return found
+
+
+def test_replicas_of_a_pipeline_whose_backward_is_cut_in_halves() -> None:
+    for found in run_ranks(replicated, 4, new_seed(), timeout=120):
+        assert max(found.values()) < TOLERANCE, found
+
+
 def test_frozen_weights() -> None:
     assert max(run_ranks(frozen, 2, new_seed())) < TOLERANCE
 
@@ -511,6 +587,23 @@ def bad_input() -> None:
     executor = PipelineExecutor(stages, parse_schedule(["0F0 1F0 1B0 0B0"]))
     with pytest.raises(ValueError, match="2 micro-batches for a schedule of num_microbatches=1"):
         executor.step([torch.zeros(1, 4, dtype=torch.long)] * 2)
+    two, halves = (
+        PipelineExecutor(stages[:2], schedule(name, 1, 2, 2), loss=exact_loss)
+        for name in ("interleaved", "zb-v")
+    )
+    window = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match=r"micro-batches of T=\[4, 5\]: a mean of windows is no mean of tokens"
+    ):
+        two.step([window, torch.zeros(1, 5, dtype=torch.long)])
+    with pytest.raises(ValueError, match="micro-batch 1 has no windows"):
+        two.step([window, window[:0]])
+    with pytest.raises(RuntimeError, match=r"call it outside of torch\.no_grad"), torch.no_grad():
+        two.step([window, window])
+    with torch.autocast("cpu", torch.bfloat16):
+        two.step([window, window])
+        with pytest.raises(RuntimeError, match="convert the model to bf16, or use a schedule without W"):
+            halves.step([window, window])
 
 
 def test_bad_input() -> None:

@@ -57,6 +57,24 @@ def test_scaler_equals_grad_scaler_step_for_step(clip: float | None) -> None:
     assert 0 < skipped < 40
 
 
+@pytest.mark.parametrize("spoiled", [None, 0, 1])
+def test_each_of_two_optimizers_unscales_its_own_gradients(spoiled: int | None) -> None:
+    """As GradScaler: an overflow in one makes that one skip its step, and S shrink."""
+    ours, theirs = _model(), _model()
+    scaler, oracle = LossScaler(2.0**10), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for model, each in ((ours, scaler), (theirs, oracle)):
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        each.scale(model(torch.ones(4, 5)).square().mean()).backward()
+        if spoiled is not None:
+            model[2 * spoiled].weight.grad[0, 0] = math.inf
+        for optimizer in optimizers:
+            each.step(optimizer)
+        each.update()
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, expected, atol=1e-7)
+    assert scaler.value == oracle.get_scale() == 2.0 ** (10 if spoiled is None else 9)
+
+
 def test_scaler_refuses_what_grad_scaler_refuses() -> None:
     half = nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1)

@@ -114,6 +114,19 @@ def test_frozen_and_tied_parameters() -> None:
     assert ("blocks.1.mlp.up.weight", "blocks.2.mlp.up.weight") in tied_parameters(model)
 
 
+def test_what_is_never_called_is_no_unit() -> None:
+    """nn.MultiheadAttention reads the weight of its output matrix by itself, so no hook would gather it."""
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.ModuleDict({"a": nn.Linear(8, 8)})
+    )
+    assert {name for name, _ in wrap_units(model, "linear")} == {"0.linear1", "0.linear2", "1.a"}
+    asked = []
+    wrap_units(model, lambda name, module: asked.append(name))
+    assert "0.self_attn" in asked
+    assert not {"0.self_attn.out_proj", "1"} & set(asked)
+    assert "0.self_attn.out_proj" not in dict(wrap_units(model, "size:1"))
+
+
 def test_sequential_models_have_blocks_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert [name for name, _ in wrap_units(model, "block")] == ["0", "2"]

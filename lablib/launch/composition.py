@@ -88,6 +88,11 @@ def check_version(job: Miniature, version: str) -> None:
             f"steps={job.steps}: DistributedDataParallel tells its ranks about its buckets in the second step, the one "
             "that would be recorded; use 1, or at least 3"
         )
+    if version == "torch" and job.schedule == "1f1b" and job.micro_batches < job.pp:
+        raise ValueError(
+            f"micro_batches={job.micro_batches} with pp={job.pp}: PyTorch's Schedule1F1B needs one for every stage; use "
+            f'micro_batches={job.pp} or more, schedule="gpipe", or the toys'
+        )
     order = [axis for axis in job.mesh.order if axis in ("tp", "dp", "pp")]
     if version == "torch" and order != ["tp", "dp", "pp"]:
         raise ValueError(

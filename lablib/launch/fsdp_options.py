@@ -104,6 +104,10 @@ def check_parameters(model: nn.Module) -> None:
         raise ValueError(
             f"{', '.join(scalars)}: FSDP2 splits the first dim, and a scalar has none; use shape (1,)"
         )
+    if turned := [name for name, p in parameters.items() if not p.is_contiguous()]:
+        raise ValueError(
+            f"{', '.join(turned)}: FSDP2 shards plain memory layouts alone; use weight.data = weight.data.contiguous()"
+        )
     dtypes = {p.dtype for p in parameters.values() if p.requires_grad}
     if len(dtypes) > 1:
         raise ValueError(

@@ -136,7 +136,7 @@ def train(
             scaler.update()
         else:
             optimizer.step()
-            scaler.overflow = None
+            scaler.overflows.clear()
         weights.give_weights()
         windows = windows if repeat else next(stream)
     named = zip(weights.model.named_parameters(), start, strict=True)

@@ -36,8 +36,8 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
 
     Args:
         model: Any module: `lablib.toys.transformer`, a Hugging Face model, or your own.
-        rule: See the table above. A function is asked about every module but the root and the containers
-            that have no forward.
+        rule: See the table above. A function is asked about every module but the root and those that are never
+            called: containers, and the output matrix of nn.MultiheadAttention, which it reads by itself.
 
     Returns:
         (name, module) pairs in the order in which `fully_shard` must be called.
@@ -48,10 +48,11 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
 
     Chapter: book/06_fsdp.md.
     """
+    uncalled = _uncalled(model)
     inside = {
         name: module
         for name, module in model.named_modules()
-        if name and not isinstance(module, _CONTAINERS) and any(True for _ in module.parameters())
+        if name and module not in uncalled and any(True for _ in module.parameters())
     }
     owners = _owners(model)
     free = {name for name, module in inside.items() if not _shared_outside(name, module, owners)}
@@ -118,6 +119,12 @@ def is_linear(module: nn.Module) -> bool:
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of every parameter that has more than one, such as `embed.weight` and `head.weight`."""
     return [tuple(names) for names in _owners(model).values() if len(names) > 1]
+
+
+def _uncalled(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that have no forward, or none that anybody calls: no hook would gather them."""
+    attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    return {m for m in model.modules() if isinstance(m, _CONTAINERS)} | {a.out_proj for a in attention}
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:

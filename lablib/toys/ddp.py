@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lablib.toys.replicas import check_replica, describe, take_from_first
+
 
 class NaiveDDP(nn.Module):
     """Average gradients with one blocking all-reduce per parameter, after backward.
 
     Args:
-        module: Any module with dense gradients, of the same shapes on every rank. Wrap it once.
+        module: Any module with dense gradients, the same on every rank. Convert and freeze it first, then wrap.
         group: The process group of the replicas; None is all ranks.
         find_unused: Leave `grad` None where no rank used the parameter, as one process does, for one more
             all-reduce of 1 byte per parameter. Otherwise that gradient becomes zero.
@@ -33,32 +35,28 @@ class NaiveDDP(nn.Module):
             "gradient" (ready; OverlappedDDP only), "sync" (called), "launch" and "reduced".
 
     Raises:
-        ValueError: If this rank is not in the group, or the module makes sparse gradients.
+        ValueError: As `lablib.toys.replicas.check_replica`.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, find_unused: bool = False):
         super().__init__()
-        if dist.get_rank(group) < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the group; wrap only on the group's ranks")
-        if sparse := [name for name, m in module.named_modules() if getattr(m, "sparse", False)]:
-            raise ValueError(f"{', '.join(sparse)}: gradients would be sparse; build with sparse=False")
+        check_replica(module, group)
         self.module, self.group, self.world_size = module, group, dist.get_world_size(group)
+        self.wrapped = describe(module)
         self.params = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
         self.find_unused, self.syncing, self.timeline = find_unused, True, []
         self._broadcast(*module.parameters(), *module.buffers())
 
-    @torch.no_grad()
     def _broadcast(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            message = tensor.contiguous()  # a copy only where the layout is not plain
-            dist.broadcast(message, group=self.group, group_src=0)
-            tensor.copy_(message)
+        take_from_first(tensors, self.group)
 
     def _note(self, event: str, message: int = 0) -> None:
         self.timeline.append((event, message, time.perf_counter()))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module; in training, take rank 0's buffers (running statistics) first."""
+        if describe(self.module) != self.wrapped:
+            raise RuntimeError("the module was changed after wrapping; convert or freeze it first, then wrap")
         if self.training and self.syncing:
             self._broadcast(*self.module.buffers())
         output = self.module(*args, **kwargs)
@@ -88,11 +86,12 @@ class NaiveDDP(nn.Module):
 
     def _reduce(self) -> None:
         for index, p in enumerate(self.params):
-            grad = torch.zeros_like(p) if p.grad is None else p.grad  # every rank sends, used or not
-            p.grad = grad.contiguous().div_(self.world_size)  # divided first: a sum can overflow in fp16
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # every rank sends, used or not
+            message = p.grad.contiguous().div_(self.world_size)  # divided first: a sum can overflow in fp16
             self._note("launch", index)
-            dist.all_reduce(p.grad, group=self.group)
+            dist.all_reduce(message, group=self.group)
             self._note("reduced", index)
+            p.grad.copy_(message)  # where the parameter's memory layout is not plain, the message was a copy
 
 
 class BucketedDDP(NaiveDDP):
@@ -102,8 +101,7 @@ class BucketedDDP(NaiveDDP):
         super().__init__(module, *args, **options)
         self.buckets, filling = [], {}
         for p in reversed(self.params):  # backward reaches the last layer first
-            bucket = filling.setdefault((p.dtype, p.device), [])  # one message has one dtype
-            bucket.append(p)
+            (bucket := filling.setdefault((p.dtype, p.device), [])).append(p)  # one message has one dtype
             # Full at bucket_bytes; the first one at first_bytes, which is small, so that it leaves early.
             if sum(q.nbytes for q in bucket) >= (bucket_bytes if self.buckets else first_bytes):
                 self.buckets.append(filling.pop((p.dtype, p.device)))
@@ -113,7 +111,9 @@ class BucketedDDP(NaiveDDP):
         self.views = {}  # where in its flat buffer each gradient lives
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             parts = flat.split([p.numel() for p in bucket])
-            self.views |= {p: part.view(p.shape) for p, part in zip(bucket, parts, strict=True)}
+            for p, part in zip(bucket, parts, strict=True):
+                # In the parameter's memory layout: fused optimizers walk through both as they lie in memory.
+                self.views[p] = part.as_strided(p.shape, torch.empty_like(p).stride())
         self.missing, self.futures = [set(bucket) for bucket in self.buckets], []
 
     def _put(self, p: nn.Parameter) -> None:
@@ -143,7 +143,7 @@ class OverlappedDDP(BucketedDDP):
 
     @torch.no_grad()
     def _on_gradient(self, p: nn.Parameter) -> None:
-        if self.syncing:
+        if self.syncing and p.grad is not None:  # None: backward came by, and had nothing for it
             self._note("gradient", index := self.home[p])
             if p not in self.missing[index]:
                 raise RuntimeError("second backward before sync(); accumulate inside no_sync()")

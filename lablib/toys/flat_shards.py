@@ -27,7 +27,8 @@ class FlatShards:
     Args:
         params: Parameters; their data become views of the array.
         group: The ranks that share them.
-        master: Dtype of the optimizer's own copy of the shard; None if it updates the shard itself.
+        master: Dtype of the optimizer's own copy of the shard; None, or the parameters' own dtype, if it updates the
+            shard itself.
 
     Attributes:
         width: Values of a shard, ceil(ψ / N).
@@ -50,8 +51,9 @@ class FlatShards:
         for p, view in zip(params, self.split(self.full), strict=True):
             p.data = view.copy_(p.data)
         self.shard = self.full.chunk(self.world_size)[self.rank]
-        self.master = master
-        self.updated = nn.Parameter(self.shard if master is None else self.shard.to(master), self.trained)
+        self.nothing = self.full.new_full((), torch.nan)  # what released parameters read as
+        self.master = None if master == self.full.dtype else master
+        self.updated = nn.Parameter(self.shard.to(self.master or self.full.dtype), self.trained)
         self.grads: Tensor | None = None
         self.grad: Tensor | None = None
         self._missing, self._gathering, self._reducing = set(params), None, None
@@ -73,14 +75,30 @@ class FlatShards:
         if self.master is None:
             self.updated = nn.Parameter(self.shard, self.trained)
 
+    def adopt(self) -> None:
+        """Have the master copy take over weights that others have changed since it was rounded into the shard."""
+        if self.master is not None:
+            ours = self.updated.to(self.shard.dtype) == self.shard
+            self.updated.copy_(torch.where(ours, self.updated, self.shard))
+
     @property
     def released(self) -> bool:
         """Whether the whole array has no memory now."""
         return not self.full.untyped_storage().nbytes()
 
+    @property
+    def intact(self) -> bool:
+        """Whether the parameters still live here: nobody froze them or gave them other memory, dtype or device."""
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (self.full, self.nothing)}
+        return all(
+            p.untyped_storage().data_ptr() in ours and p.requires_grad == self.trained for p in self.params
+        )
+
     def release(self) -> None:
-        """Free the memory of the whole array; parameters keep their place in it, and autograd keeps them."""
+        """Free the memory of the whole array, and let the parameters read as NaN, which needs none."""
         self.wait()
+        for p in self.params:
+            p.data = self.nothing.expand(p.shape)
         self.full.untyped_storage().resize_(0)
 
     def gather(self) -> None:
@@ -98,6 +116,8 @@ class FlatShards:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            for p, view in zip(self.params, self.split(self.full), strict=True):
+                p.data = view
 
     # Gradients
 
@@ -124,6 +144,7 @@ class FlatShards:
 
     def reduce(self) -> None:
         """Start a reduce-scatter: the mean gradient, to each rank its piece; ψ(N-1)/N values sent."""
+        self.finish()  # an earlier one, if autograd came by twice
         if self.grads is None:
             self.grads = torch.zeros_like(self.full)
         else:
@@ -144,6 +165,12 @@ class FlatShards:
             self.grad = piece if self.grad is None else self.grad.add_(piece)
             self._reducing = None
 
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.finish()
+        self.grads = self.grad = self.updated.grad = None
+        self._missing = set(self.params)
+
 
 def group_flat(
     params: list[nn.Parameter], group: dist.ProcessGroup | None, master: torch.dtype | None = None
@@ -151,12 +178,12 @@ def group_flat(
     """Return flat shards for parameters of any kind, one for each dtype, trained and frozen apart.
 
     Args:
-        params: Parameters without repetition; those of no value are left alone.
+        params: Parameters without repetition; those of no value, or of whole numbers, are left alone.
         group: The ranks that share them.
         master: Dtype of the optimizer's own copy of the trained ones.
     """
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for p in params:
-        if p.numel():
+        if p.numel() and (p.is_floating_point() or p.is_complex()):
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(p)
     return [FlatShards(alike, group, master if alike[0].requires_grad else None) for alike in kinds.values()]

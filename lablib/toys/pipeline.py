@@ -103,10 +103,26 @@ class PipelineExecutor:
             The mean loss over all windows on the rank of the last stage, None on the others.
 
         Raises:
-            ValueError: If there are not as many micro-batches as in the schedule.
+            ValueError: If there are not as many micro-batches as in the schedule, one is empty, or their T differ.
+            RuntimeError: Without gradients; or under autocast, if the schedule cuts backward in halves.
         """
         if len(microbatches) != (m := self.schedule.num_microbatches):
             raise ValueError(f"{len(microbatches)} micro-batches for a schedule of num_microbatches={m}")
+        if len(lengths := {tokens_BT.shape[1] for tokens_BT in microbatches}) > 1:
+            raise ValueError(
+                f"micro-batches of T={sorted(lengths)}: a mean of windows is no mean of tokens; use one T"
+            )
+        if empty := [k for k, tokens_BT in enumerate(microbatches) if not len(tokens_BT)]:
+            raise ValueError(
+                f"micro-batch {empty[0]} has no windows; use fewer micro-batches, or more windows"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("a step runs backward too; call it outside of torch.no_grad()")
+        if self.in_halves and torch.is_autocast_enabled(microbatches[0].device.type):
+            raise RuntimeError(
+                f"{self.schedule.name} keeps products of one dtype for later, and autocast mixes two; "
+                "convert the model to bf16, or use a schedule without W, such as 1f1b"
+            )
         self.microbatches, self.windows = microbatches, sum(map(len, microbatches))
         self.held: dict[tuple[int, int], _Held] = {}
         self.losses: list[Tensor] = []
@@ -147,7 +163,8 @@ class PipelineExecutor:
             deferred.run()
             return None
         if y.requires_grad:  # not if all of the first stage is frozen
-            y.backward(message)  # on the last stage y is the loss, which needs no message
+            with deferred or contextlib.nullcontext():  # recomputation runs linear layers again
+                y.backward(message)  # on the last stage y is the loss, which needs no message
         if (stage, k) in self.in_halves:
             self.held[stage, k] = _Held(x, None, deferred)
         return x.grad

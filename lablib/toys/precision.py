@@ -56,7 +56,7 @@ class LossScaler:
             raise ValueError(f"a loss scaler needs {settings}")
         self.value, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.good_steps = 0
-        self.overflow: bool | None = None  # of the gradients as they are now; None while they are scaled
+        self.overflows: dict[torch.optim.Optimizer, bool] = {}  # of those whose gradients are unscaled now
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `S * loss`: call backward on it."""
@@ -64,7 +64,7 @@ class LossScaler:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
         """Divide the gradients by S, in place, and return whether one is infinite or NaN. Clip after it."""
-        if self.overflow is not None:
+        if optimizer in self.overflows:
             raise RuntimeError("gradients are unscaled already: unscale once in a step, before clipping")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -72,24 +72,25 @@ class LossScaler:
             raise ValueError("fp16 gradients would underflow again: keep master weights in fp32")
         # A list: every gradient must be unscaled, also those that come after a bad one.
         finite = [gradient.mul_(1 / self.value).isfinite().all() for gradient in gradients]
-        self.overflow = not all(finite)
-        return self.overflow
+        self.overflows[optimizer] = not all(finite)
+        return self.overflows[optimizer]
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Let the optimizer step if all gradients are finite, unscaled before if need be; return whether it did."""
-        if not (self.unscale(optimizer) if self.overflow is None else self.overflow):
+        if not (self.overflows[optimizer] if optimizer in self.overflows else self.unscale(optimizer)):
             optimizer.step()
-        return not self.overflow
+        return not self.overflows[optimizer]
 
     def update(self) -> None:
-        """Choose the next S; call it once, at the end of every step."""
-        self.good_steps = 0 if self.overflow else self.good_steps + 1
-        factor = self.backoff if self.overflow else 1.0
+        """Choose the next S; call it once, at the end of every step, after all optimizers."""
+        overflow = any(self.overflows.values())
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        factor = self.backoff if overflow else 1.0
         if self.good_steps == self.interval:
             factor, self.good_steps = self.growth, 0
         scaled = torch.tensor(self.value * factor).item()  # an fp32 number, as what it multiplies
         self.value = scaled if scaled < float("inf") else self.value
-        self.overflow = None
+        self.overflows = {}
 
 
 class MasterWeights:

@@ -16,13 +16,13 @@ Chapter: book/04_pipeline_parallelism.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
+from torch.nn.functional import linear
 
 from lablib.toys.transformer import Transformer, rotary
 
@@ -114,12 +114,13 @@ def split_stages(model: Transformer, num_stages: int, layers: Sequence[int] | No
     ]
 
 
-class DeferWeights(TorchFunctionMode):
+class DeferWeights:
     """Put off the weight gradients of the linear layers whose forward runs inside: W after I, not with it.
 
         with DeferWeights() as deferred:
             y = stage(x)
-        y.backward(grad_y)          # I: the gradient of x, and of the small weights of norms and embeddings
+        with deferred:              # again, as activation checkpointing runs the layers again
+            y.backward(grad_y)      # I: the gradient of x, and of the small weights of norms and embeddings
         deferred.run()              # W: the gradients of the linear layers
 
     Backward through `y = x w^T` is two products of the same size: `grad_x = grad_y w`, which the stage before waits
@@ -130,14 +131,17 @@ class DeferWeights(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.pending: list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]] = []
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
-        return _Linear.apply(x, weight, bias, self)
+    def __enter__(self) -> DeferWeights:
+        functional.linear = self._linear  # which nn.Linear calls
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        functional.linear = linear
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Linear.apply(input, weight, bias, self)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -159,12 +163,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferWeights) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.deferred = deferred
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(x)
+        # Not saved: under checkpointing what is saved comes back as another tensor, whose `.grad` nobody reads.
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight, bias = ctx.saved_tensors
-        ctx.deferred.pending.append((weight, bias, x, grad_y))
-        return grad_y @ weight if ctx.needs_input_grad[0] else None, None, None, None
+        (x,) = ctx.saved_tensors
+        ctx.deferred.pending.append((ctx.weight, ctx.bias, x, grad_y))
+        return grad_y @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None

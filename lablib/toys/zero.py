@@ -10,7 +10,7 @@ What each rank holds of N, and sends, for ψ parameters with gradients and optim
     stage 2    all weights    1/N               1/N                 2ψ(N-1)/N
     stage 3    1/N            1/N               1/N                 3ψ(N-1)/N
 
-Read `flat_shards` first, then `zero2` (stages 1 and 2), then `zero3`.
+Read `flat_shards` first, then `zero1`, `zero2` and `zero3` with `zero3_units`; `zero_state` is for checkpoints.
 
 Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5 and 7.
 """
@@ -21,7 +21,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from lablib.toys.zero2 import ZeRO1, ZeRO2
+from lablib.toys.zero1 import ZeRO1
+from lablib.toys.zero2 import ZeRO2
 from lablib.toys.zero3 import ZeRO3
 
 __all__ = ["STAGES", "ZeRO1", "ZeRO2", "ZeRO3", "held_bytes"]
@@ -37,7 +38,7 @@ def held_bytes(model: ZeRO1) -> dict[str, int]:
     """Return the bytes of model states in this rank's memory now, by the terms of `lablib.calc.zero`.
 
     Memory is counted, not tensors: a storage counts once, for the first term that has it, padding included.
-    The optimizer's step counters, one value a tensor, are left out.
+    The optimizer's step counters and what stands in for released weights, one value a tensor, are left out.
 
     Args:
         model: Any stage. Between `backward` and `step` it holds gradients, at other times none.
@@ -51,7 +52,7 @@ def held_bytes(model: ZeRO1) -> dict[str, int]:
         for name, value in model.optimizer.state.get(flat.updated, {}).items():
             if isinstance(value, Tensor) and name != "step":
                 tensors.setdefault(_MOMENTS.get(name, name), []).append(value)
-    seen: set[int] = set()
+    seen = {flat.nothing.untyped_storage().data_ptr() for flat in model.flats}
     return {term: _count(list_, seen) for term, list_ in tensors.items()}
 
 
