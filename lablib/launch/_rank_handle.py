@@ -80,7 +80,7 @@ class Rank:
             # An abort can be the answer of a library to a lost peer. Nothing else ends a rank from within
             # without a report, so it comes before whatever the peers say about lost connections.
             order = 1 if code == -signal.SIGABRT else 0
-            text = _NO_SERVER if code == _UNKNOWN and self._lives() else f"its process {_ending(code)}"
+            text = _NO_SERVER if code == _UNKNOWN and self._lives() else f"its process {ending(code)}"
             self.failure = (order, time.monotonic(), text)
 
     def _lives(self) -> bool:
@@ -156,7 +156,12 @@ class Rank:
         return "".join(f"[rank {self.number}] {line}\n" for line in lines)
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
+    """Say how a process ended that gave no result.
+
+    Args:
+        code: Its exit code, or the negative number of a signal.
+    """
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
