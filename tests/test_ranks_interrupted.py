@@ -16,6 +16,8 @@ from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from tests.bench.bench_ranks import interrupted_at_random, kernel
 from tests.processes import ended
 
+PAUSE = threading.Event()  # nobody sets it
+
 
 @pytest.fixture(autouse=True)
 def interruptible():
@@ -34,7 +36,7 @@ def test_an_interrupt_is_put_off_whichever_thread_it_reaches():
             os.kill(os.getpid(), signal.SIGINT)
             signal.pthread_kill(other.ident, signal.SIGINT)
             for _ in range(20):
-                time.sleep(0.01)
+                PAUSE.wait(0.01)
             held.append(True)
 
     other = threading.Thread(target=stop.wait)
@@ -105,7 +107,7 @@ def test_an_interrupt_ends_a_start_that_gets_no_answer(stopped_server):
 def test_a_killed_server_is_said_in_a_sentence():
     def work():
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        signal.pause()
 
     with pytest.raises(RankError, match="the server that ranks are forked from was ended"):
         run_ranks(work, 1)
@@ -144,7 +146,7 @@ def test_ranks_that_hold_the_gil_end_with_their_notebook(tmp_path):
     try:
         with ended(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)) as script:
             assert {script.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
-            time.sleep(0.2)  # from the print to the sleep
+            PAUSE.wait(0.2)  # from the print to the sleep
             script.kill()
             begun = time.monotonic()
             assert select.select([reader], [], [], 30)[0]  # nobody holds the pipe any more

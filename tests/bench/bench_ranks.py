@@ -6,6 +6,7 @@ import ast
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,16 +137,16 @@ def interrupted_at_random(it: Kernel, count: int, seed: int) -> int:
     """
     chance, pid = random.Random(seed), it.value("os.getpid()")
     it.run("run_ranks(work, 1)")
-    usual, left = set(descendants(pid)), 0
+    usual, left, pause = set(descendants(pid)), 0, threading.Event()
     for _ in range(count):
-        request = it.client.execute("run_ranks(lambda: time.sleep(60), 4)")
+        request = it.client.execute("run_ranks(stay, 4)")
         _await_message(it, request, "execute_input")
-        time.sleep(chance.uniform(0, 0.1))
+        pause.wait(chance.uniform(0, 0.1))
         it.manager.interrupt_kernel()
         _await_message(it, request, "status", execution_state="idle")
         end = time.monotonic() + 2
         while (found := set(descendants(pid)) - usual) and time.monotonic() < end:
-            time.sleep(0.02)
+            pause.wait(0.02)
         left += len(found)
         for number in found:
             os.kill(number, signal.SIGKILL)
