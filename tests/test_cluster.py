@@ -20,6 +20,7 @@ import pytest
 
 from lablib.calc.topology import tcp_bandwidth
 from lablib.launch import _cluster_network
+from lablib.launch._cluster_jobs import first_failure
 from lablib.launch.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
 from tests.processes import ended
 
@@ -249,6 +250,48 @@ def test_a_failing_rank_is_named_with_its_traceback(monkeypatch: pytest.MonkeyPa
         cluster.run_ranks(lambda x: 1 / x, 0, ranks_per_host=2)
     assert "ZeroDivisionError: division by zero" in str(caught.value)
     assert caught.value.host == 1
+
+
+@needs_hosts
+def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
+    """Its peers write down at once that a connection was closed; it writes nothing."""
+
+    def work() -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        dist.barrier()
+
+    with Cluster(2) as cluster, pytest.raises(ClusterError) as caught:
+        cluster.run_ranks(work)
+    assert str(caught.value) == "rank 1 failed first\n\nits process was ended by SIGSEGV"
+    assert caught.value.host == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "raised", "first"),
+    [
+        ([[], [(-9, 1)]], [0], (3, "its process was ended by SIGKILL, perhaps for want of memory")),
+        ([[(-6, 0)], []], [2], (2, "what rank 2 wrote")),  # a library aborts where a peer is lost
+        ([[(-6, 0)], []], [], (0, "its process was ended by SIGABRT")),
+        ([[(1, 0)], [(1, 0)]], [2, 0], (2, "what rank 2 wrote")),
+        ([[(1, 0)], []], [], (None, "")),
+    ],
+)
+def test_who_failed_first(tmp_path: Path, codes: list, raised: list[int], first: tuple) -> None:
+    for order, rank in enumerate(raised):
+        (tmp_path / f"{rank}.error").write_text(f"what rank {rank} wrote")
+        os.utime(tmp_path / f"{rank}.error", ns=(order, order))
+    output = [
+        "\n".join(
+            f"E1122 api.py:836] failed (exitcode: {code}) local_rank: {local} (pid: 36) of fn"
+            for code, local in host
+        )
+        for host in codes
+    ]
+    assert first_failure(tmp_path, output, 2) == first
 
 
 LIVE = """

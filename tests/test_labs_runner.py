@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import experiments, gpu_records, kept, lab_jobs, lab_notebook, labs, pack
+from lablib.launch import experiments, gpu_records, kept, lab_jobs, lab_notebook, lab_worker, labs, pack
 from lablib.launch.lab_worker import start
 from lablib.launch.machine import label
 from tests.processes import ended
@@ -236,6 +238,7 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     late = lab_jobs.prepare(["8"])
     start(late)
     _until(lambda: lab_jobs.read_json(late)["state"] == "refused")
+    _until(lambda: _job(house, "08_other")[1]["status"] == "stopped")  # it waits for nothing
     assert lab_jobs.latest_queue() == queue
     assert rung("stop").exit_code == 0
     _until(lambda: not _alive(pid))
@@ -291,12 +294,81 @@ def test_who_only_looks_refuses_nobody(house):
         assert lab_jobs.is_running()
 
 
+def test_looking_writes_nothing(house):
+    """A folder on a disk that can only be read is looked at like any other."""
+    assert not lab_jobs.is_running()
+    assert "no lab was run here yet" in rung("status").output
+    assert not (house / "mine").exists()
+    with lab_jobs.only_queue():
+        pass
+    lock = house / "mine" / "runs" / "lock"
+    lock.chmod(0o444)
+    lock.parent.chmod(0o555)
+    os.utime(lock, (0, 0))
+    assert not lab_jobs.is_running()
+    assert lock.stat().st_mtime == 0
+    lock.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"lab": "07_small"}'])
+def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
+    damaged, whole = (Path(lab_jobs.read_json(lab_jobs.prepare([lab]))["jobs"][0]) for lab in "78")
+    damaged.write_text(content)
+    result = rung("status")
+    assert result.exit_code == 0
+    assert re.search(r"^waiting +08_other", result.output, re.M)
+    assert re.search(rf"^damaged +{damaged} is damaged \(.*\): delete it", result.output, re.M)
+    assert str(damaged) in json.loads(rung("status", "--json").output)["damaged"][0]
+    again = lab_jobs.read_json(lab_jobs.prepare(["7", "8"]))["jobs"]
+    assert again[1] == str(whole)
+    assert lab_jobs.read_job(Path(again[0]))["status"] == "waiting"
+    (house / "mine" / "runs" / "9999.json").write_text(content)
+    assert json.loads(lab_jobs.latest_queue().read_text())["jobs"] == again
+
+
+def test_a_kernel_that_dies_is_a_sentence(house):
+    _lab(house / "labs", "09_dies", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    job = Path(lab_jobs.read_json(lab_jobs.prepare(["9"]))["jobs"][0])
+    assert re.fullmatch(
+        r"the kernel died in cell \d: .*want of memory \(dmesg says so\)", lab_notebook.run(job)
+    )
+
+
+def test_a_full_disk_is_a_sentence_with_its_reason(house, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    queue = lab_jobs.prepare(["7"])
+    (job,) = lab_jobs.read_json(queue)["jobs"]
+    monkeypatch.setattr(lab_notebook.papermill, "execute_notebook", full)
+    assert lab_notebook.run(Path(job)).startswith("The disk is full: free some room")
+    # The process that runs the labs cannot write down anything, and is gone.
+    lab_jobs.update(queue, state="running")
+    queue.with_suffix(".log").touch()
+    usage = shutil.disk_usage(house)
+    monkeypatch.setattr(labs_cli.shutil, "disk_usage", lambda path: usage._replace(free=0))
+    result = rung("follow")
+    assert result.exit_code == 1
+    assert re.search(r"is gone, and the disk of \S+ is full: free some room; the same command", result.output)
+
+
+def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab_worker, "start", lambda queue: queue.with_suffix(".log").touch())
+    monkeypatch.setattr(labs_cli.time, "sleep", interrupted)
+    result = rung("run", "7", "--gpus", "cpu")
+    assert result.exit_code == 130
+    assert "still running; see `rung labs status`, or end it: rung labs stop" in result.output
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence(house, monkeypatch):
     (house / "file").write_text("")
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(house / "file"))
     result = rung("run", "7")
     assert result.exit_code == 2
-    assert re.fullmatch(r"rung: \[Errno \d+\] [^\n]*file/runs'\n", result.output)
+    assert re.fullmatch(r"rung: \[Errno \d+\] [^\n]*file/runs/lock'\n", result.output)
 
 
 def test_without_the_runner_nothing_is_kept(house):

@@ -1,5 +1,6 @@
 """Ranks start, answer, fail, hang and end as a notebook needs it."""
 
+import ctypes
 import os
 import re
 import select
@@ -72,10 +73,34 @@ def test_live_lines_come_while_the_rank_runs(tmp_path):
 def test_standard_error_and_library_noise_stay_out_of_a_good_run(capfd):
     def work():
         print("warning", file=sys.stderr)
-        os.write(1, b"C++ says hello\n")
+        os.write(2, b"C++ warns\n")
+        dist.new_group([0, 1])  # gloo greets on standard output
 
     run_ranks(work, 2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_subprocesses_and_c_print_is_shown(capfd):
+    def work():
+        print("first")
+        os.system("echo a command")
+        ctypes.CDLL(None).puts(b"C")  # kept in C's memory until the rank flushes it
+
+    run_ranks(work, 2)
+    printed = "".join(f"[rank {rank}] {text}\n" for rank in range(2) for text in ("first", "a command", "C"))
+    assert capfd.readouterr() == (printed, "")
+
+
+def test_a_function_may_close_or_replace_its_streams():
+    def work(how):
+        if how == "closed":
+            sys.stdout.close()
+        else:
+            sys.stdout = sys.stderr = None
+        return how
+
+    for how in ("none", "closed"):
+        assert run_ranks(work, 2, how) == [how] * 2
 
 
 def test_the_rank_that_failed_first_is_named_every_time():
@@ -325,6 +350,10 @@ def test_ranks_inside_ranks_are_refused():
         ((rank_sum, 2), {"device": "mps"}, "device='mps'"),
         ((rank_sum, 2), {"env": {"RANK": "0"}}, "env sets RANK"),
         ((rank_sum, 2), {"env": {"A": 1}}, "environment variables are strings"),
+        ((rank_sum, 2), {"env": {"A=B": "1"}}, "a name has no '='"),
+        ((rank_sum, 2), {"env": {"": "1"}}, "a name has no '='"),
+        ((rank_sum, 2), {"env": {"A\0B": "1"}}, "NUL byte"),
+        ((rank_sum, 2), {"env": {"A": "1\0"}}, "NUL byte"),
         ((rank_sum, 2, threading.Lock()), {}, "cannot be copied to the ranks"),
     ],
 )

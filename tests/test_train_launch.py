@@ -135,8 +135,8 @@ def test_the_sbatch_file_asks_for_what_it_needs() -> None:
 # One node. Like Slurm's own, this srun kills its task at once when it gets a SIGTERM; scancel goes round it.
 SRUN_1 = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
-"$@" & task=$!
-echo $task > "$RECORD.task"
+# The number is there before the task says its first word, or scancel would find none.
+bash -c 'echo $$ > "$RECORD.task"; exec "$@"' task "$@" & task=$!
 trap 'kill -KILL $task; echo "srun killed its task" >> "$RECORD"; exit 137' TERM
 wait $task
 """
@@ -157,8 +157,15 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
     env = environment(folder, MASTER_PORT=str(free_port()), RECORD=str(record), **slurm)
     env |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}{os.pathsep}{env['PATH']}", **more}
     command = ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(folder / "run"), *options]
-    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    patience = threading.Timer(90, job.kill)
+    job = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+    def end() -> None:  # with srun and its task, which hold the pipe
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+
+    patience = threading.Timer(90, end)
     patience.start()
     try:
         told = []
@@ -170,7 +177,7 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
         out = "".join(told) + job.communicate()[0]
     finally:
         patience.cancel()
-        job.kill()
+        end()
         job.wait()
         job.stdout.close()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import typer
 
 app = typer.Typer(help="List and run the labs.", no_args_is_help=True)
 POLL_S = 0.2
+FULL_B = 1 << 20  # a disk with less room than this is full
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -76,10 +78,15 @@ def run(
 @app.command("status")
 def status(as_json: Json = False) -> None:
     """Say what runs, what is done and what is left."""
-    from lablib.launch.lab_jobs import all_jobs, is_running, latest_queue, read_json
+    from lablib.launch.lab_jobs import all_jobs, is_running, latest_queue, read_job
     from lablib.launch.labs import source_digest
 
-    jobs = [read_json(path) | {"folder": str(path.parent)} for path in all_jobs()]
+    jobs, damaged = [], []
+    for path in all_jobs():
+        try:
+            jobs.append(read_job(path) | {"folder": str(path.parent)})
+        except ValueError as error:
+            damaged.append(str(error))
     running, source = is_running(), source_digest()
     for job in jobs:
         if job["status"] == "running" and not running:
@@ -87,14 +94,15 @@ def status(as_json: Json = False) -> None:
         job["older_code"] = job["source"] != source
     if as_json:
         queue = latest_queue()
-        typer.echo(
-            json.dumps({"running": running, "queue": str(queue) if queue else None, "jobs": jobs}, indent=1)
-        )
+        found = {"running": running, "queue": str(queue) if queue else None, "jobs": jobs, "damaged": damaged}
+        typer.echo(json.dumps(found, indent=1))
         return
-    if not jobs:
+    if not jobs and not damaged:
         typer.echo("no lab was run here yet; for example: rung labs run 02")
     for job in jobs:
         typer.echo(f"{job['status']:<12}{job['lab']:<28}{_detail(job)}")
+    for text in damaged:
+        typer.echo(f"{'damaged':<12}{text}")
 
 
 @app.command("follow")
@@ -171,16 +179,21 @@ def _follow(queue: Path) -> bool:
 
 
 def _exit_like(queue: Path, ended: bool) -> None:
-    """Exit with 0 if all jobs are done, 1 if one is not."""
+    """Exit with 0 if all jobs are done, 1 if one is not, 130 as others do after Ctrl-C while labs still run."""
     from lablib.launch.lab_jobs import read_json
 
     content = read_json(queue)
     if content["state"] == "refused":  # its log has said why
         raise typer.Exit(1)
-    if ended and content["state"] not in ("finished", "stopped"):
-        typer.echo("rung: the process that ran the labs is gone; the same command goes on", err=True)
+    if not ended:
+        raise typer.Exit(128 + signal.SIGINT)
+    if content["state"] not in ("finished", "stopped"):
+        # It could not write down what a full disk did to it.
+        full = shutil.disk_usage(queue.parent).free < FULL_B
+        why = f", and the disk of {queue.parent} is full: free some room" if full else ""
+        typer.echo(f"rung: the process that ran the labs is gone{why}; the same command goes on", err=True)
         raise typer.Exit(1)
-    if ended and any(read_json(Path(job))["status"] != "done" for job in content["jobs"]):
+    if any(read_json(Path(job))["status"] != "done" for job in content["jobs"]):
         raise typer.Exit(1)
 
 

@@ -6,15 +6,19 @@ Chapter: book/10_communication.md
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lablib.launch._cluster_network import Network, environment
 
 _TAIL = 15  # lines of output shown with a failure
+_DIED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # what torchrun logs
 
 
 class ClusterError(RuntimeError):
@@ -77,6 +81,35 @@ def run_jobs(
     tail = "\n".join(output[failed].splitlines()[-_TAIL:])
     message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
     raise ClusterError(message, host, output)
+
+
+def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> tuple[int | None, str]:
+    """Return which rank failed first, and why; (None, "") where nothing tells.
+
+    A rank that raised has written down why. One that died has not; its torchrun says how it ended, and nothing else
+    kills a rank before the first failure, so it comes before what its peers say about lost connections. An abort can
+    be the answer of a library to a lost peer.
+
+    Args:
+        folder: Of the files `RANK.error`.
+        output: What each host printed.
+        ranks_per_host: Ranks on each host.
+    """
+    from lablib.launch._rank_handle import ending  # here: hosts alone need no torch
+
+    raised = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    died = [
+        (int(code), host * ranks_per_host + int(local))
+        for host, text in enumerate(output)
+        for code, local in _DIED.findall(text)
+        if int(code) != 1  # raised
+    ]
+    for code, rank in died:
+        if code != -signal.SIGABRT or not raised:
+            return rank, f"its process {ending(code)}"
+    if raised:
+        return int(raised[0].stem), raised[0].read_text()
+    return None, ""
 
 
 def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:

@@ -40,6 +40,13 @@ def check(fn: object, world_size: object, timeout: float, threads: int, env: dic
             raise ValueError(f"env sets {name}, which run_ranks sets for each rank")
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env has {name!r}: {value!r}; environment variables are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env has {name!r}: {value!r}; a name has no '=', and neither part a NUL byte")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        text = "the working folder of this process is gone, and the ranks would start in it"
+        raise ValueError(f"{text}; use os.chdir to go to one that is there") from None
 
 
 def check_device(device: str, world_size: int, env: dict[str, str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -13,7 +14,12 @@ from lablib.launch import _rank_process
 
 _REAP_S = 1.0  # between the end of a process and the news of its exit code
 _END_S = 5.0  # for a killed process to end; a driver can hold it longer, and must not hold the notebook
+_UNKNOWN = 255  # what multiprocessing says of a process when the server that knows its exit code is gone
+_NO_SERVER = "the server that ranks are forked from was ended, so nobody can say how they do; call again"
 _QUIET_S = 0.05  # a stack is complete when nothing has come for so long
+
+#: What gloo prints whenever a group is made.
+_GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
 
 
 class Rank:
@@ -74,7 +80,15 @@ class Rank:
             # An abort can be the answer of a library to a lost peer. Nothing else ends a rank from within
             # without a report, so it comes before whatever the peers say about lost connections.
             order = 1 if code == -signal.SIGABRT else 0
-            self.failure = (order, time.monotonic(), f"its process {_ending(code)}")
+            text = _NO_SERVER if code == _UNKNOWN and self._lives() else f"its process {ending(code)}"
+            self.failure = (order, time.monotonic(), text)
+
+    def _lives(self) -> bool:
+        try:
+            os.kill(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def dismiss(self) -> None:
         """Let the rank leave."""
@@ -134,14 +148,20 @@ class Rank:
                     self._open.remove(pipe)
         return b"".join(chunks)
 
-    def _marked(self, text: bytes) -> str:
+    def _marked(self, printed: bytes) -> str:
+        text = _GREETING.sub("", printed.decode(errors="replace"))
         if not text:
             return ""
-        lines = text.decode(errors="replace").removesuffix("\n").split("\n")
+        lines = text.removesuffix("\n").split("\n")
         return "".join(f"[rank {self.number}] {line}\n" for line in lines)
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
+    """Say how a process ended that gave no result.
+
+    Args:
+        code: Its exit code, or the negative number of a signal.
+    """
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", perhaps for want of memory" if name == "SIGKILL" else ""

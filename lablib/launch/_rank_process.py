@@ -6,7 +6,9 @@ is imported afresh by every rank and an edited lablib is always the one that run
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import fcntl
 import gc
 import linecache
 import multiprocessing
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,6 +29,8 @@ import torch.distributed as dist
 
 from lablib.launch._rank_pickle import pickle_result
 from lablib.launch.devices import BACKENDS, hide_gpus
+
+_F_SETSIG = 10  # Linux: which signal says that a descriptor is ready
 
 #: True in a rank, so that `run_ranks` can refuse to start ranks of ranks.
 inside_rank = False
@@ -86,11 +91,10 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
         failed_at = time.monotonic()  # before formatting, which takes longer for some than for others
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         notebook.send(("failed", failed_at, text))
         os._exit(1)  # destructors of process groups can wait for peers
-    sys.stdout.flush()
+    _flush()
     notebook.send(report)
     # A rank that closes its connections early would look to a slower peer like a failure.
     notebook.recv()
@@ -107,22 +111,39 @@ def _leave_the_notebook() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def follow() -> None:
-        multiprocessing.parent_process().join()
+    notebook = multiprocessing.parent_process()
+    if sys.platform == "linux":
+        # The kernel kills the process group when the notebook's end of a pipe is closed. A thread of Python could not,
+        # while C++ waits with the GIL held, as it does for the file of a meeting whose folder is gone.
+        fcntl.fcntl(notebook.sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(notebook.sentinel, _F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(notebook.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(notebook.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+    def follow() -> None:  # elsewhere, and where it was closed before the kernel was asked
+        notebook.join()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=follow, daemon=True, name="follow-the-notebook").start()
 
 
 def _redirect(output: Connection, errors: Connection) -> None:
-    """Send prints to one pipe and everything else, C++ log lines included, to another."""
-    for descriptor in (1, 2):
-        os.dup2(errors.fileno(), descriptor)
+    """Send standard output to one pipe and standard error to another, those of C++ and of subprocesses included."""
+    os.dup2(output.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
     text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-    sys.stdout = open(output.fileno(), **text)  # noqa: SIM115 (open until the rank ends)
+    sys.stdout = open(1, **text)  # noqa: SIM115 (open until the rank ends)
     sys.stderr = open(2, **text)  # noqa: SIM115
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+
+
+def _flush() -> None:
+    """Write out what Python and C have kept in memory; a function may have closed or replaced its streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _set_environment(rank: int, job: Job) -> None:

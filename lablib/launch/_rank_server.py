@@ -8,10 +8,11 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 
 # torch._dynamo is what the first optimizer of a process loads, with FSDP and DTensor; in the server it is loaded
@@ -60,11 +61,20 @@ def ensure_server(context: BaseContext) -> None:
             args = [*args[:-1], f"import gc; gc.disable(); {args[-1]}"]
         return spawn(path, args, fds)
 
+    resource_tracker.ensure_running()  # leaves SIGINT unblocked
     util.spawnv_passfds = without_collection
+    # Ctrl-C goes to the whole process group: the server begins with SIGINT blocked, and ignores it once it is loaded.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         util.spawnv_passfds = spawn
+
+
+def server_pid() -> int | None:
+    """Return the number of the server's process, or None before the first call."""
+    return forkserver._forkserver._forkserver_pid
 
 
 def _shorten_sockets() -> None:
@@ -77,14 +87,54 @@ def _shorten_sockets() -> None:
             tempfile.tempdir = before
 
 
+class Interrupts:
+    """The interrupts that `uninterrupted` has put off.
+
+    Attributes:
+        noted: When each came, in monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[float] = []
+        # Python calls handlers in the main thread: nothing can interrupt another one, whichever got the signal.
+        main = threading.current_thread() is threading.main_thread()
+        self._usual = signal.getsignal(signal.SIGINT) if main else None
+
+    def listen(self, only_note: bool) -> None:
+        """Choose what an interrupt does from now on.
+
+        Args:
+            only_note: Take note of it; False raises what it usually raises, for those noted before, too.
+        """
+        if not callable(self._usual):  # not the main thread, or interrupts are ignored
+            return
+        signal.signal(signal.SIGINT, self._note if only_note else self._usual)
+        if self.noted and not only_note:
+            self.noted.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Let interrupts raise inside of the block."""
+        try:
+            self.listen(only_note=False)
+            yield
+        finally:
+            self.listen(only_note=True)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.noted.append(time.monotonic())
+
+
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put off an interrupt until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def uninterrupted() -> Iterator[Interrupts]:
+    """Put off interrupts until the end of the block, whichever thread the system hands them to."""
+    interrupts = Interrupts()
     try:
-        yield
+        interrupts.listen(only_note=True)
+        yield interrupts
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        interrupts.listen(only_note=False)
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from __future__ import annotations
 import secrets
 import threading
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -34,7 +37,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lablib.launch.checkpoint_export import export_safetensors
-from lablib.launch.checkpoint_files import alone_is_fine, begin, latest, name_of, publish, read_info
+from lablib.launch.checkpoint_files import (
+    alone_is_fine,
+    begin,
+    check_whole,
+    latest,
+    name_of,
+    publish,
+)
 from lablib.launch.together import agree, count_ranks, from_rank_0, own_group, own_rank, readable
 from lablib.launch.wrapping import tied_parameters
 
@@ -135,13 +145,19 @@ def save(
         previous.finish()
     token = from_rank_0(secrets.token_hex(4))
     aside = folder / f".writing-{step:08d}-{token}"
-    agree(lambda: begin(folder, step, token) if own_rank() == 0 else None, "")
+    agree(lambda: begin(folder, step, token) if own_rank() == 0 else None, f"saving step {step} failed")
     state = {
         "model": _without_ties(model, get_model_state_dict(model)),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
         "rng": _random_state(own_rank()),
     }
     info = {"step": step, "data": data or {}, "ranks": count_ranks(), "tied": tied_parameters(model)}
+    # PyTorch makes the state of an optimizer that has none by a step with gradients of zero, and counts it: Adam's
+    # bias correction would be of one step more than were taken.
+    info["optimizer_stepped"] = bool(optimizer.state)
+    with _no_gradients(optimizer):
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    if not info["optimizer_stepped"]:
+        optimizer.state.clear()
     writing: Future = Future()
     if wait or not dist.is_initialized():
         try:
@@ -187,32 +203,58 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
 
     Raises:
         ValueError: If the checkpoint is missing, damaged, or of another model; nothing is changed then.
+        RuntimeError: If reading fails after all files were seen to be whole, as when one is deleted meanwhile; the
+            model is then loaded in part.
 
     Chapter: book/06_fsdp.md.
     """
-    info = read_info(path)
+    info = check_whole(path)
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     weights = _without_ties(model, get_model_state_dict(model))
     _check_same_model(path, weights, stored)
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        stepped = bool(optimizer.state)
+        with _no_gradients(optimizer):
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     rng = _random_state(own_rank())
     # Every rank finds its own state, or none does: all of them then begin with rank 0's.
     restored = info["ranks"] == count_ranks() and all(f"rng.{name}" in stored for name in rng)
     state["rng"] = rng if restored else {"rank0": torch.get_rng_state()}
-    with alone_is_fine():
-        dcp.load(state, checkpoint_id=path, process_group=own_group(), no_dist=not dist.is_initialized())
+    try:
+        with alone_is_fine():
+            dcp.load(state, checkpoint_id=path, process_group=own_group(), no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # a BaseException, which nobody expects of a file
+        if optimizer is not None and not stepped:
+            optimizer.state.clear()
+        text = f"reading {path} failed on the way, and the model is loaded in part: load another checkpoint"
+        raise RuntimeError(f"{text}. {readable(error)}") from None
     for first, *others in tied_parameters(model):
         state["model"] |= dict.fromkeys(others, state["model"][first])
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        if not info.get("optimizer_stepped", True):
+            optimizer.state.clear()
     if restored:
         _set_random_state(own_rank(), state["rng"])
     else:  # of the CPU and of every GPU
         torch.manual_seed(zlib.crc32(state["rng"]["rank0"].numpy().tobytes()) + own_rank())
     return Progress(info["step"], info["data"], info["ranks"], "restored" if restored else "reseeded")
+
+
+@contextmanager
+def _no_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put gradients aside: where there are some, PyTorch makes no state for an optimizer that has taken no step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _random_state(rank: int) -> dict[str, torch.Tensor]:

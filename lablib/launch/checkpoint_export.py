@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lablib.launch.checkpoint_files import alone_is_fine, read_info
+from lablib.launch.checkpoint_files import alone_is_fine, check_content, read_info
 from lablib.launch.safetensors_file import write_safetensors_file
 
 _PREFIX = "model."
@@ -38,6 +38,7 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
     Chapter: book/06_fsdp.md.
     """
     info = read_info(checkpoint)
+    check_content(checkpoint, info)
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -2,7 +2,7 @@
 
     checkpoints/
         step-00000020/          complete: it got its name when everything was on disk
-            training.json       step, data position, tied names, and the size of every file
+            training.json       step, data position, tied names, and size and checksum of every file
             .metadata           which tensor lies where (DCP)
             __0_0.distcp, ...   the shards of each rank (DCP)
         .writing-00000030-ab12/ a save that is under way, or one that died
@@ -20,16 +20,19 @@ import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lablib.launch.experiments import write_json
+from lablib.launch.together import agree, count_ranks, own_rank
 
 INFO = "training.json"
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = ".writing-"
+_CHUNK = 1 << 24  # bytes of a file read at a time
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -67,11 +70,12 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
 
     Args:
         aside: From `begin`, with all files in it.
-        info: Goes into training.json, with the sizes of the files.
+        info: Goes into training.json, with the sizes and checksums of the files.
         keep: Checkpoints to keep, this one included; None keeps all.
     """
-    sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-    write_json(aside / INFO, {**info, "files": sizes})
+    files = sorted(aside.iterdir())
+    sizes = {path.name: path.stat().st_size for path in files}
+    write_json(aside / INFO, {**info, "files": sizes, "crc32": {path.name: _crc32(path) for path in files}})
     _sync(aside)
     target = name_of(aside.parent, info["step"])
     aside.rename(target)
@@ -92,6 +96,8 @@ def read_info(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: If it is no checkpoint, or a file is missing or cut short.
     """
+    if path is None:
+        raise ValueError("there is no checkpoint to read: `latest` returns None for a folder without one")
     path = Path(path)
     if not (path / INFO).is_file():
         newest = latest(path) if path.is_dir() else None
@@ -114,6 +120,49 @@ def read_info(path: str | Path) -> dict[str, Any]:
     return info
 
 
+def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
+    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none.
+
+    Args:
+        path: A checkpoint.
+        info: From `read_info`.
+        part: Of the files, in order of their names: ranks share the work.
+
+    Raises:
+        ValueError: If a file is not what was written, or cannot be read.
+    """
+    for name, written in sorted(info.get("crc32", {}).items())[part]:
+        try:
+            same = _crc32(Path(path) / name) == written
+        except OSError as error:
+            text = f"{name} cannot be read ({error.strerror})"
+            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one") from None
+        if not same:
+            text = f"the content of {name} is not what was written"
+            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
+
+
+def check_whole(path: str | Path) -> dict[str, Any]:
+    """Return what training.json says, once all files are seen to be what was written; every rank must call.
+
+    Every file is read by one of the ranks.
+
+    Args:
+        path: A checkpoint.
+
+    Raises:
+        ValueError: If it is no checkpoint, or damaged; on every rank.
+    """
+    info: dict[str, Any] = {}
+
+    def look() -> None:
+        info.update(read_info(path))
+        check_content(path, info, slice(own_rank(), None, count_ranks()))
+
+    agree(look, f"reading {path} failed")
+    return info
+
+
 @contextmanager
 def alone_is_fine() -> Iterator[None]:
     """Keep DCP from warning that there are no ranks, where one process is what is wanted."""
@@ -126,8 +175,16 @@ def complete(folder: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / INFO).is_file())
-    return sorted(found, key=lambda path: path.name)
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / INFO).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def _sync(folder: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.units import parse_bandwidth
-from lablib.launch._cluster_jobs import ClusterError, run_jobs
+from lablib.launch._cluster_jobs import ClusterError, first_failure, run_jobs
 from lablib.launch._cluster_network import (
     CARD,
     MAX_HOSTS,
@@ -204,11 +204,11 @@ class Cluster:
             try:
                 self.torchrun(*job, ranks_per_host=ranks_per_host, timeout=timeout, threads=threads)
             except ClusterError as error:
-                # torchrun's own words say that a rank failed; the rank has written down why.
-                if said := sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns):
-                    message = f"rank {said[0].stem} failed first\n\n{said[0].read_text()}"
-                    raise ClusterError(message, error.host, error.output) from None
-                raise
+                rank, why = first_failure(folder, error.output, ranks_per_host)
+                if rank is None:
+                    raise
+                host = rank // ranks_per_host
+                raise ClusterError(f"rank {rank} failed first\n\n{why}", host, error.output) from None
             ranks = range(self.hosts * ranks_per_host)
             return [cloudpickle.loads((folder / f"{rank}.result").read_bytes()) for rank in ranks]
 

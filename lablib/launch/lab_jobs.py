@@ -18,7 +18,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from lablib.launch.labs import (
 from lablib.launch.machine import versions
 
 _LOOK_S = 0.05
+_FIELDS = {"attempts", "key", "lab", "source", "status"}
 
 #: What a job can be. "stopped" and "failed" are run again by the same command, "done" is not.
 STATES = ("waiting", "running", "done", "failed", "stopped")
@@ -50,8 +51,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Args:
         path: The file.
+
+    Raises:
+        ValueError: If it is no JSON, with its name.
     """
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it") from None
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """Return the content of a job.json.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it is damaged; the job can be run again without it.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or not content.keys() >= _FIELDS:
+        raise ValueError(f"{path} is damaged (it is no description of a job): delete it")
+    return content
 
 
 def update(path: Path, **changes: Any) -> dict[str, Any]:
@@ -77,7 +99,11 @@ def find_job(key: str) -> Path | None:
     Args:
         key: From `lablib.launch.labs.lab_key`.
     """
-    return next((path for path in reversed(all_jobs()) if read_json(path)["key"] == key), None)
+    for path in reversed(all_jobs()):
+        with suppress(ValueError):  # a damaged one keeps nobody from running others
+            if read_job(path)["key"] == key:
+                return path
+    return None
 
 
 def prepare(
@@ -122,7 +148,7 @@ def prepare(
     assigned = assign_parameters(paths, parameters or {})
     on = device(gpus)
     moment = datetime.now(UTC)
-    jobs = []
+    jobs, new = [], []
     for path, values in zip(paths, assigned, strict=True):
         if gpus:
             usual = {"gpus": len(gpus), "only_gpu": True}
@@ -149,6 +175,7 @@ def prepare(
                     "attempts": [],
                 },
             )
+            new.append(str(found))
         jobs.append(str(found))
     return write_json(
         runs_dir() / f"{moment:%Y-%m-%dT%H%M%S-%f}.json",
@@ -161,14 +188,29 @@ def prepare(
             "budget_minutes": budget_minutes,
             "pack": pack,
             "jobs": jobs,
+            "new": new,
         },
     )
 
 
 def latest_queue() -> Path | None:
     """Return the newest queue, or None; one that was refused beside another never ran, and is none."""
-    queues = sorted(runs_dir().glob("*.json"), reverse=True)
-    return next((path for path in queues if read_json(path)["state"] != "refused"), None)
+    for path in sorted(runs_dir().glob("*.json"), reverse=True):
+        with suppress(ValueError, KeyError, TypeError):  # damaged
+            if read_json(path)["state"] != "refused":
+                return path
+    return None
+
+
+def refuse(queue: Path) -> None:
+    """Write down that a queue may not run beside another one; jobs that are its own wait for nothing then.
+
+    Args:
+        queue: From `prepare`.
+    """
+    for job in map(Path, update(queue, state="refused").get("new", [])):
+        if read_job(job)["status"] == "waiting":
+            update(job, status="stopped")
 
 
 @contextmanager
@@ -198,9 +240,12 @@ def only_queue(patience: float = 0.0) -> Iterator[None]:
 
 
 def is_running() -> bool:
-    """Say whether labs are being run here."""
+    """Say whether labs are being run here; nothing is written, so the folder may be one that can only be read."""
     try:
-        with only_queue():
-            return False
+        with (runs_dir() / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
     except BlockingIOError:
         return True
+    return False

@@ -21,10 +21,12 @@ from typing import Any
 
 import nbformat
 import papermill
+from nbclient.exceptions import DeadKernelError
 from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 
 from lablib.launch.experiments import now, write_json
+from lablib.launch.known_failures import explain
 from lablib.launch.lab_jobs import read_json
 
 AUTOSAVE_S = 5
@@ -70,7 +72,11 @@ def run(job_file: Path) -> str | None:
         source = folder / "only_gpu.ipynb"
         nbformat.write(without_rehearsals(nbformat.read(path, as_version=4)), source)
 
+    current = 0
+
     def tell(cell: int, cells: int) -> None:
+        nonlocal current
+        current = cell
         write_json(folder / "progress.json", {"cell": cell, "cells": cells, "since": now()})
 
     try:
@@ -87,6 +93,10 @@ def run(job_file: Path) -> str | None:
         )
     except PapermillExecutionError as error:
         return f"cell {error.cell_index} failed with {error.ename}: {error.evalue}"
+    except DeadKernelError:
+        return f"the kernel died in cell {current}: a crash in a library, or killed for want of memory (dmesg says so)"
+    except OSError as error:
+        return explain(str(error)) or f"{type(error).__name__}: {error}"
     return None
 
 
@@ -121,6 +131,7 @@ def main() -> int:
     job_file = Path(sys.argv[1])
     failure = run(job_file)
     if failure:
+        print(failure, file=sys.stderr)  # on a full disk the file cannot be written
         write_json(job_file.parent / "failure.json", {"failure": failure})
     return 1 if failure else 0
 

@@ -23,7 +23,7 @@ import psutil
 
 from lablib.launch.experiments import FOLDER_SWITCH, RECORD_SWITCH, now
 from lablib.launch.known_failures import explain
-from lablib.launch.lab_jobs import only_queue, read_json, update
+from lablib.launch.lab_jobs import only_queue, read_json, refuse, update
 from lablib.launch.pack import pack
 
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: what a lab leaves behind becomes a child of this process
@@ -66,7 +66,7 @@ def main() -> int:
         with only_queue(_LOCK_S):
             return _run(queue)
     except BlockingIOError:
-        update(queue, state="refused")
+        refuse(queue)
         _say("labs are already running here; follow them with: rung labs follow")
         return 2
     except OSError as error:  # a full disk: what the labs have kept so far is whole

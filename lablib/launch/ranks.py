@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -33,13 +35,18 @@ from lablib.launch import _rank_process
 from lablib.launch._rank_arguments import check, check_device, environment
 from lablib.launch._rank_handle import Rank
 from lablib.launch._rank_pickle import pickle_call
-from lablib.launch._rank_server import ensure_server, no_main_module, uninterrupted
+from lablib.launch._rank_server import Interrupts, ensure_server, no_main_module, server_pid, uninterrupted
 from lablib.launch._rank_text import cells, enumerate_ranks, readable, standing
 
 _GRACE_S = 1.0  # after the first failure: time for the others to say what they saw
 _STACK_S = 1.0  # after the timeout: time for hung ranks to say where they stand
+_LOAD_S = 60.0  # at least so long for a server's first answer, while it loads torch
+_START_S = 5.0  # and so long for every later one
+_HURRY_S = 1.0  # after an interrupt: time for a start to come to its end
+_LOOK_S = 0.1
 _LEAVE_S = 5.0  # after the last result: time for the ranks to leave by themselves
 _TAIL = 10  # lines of standard error shown with a failure
+_answered: set[int | None] = set()  # the servers that have loaded torch
 _SILENT = "gives no answer: it is stopped, or stuck in the operating system"
 
 
@@ -92,7 +99,7 @@ def run_ranks(
         fn: Any function; one from a notebook cell or a script is sent by value.
         world_size: Number of ranks, 1 to 64.
         *args: Arguments, copied to every rank.
-        timeout: Seconds until the call gives up and says where each rank stands.
+        timeout: Seconds until the call gives up and says where each rank stands; as many for the start.
         threads: CPU threads of each rank.
         device: "cpu": gloo, and the ranks see no GPU, so they do the same on every machine. "cuda": each rank has
             a GPU of its own, NCCL for what is on it and gloo for the rest.
@@ -118,7 +125,8 @@ def run_ranks(
     check_device(device, world_size, env)
     call = pickle_call(fn, args)
     ranks: list[Rank] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    # Interrupted half-way, a start or an end would leave processes that nobody knows of, or a folder.
+    with uninterrupted() as interrupts, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _rank_process.Job(
             call=call,
             world_size=world_size,
@@ -131,26 +139,55 @@ def run_ranks(
             cells=cells(),
         )
         try:
-            _start(ranks, job, live)
-            _collect(ranks, time.monotonic() + timeout)
+            _start(ranks, job, live, interrupts)
+            with interrupts.let_through():
+                _collect(ranks, time.monotonic() + timeout)
             results = _results(ranks, timeout)
             _dismiss(ranks)
         finally:
-            with uninterrupted():
-                for rank in ranks:
-                    rank.kill()
-                # One piece of text, so that a notebook stores the same output on every run.
-                print("".join([rank.finish() for rank in ranks]), end="", flush=True)
+            for rank in ranks:
+                rank.kill()
+            # One piece of text, so that a notebook stores the same output on every run.
+            print("".join([rank.finish() for rank in ranks]), end="", flush=True)
     return results
 
 
-def _start(ranks: list[Rank], job: _rank_process.Job, live: bool) -> None:
+def _start(ranks: list[Rank], job: _rank_process.Job, live: bool, interrupts: Interrupts) -> None:
+    """Start all ranks; a server that gives no answer is ended, after the timeout or an interrupt."""
     context = multiprocessing.get_context("forkserver")
-    # Interrupted half-way, a start would leave a process that nobody knows of.
-    with uninterrupted(), no_main_module():
+    started, lost = threading.Event(), ""
+    with no_main_module():
         ensure_server(context)
-        for number in range(job.world_size):
-            ranks.append(Rank(context, number, job, live))
+        limit = max(job.timeout, _START_S if server_pid() in _answered else _LOAD_S)
+        deadline = time.monotonic() + limit
+
+        def watch() -> None:
+            while not started.wait(_LOOK_S):
+                now = time.monotonic()
+                if now > deadline or any(now > when + _HURRY_S for when in interrupts.noted):
+                    os.kill(server_pid(), signal.SIGKILL)
+                    return
+
+        threading.Thread(target=watch, daemon=True, name="watch-the-start").start()
+        try:
+            for number in range(job.world_size):
+                ranks.append(Rank(context, number, job, live))
+            _answered.add(server_pid())
+        except (EOFError, OSError) as error:  # what it leaves of a rank ends when this exception does
+            lost = f"{type(error).__name__}: {error}"
+        finally:
+            started.set()
+    if lost and time.monotonic() > deadline:
+        silent = dict.fromkeys(range(len(ranks), job.world_size), "not started")
+        text = "gave no answer, and was ended; the next call starts another one"
+        raise RankTimeout(
+            f"no start of all ranks after {limit:g} s: the server that they are forked from {text}", silent
+        )
+    if lost:
+        text = f"rank {len(ranks)} was not started ({lost})"
+        raise RankError(
+            f"{text}; call again, which starts a new server if the old one has ended", len(ranks), text
+        )
 
 
 def _collect(ranks: list[Rank], deadline: float) -> None:

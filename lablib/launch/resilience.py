@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lablib.launch.checkpoint_files import complete, latest, read_info
+from lablib.launch.checkpoint_files import check_whole, complete, latest, read_info
 from lablib.launch.disk_room import check_room
 from lablib.launch.rank_log import RankLog
 from lablib.launch.together import agree, from_rank_0
@@ -175,7 +175,7 @@ def resume(trainer: Trainer) -> list[str]:
 
     Chapter: book/11_practical_fsdp.md.
     """
-    chosen, told = from_rank_0(_newest_whole(trainer.checkpoints))
+    chosen, told = _newest_whole(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
     if chosen is None:
         return [*told, "there is no checkpoint to resume from: the run starts at step 0"]
@@ -205,9 +205,9 @@ def exit_code(trainer: Trainer) -> int:
 
 def _newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     told = []
-    for path in reversed(complete(folder)):
+    for path in from_rank_0(complete(folder)[::-1]):
         try:
-            read_info(path)
+            check_whole(path)
         except ValueError as error:
             told.append(str(error).replace("; use an older one", "; the one before it is used"))
         else:

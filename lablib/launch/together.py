@@ -5,11 +5,14 @@ Chapter: book/06_fsdp.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+
+from lablib.launch.known_failures import explain
 
 _own_group: tuple[Any, dist.ProcessGroup] | None = None
 
@@ -48,11 +51,18 @@ class _Unwritten(RuntimeError):
 
 
 def readable(error: BaseException) -> BaseException:
-    """Return one line for what DCP tells with the tracebacks of all ranks."""
+    """Return one line for what DCP tells with the tracebacks of all ranks, and what is known about it."""
     if not isinstance(error, CheckpointException):
         return error
-    failures = (f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+    failures = (
+        f"rank {rank}: {_meaning(e)}{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()
+    )
     return _Unwritten("; ".join(failures))
+
+
+def _meaning(error: BaseException) -> str:
+    meaning = explain(f"{error}")
+    return f"{meaning} " if meaning else ""
 
 
 def agree(work: Callable[[], Any], failure: str) -> None:
@@ -65,7 +75,7 @@ def agree(work: Callable[[], Any], failure: str) -> None:
         failure: Begins the message of the error.
 
     Raises:
-        ValueError: On the ranks where `work` raised one, and everywhere if rank 0 did.
+        ValueError: On the ranks where `work` raised one, and everywhere if the first rank that failed did.
         RuntimeError: For any other failure.
     """
     error: BaseException | None = None
@@ -81,6 +91,6 @@ def agree(work: Callable[[], Any], failure: str) -> None:
     if isinstance(error, ValueError):
         raise error
     if told := next(filter(None, texts), None):
-        if told.startswith("rank 0: ValueError: "):
-            raise ValueError(told.removeprefix("rank 0: ValueError: "))
+        if found := re.match(r"rank \d+: ValueError: ", told):
+            raise ValueError(told[found.end() :])
         raise RuntimeError(f"{failure}. {told}") from error

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jupyter_client import KernelManager
 from jupyter_client.manager import start_new_kernel
 
+from lablib.launch.elastic import descendants
 from tests.bench.harness import Result, median
 
 KERNELS = 3  # the first call can be measured once in each
 AGAIN = 20
 FAILURES = 20
+INTERRUPTS = 200
 
 SETUP = """
 import os, signal, time
@@ -120,6 +127,40 @@ def kernel() -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
+def interrupted_at_random(it: Kernel, count: int, seed: int) -> int:
+    """Interrupt a cell that starts ranks, at random moments of its first 100 ms; return how many processes it left.
+
+    Args:
+        it: The kernel.
+        count: How often.
+        seed: Of the moments.
+    """
+    chance, pid = random.Random(seed), it.value("os.getpid()")
+    it.run("run_ranks(work, 1)")
+    usual, left, pause = set(descendants(pid)), 0, threading.Event()
+    for _ in range(count):
+        request = it.client.execute("run_ranks(stay, 4)")
+        _await_message(it, request, "execute_input")
+        pause.wait(chance.uniform(0, 0.1))
+        it.manager.interrupt_kernel()
+        _await_message(it, request, "status", execution_state="idle")
+        end = time.monotonic() + 2
+        while (found := set(descendants(pid)) - usual) and time.monotonic() < end:
+            pause.wait(0.02)
+        left += len(found)
+        for number in found:
+            os.kill(number, signal.SIGKILL)
+    return left
+
+
+def _await_message(it: Kernel, request: str, kind: str, **content: str) -> None:
+    while True:
+        message = it.client.get_iopub_msg(timeout=90)
+        ours = message["parent_header"].get("msg_id") == request and message["msg_type"] == kind
+        if ours and content.items() <= message["content"].items():
+            return
+
+
 def results() -> list[Result]:
     """Measure what the course promises of ranks from a notebook."""
     first, again, named, late, left = [], [], [], [], []
@@ -132,10 +173,13 @@ def results() -> list[Result]:
             late.append(it.value("late()"))
             pids = [int(line.split()[-1]) for line in it.interrupted("run_ranks(stay, 4, live=True)", 4)]
             left.append(it.value(f"sum(map(alive, {pids}))"))
+    with kernel() as it:
+        storm = interrupted_at_random(it, INTERRUPTS, seed=0)
     return [
         Result("four ranks, first call in a kernel", median(first), 3.0, "s", samples={"ours": first}),
         Result("four ranks, every later call", median(again), 0.25, "s", samples={"ours": again}),
         Result("first failing rank named, with its cell", sum(named), FAILURES, "of 20", more_is_better=True),
         Result("hung rank reported, after its timeout", median(late), 1.0, "s", samples={"ours": late}),
         Result("processes left after an interrupt", sum(left), 0, "", samples={"ours": left}),
+        Result(f"processes left after {INTERRUPTS} interrupts at random moments of the start", storm, 0, ""),
     ]

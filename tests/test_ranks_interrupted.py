@@ -1,0 +1,161 @@
+"""Ranks under interrupts at any moment, under a server that is stuck or gone, and without their notebook."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lablib.launch import ranks
+from lablib.launch._rank_server import server_pid, uninterrupted
+from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+from tests.bench.bench_ranks import interrupted_at_random, kernel
+from tests.processes import ended
+
+PAUSE = threading.Event()  # nobody sets it
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Interrupts raise, whatever the tests were started with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_is_put_off_whichever_thread_it_reaches():
+    stop, held = threading.Event(), []
+
+    def block():
+        with uninterrupted():
+            # For the process, as from a terminal, and where Python's own thread is not the one that gets it.
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            for _ in range(20):
+                PAUSE.wait(0.01)
+            held.append(True)
+
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert held
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        stop.set()
+        other.join()
+
+
+def test_ignored_interrupts_stay_ignored_and_other_threads_need_nothing():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    seen = []
+
+    def elsewhere():
+        with uninterrupted() as interrupts, interrupts.let_through():
+            seen.append("ran")
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == ["ran"]
+
+
+@pytest.fixture
+def stopped_server():
+    """A server that answers no more: it is stopped, as by a debugger or a machine that swaps."""
+    run_ranks(os.getpid, 1)
+    pid = server_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        if server_pid() == pid:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_start_that_gets_no_answer_ends_with_the_timeout(stopped_server, monkeypatch):
+    monkeypatch.setattr(ranks, "_START_S", 0.3)
+    begun = time.monotonic()
+    with pytest.raises(
+        RankTimeout, match=r"no start of all ranks after 0.5 s: the server .* was ended"
+    ) as caught:
+        run_ranks(os.getpid, 2, timeout=0.5)
+    assert time.monotonic() - begun < 10
+    assert caught.value.standing == {0: "not started", 1: "not started"}
+    assert run_ranks(lambda: 7, 2) == [7, 7]
+    assert server_pid() != stopped_server
+
+
+def test_an_interrupt_ends_a_start_that_gets_no_answer(stopped_server):
+    begun = time.monotonic()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(os.getpid, 2)
+    timer.join()
+    assert time.monotonic() - begun < 20
+    assert run_ranks(lambda: 7, 1) == [7]
+
+
+def test_a_killed_server_is_said_in_a_sentence():
+    def work():
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(RankError, match="the server that ranks are forked from was ended"):
+        run_ranks(work, 1)
+    assert run_ranks(lambda: 7, 1) == [7]
+
+
+def test_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match=r"the working folder of this process is gone.*os.chdir"):
+        run_ranks(os.getpid, 1)
+
+
+IN_C = """
+import ctypes, os, sys
+from lablib.launch.ranks import run_ranks
+
+def work(path):
+    os.open(path, os.O_WRONLY)
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(600)  # in C, with the GIL held: no thread of Python can run
+
+run_ranks(work, 2, sys.argv[1], live=True, timeout=600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread of the rank looks for the notebook")
+def test_ranks_that_hold_the_gil_end_with_their_notebook(tmp_path):
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    (tmp_path / "script.py").write_text(IN_C)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    command = [sys.executable, "script.py", str(fifo)]
+    try:
+        with ended(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)) as script:
+            assert {script.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
+            PAUSE.wait(0.2)  # from the print to the sleep
+            script.kill()
+            begun = time.monotonic()
+            assert select.select([reader], [], [], 30)[0]  # nobody holds the pipe any more
+            assert os.read(reader, 1) == b""
+            assert time.monotonic() - begun < 10
+    finally:
+        os.close(reader)
+
+
+def test_a_kernel_that_is_interrupted_at_random_moments_leaves_no_process():
+    with kernel() as it:
+        assert interrupted_at_random(it, 12, seed=1) == 0
