@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,3 +35,16 @@ def end(process: subprocess.Popen) -> None:
         for pid in (process.pid, *descendants(process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a port that is free on this machine, and that no outgoing connection takes meanwhile.
+
+    The system hands out ports from 32768 (Linux) or 49152 (macOS) to whoever asks for any. One below stays free until
+    somebody asks for it by number.
+    """
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -34,7 +34,7 @@ from lablib.launch.kill_and_resume import kill_and_resume
 from lablib.launch.known_failures import explain
 from lablib.launch.rank_log import read_logs
 from lablib.launch.ranks import RankError, run_ranks
-from lablib.launch.rendezvous import check_port, free_port
+from lablib.launch.rendezvous import check_port
 from lablib.launch.resilience import (
     STOPPED,
     LogEvents,
@@ -48,7 +48,7 @@ from lablib.launch.straggler_watch import StragglerWatch
 from lablib.launch.together import agree
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.trainer import Callback, Trainer
-from tests.processes import ended
+from tests.processes import ended, free_port
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {

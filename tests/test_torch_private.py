@@ -29,7 +29,10 @@ REVIEWED = {
         "torch._C",
     ): "the function itself says what is missing",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
-    ("lablib/launch/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
+    (
+        "lablib/launch/real_run.py",
+        "torch._inductor",
+    ): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_train_ddp.py", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_accelerate_script.py", "torch._dynamo"): "loaded ahead to save time",

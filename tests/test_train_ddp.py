@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lablib.launch import elastic
 from lablib.launch._rank_server import ensure_server, no_main_module
-from tests.processes import ended
+from tests.processes import ended, free_port
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
 TOLERANCE = 1e-9
@@ -158,14 +157,11 @@ Job = subprocess.Popen | Worker
 
 def workers(ranks: int, *options: object, start: Callable[..., Job] = Worker) -> list[Job]:
     """Start the ranks that torchrun would start, with a handle on each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
     return [
         start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)

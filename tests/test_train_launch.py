@@ -8,7 +8,6 @@ fp32 with eps = 1e-2: losses of two ranks and of the plain loop agree to 2e-5, a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import runpy
@@ -30,12 +29,11 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from lablib.calc.params import count_params
 from lablib.launch.checkpoint_files import latest, read_info
 from lablib.launch.plain_loop import plain_loop
-from lablib.launch.rendezvous import free_port
 from lablib.launch.train_arguments import config_of, train_parser
 from lablib.launch.train_config import train_model
 from lablib.launch.train_metrics import read_metrics
 from lablib.launch.train_start import check_alone
-from tests.processes import ended
+from tests.processes import end, ended, free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "labs" / "scripts"
@@ -157,15 +155,8 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
     env = environment(folder, MASTER_PORT=str(free_port()), RECORD=str(record), **slurm)
     env |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}{os.pathsep}{env['PATH']}", **more}
     command = ["bash", str(SCRIPTS / "train_fsdp.sbatch"), "--folder", str(folder / "run"), *options]
-    job = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-    def end() -> None:  # with srun and its task, which hold the pipe
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-
-    patience = threading.Timer(90, end)
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    patience = threading.Timer(90, end, [job])  # with srun and its task, which hold the pipe
     patience.start()
     try:
         told = []
@@ -177,11 +168,9 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
         out = "".join(told) + job.communicate()[0]
     finally:
         patience.cancel()
-        end()
+        end(job)
         job.wait()
         job.stdout.close()
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(int((folder / "record.task").read_text()), signal.SIGTERM)
     asked = record.read_text().splitlines()
     assert asked[:2] == ["scontrol show hostnames node-1", "scancel --signal=TERM 4711"], out
     return job.returncode, asked[2:]

@@ -16,13 +16,6 @@ import sys
 _CONNECT_S = 1.0
 
 
-def free_port() -> int:
-    """Return a port that is free on this machine at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def check_port(endpoint: str) -> None:
     """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun.
 
