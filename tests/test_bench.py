@@ -70,3 +70,23 @@ def test_variants_are_timed_in_turn():
     )
     assert calls == list("baabbaab")
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_a_bench_that_times_nothing_is_recorded_alone(monkeypatch, capsys):
+    """Its counts need no quiet machine; times that are compared come from one run of all."""
+    from tests.bench import bench_attack, bench_ddp
+
+    counted = Result("cases", 3.0, 3.0, "cases", "all", more_is_better=True)
+    monkeypatch.setattr(bench_attack, "results", lambda: [counted])
+    monkeypatch.setattr(bench_ddp, "results", lambda: pytest.fail("timed"))
+    kept = {}
+    monkeypatch.setattr(
+        harness, "save_record", lambda name, rows, command: kept.update({name: (rows, command)})
+    )
+    assert harness.main(["attack", "--record"]) == 0
+    ((rows, command),) = kept.values()
+    assert (list(kept), command) == (["attacked_toys"], "make bench BENCH='attack --record'")
+    assert [row["ours"] for row in rows] == [3.0]
+    with pytest.raises(SystemExit):
+        harness.main(["attack", "ddp", "--record"])
+    assert "--record keeps one run" in capsys.readouterr().err
