@@ -17,6 +17,7 @@ from typing import Any
 
 from lablib.launch._cluster_network import Network, environment
 
+_GRACE_S = 1.0  # after the first failure: time for the other hosts to say what they saw
 _TAIL = 15  # lines of output shown with a failure
 _DIED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # what torchrun logs
 
@@ -113,18 +114,21 @@ def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> t
 
 
 def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
-    """Return the first job that failed, -1 if time ran out, None if all are well."""
-    left = dict(enumerate(running))
+    """Return the first job that failed, -1 if time ran out, None if all are well.
+
+    After the first failure the others have a moment: the host whose rank died may be the second to notice.
+    """
+    left, failed = dict(enumerate(running)), None
     while left:
         for number, process in list(left.items()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
                 del left[number]
-                if process.returncode:
-                    return number
+                if process.returncode and failed is None:
+                    failed, deadline = number, min(deadline, time.monotonic() + _GRACE_S)
         if left and time.monotonic() > deadline:
-            return -1
-    return None
+            return -1 if failed is None else failed
+    return failed
 
 
 def _text(file: Any) -> str:
