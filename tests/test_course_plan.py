@@ -78,6 +78,7 @@ def test_minutes_are_said_in_hours():
 def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch, tmp_path):
     said = "No line of the GPU path has run on CUDA yet" in _text("README.md").split("## On rented GPUs")[1]
     assert said == (not gpu_records.recorded_on_gpus())
+    assert ("has not run on CUDA yet" in _text("README.md").split("## ")[0]) == said
     recorded = tmp_path / "labs" / "recorded"
     recorded.mkdir(parents=True)
     monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lablib.launch.gpu_records import recorded_on_gpus
 from tests.pretend import ROOT
 
 LIST = ROOT / "labs" / "GPU_UNTESTED.md"
@@ -35,11 +36,6 @@ What needs a kernel or NCCL is below.
 
 Statements of `lablib`, `labs/scripts` and `tools` that run only where there is a GPU.
 """
-
-
-def recorded_on_gpus() -> list[str]:
-    """Return the records that were made on GPUs, by file stem."""
-    return sorted(path.stem for path in (ROOT / "labs" / "recorded").glob("*-*gpu.json"))
 
 
 def gpu_cells() -> Iterator[tuple[str, str, list[str]]]:
