@@ -41,9 +41,10 @@ def _no_child_left():
     end, pause = time.monotonic() + 5, threading.Event()  # one that was killed may take a moment to go
     while (left := _children() - before - _servers()) and time.monotonic() < end:
         pause.wait(0.02)
-    names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
+    names = []
     for pid in left:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended since
+            names.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
             os.kill(pid, signal.SIGKILL)
     assert not left, f"the test left {names}"
 

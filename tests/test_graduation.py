@@ -148,6 +148,7 @@ def _record(folder, *, ranks=2, gpus=2, device="cuda:0", params=124_000_000, dat
     }  # fmt: skip
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     (folder / "runs" / f"strong-{ranks}.json").write_text(json.dumps(record))
+    (folder / "runs" / "one-1.json").write_text(json.dumps(record | {"scaling": "one", "ranks": 1}))
     return record
 
 
@@ -176,6 +177,15 @@ def test_only_a_real_model_with_a_gpu_for_each_rank_is_a_run_on_gpus(tmp_path, w
 def test_cpu_ranks_on_a_machine_with_gpus_are_labelled_as_that(tmp_path):
     assert where_of(_record(tmp_path, device="cpu")) == "Xeon, 8 CPUs"
     assert where_of(_record(tmp_path)) == "2 x H100"
+
+
+@pytest.mark.parametrize("lost", ["one-1.json", "strong-2.json"])
+def test_a_run_with_nothing_to_compare_it_with_is_no_report_of_scaling(tmp_path, lost):
+    record = _record(tmp_path / "x")
+    (tmp_path / "x" / "runs" / "weak-2.json").write_text(json.dumps(record | {"scaling": "weak"}))
+    assert gpu_report(tmp_path) == tmp_path / "x"
+    (tmp_path / "x" / "runs" / lost).unlink()
+    assert gpu_report(tmp_path) is None
 
 
 def test_rung_11_is_passed_on_cpu_ranks_until_a_report_says_more(tmp_path, monkeypatch):

@@ -185,11 +185,16 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "asked"),
-    [(1, "9", ["scontrol requeue 4711"]), (1, "10", []), (0, "0", [])],
+    ("code", "restarts", "options", "asked"),
+    [
+        (1, "9", ["--save-every", "5"], ["scontrol requeue 4711"]),
+        (1, "10", ["--save-every", "5"], []),
+        (0, "0", ["--save-every", "5"], []),
+        (1, "0", [], []),  # without checkpoints it would begin anew
+    ],
 )
 def test_a_job_that_never_gets_on_or_is_done_is_not_queued_again(
-    tmp_path: Path, code: int, restarts: str, asked: list[str]
+    tmp_path: Path, code: int, restarts: str, options: list[str], asked: list[str]
 ) -> None:
     """A torchrun that is played: it takes a step and ends with a code when it is told to stop."""
     played = f"""#!/bin/bash
@@ -201,7 +206,7 @@ while true; do sleep 0.05; done
     (tmp_path / "python").write_text(played)
     (tmp_path / "python").chmod(0o755)
     more = {"PYTHON": str(tmp_path / "python"), "SLURM_RESTART_COUNT": restarts}
-    assert time_is_up(tmp_path, **more) == (code, asked)
+    assert time_is_up(tmp_path, *options, **more) == (code, asked)
 
 
 def launcher_arguments(words: list[str]) -> tuple[object, list[str]]:

@@ -197,6 +197,13 @@ def would_bring(venv: Path, *arguments: str) -> list[str]:
     return sorted(f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items)
 
 
+def _capabilities() -> list[str]:
+    """Return the compute capability of each GPU, "9.0", as nvidia-smi says it; nothing where it says none."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return re.findall(r"(?m)^\s*(\d+\.\d+)\s*$", told)
+
+
 def torch_index() -> list[str]:
     """Return the pip options with which the pinned torch comes for this driver.
 
@@ -217,6 +224,11 @@ def torch_index() -> list[str]:
         raise SystemExit(
             f"The driver runs CUDA up to {newest[0]}.{newest[1]}, and the course's torch needs 12 or newer: "
             "choose a machine with a newer driver."
+        )
+    if newest[0] == 12 and any(float(major) >= 10 for major in _capabilities()):
+        raise SystemExit(
+            "The driver runs CUDA 12, whose builds of the course's torch have no kernels for this GPU: choose a machine "
+            "with a driver for CUDA 13, or an image with a torch of its own."
         )
     return ["--extra-index-url", CUDA_12] if newest[0] == 12 else []
 

@@ -77,8 +77,8 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
     gc.enable()
     _leave_the_notebook()
     _redirect(output, errors)
-    _set_environment(rank, job)
     try:
+        _set_environment(rank, job)
         fn, args = cloudpickle.loads(job.call)
         # The notebook's own timeout must strike first: it says where every rank stands, c10d's does not.
         limit = timedelta(seconds=2 * job.timeout + 60)

@@ -84,7 +84,8 @@ def gpu_samples(
     if here:
         samples = measure()
         command = os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv))
-        if os.environ.get(RECORD_SWITCH) == "1":
+        # Failures alone must not take the place of an earlier record.
+        if os.environ.get(RECORD_SWITCH) == "1" and not all("failed" in sample for sample in samples):
             return save_record(gpu_record_name(name, here), samples, command, device="cuda")
         return Record(name, samples, machine(), command, commit(), now(), topology=topology())
     counts = recorded_counts(name)

@@ -52,7 +52,8 @@ def pack(target: Path | None = None) -> Path:
                 archive.add(path, Path("distributed-experiments") / path.relative_to(source))
             for path in sorted(records.glob("*.json")):
                 where = json.loads(path.read_text(encoding="utf-8"))["machine"]
-                if (where["gpus"], where["cpu"]) == (here["gpus"], here["cpu"]):
+                # A lab may have seen some of the GPUs, or none.
+                if where["cpu"] == here["cpu"] and set(where["gpus"]) <= set(here["gpus"]):
                     archive.add(path, Path("labs", "recorded", path.name))
             text = "".join(f"{path.stat().st_size}\t{path.relative_to(source)}\n" for path in left).encode()
             entry = tarfile.TarInfo("distributed-experiments/LEFT_OUT.txt")

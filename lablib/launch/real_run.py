@@ -190,7 +190,8 @@ class RealRun:
 
         try:
             sample = self._kept.sample(case, attempt)
-        except (RankError, RankTimeout) as error:
+        # What this process makes of a run may fail as well: a trace without its window, a disk that is full.
+        except (RankError, RankTimeout, ValueError, OSError) as error:
             sample = {**case, "failed": reason(error, compiled)}
         print(describe(sample), flush=True)
         return sample
@@ -213,11 +214,11 @@ def _name(case: Sample) -> str:
     return "-".join(f"{key}-{value}" for key, value in case.items())
 
 
-def reason(error: RankError | RankTimeout, compiled: bool = False) -> str:
+def reason(error: Exception, compiled: bool = False) -> str:
     """Return in one line why ranks failed: no memory, no compiler, or their own error.
 
     Args:
-        error: What `run_ranks` raised.
+        error: What `run_ranks` raised, or what became of its results.
         compiled: Whether they were to compile.
     """
     text = getattr(error, "traceback", "") or str(error)

@@ -111,6 +111,8 @@ def where_of(record: Mapping[str, Any]) -> str:
 def gpu_report(experiments: Path | None = None) -> Path | None:
     """Return the newest report of a real model on two GPUs or more, or None; a small model's on GPUs is none.
 
+    The run on several counts where there is the same batch on one to compare it with.
+
     Args:
         experiments: Where reports are; by default the learner's own.
     """
@@ -118,7 +120,8 @@ def gpu_report(experiments: Path | None = None) -> Path | None:
     for path in (experiments or experiments_dir()).glob("*/runs/*-*.json"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["ranks"] >= 2 and on_gpus(record) and record["facts"]["params"] >= REAL_PARAMS:
+            real = record["ranks"] >= 2 and on_gpus(record) and record["facts"]["params"] >= REAL_PARAMS
+            if real and record["scaling"] == "strong" and path.with_name("one-1.json").exists():
                 found.append((record["date"], path.parent.parent))
         except (AttributeError, ValueError, KeyError, TypeError):
             continue  # a queue of the labs, or a torn file

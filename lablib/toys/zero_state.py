@@ -45,6 +45,11 @@ def gather(
     return states
 
 
+def _is_per_element(value: object, p: Tensor) -> bool:
+    """Whether a piece of state has a number for each of a parameter's; NAdam's `mu_product` is one for all."""
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
 @torch.no_grad()
 def scatter(
     module: nn.Module,
@@ -75,7 +80,7 @@ def scatter(
         mine = {}
         for key, value in states.get(names[flat.params[0]], {}).items():
             mine[key] = value
-            if isinstance(value, Tensor) and key != "step":
+            if key != "step" and all(_is_per_element(states[names[p]][key], p) for p in flat.params):
                 whole = value.new_zeros(flat.world_size * flat.width)
                 for p, part in zip(flat.params, flat.split(whole), strict=True):
                     part.copy_(states[names[p]][key])

@@ -48,6 +48,7 @@ class _State:
     """Whether CUDA was asked for anything in this process, or before it was forked."""
 
     asked = False
+    started = False
     bad_fork = False
 
     @classmethod
@@ -63,7 +64,7 @@ class _State:
                 "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
                 "'spawn' start method"
             )
-        cls.asked = True
+        cls.asked = cls.started = True
 
 
 def _after_fork() -> None:
@@ -169,7 +170,8 @@ def pretend(torch, setattr=setattr) -> None:
         "get_rng_state": rng_state,
         "set_rng_state": later(),
         "is_current_stream_capturing": lambda: False,
-        "synchronize": later(),
+        "is_initialized": lambda: _State.started and not _State.bad_fork,
+        "synchronize": lambda *_args: _State.start(),
         "empty_cache": later(),
         "manual_seed": later(),
         "manual_seed_all": later(),

@@ -2,7 +2,7 @@
 
     python -m tests.pretend.untested        writes the list anew
 
-Read from the source, so that no line is forgotten: every statement that asks CUDA for more than a number of devices, and
+Read from the source: every statement that asks CUDA for more than a number of devices, and
 every statement under an `if` that asks for it.
 """
 
@@ -81,9 +81,9 @@ def gpu_lines(path: Path) -> dict[str, list[str]]:
 def _asks_whether_cuda(test: ast.expr) -> bool:
     """Whether a condition is true on a GPU only: `device.type == "cuda"`, `torch.cuda.is_available()`."""
     text = ast.unparse(test)
-    return bool(re.search(r"== 'cuda'|cuda\.is_available\(\)|^cuda$|^gpus?$", text)) and not text.startswith(
-        "not "
-    )
+    return bool(
+        re.search(r"== 'cuda'|!= 'cpu'|'nccl' in|cuda\.is_available\(\)|^cuda$|^gpus?$|^pinned$", text)
+    ) and not text.startswith("not ")
 
 
 def _uses_cuda(node: ast.AST) -> bool:
