@@ -783,6 +783,27 @@ def test_what_zero_cannot_do_is_refused() -> None:
     run_ranks(refused, 2)
 
 
+def nadam_resumed() -> list[float]:
+    """NAdam has two numbers for the whole of a parameter: the step, and the product of its momenta."""
+    torch.manual_seed(0)
+    start, x, gaps = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), torch.randn(5, 4), []
+    for stage in STAGES:
+        model, again = (STAGES[stage](copy.deepcopy(start), torch.optim.NAdam) for _ in range(2))
+        for turn in range(4):
+            for each in (model, again) if turn > 1 else (model,):
+                each.backward(each(x).square().sum())
+                each.step()
+            if turn == 1:
+                again.load_full_state_dict(model.full_state_dict())
+                again.load_full_optimizer_state(model.full_optimizer_state())
+        gaps.append(distance(model.full_state_dict(), again.full_state_dict()))
+    return gaps
+
+
+def test_a_number_that_an_optimizer_keeps_for_a_whole_parameter_comes_back() -> None:
+    assert run_ranks(nadam_resumed, 2) == [[0.0, 0.0, 0.0]] * 2
+
+
 def mixed_master(seed: int) -> dict[str, object]:
     """bf16 matrices and fp32 norms under an fp32 master; saved in the middle, and resumed on other ranks' shards."""
     torch.manual_seed(seed)
