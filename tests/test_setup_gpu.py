@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lablib.calc.torch_versions import SUPPORTED
+
 ROOT = Path(__file__).resolve().parents[1]
 NGC = "2.11.0a0+eb65b36914.nv26.02"
 TORCH = '__version__ = "{}"\nclass cuda:\n    device_count = staticmethod(lambda: 2)\n'
@@ -264,3 +266,10 @@ def test_make_asks_for_no_ensurepip(tmp_path):
             command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
         )
         assert run.stdout == f"python-of-the-image tools/image_venv.py x{options}\n"
+
+
+def test_the_tool_knows_the_supported_versions():
+    """It runs before anything is installed, with whatever Python an image has, and imports nothing of lablib for them."""
+    tool = _tool()
+    ends = [".".join(map(str, version)) for version in (tool.OLDEST, tool.NEWEST)]
+    assert ends == [SUPPORTED[0], SUPPORTED[-1]]

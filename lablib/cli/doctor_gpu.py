@@ -24,6 +24,7 @@ from lablib.cli.doctor_judges import (
     judge_xids,
 )
 from lablib.cli.doctor_labs import Found, judge_compile, judge_labs
+from lablib.launch.known_failures import own_line
 
 T = TypeVar("T")
 NO_GPU = "no GPU here: what needs one was not looked at; every rung but the measured part of 11 runs without"
@@ -123,18 +124,9 @@ def tried(name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except (RuntimeError, ValueError, OSError) as error:
-        return Finding(name, MISSING, f"failed: {reason(error)}", "return this machine, or use one GPU of it")
-
-
-def reason(error: BaseException) -> str:
-    """Return the line of an error that says what happened: the last of a rank's traceback, else the first.
-
-    Args:
-        error: What was raised.
-    """
-    told = getattr(error, "traceback", None) or str(error)
-    lines = [line.strip() for line in told.splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1] if hasattr(error, "traceback") else lines[0]
+        return Finding(
+            name, MISSING, f"failed: {own_line(error)}", "return this machine, or use one GPU of it"
+        )
 
 
 def all_reduces(count: int) -> dict[tuple[int, ...], float]:
@@ -162,7 +154,7 @@ def compiling() -> Finding:
     try:
         return judge_compile([], compile_seconds())
     except Exception as error:  # a compiler raises whatever its parts raise
-        return judge_compile(lacks_for_compile(), None, reason(error))
+        return judge_compile(lacks_for_compile(), None, own_line(error))
 
 
 def missing_float8() -> str | None:

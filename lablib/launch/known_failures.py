@@ -110,6 +110,19 @@ def explain(text: str) -> str | None:
     return None
 
 
+def own_line(error: BaseException) -> str:
+    """Return the line of an error that says what happened, without the frames before it and the advice after it.
+
+    Args:
+        error: One of the ranks', with a traceback of text, or any other.
+    """
+    told = getattr(error, "traceback", "")
+    lines = [line for line in (told or str(error)).splitlines() if line.strip()] or [type(error).__name__]
+    # In a traceback an exception's own line begins at the margin with its name.
+    named = [line for line in lines if told and re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    return (named[-1] if named else lines[0]).strip()
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Print what a known error means and leave with code 1; other errors go their way with their traceback.

@@ -14,7 +14,6 @@ Chapter: book/11_practical_fsdp.md
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from typing import Any
 from lablib.calc.trace import Trace, merge, split, window_of
 from lablib.launch.experiments import experiments_dir
 from lablib.launch.kept import Kept
+from lablib.launch.known_failures import own_line
 from lablib.launch.plain_loop import race
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.launch.real_run_predictions import Yours, predicted_run
@@ -224,10 +224,7 @@ def reason(error: Exception, compiled: bool = False) -> str:
     text = getattr(error, "traceback", "") or str(error)
     if "out of memory" in text.lower():
         return NO_MEMORY
-    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    # An exception's own line begins at the margin with its name; its frames and its advice do not.
-    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
-    told = (named[-1] if named else lines[0])[:200]
+    told = own_line(error)[:200]
     return f"did not compile: {told}" if compiled and any(word in text for word in _COMPILER) else told
 
 

@@ -7,6 +7,7 @@ A lab passes if everything ran but what needs a kernel: the first error of a cel
 """
 
 import argparse
+import ast
 import json
 import sys
 import tempfile
@@ -30,7 +31,7 @@ def run_lab(path: Path, gpus: int) -> tuple[list[str], list[str], list[dict]]:
         The cells that need a kernel, the cells that failed for another reason with it, and what was asked of CUDA.
     """
     notebook = nbformat.read(path, as_version=4)
-    needs, failures = [], []
+    needs, failures, missing = [], [], set()
     with tempfile.TemporaryDirectory(prefix="pretend-") as name:
         log = Path(name, "log")
         client = NotebookClient(
@@ -45,8 +46,11 @@ def run_lab(path: Path, gpus: int) -> tuple[list[str], list[str], list[dict]]:
                 for error in (output for output in cell.outputs if output.output_type == "error"):
                     if "GPUs are pretended" in "".join(error.traceback):
                         needs.append(cell.id)
-                    elif not (needs and error.ename == "NameError"):  # of what that cell would have measured
+                    elif not (error.ename == "NameError" and set(error.evalue.split("'")) & missing):
                         failures.append(f"{cell.id}: {error.ename}: {error.evalue.splitlines()[0]}")
+                    # What this cell would have bound, the cells after it may miss.
+                    nodes = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Name)]
+                    missing |= {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
         asked = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return needs, failures, asked
 
