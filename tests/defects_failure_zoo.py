@@ -3,6 +3,8 @@
 import math
 from itertools import pairwise
 
+from tests.planted import listed
+
 HEALTHY = "healthy"
 
 
@@ -44,69 +46,44 @@ def _diagnose(
     return HEALTHY
 
 
-def every_hang_is_a_mismatch(seen):
-    return _diagnose(seen, hang=lambda seen: "mismatched collectives")
+class diagnose:
+    def every_hang_is_a_mismatch(seen):
+        return _diagnose(seen, hang=lambda seen: "mismatched collectives")
 
+    def never_looks_at_operations(seen):
+        return _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
 
-def never_looks_at_operations(seen):
-    return _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
+    def never_looks_at_batches(seen):
+        return _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
 
+    def believes_in_one_copy_of_the_weights(seen):
+        """Takes the bytes of the whole model for what a rank should keep."""
+        return _diagnose(seen, most_state=1.0)
 
-def never_looks_at_batches(seen):
-    return _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
+    def expects_a_half_to_the_byte(seen):
+        return _diagnose(seen, most_state=0.5 - 1e-9)
 
+    def one_reduction_per_micro_batch(seen):
+        return _diagnose(seen, steps=lambda seen: len(seen.losses[0]) * seen.micro_batches)
 
-def believes_in_one_copy_of_the_weights(seen):
-    """Takes the bytes of the whole model for what a rank should keep."""
-    return _diagnose(seen, most_state=1.0)
+    def never_looks_at_bytes(seen):
+        return _diagnose(seen, dtype=False)
 
+    def only_the_losses(seen):
+        """Says wrong dtype whenever the losses move a little."""
+        found = _diagnose(seen, dtype=False)
+        means = [sum(ranks) / len(ranks) for ranks in zip(*seen.losses, strict=False)]
+        moved = any(a != b for a, b in zip(means, seen.expected["losses"], strict=False))
+        return "wrong-dtype reduction" if found == HEALTHY and moved else found
 
-def expects_a_half_to_the_byte(seen):
-    return _diagnose(seen, most_state=0.5 - 1e-9)
+    def nobody_is_slow(seen):
+        return _diagnose(seen, work=math.inf)
 
+    def norms_to_the_bit(seen):
+        return _diagnose(seen, norm=0.0)
 
-def counts_all_collectives(seen):
-    return _diagnose(seen, reduces=lambda seen: [size for _, size in seen.calls[0]])
-
-
-def one_reduction_per_micro_batch(seen):
-    return _diagnose(seen, steps=lambda seen: len(seen.losses[0]) * seen.micro_batches)
-
-
-def never_looks_at_bytes(seen):
-    return _diagnose(seen, dtype=False)
-
-
-def only_the_losses(seen):
-    """Says wrong dtype whenever the losses move a little."""
-    found = _diagnose(seen, dtype=False)
-    means = [sum(ranks) / len(ranks) for ranks in zip(*seen.losses, strict=False)]
-    moved = any(a != b for a, b in zip(means, seen.expected["losses"], strict=False))
-    return "wrong-dtype reduction" if found == HEALTHY and moved else found
-
-
-def only_rank_1_can_be_slow(seen):
-    if not seen.hangs and not seen.sharded and seen.flops[0][0] > seen.flops[1][0]:
+    def everything_is_well(seen):
         return HEALTHY
-    return _diagnose(seen)
-
-
-def nobody_is_slow(seen):
-    return _diagnose(seen, work=math.inf)
-
-
-def norms_to_the_bit(seen):
-    return _diagnose(seen, norm=0.0)
-
-
-def first_norm_only(seen):
-    found = _diagnose(seen, norm=math.inf)
-    off = abs(seen.norms[0][0] - seen.expected["norms"][0]) > 1e-2 if seen.norms[0] else False
-    return "forgotten zero_grad" if found == HEALTHY and off and not seen.sharded else found
-
-
-def everything_is_well(seen):
-    return HEALTHY
 
 
 def by_scores(seen):
@@ -133,22 +110,5 @@ def by_scores(seen):
     return next((name for name, true in suspicions if true), HEALTHY)
 
 
-DEFECTS = {
-    "diagnose": [
-        every_hang_is_a_mismatch,
-        never_looks_at_operations,
-        never_looks_at_batches,
-        believes_in_one_copy_of_the_weights,
-        expects_a_half_to_the_byte,
-        counts_all_collectives,
-        one_reduction_per_micro_batch,
-        never_looks_at_bytes,
-        only_the_losses,
-        only_rank_1_can_be_slow,
-        nobody_is_slow,
-        norms_to_the_bit,
-        first_norm_only,
-        everything_is_well,
-    ]
-}
+DEFECTS = listed(diagnose)
 SECOND_SOLUTIONS = {"diagnose": by_scores}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from lablib.calc.params import count_params
+from tests.planted import listed
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {"sgd": 0.0, "sgd-momentum": 4.0, "adamw": 8.0, "adamw-8bit": 2 + 8 / 256}
-
-
-# --- bytes_per_parameter ------------------------------------------------------------------------------
 
 
 def second_bytes_per_parameter(weights, gradients, master, optimizer):
@@ -20,37 +18,26 @@ def second_bytes_per_parameter(weights, gradients, master, optimizer):
     return sum(buffers)
 
 
-def forgot_the_master_copy(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, gradients, False, optimizer)
+class bytes_per_parameter:
+    def forgot_the_master_copy(weights, gradients, master, optimizer):
+        return second_bytes_per_parameter(weights, gradients, False, optimizer)
 
+    def forgot_the_gradients(weights, gradients, master, optimizer):
+        return second_bytes_per_parameter(weights, (), master, optimizer)
 
-def forgot_the_gradients(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, (), master, optimizer)
+    def counted_one_gradient_buffer(weights, gradients, master, optimizer):
+        return second_bytes_per_parameter(weights, gradients[:1], master, optimizer)
 
+    def always_two_fp32_moments(weights, gradients, master, optimizer):
+        return second_bytes_per_parameter(weights, gradients, master, "adamw")
 
-def counted_one_gradient_buffer(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, gradients[:1], master, optimizer)
+    def forgot_the_scales(weights, gradients, master, optimizer):
+        if optimizer == "adamw-8bit":
+            return second_bytes_per_parameter(weights, gradients, master, "sgd") + 2
+        return second_bytes_per_parameter(weights, gradients, master, optimizer)
 
-
-def always_two_fp32_moments(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, gradients, master, "adamw")
-
-
-def forgot_the_scales(weights, gradients, master, optimizer):
-    if optimizer == "adamw-8bit":
-        return second_bytes_per_parameter(weights, gradients, master, "sgd") + 2
-    return second_bytes_per_parameter(weights, gradients, master, optimizer)
-
-
-def gave_fp32_a_master_copy(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, gradients, True, optimizer)
-
-
-def no_master_copy_beside_fp32(weights, gradients, master, optimizer):
-    return second_bytes_per_parameter(weights, gradients, master and weights != "fp32", optimizer)
-
-
-# --- fits ---------------------------------------------------------------------------------------------
+    def no_master_copy_beside_fp32(weights, gradients, master, optimizer):
+        return second_bytes_per_parameter(weights, gradients, master and weights != "fp32", optimizer)
 
 
 def second_fits(params, gpus, capacity_gib, strategy):
@@ -66,53 +53,37 @@ def second_fits(params, gpus, capacity_gib, strategy):
     return gigabytes, gigabytes <= capacity_gib * 1.073741824
 
 
-def eight_bytes_of_optimizer(params, gpus, capacity_gib, strategy):
-    sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12}[strategy]
-    needed = params * (12 - sharded + sharded / gpus)
-    return needed / 1e9, needed <= capacity_gib * 2**30
+class fits:
+    def eight_bytes_of_optimizer(params, gpus, capacity_gib, strategy):
+        sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12}[strategy]
+        needed = params * (12 - sharded + sharded / gpus)
+        return needed / 1e9, needed <= capacity_gib * 2**30
 
+    def gib_for_gb(params, gpus, capacity_gib, strategy):
+        gigabytes, verdict = second_fits(params, gpus, capacity_gib, strategy)
+        return gigabytes * 1e9 / 2**30, verdict
 
-def gib_for_gb(params, gpus, capacity_gib, strategy):
-    gigabytes, verdict = second_fits(params, gpus, capacity_gib, strategy)
-    return gigabytes * 1e9 / 2**30, verdict
+    def compared_gb_with_gib(params, gpus, capacity_gib, strategy):
+        gigabytes, _ = second_fits(params, gpus, capacity_gib, strategy)
+        return gigabytes, gigabytes <= capacity_gib
 
+    def never_divided(params, gpus, capacity_gib, strategy):
+        return second_fits(params, 1, capacity_gib, strategy)
 
-def compared_gb_with_gib(params, gpus, capacity_gib, strategy):
-    gigabytes, _ = second_fits(params, gpus, capacity_gib, strategy)
-    return gigabytes, gigabytes <= capacity_gib
+    def ddp_divides_too(params, gpus, capacity_gib, strategy):
+        return second_fits(params, gpus, capacity_gib, "zero-3")
 
+    def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
+        other = {"zero-1": "zero-2", "zero-2": "zero-1"}.get(strategy, strategy)
+        return second_fits(params, gpus, capacity_gib, other)
 
-def never_divided(params, gpus, capacity_gib, strategy):
-    return second_fits(params, 1, capacity_gib, strategy)
+    def pooled_the_cards(params, gpus, capacity_gib, strategy):
+        gigabytes, _ = second_fits(params, gpus, capacity_gib, strategy)
+        return gigabytes, gigabytes * 1e9 <= gpus * capacity_gib * 2**30
 
-
-def ddp_divides_too(params, gpus, capacity_gib, strategy):
-    return second_fits(params, gpus, capacity_gib, "zero-3")
-
-
-def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
-    other = {"zero-1": "zero-2", "zero-2": "zero-1"}.get(strategy, strategy)
-    return second_fits(params, gpus, capacity_gib, other)
-
-
-def pooled_the_cards(params, gpus, capacity_gib, strategy):
-    gigabytes, _ = second_fits(params, gpus, capacity_gib, strategy)
-    return gigabytes, gigabytes * 1e9 <= gpus * capacity_gib * 2**30
-
-
-def answered_in_bytes(params, gpus, capacity_gib, strategy):
-    gigabytes, verdict = second_fits(params, gpus, capacity_gib, strategy)
-    return gigabytes * 1e9, verdict
-
-
-def tensor_splits_the_weights_only(params, gpus, capacity_gib, strategy):
-    if strategy != "tensor":
-        return second_fits(params, gpus, capacity_gib, strategy)
-    gigabytes = params * (14 + 2 / gpus) / 1e9
-    return gigabytes, gigabytes * 1e9 <= capacity_gib * 2**30
-
-
-# --- block_activations --------------------------------------------------------------------------------
+    def answered_in_bytes(params, gpus, capacity_gib, strategy):
+        gigabytes, verdict = second_fits(params, gpus, capacity_gib, strategy)
+        return gigabytes * 1e9, verdict
 
 
 def second_block_activations(seq, batch, hidden, heads, attention, recompute):
@@ -128,61 +99,28 @@ def second_block_activations(seq, batch, hidden, heads, attention, recompute):
     return 2 * values + masks
 
 
-def counted_values_not_bytes(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, batch, hidden, heads, attention, recompute) // 2
+class block_activations:
+    def counted_values_not_bytes(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, batch, hidden, heads, attention, recompute) // 2
 
+    def forgot_the_batch(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, 1, hidden, heads, attention, recompute)
 
-def forgot_the_batch(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, 1, hidden, heads, attention, recompute)
+    def scores_once_for_all_heads(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, batch, hidden, 1, attention, recompute)
 
+    def no_scores(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, batch, hidden, heads, "fused", recompute)
 
-def scores_once_for_all_heads(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, batch, hidden, 1, attention, recompute)
+    def fused_keeps_scores(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, batch, hidden, heads, "plain", recompute)
 
+    def recomputation_keeps_everything(seq, batch, hidden, heads, attention, recompute):
+        return second_block_activations(seq, batch, hidden, heads, attention, "none")
 
-def no_scores(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, batch, hidden, heads, "fused", recompute)
-
-
-def fused_keeps_scores(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, batch, hidden, heads, "plain", recompute)
-
-
-def masks_of_two_bytes(seq, batch, hidden, heads, attention, recompute):
-    if recompute == "full":
-        return 2 * seq * batch * hidden
-    scores = 6 * heads * seq * seq * batch if attention == "plain" else 0
-    return 36 * seq * batch * hidden + scores
-
-
-def recomputation_keeps_nothing(seq, batch, hidden, heads, attention, recompute):
-    if recompute == "full":
-        return 0
-    return second_block_activations(seq, batch, hidden, heads, attention, recompute)
-
-
-def recomputation_keeps_everything(seq, batch, hidden, heads, attention, recompute):
-    return second_block_activations(seq, batch, hidden, heads, attention, "none")
-
-
-def recomputation_keeps_its_working_set(seq, batch, hidden, heads, attention, recompute):
-    block = second_block_activations(seq, batch, hidden, heads, attention, "none")
-    return block + 2 * seq * batch * hidden if recompute == "full" else block
-
-
-def forgot_the_masks(seq, batch, hidden, heads, attention, recompute):
-    if recompute == "full":
-        return 2 * seq * batch * hidden
-    scores = 4 * heads * seq * seq * batch if attention == "plain" else 0
-    return 32 * seq * batch * hidden + scores
-
-
-def scores_outside_the_bracket(seq, batch, hidden, heads, attention, recompute):
-    block = second_block_activations(seq, batch, hidden, heads, "fused", recompute)
-    return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
-
-
-# --- run_memory ---------------------------------------------------------------------------------------
+    def scores_outside_the_bracket(seq, batch, hidden, heads, attention, recompute):
+        block = second_block_activations(seq, batch, hidden, heads, "fused", recompute)
+        return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
 
 
 def second_run_memory(config, optimizer, seq, batch):
@@ -197,60 +135,51 @@ def second_run_memory(config, optimizer, seq, batch):
     }
 
 
-def run_without_master(config, optimizer, seq, batch):
-    memory = second_run_memory(config, optimizer, seq, batch)
-    return memory | {"optimizer": memory["optimizer"] - 4 * count_params(config).total}
+class run_memory:
+    def run_without_master(config, optimizer, seq, batch):
+        memory = second_run_memory(config, optimizer, seq, batch)
+        return memory | {"optimizer": memory["optimizer"] - 4 * count_params(config).total}
 
+    def run_always_adamw(config, optimizer, seq, batch):
+        return second_run_memory(config, "adamw", seq, batch)
 
-def run_always_adamw(config, optimizer, seq, batch):
-    return second_run_memory(config, "adamw", seq, batch)
+    def run_with_one_layer_of_activations(config, optimizer, seq, batch):
+        memory = second_run_memory(config, optimizer, seq, batch)
+        return memory | {"activations": memory["activations"] // config.num_layers}
 
+    def run_without_embeddings(config, optimizer, seq, batch):
+        params = config.num_layers * (12 * config.hidden**2 + 13 * config.hidden)
+        activations = second_run_memory(config, optimizer, seq, batch)["activations"]
+        return {
+            "weights": 2 * params,
+            "gradients": 2 * params,
+            "optimizer": (4 + MOMENTS[optimizer]) * params,
+            "activations": activations,
+        }
 
-def run_with_one_layer_of_activations(config, optimizer, seq, batch):
-    memory = second_run_memory(config, optimizer, seq, batch)
-    return memory | {"activations": memory["activations"] // config.num_layers}
+    def run_without_gradients(config, optimizer, seq, batch):
+        return second_run_memory(config, optimizer, seq, batch) | {"gradients": 0}
 
+    def run_for_one_sequence(config, optimizer, seq, batch):
+        return second_run_memory(config, optimizer, seq, 1)
 
-def run_without_embeddings(config, optimizer, seq, batch):
-    params = config.num_layers * (12 * config.hidden**2 + 13 * config.hidden)
-    activations = second_run_memory(config, optimizer, seq, batch)["activations"]
-    return {
-        "weights": 2 * params,
-        "gradients": 2 * params,
-        "optimizer": (4 + MOMENTS[optimizer]) * params,
-        "activations": activations,
-    }
+    def run_with_scores(config, optimizer, seq, batch):
+        block = second_block_activations(seq, batch, config.hidden, config.num_heads, "plain", "none")
+        return second_run_memory(config, optimizer, seq, batch) | {"activations": block * config.num_layers}
 
+    def run_without_masks(config, optimizer, seq, batch):
+        memory = second_run_memory(config, optimizer, seq, batch)
+        return memory | {"activations": 32 * seq * batch * config.hidden * config.num_layers}
 
-def run_without_gradients(config, optimizer, seq, batch):
-    return second_run_memory(config, optimizer, seq, batch) | {"gradients": 0}
+    def run_in_gb(config, optimizer, seq, batch):
+        return {term: size / 1e9 for term, size in second_run_memory(config, optimizer, seq, batch).items()}
 
+    def run_summed_up(config, optimizer, seq, batch):
+        return sum(second_run_memory(config, optimizer, seq, batch).values())
 
-def run_for_one_sequence(config, optimizer, seq, batch):
-    return second_run_memory(config, optimizer, seq, 1)
-
-
-def run_with_scores(config, optimizer, seq, batch):
-    block = second_block_activations(seq, batch, config.hidden, config.num_heads, "plain", "none")
-    return second_run_memory(config, optimizer, seq, batch) | {"activations": block * config.num_layers}
-
-
-def run_without_masks(config, optimizer, seq, batch):
-    memory = second_run_memory(config, optimizer, seq, batch)
-    return memory | {"activations": 32 * seq * batch * config.hidden * config.num_layers}
-
-
-def run_in_gb(config, optimizer, seq, batch):
-    return {term: size / 1e9 for term, size in second_run_memory(config, optimizer, seq, batch).items()}
-
-
-def run_summed_up(config, optimizer, seq, batch):
-    return sum(second_run_memory(config, optimizer, seq, batch).values())
-
-
-def run_with_the_whole_report(config, optimizer, seq, batch):
-    memory = second_run_memory(config, optimizer, seq, batch)
-    return memory | {"weights": 2 * count_params(config)}
+    def run_with_the_whole_report(config, optimizer, seq, batch):
+        memory = second_run_memory(config, optimizer, seq, batch)
+        return memory | {"weights": 2 * count_params(config)}
 
 
 SECOND_SOLUTIONS = {
@@ -260,51 +189,18 @@ SECOND_SOLUTIONS = {
     "run_memory": second_run_memory,
 }
 
-DEFECTS = {
-    "bytes_per_parameter": [
-        forgot_the_master_copy,
-        forgot_the_gradients,
-        counted_one_gradient_buffer,
-        always_two_fp32_moments,
-        forgot_the_scales,
-        gave_fp32_a_master_copy,
-        no_master_copy_beside_fp32,
-    ],
-    "fits": [
-        eight_bytes_of_optimizer,
-        gib_for_gb,
-        compared_gb_with_gib,
-        never_divided,
-        ddp_divides_too,
-        swapped_stages_one_and_two,
-        pooled_the_cards,
-        answered_in_bytes,
-        tensor_splits_the_weights_only,
-    ],
-    "block_activations": [
-        counted_values_not_bytes,
-        forgot_the_batch,
-        scores_once_for_all_heads,
-        no_scores,
-        fused_keeps_scores,
-        masks_of_two_bytes,
-        recomputation_keeps_nothing,
-        recomputation_keeps_everything,
-        recomputation_keeps_its_working_set,
-        forgot_the_masks,
-        scores_outside_the_bracket,
-    ],
-    "run_memory": [
-        run_without_master,
-        run_always_adamw,
-        run_with_one_layer_of_activations,
-        run_without_embeddings,
-        run_without_gradients,
-        run_for_one_sequence,
-        run_with_scores,
-        run_without_masks,
-        run_in_gb,
-        run_summed_up,
-        run_with_the_whole_report,
-    ],
+DEFECTS = listed(bytes_per_parameter, fits, block_activations, run_memory)
+
+#: What the sentence about a defect must say.
+SENTENCES = {
+    "no_master_copy_beside_fp32": "also beside fp32 weights",
+    "forgot_the_master_copy": "costs 4 bytes beside the working weights",
+    "answered_in_bytes": "The number is in bytes",
+    "scores_outside_the_bracket": "s b h multiplies",
+    "no_scores": "an s by s matrix for every head",
+    "run_with_scores": "does not keep the scores",
+    "run_without_masks": "A dropout mask is kept too",
+    "run_in_gb": "Return bytes, not GB",
+    "run_summed_up": "Return a dictionary",
+    "run_with_the_whole_report": "count_params(config).total",
 }

@@ -1,6 +1,6 @@
 """Planted defects of rung 02: each runs, keeps shapes, and is wrong in one idea."""
 
-# --- all_reduce_mean ---------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False, first=1):
@@ -24,81 +24,69 @@ def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_g
     return [[value / scale for chunk in chunks for value in chunk] for chunks in held]
 
 
-def summed_not_averaged(gradients, send):
-    return _ring(gradients, send, divide=False)
+class all_reduce_mean:
+    def summed_not_averaged(gradients, send):
+        return _ring(gradients, send, divide=False)
 
+    def no_all_gather(gradients, send):
+        return _ring(gradients, send, gather=False)
 
-def no_all_gather(gradients, send):
-    return _ring(gradients, send, gather=False)
+    def gather_adds(gradients, send):
+        return _ring(gradients, send, add_in_gather=True)
 
+    def one_step_short(gradients, send):
+        return _ring(gradients, send, reduce_steps=lambda n: n - 2)
 
-def gather_adds(gradients, send):
-    return _ring(gradients, send, add_in_gather=True)
+    def gather_one_step_short(gradients, send):
+        return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
 
+    def one_step_too_many(gradients, send):
+        return _ring(gradients, send, reduce_steps=lambda n: n)
 
-def one_step_short(gradients, send):
-    return _ring(gradients, send, reduce_steps=lambda n: n - 2)
+    def through_rank_0(gradients, send):
+        n = len(gradients)
+        everything = [gradients[0], *(send(rank, 0, gradients[rank]) for rank in range(1, n))]
+        mean = [sum(column) / n for column in zip(*everything, strict=True)]
+        return [mean, *(send(0, rank, mean) for rank in range(1, n))]
 
-
-def gather_one_step_short(gradients, send):
-    return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
-
-
-def gathers_the_chunk_it_began_with(gradients, send):
-    return _ring(gradients, send, first=0)
-
-
-def one_step_too_many(gradients, send):
-    return _ring(gradients, send, reduce_steps=lambda n: n)
-
-
-def through_rank_0(gradients, send):
-    n = len(gradients)
-    everything = [gradients[0], *(send(rank, 0, gradients[rank]) for rank in range(1, n))]
-    mean = [sum(column) / n for column in zip(*everything, strict=True)]
-    return [mean, *(send(0, rank, mean) for rank in range(1, n))]
-
-
-def everyone_to_everyone(gradients, send):
-    n = len(gradients)
-    result = []
-    for rank in range(n):
-        rows = [
-            gradients[other] if other == rank else send(other, rank, gradients[other]) for other in range(n)
-        ]
-        result.append([sum(column) / n for column in zip(*rows, strict=True)])
-    return result
-
-
-def peeks_at_the_others(gradients, send):
-    n, width = len(gradients), len(gradients[0]) // len(gradients)
-    for _ in range(2 * (n - 1)):
+    def everyone_to_everyone(gradients, send):
+        n = len(gradients)
+        result = []
         for rank in range(n):
-            send(rank, (rank + 1) % n, [0.0] * width)
-    mean = [sum(column) / n for column in zip(*gradients, strict=True)]
-    return [list(mean) for _ in gradients]
+            rows = [
+                gradients[other] if other == rank else send(other, rank, gradients[other])
+                for other in range(n)
+            ]
+            result.append([sum(column) / n for column in zip(*rows, strict=True)])
+        return result
 
+    def peeks_at_the_others(gradients, send):
+        n, width = len(gradients), len(gradients[0]) // len(gradients)
+        for _ in range(2 * (n - 1)):
+            for rank in range(n):
+                send(rank, (rank + 1) % n, [0.0] * width)
+        mean = [sum(column) / n for column in zip(*gradients, strict=True)]
+        return [list(mean) for _ in gradients]
 
-def mean_of_running_means(gradients, send):
-    """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
-    n = len(gradients)
-    width = len(gradients[0]) // n
-    held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
-    for step in range(n - 1):
-        for rank in range(n):
-            chunk, right = (rank - step) % n, (rank + 1) % n
-            arriving = send(rank, right, held[rank][chunk])
-            held[right][chunk] = [(a + b) / 2 for a, b in zip(held[right][chunk], arriving, strict=True)]
-    for step in range(n - 1):
-        for rank in range(n):
-            chunk, right = (rank + 1 - step) % n, (rank + 1) % n
-            held[right][chunk] = send(rank, right, held[rank][chunk])
-    return [[value for chunk in chunks for value in chunk] for chunks in held]
+    def mean_of_running_means(gradients, send):
+        """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
+        n = len(gradients)
+        width = len(gradients[0]) // n
+        held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
+        for step in range(n - 1):
+            for rank in range(n):
+                chunk, right = (rank - step) % n, (rank + 1) % n
+                arriving = send(rank, right, held[rank][chunk])
+                held[right][chunk] = [(a + b) / 2 for a, b in zip(held[right][chunk], arriving, strict=True)]
+        for step in range(n - 1):
+            for rank in range(n):
+                chunk, right = (rank + 1 - step) % n, (rank + 1) % n
+                held[right][chunk] = send(rank, right, held[rank][chunk])
+        return [[value for chunk in chunks for value in chunk] for chunks in held]
 
-
-def loses_the_last_rank(gradients, send):
-    silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
-    return _ring(silent, send)
+    def loses_the_last_rank(gradients, send):
+        silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
+        return _ring(silent, send)
 
 
 def direct_exchange(gradients, send):
@@ -123,9 +111,6 @@ def direct_exchange(gradients, send):
     return result
 
 
-# --- make_buckets ------------------------------------------------------------------------------------------
-
-
 def _fill(indices, sizes, first, cap, keep_rest=True):
     buckets, bucket, held = [], [], 0
     for index in indices:
@@ -137,43 +122,39 @@ def _fill(indices, sizes, first, cap, keep_rest=True):
     return [*buckets, bucket] if bucket and keep_rest else buckets
 
 
-def registration_order(sizes, first, cap):
-    return _fill(range(len(sizes)), sizes, first, cap)
+class make_buckets:
+    def registration_order(sizes, first, cap):
+        return _fill(range(len(sizes)), sizes, first, cap)
 
+    def no_small_first_bucket(sizes, first, cap):
+        return _fill(reversed(range(len(sizes))), sizes, cap, cap)
 
-def no_small_first_bucket(sizes, first, cap):
-    return _fill(reversed(range(len(sizes))), sizes, cap, cap)
+    def loses_the_half_full_bucket(sizes, first, cap):
+        return _fill(reversed(range(len(sizes))), sizes, first, cap, keep_rest=False)
 
+    def closes_before_it_overflows(sizes, first, cap):
+        buckets, bucket, held = [], [], 0
+        for index in reversed(range(len(sizes))):
+            if bucket and held + sizes[index] > (cap if buckets else first):
+                buckets.append(bucket)
+                bucket, held = [], 0
+            bucket.append(index)
+            held += sizes[index]
+        return [*buckets, bucket]
 
-def loses_the_half_full_bucket(sizes, first, cap):
-    return _fill(reversed(range(len(sizes))), sizes, first, cap, keep_rest=False)
+    def one_per_gradient(sizes, first, cap):
+        return [[index] for index in reversed(range(len(sizes)))]
 
+    def sizes_for_indices(sizes, first, cap):
+        return [
+            [sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)
+        ]
 
-def closes_before_it_overflows(sizes, first, cap):
-    buckets, bucket, held = [], [], 0
-    for index in reversed(range(len(sizes))):
-        if bucket and held + sizes[index] > (cap if buckets else first):
-            buckets.append(bucket)
-            bucket, held = [], 0
-        bucket.append(index)
-        held += sizes[index]
-    return [*buckets, bucket]
+    def last_bucket_first(sizes, first, cap):
+        return _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
 
-
-def one_per_gradient(sizes, first, cap):
-    return [[index] for index in reversed(range(len(sizes)))]
-
-
-def sizes_for_indices(sizes, first, cap):
-    return [[sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
-
-
-def last_bucket_first(sizes, first, cap):
-    return _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
-
-
-def one_for_all(sizes, first, cap):
-    return [list(reversed(range(len(sizes))))]
+    def one_for_all(sizes, first, cap):
+        return [list(reversed(range(len(sizes))))]
 
 
 def recursive_buckets(sizes, first, cap):
@@ -185,9 +166,6 @@ def recursive_buckets(sizes, first, cap):
         taken += 1
     rest = len(sizes) - taken
     return [[*reversed(range(rest, len(sizes)))], *recursive_buckets(sizes[:rest], cap, cap)]
-
-
-# --- ddp_bottleneck ----------------------------------------------------------------------------------------
 
 
 def _answer(sent, communication, backward, exposed=None):
@@ -205,71 +183,52 @@ def _sent(params, grad_bytes, ranks):
     return 2 * (ranks - 1) / ranks * params * grad_bytes
 
 
-def sends_the_gradient_once(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = params * grad_bytes * (ranks > 1)
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+class ddp_bottleneck:
+    def sends_the_gradient_once(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = params * grad_bytes * (ranks > 1)
+        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
 
+    def bytes_grow_with_ranks(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = 2 * (ranks - 1) * params * grad_bytes
+        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
 
-def bytes_grow_with_ranks(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = 2 * (ranks - 1) * params * grad_bytes
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+    def counts_parameters(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, 1, ranks)
+        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
 
+    def waits_for_every_rank_in_turn(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, ranks * sent / bandwidth, 4 * params * tokens / flops)
 
-def counts_parameters(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, 1, ranks)
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+    def bandwidth_of_both_directions(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, sent / (2 * bandwidth), 4 * params * tokens / flops)
 
+    def bits_for_bytes(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, 8 * sent / bandwidth, 4 * params * tokens / flops)
 
-def waits_for_every_rank_in_turn(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, ranks * sent / bandwidth, 4 * params * tokens / flops)
+    def hides_behind_the_whole_step(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        backward = 4 * params * tokens / flops
+        return _answer(sent, sent / bandwidth, backward, max(0.0, sent / bandwidth - 1.5 * backward))
 
+    def nothing_overlaps(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops, sent / bandwidth)
 
-def reduce_scatter_only(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks) / 2
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+    def negative_exposure(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        backward = 4 * params * tokens / flops
+        return _answer(sent, sent / bandwidth, backward, sent / bandwidth - backward)
 
+    def six_flops_backward(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, sent / bandwidth, 6 * params * tokens / flops)
 
-def bandwidth_of_both_directions(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, sent / (2 * bandwidth), 4 * params * tokens / flops)
-
-
-def bits_for_bytes(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, 8 * sent / bandwidth, 4 * params * tokens / flops)
-
-
-def hides_behind_the_whole_step(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    backward = 4 * params * tokens / flops
-    return _answer(sent, sent / bandwidth, backward, max(0.0, sent / bandwidth - 1.5 * backward))
-
-
-def nothing_overlaps(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops, sent / bandwidth)
-
-
-def negative_exposure(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    backward = 4 * params * tokens / flops
-    return _answer(sent, sent / bandwidth, backward, sent / bandwidth - backward)
-
-
-def six_flops_backward(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, sent / bandwidth, 6 * params * tokens / flops)
-
-
-def divides_the_tokens_again(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks)
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / ranks / flops)
-
-
-def communicates_activations(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    sent = _sent(params, grad_bytes, ranks) * tokens
-    return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+    def divides_the_tokens_again(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        sent = _sent(params, grad_bytes, ranks)
+        return _answer(sent, sent / bandwidth, 4 * params * tokens / ranks / flops)
 
 
 def in_steps(params, grad_bytes, tokens, ranks, flops, bandwidth):
@@ -287,8 +246,6 @@ def in_steps(params, grad_bytes, tokens, ranks, flops, bandwidth):
         "hides": not seconds > sum(layers),
     }
 
-
-# --- diagnose ----------------------------------------------------------------------------------------------
 
 HEALTHY, SUMMED, STARTS, SAME, EPOCH = (
     "healthy",
@@ -315,46 +272,43 @@ def _epoch(charts):
     return charts[0].samples[0] == charts[0].samples[1]
 
 
-def trusts_the_loss(charts, alone):
-    return HEALTHY if charts[0].losses[-1] < charts[0].losses[0] else SUMMED
+class diagnose:
+    def trusts_the_loss(charts, alone):
+        return HEALTHY if charts[0].losses[-1] < charts[0].losses[0] else SUMMED
 
+    def looks_at_rank_0_only(charts, alone):
+        if _epoch(charts[:1]):
+            return EPOCH
+        return SUMMED if _summed(charts, alone) else HEALTHY
 
-def looks_at_rank_0_only(charts, alone):
-    if _epoch(charts[:1]):
-        return EPOCH
-    return SUMMED if _summed(charts, alone) else HEALTHY
+    def compares_norms_between_ranks(charts, alone):
+        """After the all-reduce every rank has the same norm, right or wrong."""
+        if _starts(charts):
+            return STARTS
+        if _same(charts):
+            return SAME
+        if _epoch(charts):
+            return EPOCH
+        return SUMMED if any(c.gradient_norms != charts[0].gradient_norms for c in charts) else HEALTHY
 
+    def compares_epochs_as_sets(charts, alone):
+        """Over all ranks every epoch has the same samples, in whatever order."""
+        if _starts(charts):
+            return STARTS
+        if _same(charts):
+            return SAME
+        epochs = [{index for chart in charts for step in chart.samples[e] for index in step} for e in (0, 1)]
+        if epochs[0] == epochs[1]:
+            return EPOCH
+        return SUMMED if _summed(charts, alone) else HEALTHY
 
-def compares_norms_between_ranks(charts, alone):
-    """After the all-reduce every rank has the same norm, right or wrong."""
-    if _starts(charts):
-        return STARTS
-    if _same(charts):
-        return SAME
-    if _epoch(charts):
-        return EPOCH
-    return SUMMED if any(c.gradient_norms != charts[0].gradient_norms for c in charts) else HEALTHY
-
-
-def compares_epochs_as_sets(charts, alone):
-    """Over all ranks every epoch has the same samples, in whatever order."""
-    if _starts(charts):
-        return STARTS
-    if _same(charts):
-        return SAME
-    epochs = [{index for chart in charts for step in chart.samples[e] for index in step} for e in (0, 1)]
-    if epochs[0] == epochs[1]:
-        return EPOCH
-    return SUMMED if _summed(charts, alone) else HEALTHY
-
-
-def takes_different_losses_for_different_weights(charts, alone):
-    """Ranks with different samples have different losses; that is how it should be."""
-    if any(chart.losses != charts[0].losses for chart in charts):
-        return STARTS
-    if _same(charts):
-        return SAME
-    return EPOCH if _epoch(charts) else HEALTHY
+    def takes_different_losses_for_different_weights(charts, alone):
+        """Ranks with different samples have different losses; that is how it should be."""
+        if any(chart.losses != charts[0].losses for chart in charts):
+            return STARTS
+        if _same(charts):
+            return SAME
+        return EPOCH if _epoch(charts) else HEALTHY
 
 
 def by_elimination(charts, alone):
@@ -375,54 +329,7 @@ def by_elimination(charts, alone):
     return guilty[0] if guilty else HEALTHY
 
 
-DEFECTS = {
-    "all_reduce_mean": [
-        summed_not_averaged,
-        no_all_gather,
-        gather_adds,
-        one_step_short,
-        gather_one_step_short,
-        gathers_the_chunk_it_began_with,
-        one_step_too_many,
-        through_rank_0,
-        everyone_to_everyone,
-        peeks_at_the_others,
-        mean_of_running_means,
-        loses_the_last_rank,
-    ],
-    "make_buckets": [
-        registration_order,
-        no_small_first_bucket,
-        loses_the_half_full_bucket,
-        closes_before_it_overflows,
-        one_per_gradient,
-        sizes_for_indices,
-        last_bucket_first,
-        one_for_all,
-    ],
-    "ddp_bottleneck": [
-        sends_the_gradient_once,
-        bytes_grow_with_ranks,
-        counts_parameters,
-        waits_for_every_rank_in_turn,
-        reduce_scatter_only,
-        bandwidth_of_both_directions,
-        bits_for_bytes,
-        hides_behind_the_whole_step,
-        nothing_overlaps,
-        negative_exposure,
-        six_flops_backward,
-        divides_the_tokens_again,
-        communicates_activations,
-    ],
-    "diagnose": [
-        trusts_the_loss,
-        looks_at_rank_0_only,
-        compares_norms_between_ranks,
-        compares_epochs_as_sets,
-        takes_different_losses_for_different_weights,
-    ],
-}
+DEFECTS = listed(all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)
 
 SECOND_SOLUTIONS = {
     "all_reduce_mean": direct_exchange,

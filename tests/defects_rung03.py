@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
+from tests.planted import listed
 
 
 def _mine(size, group):
@@ -12,47 +13,30 @@ def _mine(size, group):
     return slice(group.rank() * width, (group.rank() + 1) * width)
 
 
-# --- column_parallel ---------------------------------------------------------------------------------------
+class column_parallel:
+    def forgets_f(x, weight, bias, group):
+        mine = _mine(len(weight), group)
+        return F.linear(x, weight[mine], bias[mine])
 
+    def f_twice(x, weight, bias, group):
+        mine = _mine(len(weight), group)
+        return F.linear(copy_to_tp(copy_to_tp(x, group), group), weight[mine], bias[mine])
 
-def forgets_f(x, weight, bias, group):
-    mine = _mine(len(weight), group)
-    return F.linear(x, weight[mine], bias[mine])
+    def g_in_place_of_f(x, weight, bias, group):
+        """The input is the same on all ranks; summed it is t times too long."""
+        mine = _mine(len(weight), group)
+        return F.linear(reduce_from_tp(x, group), weight[mine], bias[mine])
 
+    def splits_the_input(x, weight, bias, group):
+        mine = _mine(x.shape[-1], group)
+        return F.linear(x[..., mine], weight[:, mine], bias)
 
-def f_twice(x, weight, bias, group):
-    mine = _mine(len(weight), group)
-    return F.linear(copy_to_tp(copy_to_tp(x, group), group), weight[mine], bias[mine])
+    def shares_the_bias(x, weight, bias, group):
+        mine = _mine(len(weight), group)
+        return F.linear(copy_to_tp(x, group), weight[mine], bias[mine] / group.size())
 
-
-def g_in_place_of_f(x, weight, bias, group):
-    """The input is the same on all ranks; summed it is t times too long."""
-    mine = _mine(len(weight), group)
-    return F.linear(reduce_from_tp(x, group), weight[mine], bias[mine])
-
-
-def splits_the_input(x, weight, bias, group):
-    mine = _mine(x.shape[-1], group)
-    return F.linear(x[..., mine], weight[:, mine], bias)
-
-
-def every_other_output(x, weight, bias, group):
-    x = copy_to_tp(x, group)
-    return F.linear(x, weight[group.rank() :: group.size()], bias[group.rank() :: group.size()])
-
-
-def the_first_part_for_all(x, weight, bias, group):
-    width = len(weight) // group.size()
-    return F.linear(copy_to_tp(x, group), weight[:width], bias[:width])
-
-
-def shares_the_bias(x, weight, bias, group):
-    mine = _mine(len(weight), group)
-    return F.linear(copy_to_tp(x, group), weight[mine], bias[mine] / group.size())
-
-
-def splits_nothing(x, weight, bias, group):
-    return F.linear(x, weight, bias)
+    def splits_nothing(x, weight, bias, group):
+        return F.linear(x, weight, bias)
 
 
 def column_with_a_hook(x, weight, bias, group):
@@ -70,39 +54,31 @@ def column_with_a_hook(x, weight, bias, group):
     )
 
 
-# --- row_parallel ------------------------------------------------------------------------------------------
+class row_parallel:
+    def bias_in_every_part(x_part, weight, bias, group):
+        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias), group)
 
+    def forgets_g(x_part, weight, bias, group):
+        return F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias)
 
-def bias_in_every_part(x_part, weight, bias, group):
-    return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias), group)
+    def backward_sums_again(x_part, weight, bias, group):
+        part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
+        return copy_to_tp(reduce_from_tp(part, group), group) + bias
 
+    def averages(x_part, weight, bias, group):
+        part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
+        return reduce_from_tp(part, group) / group.size() + bias
 
-def forgets_g(x_part, weight, bias, group):
-    return F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias)
+    def bias_on_rank_0(x_part, weight, bias, group):
+        """The sum is right, and only one rank's bias has a gradient."""
+        share = bias if group.rank() == 0 else torch.zeros_like(bias)
+        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], share), group)
 
+    def loses_the_bias(x_part, weight, bias, group):
+        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)]), group) + 0 * bias
 
-def backward_sums_again(x_part, weight, bias, group):
-    part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
-    return copy_to_tp(reduce_from_tp(part, group), group) + bias
-
-
-def averages(x_part, weight, bias, group):
-    part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
-    return reduce_from_tp(part, group) / group.size() + bias
-
-
-def bias_on_rank_0(x_part, weight, bias, group):
-    """The sum is right, and only one rank's bias has a gradient."""
-    share = bias if group.rank() == 0 else torch.zeros_like(bias)
-    return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], share), group)
-
-
-def loses_the_bias(x_part, weight, bias, group):
-    return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)]), group) + 0 * bias
-
-
-def the_first_rows_for_all(x_part, weight, bias, group):
-    return reduce_from_tp(F.linear(x_part, weight[:, : x_part.shape[-1]]), group) + bias
+    def the_first_rows_for_all(x_part, weight, bias, group):
+        return reduce_from_tp(F.linear(x_part, weight[:, : x_part.shape[-1]]), group) + bias
 
 
 def row_without_g(x_part, weight, bias, group):
@@ -111,9 +87,6 @@ def row_without_g(x_part, weight, bias, group):
     total = part.detach().clone()
     dist.all_reduce(total, group=group)
     return part + (total - part.detach()) + bias
-
-
-# --- split_qkv ---------------------------------------------------------------------------------------------
 
 
 def _rows(heads, width):
@@ -125,66 +98,54 @@ def _refuse(num_heads, num_kv_heads, tp):
         raise ValueError("no")
 
 
-def equal_widths(num_heads, num_kv_heads, head_dim, tp):
-    """Cuts both projections into tp equal parts, through a key head if there are not enough."""
-    _refuse(num_heads, num_kv_heads, tp)
-    q, kv = num_heads * head_dim, num_kv_heads * head_dim
-    return [
-        (range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp)) for r in range(tp)
-    ]
+class split_qkv:
+    def equal_widths(num_heads, num_kv_heads, head_dim, tp):
+        """Cuts both projections into tp equal parts, through a key head if there are not enough."""
+        _refuse(num_heads, num_kv_heads, tp)
+        q, kv = num_heads * head_dim, num_kv_heads * head_dim
+        return [
+            (range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp))
+            for r in range(tp)
+        ]
 
+    def every_key_head_everywhere(num_heads, num_kv_heads, head_dim, tp):
+        _refuse(num_heads, num_kv_heads, tp)
+        each = num_heads // tp * head_dim
+        return [(range(r * each, (r + 1) * each), range(num_kv_heads * head_dim)) for r in range(tp)]
 
-def every_key_head_everywhere(num_heads, num_kv_heads, head_dim, tp):
-    _refuse(num_heads, num_kv_heads, tp)
-    each = num_heads // tp * head_dim
-    return [(range(r * each, (r + 1) * each), range(num_kv_heads * head_dim)) for r in range(tp)]
+    def copies_in_the_wrong_order(num_heads, num_kv_heads, head_dim, tp):
+        """Beyond the key heads rank r takes key head r modulo their number."""
+        _refuse(num_heads, num_kv_heads, tp)
+        each, keys = num_heads // tp, max(1, num_kv_heads // tp)
+        ranks = []
+        for r in range(tp):
+            first = r * keys if tp <= num_kv_heads else r % num_kv_heads
+            ranks.append(
+                (
+                    _rows(range(r * each, (r + 1) * each), head_dim),
+                    _rows(range(first, first + keys), head_dim),
+                )
+            )
+        return ranks
 
+    def never_refuses(num_heads, num_kv_heads, head_dim, tp):
+        queries, keys = max(1, num_heads // tp), max(1, num_kv_heads // tp)
+        return [
+            (
+                _rows(range(r * queries, (r + 1) * queries), head_dim),
+                _rows(range(r * num_kv_heads // tp, r * num_kv_heads // tp + keys), head_dim),
+            )
+            for r in range(tp)
+        ]
 
-def deals_heads_like_cards(num_heads, num_kv_heads, head_dim, tp):
-    """Query heads r, r + tp, ...: groups are torn apart."""
-    _refuse(num_heads, num_kv_heads, tp)
-    group, ranks = num_heads // num_kv_heads, []
-    for r in range(tp):
-        queries = range(r, num_heads, tp)
-        keys = sorted({head // group for head in queries})
-        rows = [[head * head_dim + i for head in heads for i in range(head_dim)] for heads in (queries, keys)]
-        ranks.append(tuple(rows))
-    return ranks
+    def refuses_copies(num_heads, num_kv_heads, head_dim, tp):
+        if num_kv_heads % tp:
+            raise ValueError("no")
+        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
 
-
-def copies_in_the_wrong_order(num_heads, num_kv_heads, head_dim, tp):
-    """Beyond the key heads rank r takes key head r modulo their number."""
-    _refuse(num_heads, num_kv_heads, tp)
-    each, keys = num_heads // tp, max(1, num_kv_heads // tp)
-    ranks = []
-    for r in range(tp):
-        first = r * keys if tp <= num_kv_heads else r % num_kv_heads
-        ranks.append(
-            (_rows(range(r * each, (r + 1) * each), head_dim), _rows(range(first, first + keys), head_dim))
-        )
-    return ranks
-
-
-def never_refuses(num_heads, num_kv_heads, head_dim, tp):
-    queries, keys = max(1, num_heads // tp), max(1, num_kv_heads // tp)
-    return [
-        (
-            _rows(range(r * queries, (r + 1) * queries), head_dim),
-            _rows(range(r * num_kv_heads // tp, r * num_kv_heads // tp + keys), head_dim),
-        )
-        for r in range(tp)
-    ]
-
-
-def refuses_copies(num_heads, num_kv_heads, head_dim, tp):
-    if num_kv_heads % tp:
-        raise ValueError("no")
-    return never_refuses(num_heads, num_kv_heads, head_dim, tp)
-
-
-def forgets_the_head_width(num_heads, num_kv_heads, head_dim, tp):
-    _refuse(num_heads, num_kv_heads, tp)
-    return never_refuses(num_heads, num_kv_heads, 1, tp)
+    def forgets_the_head_width(num_heads, num_kv_heads, head_dim, tp):
+        _refuse(num_heads, num_kv_heads, tp)
+        return split_qkv.never_refuses(num_heads, num_kv_heads, 1, tp)
 
 
 def from_the_queries(num_heads, num_kv_heads, head_dim, tp):
@@ -203,9 +164,6 @@ def from_the_queries(num_heads, num_kv_heads, head_dim, tp):
     return ranks
 
 
-# --- cross_entropy -----------------------------------------------------------------------------------------
-
-
 def _pieces(logits, targets, first, highest):
     shifted = logits - highest.unsqueeze(-1)
     mine = (targets >= first) & (targets < first + logits.shape[-1])
@@ -219,50 +177,40 @@ def _highest(logits, group):
     return highest
 
 
-def own_words_only(logits, targets, first, group):
-    """The ordinary softmax of each rank's part; the target's owner tells the others."""
-    inner, target = _pieces(logits, targets, first, logits.detach().amax(-1))
-    mine = (targets >= first) & (targets < first + logits.shape[-1])
-    return reduce_from_tp((inner.exp().sum(-1).log() - target) * mine, group)
+class cross_entropy:
+    def own_words_only(logits, targets, first, group):
+        """The ordinary softmax of each rank's part; the target's owner tells the others."""
+        inner, target = _pieces(logits, targets, first, logits.detach().amax(-1))
+        mine = (targets >= first) & (targets < first + logits.shape[-1])
+        return reduce_from_tp((inner.exp().sum(-1).log() - target) * mine, group)
 
+    def no_maximum(logits, targets, first, group):
+        shifted, target = _pieces(logits, targets, first, torch.zeros_like(logits[:, 0]))
+        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
 
-def no_maximum(logits, targets, first, group):
-    shifted, target = _pieces(logits, targets, first, torch.zeros_like(logits[:, 0]))
-    return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+    def a_maximum_for_each_rank(logits, targets, first, group):
+        shifted, target = _pieces(logits, targets, first, logits.detach().amax(-1))
+        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
 
+    def gathers_the_logits(logits, targets, first, group):
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+        dist.all_gather(sizes, torch.tensor([logits.shape[-1]]), group=group)
+        widest = max(int(size) for size in sizes)
+        mine = F.pad(logits.detach().T, (0, 0, 0, widest - logits.shape[-1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(parts, mine, group=group)
+        pieces = [part[: int(size)].T for part, size in zip(parts, sizes, strict=True)]
+        pieces[group.rank()] = logits
+        return F.cross_entropy(torch.cat(pieces, dim=-1), targets, reduction="none")
 
-def a_maximum_for_each_rank(logits, targets, first, group):
-    shifted, target = _pieces(logits, targets, first, logits.detach().amax(-1))
-    return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+    def keeps_the_target_to_itself(logits, targets, first, group):
+        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
+        return reduce_from_tp(shifted.exp().sum(-1), group).log() - target
 
-
-def gathers_the_logits(logits, targets, first, group):
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([logits.shape[-1]]), group=group)
-    widest = max(int(size) for size in sizes)
-    mine = F.pad(logits.detach().T, (0, 0, 0, widest - logits.shape[-1])).contiguous()
-    parts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(parts, mine, group=group)
-    pieces = [part[: int(size)].T for part, size in zip(parts, sizes, strict=True)]
-    pieces[group.rank()] = logits
-    return F.cross_entropy(torch.cat(pieces, dim=-1), targets, reduction="none")
-
-
-def keeps_the_target_to_itself(logits, targets, first, group):
-    shifted, target = _pieces(logits, targets, first, _highest(logits, group))
-    return reduce_from_tp(shifted.exp().sum(-1), group).log() - target
-
-
-def every_rank_adds_a_target(logits, targets, first, group):
-    shifted, _ = _pieces(logits, targets, first, _highest(logits, group))
-    target = shifted.gather(-1, (targets % logits.shape[-1]).unsqueeze(-1)).squeeze(-1)
-    return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
-
-
-def backward_sums_the_losses(logits, targets, first, group):
-    shifted, target = _pieces(logits, targets, first, _highest(logits, group))
-    total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
-    return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
+    def backward_sums_the_losses(logits, targets, first, group):
+        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
+        total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
+        return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
 
 
 class _Gradient(torch.autograd.Function):
@@ -291,45 +239,7 @@ def by_its_gradient(logits, targets, first, group):
     return _Gradient.apply(logits, softmax, total - target)
 
 
-DEFECTS = {
-    "column_parallel": [
-        forgets_f,
-        f_twice,
-        g_in_place_of_f,
-        splits_the_input,
-        every_other_output,
-        the_first_part_for_all,
-        shares_the_bias,
-        splits_nothing,
-    ],
-    "row_parallel": [
-        bias_in_every_part,
-        forgets_g,
-        backward_sums_again,
-        averages,
-        bias_on_rank_0,
-        loses_the_bias,
-        the_first_rows_for_all,
-    ],
-    "split_qkv": [
-        equal_widths,
-        every_key_head_everywhere,
-        deals_heads_like_cards,
-        copies_in_the_wrong_order,
-        never_refuses,
-        refuses_copies,
-        forgets_the_head_width,
-    ],
-    "cross_entropy": [
-        own_words_only,
-        no_maximum,
-        a_maximum_for_each_rank,
-        gathers_the_logits,
-        keeps_the_target_to_itself,
-        every_rank_adds_a_target,
-        backward_sums_the_losses,
-    ],
-}
+DEFECTS = listed(column_parallel, row_parallel, split_qkv, cross_entropy)
 
 SECOND_SOLUTIONS = {
     "column_parallel": column_with_a_hook,

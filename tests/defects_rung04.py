@@ -1,34 +1,29 @@
 """Planted defects of rung 04: each runs, keeps shapes, and is wrong in one idea."""
 
-# --- bubbles -----------------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
-def names_exchanged(p, m, v):
-    return {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
+class bubbles:
+    def names_exchanged(p, m, v):
+        return {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
 
+    def one_bubble_for_both(p, m, v):
+        return {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
 
-def one_bubble_for_both(p, m, v):
-    return {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
+    def p_boundaries(p, m, v):
+        return {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
 
+    def forgets_interleaving(p, m, v):
+        return {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
 
-def p_boundaries(p, m, v):
-    return {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
+    def more_stages_more_bubble(p, m, v):
+        return {"over_ideal": v * (p - 1) / m, "over_total": v * (p - 1) / (m + v * (p - 1))}
 
+    def utilisation_for_bubble(p, m, v):
+        return {"over_ideal": (p - 1) / (v * m), "over_total": v * m / (v * m + p - 1)}
 
-def forgets_interleaving(p, m, v):
-    return {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
-
-
-def more_stages_more_bubble(p, m, v):
-    return {"over_ideal": v * (p - 1) / m, "over_total": v * (p - 1) / (m + v * (p - 1))}
-
-
-def utilisation_for_bubble(p, m, v):
-    return {"over_ideal": (p - 1) / (v * m), "over_total": v * m / (v * m + p - 1)}
-
-
-def naive_bubble(p, m, v):
-    return {"over_ideal": p - 1, "over_total": (p - 1) / p}
+    def naive_bubble(p, m, v):
+        return {"over_ideal": p - 1, "over_total": (p - 1) / p}
 
 
 def from_the_makespan(p, m, v):
@@ -38,45 +33,36 @@ def from_the_makespan(p, m, v):
     return {"over_ideal": makespan / work - 1, "over_total": 1 - work / makespan}
 
 
-# --- in_flight ---------------------------------------------------------------------------------------------
-
-
 def _held(name, p, m, v):
     if name == "interleaved":
         return [min(m * v, 2 * (p - 1 - i) + p * (v - 1) + 1) / v for i in range(p)]
     return {"naive": [1] * p, "gpipe": [m] * p, "1f1b": [min(m, p - i) for i in range(p)]}[name]
 
 
-def p_on_every_rank(name, p, m, v):
-    return [min(m, p)] * p if name == "1f1b" else _held(name, p, m, v)
+class in_flight:
+    def p_on_every_rank(name, p, m, v):
+        return [min(m, p)] * p if name == "1f1b" else _held(name, p, m, v)
 
+    def last_rank_holds_most(name, p, m, v):
+        return [min(m, i + 1) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
 
-def last_rank_holds_most(name, p, m, v):
-    return [min(m, i + 1) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
+    def more_than_there_are(name, p, m, v):
+        return [p - i for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
 
+    def warmup_without_the_one_at_work(name, p, m, v):
+        return [min(m, p - 1 - i) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
 
-def more_than_there_are(name, p, m, v):
-    return [p - i for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
+    def interleaved_like_plain(name, p, m, v):
+        return [min(m, p - i) for i in range(p)] if name == "interleaved" else _held(name, p, m, v)
 
+    def counts_stages_as_whole(name, p, m, v):
+        return [count * v for count in _held(name, p, m, v)]
 
-def warmup_without_the_one_at_work(name, p, m, v):
-    return [min(m, p - 1 - i) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
+    def gpipe_holds_what_1f1b_holds(name, p, m, v):
+        return _held("1f1b" if name == "gpipe" else name, p, m, v)
 
-
-def interleaved_like_plain(name, p, m, v):
-    return [min(m, p - i) for i in range(p)] if name == "interleaved" else _held(name, p, m, v)
-
-
-def counts_stages_as_whole(name, p, m, v):
-    return [count * v for count in _held(name, p, m, v)]
-
-
-def gpipe_holds_what_1f1b_holds(name, p, m, v):
-    return _held("1f1b" if name == "gpipe" else name, p, m, v)
-
-
-def naive_holds_all(name, p, m, v):
-    return _held("gpipe" if name == "naive" else name, p, m, v)
+    def naive_holds_all(name, p, m, v):
+        return _held("gpipe" if name == "naive" else name, p, m, v)
 
 
 def walk_the_rank(name, p, m, v):
@@ -97,9 +83,6 @@ def walk_the_rank(name, p, m, v):
     return held
 
 
-# --- one_f_one_b_schedule ----------------------------------------------------------------------------------
-
-
 def _rows(p, m, warmups):
     rows = []
     for i in range(p):
@@ -111,60 +94,49 @@ def _rows(p, m, warmups):
     return rows
 
 
-def all_forwards_first(p, m):
-    return _rows(p, m, lambda i: m)
+class one_f_one_b_schedule:
+    def all_forwards_first(p, m):
+        return _rows(p, m, lambda i: m)
 
+    def one_forward_too_many(p, m):
+        return _rows(p, m, lambda i: p - i)
 
-def one_forward_too_many(p, m):
-    return _rows(p, m, lambda i: p - i)
+    def no_warmup(p, m):
+        return _rows(p, m, lambda i: 0)
 
+    def warmup_turned_round(p, m):
+        return _rows(p, m, lambda i: i)
 
-def no_warmup(p, m):
-    return _rows(p, m, lambda i: 0)
+    def loses_the_last_backwards(p, m):
+        return [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
 
+    def backward_before_forward(p, m):
+        rows = _rows(p, m, lambda i: p - 1 - i)
+        return [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
 
-def warmup_turned_round(p, m):
-    return _rows(p, m, lambda i: i)
+    def newest_backward_first(p, m):
+        """A stack where a queue belongs: the last stage keeps the order and the others turn it round."""
+        rows = []
+        for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i)):
+            steps, held = [], []
+            for action in row.split():
+                if "F" in action:
+                    held.append(int(action.split("F")[1]))
+                    steps.append(action)
+                else:
+                    steps.append(f"{i}B{held.pop()}")
+            rows.append(" ".join(steps))
+        return rows
 
+    def splits_the_backward(p, m):
+        rows = _rows(p, m, lambda i: p - 1 - i)
+        return [
+            " ".join(f"{a.replace('B', 'I')} {a.replace('B', 'W')}" if "B" in a else a for a in row.split())
+            for row in rows
+        ]
 
-def one_micro_batch_at_a_time(p, m):
-    return [" ".join(f"{i}F{k} {i}B{k}" for k in range(m)) for i in range(p)]
-
-
-def loses_the_last_backwards(p, m):
-    return [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
-
-
-def backward_before_forward(p, m):
-    rows = _rows(p, m, lambda i: p - 1 - i)
-    return [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
-
-
-def newest_backward_first(p, m):
-    """A stack where a queue belongs: the last stage keeps the order and the others turn it round."""
-    rows = []
-    for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i)):
-        steps, held = [], []
-        for action in row.split():
-            if "F" in action:
-                held.append(int(action.split("F")[1]))
-                steps.append(action)
-            else:
-                steps.append(f"{i}B{held.pop()}")
-        rows.append(" ".join(steps))
-    return rows
-
-
-def counts_for_rows(p, m):
-    return [2 * m] * p
-
-
-def splits_the_backward(p, m):
-    rows = _rows(p, m, lambda i: p - 1 - i)
-    return [
-        " ".join(f"{a.replace('B', 'I')} {a.replace('B', 'W')}" if "B" in a else a for a in row.split())
-        for row in rows
-    ]
+    def counts_for_rows(p, m):
+        return [2 * m] * p
 
 
 def by_counting(p, m):
@@ -183,9 +155,6 @@ def by_counting(p, m):
     return rows
 
 
-# --- explain_1f1b ------------------------------------------------------------------------------------------
-
-
 def _explained(p, m, **changes):
     held = [min(m, p - i) for i in range(p)]
     return {
@@ -198,32 +167,27 @@ def _explained(p, m, **changes):
     } | changes
 
 
-def says_1f1b_has_half_the_bubble(p, m):
-    return _explained(p, m, bubble_saved=(p - 1) / m / 2)
+class explain_1f1b:
+    def says_1f1b_has_half_the_bubble(p, m):
+        return _explained(p, m, bubble_saved=(p - 1) / m / 2)
 
+    def says_1f1b_has_no_bubble(p, m):
+        return _explained(p, m, bubble_over_ideal=0.0, bubble_over_total=0.0, bubble_saved=(p - 1) / m)
 
-def says_1f1b_has_no_bubble(p, m):
-    return _explained(p, m, bubble_over_ideal=0.0, bubble_over_total=0.0, bubble_saved=(p - 1) / m)
+    def takes_one_bubble_for_the_other(p, m):
+        return _explained(p, m, bubble_over_ideal=(p - 1) / (m + p - 1), bubble_over_total=(p - 1) / m)
 
+    def saves_the_same_on_every_rank(p, m):
+        return _explained(p, m, in_flight_saved=[m - min(m, p)] * p)
 
-def takes_one_bubble_for_the_other(p, m):
-    return _explained(p, m, bubble_over_ideal=(p - 1) / (m + p - 1), bubble_over_total=(p - 1) / m)
+    def holds_p_everywhere(p, m):
+        return _explained(p, m, in_flight=[min(m, p)] * p)
 
+    def explains_with_gpipe(p, m):
+        return _explained(p, m, schedule=one_f_one_b_schedule.all_forwards_first(p, m))
 
-def saves_the_same_on_every_rank(p, m):
-    return _explained(p, m, in_flight_saved=[m - min(m, p)] * p)
-
-
-def holds_p_everywhere(p, m):
-    return _explained(p, m, in_flight=[min(m, p)] * p)
-
-
-def explains_with_gpipe(p, m):
-    return _explained(p, m, schedule=all_forwards_first(p, m))
-
-
-def explains_what_cannot_run(p, m):
-    return _explained(p, m, schedule=newest_backward_first(p, m))
+    def explains_what_cannot_run(p, m):
+        return _explained(p, m, schedule=one_f_one_b_schedule.newest_backward_first(p, m))
 
 
 def from_the_schedule(p, m):
@@ -247,13 +211,6 @@ def from_the_schedule(p, m):
     }
 
 
-# --- beat_1f1b ---------------------------------------------------------------------------------------------
-
-
-def plain_1f1b(p, m):
-    return _rows(p, m, lambda i: p - 1 - i)
-
-
 def _halves(p, m, warmups, late):
     rows = []
     for i, row in enumerate(_rows(p, m, warmups)):
@@ -267,28 +224,25 @@ def _halves(p, m, warmups, late):
     return rows
 
 
-def twice_the_warmup(p, m):
-    return _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
+class beat_1f1b:
+    def plain_1f1b(p, m):
+        return _rows(p, m, lambda i: p - 1 - i)
 
+    def twice_the_warmup(p, m):
+        return _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
 
-def all_weights_at_the_end(p, m):
-    return _halves(p, m, lambda i: p - 1 - i, lambda i: m)
+    def all_weights_at_the_end(p, m):
+        return _halves(p, m, lambda i: p - 1 - i, lambda i: m)
 
+    def weights_before_inputs(p, m):
+        rows = beat_1f1b.plain_1f1b(p, m)
+        return [
+            " ".join(f"{a.replace('B', 'W')} {a.replace('B', 'I')}" if "B" in a else a for a in row.split())
+            for row in rows
+        ]
 
-def splits_gpipe(p, m):
-    return _halves(p, m, lambda i: m, lambda i: 0)
-
-
-def weights_before_inputs(p, m):
-    rows = plain_1f1b(p, m)
-    return [
-        " ".join(f"{a.replace('B', 'W')} {a.replace('B', 'I')}" if "B" in a else a for a in row.split())
-        for row in rows
-    ]
-
-
-def never_does_the_weights(p, m):
-    return [row.replace("B", "I") for row in plain_1f1b(p, m)]
+    def never_does_the_weights(p, m):
+        return [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
 
 
 def slot_by_slot(p, m):
@@ -316,56 +270,7 @@ def slot_by_slot(p, m):
     return [" ".join(row) for row in rows]
 
 
-DEFECTS = {
-    "bubbles": [
-        names_exchanged,
-        one_bubble_for_both,
-        p_boundaries,
-        forgets_interleaving,
-        more_stages_more_bubble,
-        utilisation_for_bubble,
-        naive_bubble,
-    ],
-    "in_flight": [
-        p_on_every_rank,
-        last_rank_holds_most,
-        more_than_there_are,
-        warmup_without_the_one_at_work,
-        interleaved_like_plain,
-        counts_stages_as_whole,
-        gpipe_holds_what_1f1b_holds,
-        naive_holds_all,
-    ],
-    "one_f_one_b_schedule": [
-        all_forwards_first,
-        one_forward_too_many,
-        no_warmup,
-        warmup_turned_round,
-        one_micro_batch_at_a_time,
-        loses_the_last_backwards,
-        backward_before_forward,
-        newest_backward_first,
-        splits_the_backward,
-        counts_for_rows,
-    ],
-    "explain_1f1b": [
-        says_1f1b_has_half_the_bubble,
-        says_1f1b_has_no_bubble,
-        takes_one_bubble_for_the_other,
-        saves_the_same_on_every_rank,
-        holds_p_everywhere,
-        explains_with_gpipe,
-        explains_what_cannot_run,
-    ],
-    "beat_1f1b": [
-        plain_1f1b,
-        twice_the_warmup,
-        all_weights_at_the_end,
-        splits_gpipe,
-        weights_before_inputs,
-        never_does_the_weights,
-    ],
-}
+DEFECTS = listed(bubbles, in_flight, one_f_one_b_schedule, explain_1f1b, beat_1f1b)
 
 SECOND_SOLUTIONS = {
     "bubbles": from_the_makespan,

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from lablib.toys.collective_names import all_gather, reduce_scatter
-
-# --- state_bytes -------------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
@@ -17,42 +16,33 @@ def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
     }
 
 
-def no_master_weights(params, ranks, stage):
-    return _bytes(params, ranks, stage, each=(2, 2, 8))
+class state_bytes:
+    def no_master_weights(params, ranks, stage):
+        return _bytes(params, ranks, stage, each=(2, 2, 8))
 
+    def gradients_from_stage_1(params, ranks, stage):
+        return _bytes(params, ranks, stage, first=(3, 1, 1))
 
-def gradients_from_stage_1(params, ranks, stage):
-    return _bytes(params, ranks, stage, first=(3, 1, 1))
+    def weights_never(params, ranks, stage):
+        return _bytes(params, ranks, stage, first=(4, 2, 1))
 
+    def weights_before_gradients(params, ranks, stage):
+        return _bytes(params, ranks, stage, first=(2, 3, 1))
 
-def weights_never(params, ranks, stage):
-    return _bytes(params, ranks, stage, first=(4, 2, 1))
+    def limits_of_many_ranks(params, ranks, stage):
+        """Takes 4x and 8x for the factors of stages 1 and 2."""
+        own = -(-params // ranks)
+        return {
+            "weights": 2 * (own if stage == 3 else params),
+            "gradients": 2 * (params if stage < 2 else own if stage == 3 else 0),
+            "optimizer": 12 * params if stage == 0 else 12 * own if stage == 3 else 0,
+        }
 
+    def shards_rounded_down(params, ranks, stage):
+        return _bytes(params, ranks, stage, shard=lambda p, n: p // n)
 
-def weights_before_gradients(params, ranks, stage):
-    return _bytes(params, ranks, stage, first=(2, 3, 1))
-
-
-def everything_in_every_stage(params, ranks, stage):
-    return _bytes(params, ranks, stage, first=(1, 1, 1))
-
-
-def limits_of_many_ranks(params, ranks, stage):
-    """Takes 4x and 8x for the factors of stages 1 and 2."""
-    own = -(-params // ranks)
-    return {
-        "weights": 2 * (own if stage == 3 else params),
-        "gradients": 2 * (params if stage < 2 else own if stage == 3 else 0),
-        "optimizer": 12 * params if stage == 0 else 12 * own if stage == 3 else 0,
-    }
-
-
-def shards_rounded_down(params, ranks, stage):
-    return _bytes(params, ranks, stage, shard=lambda p, n: p // n)
-
-
-def fractions_of_a_parameter(params, ranks, stage):
-    return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
+    def fractions_of_a_parameter(params, ranks, stage):
+        return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
 
 
 def from_the_padded_array(params, ranks, stage):
@@ -61,9 +51,6 @@ def from_the_padded_array(params, ranks, stage):
     whole = {"weights": 2, "gradients": 2, "optimizer": 12}
     shards = {"optimizer": stage > 0, "gradients": stage > 1, "weights": stage > 2}
     return {name: size * (padded // ranks if shards[name] else params) for name, size in whole.items()}
-
-
-# --- zero2_step --------------------------------------------------------------------------------------------
 
 
 def _mine(weights):
@@ -83,53 +70,46 @@ def _update_and_gather(weights, mean, momentum, lr):
     all_gather(weights, mine.clone())
 
 
-def summed_not_averaged(weights, gradient, momentum, lr):
-    mean = torch.empty_like(momentum)
-    reduce_scatter(mean, gradient)
-    _update_and_gather(weights, mean, momentum, lr)
+class zero2_step:
+    def summed_not_averaged(weights, gradient, momentum, lr):
+        mean = torch.empty_like(momentum)
+        reduce_scatter(mean, gradient)
+        _update_and_gather(weights, mean, momentum, lr)
 
+    def averaged_twice(weights, gradient, momentum, lr):
+        _update_and_gather(weights, _mean_shard(gradient, momentum) / dist.get_world_size(), momentum, lr)
 
-def averaged_twice(weights, gradient, momentum, lr):
-    _update_and_gather(weights, _mean_shard(gradient, momentum) / dist.get_world_size(), momentum, lr)
+    def no_all_gather(weights, gradient, momentum, lr):
+        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
+        _mine(weights).sub_(lr * momentum)
 
+    def local_gradient(weights, gradient, momentum, lr):
+        _update_and_gather(weights, _mine(gradient), momentum, lr)
 
-def no_all_gather(weights, gradient, momentum, lr):
-    momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
-    _mine(weights).sub_(lr * momentum)
+    def all_reduce_then_cut(weights, gradient, momentum, lr):
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient)
+        _update_and_gather(weights, _mine(gradient), momentum, lr)
 
+    def forgets_momentum(weights, gradient, momentum, lr):
+        mine = _mine(weights)
+        mine.sub_(lr * (0.9 * momentum + _mean_shard(gradient, momentum)))
+        all_gather(weights, mine.clone())
 
-def local_gradient(weights, gradient, momentum, lr):
-    _update_and_gather(weights, _mine(gradient), momentum, lr)
+    def everybody_updates_shard_0(weights, gradient, momentum, lr):
+        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
+        first = weights.chunk(dist.get_world_size())[0]
+        all_gather(weights, (first - lr * momentum).clone())
 
+    def rebinds_the_weights(weights, gradient, momentum, lr):
+        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
+        updated = torch.empty_like(weights)
+        all_gather(updated, _mine(weights) - lr * momentum)
+        weights = updated
 
-def all_reduce_then_cut(weights, gradient, momentum, lr):
-    gradient /= dist.get_world_size()
-    dist.all_reduce(gradient)
-    _update_and_gather(weights, _mine(gradient), momentum, lr)
-
-
-def forgets_momentum(weights, gradient, momentum, lr):
-    mine = _mine(weights)
-    mine.sub_(lr * (0.9 * momentum + _mean_shard(gradient, momentum)))
-    all_gather(weights, mine.clone())
-
-
-def everybody_updates_shard_0(weights, gradient, momentum, lr):
-    momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
-    first = weights.chunk(dist.get_world_size())[0]
-    all_gather(weights, (first - lr * momentum).clone())
-
-
-def rebinds_the_weights(weights, gradient, momentum, lr):
-    momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
-    updated = torch.empty_like(weights)
-    all_gather(updated, _mine(weights) - lr * momentum)
-    weights = updated
-
-
-def gathers_momentum_too(weights, gradient, momentum, lr):
-    _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
-    all_gather(torch.empty_like(weights), momentum)
+    def gathers_momentum_too(weights, gradient, momentum, lr):
+        _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
+        all_gather(torch.empty_like(weights), momentum)
 
 
 def owner_by_owner(weights, gradient, momentum, lr):
@@ -143,9 +123,6 @@ def owner_by_owner(weights, gradient, momentum, lr):
         message = part - lr * momentum if owner == rank else part.clone()
         dist.broadcast(message, owner)
         part.copy_(message)
-
-
-# --- zero3_step --------------------------------------------------------------------------------------------
 
 
 def _step3(
@@ -180,53 +157,48 @@ def _step3(
     return shards[::-1] if in_order else shards
 
 
-def keeps_all_between_forward_and_backward(*task):
-    return _step3(*task, keep_forward=True)
+class zero3_step:
+    def keeps_all_between_forward_and_backward(*task):
+        return _step3(*task, keep_forward=True)
 
+    def never_releases_after_backward(*task):
+        return _step3(*task, keep_backward=True)
 
-def never_releases_after_backward(*task):
-    return _step3(*task, keep_backward=True)
+    def shards_in_the_order_of_backward(*task):
+        return _step3(*task, in_order=False)
 
+    def output_instead_of_input(*task):
+        return _step3(*task, output_for_input=True)
 
-def shards_in_the_order_of_backward(*task):
-    return _step3(*task, in_order=False)
+    def uses_released_weights(layers, x, gather, release, forward, backward, scatter):
+        inputs, held = [], {}
+        for k in range(layers):
+            held[k] = gather(k)
+            inputs.append(x)
+            x = forward(k, held[k], x)
+            release(k)
+        gradient, shards = [1.0] * len(x), {}
+        for k in reversed(range(layers)):
+            gradient, of_weights = backward(k, held[k], inputs[k], gradient)
+            shards[k] = scatter(k, of_weights)
+        return [shards[k] for k in range(layers)]
 
+    def keeps_whole_gradients(layers, x, gather, release, forward, backward, scatter):
+        whole = {}
 
-def output_instead_of_input(*task):
-    return _step3(*task, output_for_input=True)
+        def note(k, gradient):
+            whole[k] = gradient
+            return gradient
 
+        _step3(layers, x, gather, release, forward, backward, note)
+        return [whole[k] for k in range(layers)]
 
-def uses_released_weights(layers, x, gather, release, forward, backward, scatter):
-    inputs, held = [], {}
-    for k in range(layers):
-        held[k] = gather(k)
-        inputs.append(x)
-        x = forward(k, held[k], x)
-        release(k)
-    gradient, shards = [1.0] * len(x), {}
-    for k in reversed(range(layers)):
-        gradient, of_weights = backward(k, held[k], inputs[k], gradient)
-        shards[k] = scatter(k, of_weights)
-    return [shards[k] for k in range(layers)]
+    def gathers_for_every_use_thrice(layers, x, gather, release, forward, backward, scatter):
+        def forward_again(k, weights, x):
+            release(k)
+            return forward(k, gather(k), x)
 
-
-def keeps_whole_gradients(layers, x, gather, release, forward, backward, scatter):
-    whole = {}
-
-    def note(k, gradient):
-        whole[k] = gradient
-        return gradient
-
-    _step3(layers, x, gather, release, forward, backward, note)
-    return [whole[k] for k in range(layers)]
-
-
-def gathers_for_every_use_thrice(layers, x, gather, release, forward, backward, scatter):
-    def forward_again(k, weights, x):
-        release(k)
-        return forward(k, gather(k), x)
-
-    return _step3(layers, x, gather, release, forward_again, backward, scatter)
+        return _step3(layers, x, gather, release, forward_again, backward, scatter)
 
 
 def recursive_layers(layers, x, gather, release, forward, backward, scatter):
@@ -247,9 +219,6 @@ def recursive_layers(layers, x, gather, release, forward, backward, scatter):
     return shards
 
 
-# --- zero_tradeoffs ----------------------------------------------------------------------------------------
-
-
 def _tradeoffs(params, ranks, micro_batches, budget, held=None, times=None, part=None, choose=None):
     own = -(-params // ranks)
     m = micro_batches
@@ -261,63 +230,47 @@ def _tradeoffs(params, ranks, micro_batches, budget, held=None, times=None, part
     return {"held": held, "sent": sent, "best": best}
 
 
-def every_stage_adds_traffic(params, ranks, micro_batches, budget):
-    return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 3, 3, 4])
+class zero_tradeoffs:
+    def every_stage_adds_traffic(params, ranks, micro_batches, budget):
+        return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 3, 3, 4])
 
+    def stage_3_sends_as_ddp(params, ranks, micro_batches, budget):
+        m = micro_batches
+        return _tradeoffs(params, ranks, m, budget, times=[2, 2, m + 1, 2 * m])
 
-def stage_3_sends_as_ddp(params, ranks, micro_batches, budget):
-    m = micro_batches
-    return _tradeoffs(params, ranks, m, budget, times=[2, 2, m + 1, 2 * m])
+    def accumulation_is_free(params, ranks, micro_batches, budget):
+        return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 2, 2, 3])
 
+    def sends_to_itself(params, ranks, micro_batches, budget):
+        return _tradeoffs(params, ranks, micro_batches, budget, part=1)
 
-def accumulation_is_free(params, ranks, micro_batches, budget):
-    return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 2, 2, 3])
+    def always_the_highest_stage(params, ranks, micro_batches, budget):
+        return _tradeoffs(
+            params, ranks, micro_batches, budget, choose=lambda fits, sent, held: max(fits, default=None)
+        )
 
+    def stage_3_whatever_the_budget(params, ranks, micro_batches, budget):
+        return _tradeoffs(
+            params,
+            ranks,
+            micro_batches,
+            budget,
+            choose=lambda fits, sent, held: min(fits, key=lambda s: sent[s], default=3),
+        )
 
-def sends_to_itself(params, ranks, micro_batches, budget):
-    return _tradeoffs(params, ranks, micro_batches, budget, part=1)
+    def stage_2_without_optimizer(params, ranks, micro_batches, budget):
+        """Counts weights and gradients of stage 2 and leaves out what the optimizer holds."""
+        own = -(-params // ranks)
+        return _tradeoffs(
+            params,
+            ranks,
+            micro_batches,
+            budget,
+            held=[16 * params, 4 * params + 12 * own, 2 * params + 2 * own, 16 * own],
+        )
 
-
-def always_the_highest_stage(params, ranks, micro_batches, budget):
-    return _tradeoffs(
-        params, ranks, micro_batches, budget, choose=lambda fits, sent, held: max(fits, default=None)
-    )
-
-
-def stage_3_whatever_the_budget(params, ranks, micro_batches, budget):
-    return _tradeoffs(
-        params,
-        ranks,
-        micro_batches,
-        budget,
-        choose=lambda fits, sent, held: min(fits, key=lambda s: sent[s], default=3),
-    )
-
-
-def stage_2_without_optimizer(params, ranks, micro_batches, budget):
-    """Counts weights and gradients of stage 2 and leaves out what the optimizer holds."""
-    own = -(-params // ranks)
-    return _tradeoffs(
-        params,
-        ranks,
-        micro_batches,
-        budget,
-        held=[16 * params, 4 * params + 12 * own, 2 * params + 2 * own, 16 * own],
-    )
-
-
-def ignores_the_budget(params, ranks, micro_batches, budget):
-    return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: 0)
-
-
-def limits_for_factors(params, ranks, micro_batches, budget):
-    return _tradeoffs(
-        params,
-        ranks,
-        micro_batches,
-        budget,
-        held=[16 * params, 4 * params, 2 * params, 16 * -(-params // ranks)],
-    )
+    def ignores_the_budget(params, ranks, micro_batches, budget):
+        return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: 0)
 
 
 def counted_message_by_message(params, ranks, micro_batches, budget):
@@ -340,49 +293,7 @@ def counted_message_by_message(params, ranks, micro_batches, budget):
     return {"held": held, "sent": sent, "best": best}
 
 
-DEFECTS = {
-    "state_bytes": [
-        no_master_weights,
-        gradients_from_stage_1,
-        weights_never,
-        weights_before_gradients,
-        everything_in_every_stage,
-        limits_of_many_ranks,
-        shards_rounded_down,
-        fractions_of_a_parameter,
-    ],
-    "zero2_step": [
-        summed_not_averaged,
-        averaged_twice,
-        no_all_gather,
-        local_gradient,
-        all_reduce_then_cut,
-        forgets_momentum,
-        everybody_updates_shard_0,
-        rebinds_the_weights,
-        gathers_momentum_too,
-    ],
-    "zero3_step": [
-        keeps_all_between_forward_and_backward,
-        never_releases_after_backward,
-        shards_in_the_order_of_backward,
-        output_instead_of_input,
-        uses_released_weights,
-        keeps_whole_gradients,
-        gathers_for_every_use_thrice,
-    ],
-    "zero_tradeoffs": [
-        every_stage_adds_traffic,
-        stage_3_sends_as_ddp,
-        accumulation_is_free,
-        sends_to_itself,
-        always_the_highest_stage,
-        stage_3_whatever_the_budget,
-        stage_2_without_optimizer,
-        ignores_the_budget,
-        limits_for_factors,
-    ],
-}
+DEFECTS = listed(state_bytes, zero2_step, zero3_step, zero_tradeoffs)
 
 SECOND_SOLUTIONS = {
     "state_bytes": from_the_padded_array,

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-# --- count_collectives -------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _count(
@@ -32,36 +32,27 @@ def _count(
     }
 
 
-def root_gathered_twice(*case):
-    return _count(*case, root_passes=2)
+class count_collectives:
+    def root_gathered_twice(*case):
+        return _count(*case, root_passes=2)
 
+    def never_gathered_again(*case):
+        return _count(*case, freed_passes=1)
 
-def never_gathered_again(*case):
-    return _count(*case, freed_passes=1)
+    def last_unit_not_again(*case):
+        return _count(*case, last_again=False)
 
+    def gathers_once_a_step(*case):
+        return _count(*case, gather_every=False)
 
-def last_unit_not_again(*case):
-    return _count(*case, last_again=False)
+    def scatters_in_forward_too(*case):
+        return _count(*case, scatters_each=2)
 
+    def always_reduces(root, units, reshard, micro_batches, sync_every):
+        return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
 
-def gathers_once_a_step(*case):
-    return _count(*case, gather_every=False)
-
-
-def scatters_in_forward_too(*case):
-    return _count(*case, scatters_each=2)
-
-
-def always_reduces(root, units, reshard, micro_batches, sync_every):
-    return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
-
-
-def reduces_once(root, units, reshard, micro_batches, sync_every):
-    return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=1)
-
-
-def root_without_gradients(*case):
-    return _count(*case, root_scatters=False)
+    def root_without_gradients(*case):
+        return _count(*case, root_scatters=False)
 
 
 def message_by_message(root, units, reshard, micro_batches, sync_every):
@@ -81,9 +72,6 @@ def message_by_message(root, units, reshard, micro_batches, sync_every):
     }
 
 
-# --- units_by_size -----------------------------------------------------------------------------------------
-
-
 def _size(module):
     return sum(p.numel() for p in module.parameters())
 
@@ -93,38 +81,21 @@ def _inside_out(model):
     return sorted(named, key=lambda item: -item[0].count("."))
 
 
-def counts_inner_units_again(model, least):
-    return [name for name, module in _inside_out(model) if _size(module) >= least]
+class units_by_size:
+    def counts_inner_units_again(model, least):
+        return [name for name, module in _inside_out(model) if _size(module) >= least]
 
+    def leaves_only(model, least):
+        return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
 
-def leaves_only(model, least):
-    return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
+    def outside_first(model, least):
+        return list(reversed(one_pass_from_the_deepest(model, least)))
 
+    def with_the_root(model, least):
+        return [*one_pass_from_the_deepest(model, least), ""]
 
-def from_the_outside(model, least):
-    """Takes the outermost module that is large enough."""
-    units = []
-    for name, module in reversed(_inside_out(model)):
-        if _size(module) >= least and not any(name.startswith(f"{unit}.") for unit in units):
-            units.append(name)
-    return units
-
-
-def own_parameters_only(model, least):
-    """Forgets what small children leave open."""
-    return [n for n, m in _inside_out(model) if sum(p.numel() for p in m.parameters(recurse=False)) >= least]
-
-
-def outside_first(model, least):
-    return list(reversed(one_pass_from_the_deepest(model, least)))
-
-
-def with_the_root(model, least):
-    return [*one_pass_from_the_deepest(model, least), ""]
-
-
-def lists_too(model, least):
-    return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
+    def lists_too(model, least):
+        return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
 
 
 def _depth(item):
@@ -147,9 +118,6 @@ def _close(model, modules, least):
 def one_pass_from_the_deepest(model, least):
     """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
     return _close(model, _inside_out(model), least)
-
-
-# --- write_checkpoint --------------------------------------------------------------------------------------
 
 
 def _write(
@@ -184,53 +152,34 @@ def _write(
     barrier()
 
 
-def in_place(disk, rank, ranks, step, state, barrier):
-    disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
-    barrier()
+class write_checkpoint:
+    def in_place(disk, rank, ranks, step, state, barrier):
+        disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
+        barrier()
 
+    def does_not_wait(*args):
+        _write(*args, wait=False)
 
-def does_not_wait(*args):
-    _write(*args, wait=False)
+    def leaves_the_rest_of_a_crash(*args):
+        _write(*args, clear=False)
 
+    def clears_while_others_write(*args):
+        _write(*args, wait_after_clear=False)
 
-def leaves_the_rest_of_a_crash(*args):
-    _write(*args, clear=False)
+    def without_the_optimizer(disk, rank, ranks, step, state, barrier):
+        _write(disk, rank, ranks, step, state, barrier, content={"model": state["model"], "step": step})
 
+    def without_the_step(disk, rank, ranks, step, state, barrier):
+        _write(disk, rank, ranks, step, state, barrier, content=dict(state))
 
-def clears_while_others_write(*args):
-    _write(*args, wait_after_clear=False)
+    def everybody_publishes(*args):
+        _write(*args, publishers=range(args[2]))
 
+    def nobody_publishes(*args):
+        _write(*args, publishers=())
 
-def only_rank_0_writes(*args):
-    _write(*args, writers=(0,))
-
-
-def without_the_optimizer(disk, rank, ranks, step, state, barrier):
-    _write(disk, rank, ranks, step, state, barrier, content={"model": state["model"], "step": step})
-
-
-def without_the_step(disk, rank, ranks, step, state, barrier):
-    _write(disk, rank, ranks, step, state, barrier, content=dict(state))
-
-
-def everybody_publishes(*args):
-    _write(*args, publishers=range(args[2]))
-
-
-def nobody_publishes(*args):
-    _write(*args, publishers=())
-
-
-def old_one_goes_first(*args):
-    _write(*args, forget_old=True)
-
-
-def renames_file_by_file(disk, rank, ranks, step, state, barrier):
-    """Each file is published at once, the checkpoint is not."""
-    disk.write(f"tmp-{step}-{rank}", {**state, "step": step})
-    barrier()
-    disk.rename(f"tmp-{step}-{rank}", f"step-{step}/rank-{rank}")
-    barrier()
+    def old_one_goes_first(*args):
+        _write(*args, forget_old=True)
 
 
 def last_rank_publishes(disk, rank, ranks, step, state, barrier):
@@ -247,9 +196,6 @@ def last_rank_publishes(disk, rank, ranks, step, state, barrier):
         disk.rename(name, f"step-{step}")
 
 
-# --- choose_wrapping ---------------------------------------------------------------------------------------
-
-
 def _peak(root, units):
     return root + max((2 * b + a for a, b in zip([root, *units], units, strict=False)), default=root)
 
@@ -261,37 +207,27 @@ def _choose(rules, budget, *, peak=_peak, messages=lambda n: 3 * n + 2, pick=min
     return {"peak": peaks, "messages": sent, "best": pick(fits, key=sent.get, default=None)}
 
 
-def whole_model_at_once(rules, budget):
-    return _choose(rules, budget, peak=lambda root, units: 2 * (root + sum(units)))
+class choose_wrapping:
+    def whole_model_at_once(rules, budget):
+        return _choose(rules, budget, peak=lambda root, units: 2 * (root + sum(units)))
 
+    def forgets_the_root(rules, budget):
+        return _choose(rules, budget, peak=lambda root, units: _peak(root, units) - bool(units) * root)
 
-def forgets_the_root(rules, budget):
-    return _choose(rules, budget, peak=lambda root, units: _peak(root, units) - bool(units) * root)
+    def forgets_the_buffers(rules, budget):
+        return _choose(rules, budget, peak=lambda root, units: root + max(units, default=0))
 
+    def forgets_the_one_before(rules, budget):
+        return _choose(rules, budget, peak=lambda root, units: root + 2 * max(units, default=root / 2))
 
-def forgets_the_buffers(rules, budget):
-    return _choose(rules, budget, peak=lambda root, units: root + max(units, default=0))
+    def gathers_only(rules, budget):
+        return _choose(rules, budget, messages=lambda n: 1 + 2 * n)
 
+    def root_twice(rules, budget):
+        return _choose(rules, budget, messages=lambda n: 3 * n + 3)
 
-def forgets_the_one_before(rules, budget):
-    return _choose(rules, budget, peak=lambda root, units: root + 2 * max(units, default=root / 2))
-
-
-def gathers_only(rules, budget):
-    return _choose(rules, budget, messages=lambda n: 1 + 2 * n)
-
-
-def root_twice(rules, budget):
-    return _choose(rules, budget, messages=lambda n: 3 * n + 3)
-
-
-def most_messages(rules, budget):
-    return _choose(rules, budget, pick=max)
-
-
-def smallest_peak(rules, budget):
-    found = _choose(rules, budget)
-    return {**found, "best": min(rules, key=found["peak"].get)}
+    def most_messages(rules, budget):
+        return _choose(rules, budget, pick=max)
 
 
 def unit_after_unit(rules, budget):
@@ -312,54 +248,42 @@ def unit_after_unit(rules, budget):
     return found
 
 
-DEFECTS = {
-    "count_collectives": [
-        root_gathered_twice,
-        never_gathered_again,
-        last_unit_not_again,
-        gathers_once_a_step,
-        scatters_in_forward_too,
-        always_reduces,
-        reduces_once,
-        root_without_gradients,
-    ],
-    "units_by_size": [
-        counts_inner_units_again,
-        leaves_only,
-        from_the_outside,
-        own_parameters_only,
-        outside_first,
-        with_the_root,
-        lists_too,
-    ],
-    "write_checkpoint": [
-        in_place,
-        does_not_wait,
-        leaves_the_rest_of_a_crash,
-        clears_while_others_write,
-        only_rank_0_writes,
-        without_the_optimizer,
-        without_the_step,
-        everybody_publishes,
-        nobody_publishes,
-        old_one_goes_first,
-        renames_file_by_file,
-    ],
-    "choose_wrapping": [
-        whole_model_at_once,
-        forgets_the_root,
-        forgets_the_buffers,
-        forgets_the_one_before,
-        gathers_only,
-        root_twice,
-        most_messages,
-        smallest_peak,
-    ],
-}
+DEFECTS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
 
 SECOND_SOLUTIONS = {
     "count_collectives": message_by_message,
     "units_by_size": one_pass_from_the_deepest,
     "write_checkpoint": last_rank_publishes,
     "choose_wrapping": unit_after_unit,
+}
+
+#: What the sentence about a defect must say.
+SENTENCES = {
+    "root_gathered_twice": "The root is not freed",
+    "never_gathered_again": "gathered again in backward",
+    "last_unit_not_again": "FSDP frees it like the others",
+    "gathers_once_a_step": "Every micro-batch gathers",
+    "always_reduces": "after the last one only",
+    "root_without_gradients": "The root has gradients too",
+    "scatters_in_forward_too": "Gradients exist in backward only",
+    "counts_inner_units_again": "do not count again",
+    "leaves_only": "from the inside to the outside",
+    "outside_first": "would take the inner parameters first",
+    "with_the_root": "The root is a unit anyway",
+    "lists_too": "has no forward",
+    "in_place": "half written",
+    "does_not_wait": "only when every rank has written",
+    "leaves_the_rest_of_a_crash": "comes from a crashed job",
+    "without_the_optimizer": "starts its moments from zero",
+    "without_the_step": "The step is not saved",
+    "everybody_publishes": "one rank renames, once",
+    "nobody_publishes": "nobody published it",
+    "old_one_goes_first": "without any checkpoint",
+    "whole_model_at_once": "Not all units are whole at a time",
+    "forgets_the_root": "The root stays gathered",
+    "forgets_the_buffers": "exists twice while it is copied",
+    "forgets_the_one_before": "The buffer of the unit before",
+    "gathers_only": "Count both",
+    "root_twice": "The root is gathered once",
+    "most_messages": "fewer messages",
 }

@@ -4,40 +4,36 @@ import math
 from itertools import product
 
 from lablib.calc.challenge import CASES, score
-
-# --- coordinates -------------------------------------------------------------------------------------------
-
-
-def slowest_first(rank, sizes):
-    at = {}
-    for axis, size in reversed(sizes.items()):
-        rank, at[axis] = divmod(rank, size)
-    return at
+from tests.planted import listed
 
 
-def without_remainder(rank, sizes):
-    at, stride = {}, 1
-    for axis, size in sizes.items():
-        at[axis] = rank // stride
-        stride *= size
-    return at
+class coordinates:
+    def slowest_first(rank, sizes):
+        at = {}
+        for axis, size in reversed(sizes.items()):
+            rank, at[axis] = divmod(rank, size)
+        return at
 
+    def without_remainder(rank, sizes):
+        at, stride = {}, 1
+        for axis, size in sizes.items():
+            at[axis] = rank // stride
+            stride *= size
+        return at
 
-def stride_of_the_neighbour(rank, sizes):
-    """Divides by the size before it only, not by the product of all before it."""
-    at, before = {}, 1
-    for axis, size in sizes.items():
-        at[axis] = rank // before % size
-        before = size
-    return at
+    def stride_of_the_neighbour(rank, sizes):
+        """Divides by the size before it only, not by the product of all before it."""
+        at, before = {}, 1
+        for axis, size in sizes.items():
+            at[axis] = rank // before % size
+            before = size
+        return at
 
+    def always_the_remainder(rank, sizes):
+        return {axis: rank % size for axis, size in sizes.items()}
 
-def always_the_remainder(rank, sizes):
-    return {axis: rank % size for axis, size in sizes.items()}
-
-
-def counted_from_one(rank, sizes):
-    return {axis: at + 1 for axis, at in by_strides(rank, sizes).items()}
+    def counted_from_one(rank, sizes):
+        return {axis: at + 1 for axis, at in by_strides(rank, sizes).items()}
 
 
 def by_strides(rank, sizes):
@@ -47,9 +43,6 @@ def by_strides(rank, sizes):
         axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis]
         for i, axis in enumerate(names)
     }
-
-
-# --- sketch ------------------------------------------------------------------------------------------------
 
 
 def _groups(sizes, axis):
@@ -71,43 +64,40 @@ def _sketch(sizes, gpus_per_node, groups=_groups, crosses=None):
     return {"groups": found, "crossing": [axis for axis in sizes if crosses(axis)]}
 
 
-def every_group_is_neighbours(sizes, gpus_per_node):
-    def neighbours(sizes, axis):
-        n = math.prod(sizes.values())
-        return [list(range(i, i + sizes[axis])) for i in range(0, n, sizes[axis])]
+class sketch:
+    def every_group_is_neighbours(sizes, gpus_per_node):
+        def neighbours(sizes, axis):
+            n = math.prod(sizes.values())
+            return [list(range(i, i + sizes[axis])) for i in range(0, n, sizes[axis])]
 
-    return _sketch(sizes, gpus_per_node, groups=neighbours)
+        return _sketch(sizes, gpus_per_node, groups=neighbours)
 
+    def the_order_turned_round(sizes, gpus_per_node):
+        turned = dict(reversed(sizes.items()))
+        return _sketch(sizes, gpus_per_node, groups=lambda _, axis: _groups(turned, axis))
 
-def the_order_turned_round(sizes, gpus_per_node):
-    turned = dict(reversed(sizes.items()))
-    return _sketch(sizes, gpus_per_node, groups=lambda _, axis: _groups(turned, axis))
+    def ranks_that_are_equal_here(sizes, gpus_per_node):
+        """Takes the ranks with the same coordinate on the axis for its group."""
 
+        def same(sizes, axis):
+            n = range(math.prod(sizes.values()))
+            return [[r for r in n if by_strides(r, sizes)[axis] == i] for i in range(sizes[axis])]
 
-def ranks_that_are_equal_here(sizes, gpus_per_node):
-    """Takes the ranks with the same coordinate on the axis for its group."""
+        return _sketch(sizes, gpus_per_node, groups=same)
 
-    def same(sizes, axis):
-        n = range(math.prod(sizes.values()))
-        return [[r for r in n if by_strides(r, sizes)[axis] == i] for i in range(sizes[axis])]
+    def crossing_by_size(sizes, gpus_per_node):
+        return _sketch(sizes, gpus_per_node, crosses=lambda axis: sizes[axis] > gpus_per_node)
 
-    return _sketch(sizes, gpus_per_node, groups=same)
+    def crossing_by_the_first_group(sizes, gpus_per_node):
+        return _sketch(
+            sizes, gpus_per_node, crosses=lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node)
+        )
 
+    def all_but_the_first_axis_cross(sizes, gpus_per_node):
+        return _sketch(sizes, gpus_per_node, crosses=lambda axis: axis != next(iter(sizes)))
 
-def crossing_by_size(sizes, gpus_per_node):
-    return _sketch(sizes, gpus_per_node, crosses=lambda axis: sizes[axis] > gpus_per_node)
-
-
-def crossing_by_the_first_group(sizes, gpus_per_node):
-    return _sketch(sizes, gpus_per_node, crosses=lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node))
-
-
-def all_but_the_first_axis_cross(sizes, gpus_per_node):
-    return _sketch(sizes, gpus_per_node, crosses=lambda axis: axis != next(iter(sizes)))
-
-
-def only_the_first_group(sizes, gpus_per_node):
-    return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
+    def only_the_first_group(sizes, gpus_per_node):
+        return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
 
 
 def walked_along_the_axes(sizes, gpus_per_node):
@@ -128,9 +118,6 @@ def walked_along_the_axes(sizes, gpus_per_node):
     return {"groups": groups, "crossing": crossing}
 
 
-# --- group_traffic -----------------------------------------------------------------------------------------
-
-
 def _with(case, **change):
     layers, stream, gradients, tp, pp, dp, m = case
     found = {
@@ -141,41 +128,34 @@ def _with(case, **change):
     return {axis: value * change.get(axis, 1) for axis, value in found.items()}
 
 
-def forward_only(*case):
-    return _with(case, tp=1 / 2)
+class group_traffic:
+    def forward_only(*case):
+        return _with(case, tp=1 / 2)
 
+    def layers_of_the_whole_model(*case):
+        return _with(case, tp=case[4])
 
-def layers_of_the_whole_model(*case):
-    return _with(case, tp=case[4])
+    def tensor_parallelism_once_a_step(*case):
+        return _with(case, tp=1 / case[6])
 
+    def messages_in_place_of_a_ring(*case):
+        """Counts the sizes of the messages, which nobody sends as such."""
+        return _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
 
-def tensor_parallelism_once_a_step(*case):
-    return _with(case, tp=1 / case[6])
+    def activations_but_no_gradient_back(*case):
+        return _with(case, pp=1 / 2)
 
+    def once_for_every_boundary(*case):
+        return _with(case, pp=case[4] - 1)
 
-def messages_in_place_of_a_ring(*case):
-    """Counts the sizes of the messages, which nobody sends as such."""
-    return _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
+    def gradients_of_the_whole_model(*case):
+        return _with(case, dp=case[3] * case[4])
 
+    def gradients_not_divided_by_tp(*case):
+        return _with(case, dp=case[3])
 
-def activations_but_no_gradient_back(*case):
-    return _with(case, pp=1 / 2)
-
-
-def once_for_every_boundary(*case):
-    return _with(case, pp=case[4] - 1)
-
-
-def gradients_of_the_whole_model(*case):
-    return _with(case, dp=case[3] * case[4])
-
-
-def gradients_not_divided_by_tp(*case):
-    return _with(case, dp=case[3])
-
-
-def gradients_after_every_micro_batch(*case):
-    return _with(case, dp=case[6])
+    def gradients_after_every_micro_batch(*case):
+        return _with(case, dp=case[6])
 
 
 def counted_half_by_half(layers, stream, gradients, tp, pp, dp, micro_batches):
@@ -195,8 +175,6 @@ def counted_half_by_half(layers, stream, gradients, tp, pp, dp, micro_batches):
     return sent
 
 
-# --- plan_cluster ------------------------------------------------------------------------------------------
-
 _RIGHT = {
     "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "recompute": "full", "micro_batch": 2},
     "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
@@ -212,44 +190,28 @@ _RIGHT = {
 }
 
 
-def factors_that_do_not_multiply(case):
-    """The early print of Llama 3's table: half of the GPUs have nothing to do."""
-    return _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
+class plan_cluster:
+    def factors_that_do_not_multiply(case):
+        """The early print of Llama 3's table: half of the GPUs have nothing to do."""
+        return _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
 
+    def weights_must_fit(case):
+        """Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not."""
+        return {"tp": 8, "pp": 4, "dp": 2, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
 
-def weights_must_fit(case):
-    """Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not."""
-    return {"tp": 8, "pp": 4, "dp": 2, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
+    def everything_recomputed(case):
+        return _RIGHT[case] | {"recompute": "full"}
 
+    def everything_sharded_over_replicas(case):
+        """ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch."""
+        return {"dp": 64, "zero": 3, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
 
-def everything_recomputed(case):
-    return _RIGHT[case] | {"recompute": "full"}
+    def one_micro_batch_a_stage(case):
+        """Llama's degrees without its chunks: the pipeline is empty for nearly half of the step."""
+        return {"tp": 8, "pp": 16, "dp": 128, "zero": 1} if case == "llama-405b" else _RIGHT[case]
 
-
-def everything_sharded_over_replicas(case):
-    """ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch."""
-    return {"dp": 64, "zero": 3, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
-
-
-def one_micro_batch_a_stage(case):
-    """Llama's degrees without its chunks: the pipeline is empty for nearly half of the step."""
-    return {"tp": 8, "pp": 16, "dp": 128, "zero": 1} if case == "llama-405b" else _RIGHT[case]
-
-
-def a_stage_for_every_layer(case):
-    return {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
-
-
-def tensor_parallelism_of_two_nodes(case):
-    """16 divides GPT's heads, and 8 x 2 x 64 GPUs, and every layer then waits for the network."""
-    return (
-        {"tp": 16, "pp": 2, "dp": 32, "zero": 1, "recompute": "full"} if case == "gpt-76b" else _RIGHT[case]
-    )
-
-
-def nothing_kept_free_for_activations(case):
-    """What the states leave is not asked for: no recomputation where activations are most of the memory."""
-    return {"tp": 8, "pp": 8, "dp": 1, "micro_batch": 4} if case == "gpt-175b" else _RIGHT[case]
+    def a_stage_for_every_layer(case):
+        return {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
 
 
 def tried_in_turn(case):
@@ -273,45 +235,7 @@ def tried_in_turn(case):
     return max(found)[2]
 
 
-DEFECTS = {
-    "coordinates": [
-        slowest_first,
-        without_remainder,
-        stride_of_the_neighbour,
-        always_the_remainder,
-        counted_from_one,
-    ],
-    "sketch": [
-        every_group_is_neighbours,
-        the_order_turned_round,
-        ranks_that_are_equal_here,
-        crossing_by_size,
-        crossing_by_the_first_group,
-        all_but_the_first_axis_cross,
-        only_the_first_group,
-    ],
-    "group_traffic": [
-        forward_only,
-        layers_of_the_whole_model,
-        tensor_parallelism_once_a_step,
-        messages_in_place_of_a_ring,
-        activations_but_no_gradient_back,
-        once_for_every_boundary,
-        gradients_of_the_whole_model,
-        gradients_not_divided_by_tp,
-        gradients_after_every_micro_batch,
-    ],
-    "plan_cluster": [
-        factors_that_do_not_multiply,
-        weights_must_fit,
-        everything_recomputed,
-        everything_sharded_over_replicas,
-        one_micro_batch_a_stage,
-        a_stage_for_every_layer,
-        tensor_parallelism_of_two_nodes,
-        nothing_kept_free_for_activations,
-    ],
-}
+DEFECTS = listed(coordinates, sketch, group_traffic, plan_cluster)
 
 SECOND_SOLUTIONS = {
     "coordinates": by_strides,

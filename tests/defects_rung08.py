@@ -4,7 +4,7 @@ import math
 
 import torch
 
-# --- round_to ----------------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=None):
@@ -19,55 +19,38 @@ def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=Non
     return math.copysign(math.inf if largest is None else largest(top), x)
 
 
-def cuts_off_the_rest(x, exponent_bits, mantissa_bits):
-    return _rounded(x, exponent_bits, mantissa_bits, how=math.trunc)
+class round_to:
+    def cuts_off_the_rest(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, how=math.trunc)
 
+    def halves_go_up(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.floor(steps + 0.5))
 
-def halves_go_up(x, exponent_bits, mantissa_bits):
-    return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.floor(steps + 0.5))
+    def no_subnormals(x, exponent_bits, mantissa_bits):
+        bias = 2 ** (exponent_bits - 1) - 1
+        return 0.0 if abs(x) < 2.0 ** (1 - bias) else _rounded(x, exponent_bits, mantissa_bits)
 
+    def gap_shrinks_for_ever(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -1000)
 
-def no_subnormals(x, exponent_bits, mantissa_bits):
-    bias = 2 ** (exponent_bits - 1) - 1
-    return 0.0 if abs(x) < 2.0 ** (1 - bias) else _rounded(x, exponent_bits, mantissa_bits)
+    def saturates(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
 
+    def gap_of_the_power_above(x, exponent_bits, mantissa_bits):
+        """Takes the exponent of frexp for that of the power of two below."""
+        return _rounded(x, exponent_bits, mantissa_bits - 1)
 
-def gap_shrinks_for_ever(x, exponent_bits, mantissa_bits):
-    return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -1000)
+    def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
+        rounded = _rounded(x, exponent_bits, mantissa_bits)
+        return math.inf if math.isinf(rounded) else rounded
 
+    def one_bit_too_many(x, exponent_bits, mantissa_bits):
+        """Counts the leading one, which is not stored, as a mantissa bit that is."""
+        return _rounded(x, exponent_bits, mantissa_bits + 1)
 
-def field_zero_is_an_exponent(x, exponent_bits, mantissa_bits):
-    return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -bias)
-
-
-def saturates(x, exponent_bits, mantissa_bits):
-    return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
-
-
-def never_overflows(x, exponent_bits, mantissa_bits):
-    exponent = max(math.frexp(x)[1] - 1, 2 - 2 ** (exponent_bits - 1))
-    gap = 2.0 ** (exponent - mantissa_bits)
-    return round(x / gap) * gap
-
-
-def gap_of_the_power_above(x, exponent_bits, mantissa_bits):
-    """Takes the exponent of frexp for that of the power of two below."""
-    return _rounded(x, exponent_bits, mantissa_bits - 1)
-
-
-def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
-    rounded = _rounded(x, exponent_bits, mantissa_bits)
-    return math.inf if math.isinf(rounded) else rounded
-
-
-def one_bit_too_many(x, exponent_bits, mantissa_bits):
-    """Counts the leading one, which is not stored, as a mantissa bit that is."""
-    return _rounded(x, exponent_bits, mantissa_bits + 1)
-
-
-def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
-    largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
-    return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
+    def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
+        largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
+        return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
 
 
 def by_adding_and_subtracting(x, exponent_bits, mantissa_bits):
@@ -81,9 +64,6 @@ def by_adding_and_subtracting(x, exponent_bits, mantissa_bits):
     if abs(rounded) >= 2.0 ** (bias + 1):
         return math.inf if x > 0 else -math.inf
     return rounded
-
-
-# --- scaler_step -------------------------------------------------------------------------------------------
 
 
 def _finite(gradients):
@@ -102,69 +82,51 @@ def _scaler(weights, gradients, scale, good_steps, lr, interval, divide=None, fi
     return _sgd(weights, unscaled, lr), scale * (2 if grows else 1), 0 if grows else good_steps + 1
 
 
-def never_unscales(*args):
-    return _scaler(*args, divide=lambda g: g.float())
+class scaler_step:
+    def never_unscales(*args):
+        return _scaler(*args, divide=lambda g: g.float())
 
+    def unscales_in_fp16(weights, gradients, scale, *rest):
+        return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
 
-def unscales_in_fp16(weights, gradients, scale, *rest):
-    return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
+    def doubles_before_it_divides(weights, gradients, scale, good_steps, lr, interval):
+        grows = good_steps + 1 == interval
+        return _scaler(
+            weights,
+            gradients,
+            scale,
+            good_steps,
+            lr,
+            interval,
+            divide=lambda g: g.float() / (2 * scale if grows else scale),
+        )
 
+    def looks_at_the_first_tensor(*args):
+        return _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
 
-def doubles_before_it_divides(weights, gradients, scale, good_steps, lr, interval):
-    grows = good_steps + 1 == interval
-    return _scaler(
-        weights,
-        gradients,
-        scale,
-        good_steps,
-        lr,
-        interval,
-        divide=lambda g: g.float() / (2 * scale if grows else scale),
-    )
+    def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
+        kept = [torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0) / scale for g in gradients]
+        new = _sgd(weights, kept, lr)
+        return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
 
+    def scale_never_shrinks(weights, gradients, scale, *rest):
+        new, found, good = _scaler(weights, gradients, scale, *rest)
+        return new, max(found, scale), good
 
-def looks_at_the_first_tensor(*args):
-    return _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
+    def scale_never_grows(weights, gradients, scale, *rest):
+        new, found, good = _scaler(weights, gradients, scale, *rest)
+        return new, min(found, scale), good
 
+    def counts_on_after_an_overflow(weights, gradients, scale, good_steps, *rest):
+        new, found, good = _scaler(weights, gradients, scale, good_steps, *rest)
+        return new, found, good if _finite(gradients) else good_steps
 
-def sees_infinity_and_not_nan(*args):
-    return _scaler(*args, finite=lambda gradients: not any(g.isinf().any() for g in gradients))
+    def counts_on_after_growing(weights, gradients, scale, good_steps, lr, interval):
+        new, found, _ = _scaler(weights, gradients, scale, good_steps, lr, interval)
+        return new, found, good_steps + 1 if _finite(gradients) else 0
 
-
-def steps_all_the_same(weights, gradients, scale, good_steps, lr, interval):
-    unscaled = [g.float() / scale for g in gradients]
-    new = _sgd(weights, unscaled, lr)
-    return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
-
-
-def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
-    kept = [torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0) / scale for g in gradients]
-    new = _sgd(weights, kept, lr)
-    return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
-
-
-def scale_never_shrinks(weights, gradients, scale, *rest):
-    new, found, good = _scaler(weights, gradients, scale, *rest)
-    return new, max(found, scale), good
-
-
-def scale_never_grows(weights, gradients, scale, *rest):
-    new, found, good = _scaler(weights, gradients, scale, *rest)
-    return new, min(found, scale), good
-
-
-def counts_on_after_an_overflow(weights, gradients, scale, good_steps, *rest):
-    new, found, good = _scaler(weights, gradients, scale, good_steps, *rest)
-    return new, found, good if _finite(gradients) else good_steps
-
-
-def counts_on_after_growing(weights, gradients, scale, good_steps, lr, interval):
-    new, found, _ = _scaler(weights, gradients, scale, good_steps, lr, interval)
-    return new, found, good_steps + 1 if _finite(gradients) else 0
-
-
-def grows_a_step_late(weights, gradients, scale, good_steps, lr, interval):
-    return _scaler(weights, gradients, scale, good_steps, lr, interval + 1)
+    def grows_a_step_late(weights, gradients, scale, good_steps, lr, interval):
+        return _scaler(weights, gradients, scale, good_steps, lr, interval + 1)
 
 
 def by_the_sum_of_everything(weights, gradients, scale, good_steps, lr, interval):
@@ -178,8 +140,6 @@ def by_the_sum_of_everything(weights, gradients, scale, good_steps, lr, interval
     good_steps = (good_steps + 1) % interval
     return weights, scale if good_steps else scale * 2, good_steps
 
-
-# --- what_breaks -------------------------------------------------------------------------------------------
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 _SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133}
@@ -219,48 +179,33 @@ def _broken(
     return broken
 
 
-def bf16_with_the_range_of_fp16(*case):
-    return _broken(*case, largest=dict.fromkeys(_LARGEST, 65504.0))
+class what_breaks:
+    def bf16_with_the_range_of_fp16(*case):
+        return _broken(*case, largest=dict.fromkeys(_LARGEST, 65504.0))
 
+    def no_subnormals_at_all(*case):
+        return _broken(*case, smallest={name: 2 * least for name, least in _NORMAL.items()})
 
-def no_subnormals_at_all(*case):
-    return _broken(*case, smallest={name: 2 * least for name, least in _NORMAL.items()})
+    def a_whole_gap(*case):
+        return _broken(*case, gap=1.0)
 
+    def bf16_as_precise_as_fp16(*case):
+        return _broken(*case, bits=dict.fromkeys(_BITS, 10))
 
-def a_whole_gap(*case):
-    return _broken(*case, gap=1.0)
+    def scales_activations_too(*case):
+        return _broken(*case, on_activation="scale")
 
+    def scaling_only_helps(*case):
+        return _broken(*case, on_large=1.0)
 
-def bf16_as_precise_as_fp16(*case):
-    return _broken(*case, bits=dict.fromkeys(_BITS, 10))
+    def a_master_copy_does_not_help(*case):
+        return _broken(*case, cures=False)
 
+    def bf16_never_breaks(name, *case):
+        return set() if name == "bf16" else _broken(name, *case)
 
-def gap_of_one_everywhere(*case):
-    return _broken(*case, relative=False)
-
-
-def scales_activations_too(*case):
-    return _broken(*case, on_activation="scale")
-
-
-def scaling_only_helps(*case):
-    return _broken(*case, on_large=1.0)
-
-
-def forgets_the_scale(*case):
-    return _broken(*case, on_small=1.0)
-
-
-def a_master_copy_does_not_help(*case):
-    return _broken(*case, cures=False)
-
-
-def bf16_never_breaks(name, *case):
-    return set() if name == "bf16" else _broken(name, *case)
-
-
-def fp16_never_stalls(name, *case):
-    return _broken(name, *case) - ({"stall"} if name == "fp16" else set())
+    def fp16_never_stalls(name, *case):
+        return _broken(name, *case) - ({"stall"} if name == "fp16" else set())
 
 
 def with_torch_casts(name, activation, gradients, scale, weight, update, master):
@@ -279,9 +224,6 @@ def with_torch_casts(name, activation, gradients, scale, weight, update, master)
     return [failure for failure, there in checks.items() if there]
 
 
-# --- fp8_round_trip ----------------------------------------------------------------------------------------
-
-
 def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
     blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     found = (largest or (lambda b: b.abs().amax(dim=(1, 3), keepdim=True)))(blocks)
@@ -293,55 +235,38 @@ def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, 
     return (values * scale if back else values).reshape(x.shape)
 
 
-def one_scale_for_all(x, rows, columns):
-    return _trip(x, *x.shape)
+class fp8_round_trip:
+    def one_scale_for_all(x, rows, columns):
+        return _trip(x, *x.shape)
 
+    def a_scale_for_every_row(x, rows, columns):
+        return _trip(x, 1, x.shape[1])
 
-def a_scale_for_every_row(x, rows, columns):
-    return _trip(x, 1, x.shape[1])
+    def rows_and_columns_swapped(x, rows, columns):
+        return _trip(x, columns, rows)
 
+    def blocks_of_consecutive_values(x, rows, columns):
+        return _trip(x.reshape(-1, rows * columns), 1, rows * columns).reshape(x.shape)
 
-def rows_and_columns_swapped(x, rows, columns):
-    return _trip(x, columns, rows)
+    def never_scales_back(x, rows, columns):
+        return _trip(x, rows, columns, back=False)
 
+    def no_scale(x, rows, columns):
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
-def blocks_of_consecutive_values(x, rows, columns):
-    return _trip(x.reshape(-1, rows * columns), 1, rows * columns).reshape(x.shape)
+    def largest_not_magnitude(x, rows, columns):
+        return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
 
+    def e5m2_for_e4m3(x, rows, columns):
+        return _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
 
-def never_scales_back(x, rows, columns):
-    return _trip(x, rows, columns, back=False)
+    def divides_by_zero(x, rows, columns):
+        blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+        return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
 
-
-def no_scale(x, rows, columns):
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-
-
-def largest_not_magnitude(x, rows, columns):
-    return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
-
-
-def scale_by_the_mean(x, rows, columns):
-    return _trip(x, rows, columns, largest=lambda b: b.abs().mean(dim=(1, 3), keepdim=True))
-
-
-def e5m2_for_e4m3(x, rows, columns):
-    return _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
-
-
-def scale_for_another_format(x, rows, columns):
-    """Scales to the largest number of the FNUZ variant."""
-    return _trip(x, rows, columns, top=240.0)
-
-
-def divides_by_zero(x, rows, columns):
-    blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
-
-
-def forgets_to_cast(x, rows, columns):
-    return x.clone()
+    def forgets_to_cast(x, rows, columns):
+        return x.clone()
 
 
 def block_by_block(x, rows, columns):
@@ -358,66 +283,44 @@ def block_by_block(x, rows, columns):
     return out
 
 
-DEFECTS = {
-    "round_to": [
-        cuts_off_the_rest,
-        halves_go_up,
-        no_subnormals,
-        gap_shrinks_for_ever,
-        field_zero_is_an_exponent,
-        saturates,
-        never_overflows,
-        gap_of_the_power_above,
-        infinity_without_its_sign,
-        one_bit_too_many,
-        infinite_from_the_largest_on,
-    ],
-    "scaler_step": [
-        never_unscales,
-        unscales_in_fp16,
-        doubles_before_it_divides,
-        looks_at_the_first_tensor,
-        sees_infinity_and_not_nan,
-        steps_all_the_same,
-        skips_only_what_is_infinite,
-        scale_never_shrinks,
-        scale_never_grows,
-        counts_on_after_an_overflow,
-        counts_on_after_growing,
-        grows_a_step_late,
-    ],
-    "what_breaks": [
-        bf16_with_the_range_of_fp16,
-        no_subnormals_at_all,
-        a_whole_gap,
-        bf16_as_precise_as_fp16,
-        gap_of_one_everywhere,
-        scales_activations_too,
-        scaling_only_helps,
-        forgets_the_scale,
-        a_master_copy_does_not_help,
-        bf16_never_breaks,
-        fp16_never_stalls,
-    ],
-    "fp8_round_trip": [
-        one_scale_for_all,
-        a_scale_for_every_row,
-        rows_and_columns_swapped,
-        blocks_of_consecutive_values,
-        never_scales_back,
-        no_scale,
-        largest_not_magnitude,
-        scale_by_the_mean,
-        e5m2_for_e4m3,
-        scale_for_another_format,
-        divides_by_zero,
-        forgets_to_cast,
-    ],
-}
+DEFECTS = listed(round_to, scaler_step, what_breaks, fp8_round_trip)
 
 SECOND_SOLUTIONS = {
     "round_to": by_adding_and_subtracting,
     "scaler_step": by_the_sum_of_everything,
     "what_breaks": with_torch_casts,
     "fp8_round_trip": block_by_block,
+}
+
+#: What the sentence about a defect must say.
+SENTENCES = {
+    "cuts_off_the_rest": "cut off",
+    "halves_go_up": "even mantissa",
+    "no_subnormals": "subnormals",
+    "gap_shrinks_for_ever": "no longer shrinks",
+    "saturates": "gives infinity",
+    "infinite_from_the_largest_on": "still rounds back",
+    "gap_of_the_power_above": "twice the right one",
+    "infinity_without_its_sign": "sign of the number",
+    "one_bit_too_many": "more bits",
+    "never_unscales": "divide by it",
+    "unscales_in_fp16": "fp32 first",
+    "doubles_before_it_divides": "carry the scale that came in",
+    "looks_at_the_first_tensor": "reached the weights",
+    "skips_only_what_is_infinite": "whole step",
+    "counts_on_after_an_overflow": "again at zero",
+    "grows_a_step_late": "doubled",
+    "bf16_with_the_range_of_fp16": "bf16 reaches",
+    "no_subnormals_at_all": "subnormals",
+    "scales_activations_too": "for gradients",
+    "scaling_only_helps": "large gradients too",
+    "a_master_copy_does_not_help": "master copy",
+    "bf16_never_breaks": "nothing moves",
+    "one_scale_for_all": "'tensor' scaling",
+    "blocks_of_consecutive_values": "rectangle",
+    "never_scales_back": "multiplied by their scales",
+    "largest_not_magnitude": "magnitude",
+    "e5m2_for_e4m3": "E5M2",
+    "divides_by_zero": "zeros",
+    "forgets_to_cast": "cast",
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-# --- block_bytes -------------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _block(
@@ -33,51 +33,21 @@ def _block(
     return kept + pairs * (softmax + (mask + after_dropout) * dropout)
 
 
-def masks_of_two_bytes(*case):
-    return _block(*case, mask=2)
+class block_bytes:
+    def masks_of_two_bytes(*case):
+        return _block(*case, mask=2)
 
+    def masks_forgotten(*case):
+        return _block(*case, mask=0)
 
-def masks_forgotten(*case):
-    return _block(*case, mask=0)
+    def input_of_the_output_projection_forgotten(batch, seq, hidden, *rest):
+        return _block(batch, seq, hidden, *rest) - 2 * batch * seq * hidden
 
+    def every_query_its_own_keys(*case):
+        return _block(*case, group=False)
 
-def every_query_its_own_keys(*case):
-    return _block(*case, group=False)
-
-
-def input_of_the_output_projection_forgotten(batch, seq, hidden, *rest):
-    return _block(batch, seq, hidden, *rest) - 2 * batch * seq * hidden
-
-
-def statistics_forgotten(*case):
-    return _block(*case, statistics=0)
-
-
-def fused_keeps_scores(*case):
-    return _block(*case[:8], False)
-
-
-def swiglu_as_gelu(*case):
-    return _block(*case, inner=(2, 2))
-
-
-def norms_keep_nothing(*case):
-    return _block(*case, norms=0)
-
-
-def scores_once_with_dropout(*case):
-    return _block(*case, after_dropout=0)
-
-
-def always_the_formula_with_dropout(batch, seq, hidden, heads, *rest):
-    return batch * seq * hidden * 34 + 5 * heads * seq * seq * batch
-
-
-def scores_of_one_sequence(batch, *case):
-    """Takes the scores for a s² values, whatever the batch."""
-    seq, heads, dropout, fused = case[0], case[2], case[6], case[7]
-    too_many = 0 if fused else (batch - 1) * heads * seq * seq * (5 if dropout else 2)
-    return _block(batch, *case) - too_many
+    def fused_keeps_scores(*case):
+        return _block(*case[:8], False)
 
 
 def operator_by_operator(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
@@ -106,9 +76,6 @@ def operator_by_operator(batch, seq, hidden, heads, kv_heads, ffn, gated, dropou
         if dropout:
             table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
     return sum(values * size for _, values, size in table)
-
-
-# --- checkpoint --------------------------------------------------------------------------------------------
 
 
 def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True):
@@ -152,19 +119,6 @@ def _function(*, random=True, fork=True, graph=False, keep="input", times=1, see
     return lambda block, x: Slip.apply(x, block)
 
 
-new_random_numbers = _function(random=False)
-random_state_left_behind = _function(fork=False)
-graph_kept_in_forward = _function(graph=True)
-replays_from_the_output = _function(keep="output")
-ones_for_the_gradient = _function(seed="ones")
-replays_twice = _function(times=2)
-dropout_off_in_the_replay = _function(train=False)
-
-
-def no_checkpoint_at_all(block, x):
-    return block(x)
-
-
 class _WithoutWeights(torch.autograd.Function):
     """Asks for the gradient of the input alone."""
 
@@ -180,10 +134,6 @@ class _WithoutWeights(torch.autograd.Function):
         with torch.enable_grad():
             y = ctx.block(x)
         return *torch.autograd.grad(y, [x], gradient), None
-
-
-def weights_get_nothing(block, x):
-    return _WithoutWeights.apply(x, block)
 
 
 class _Residual(torch.autograd.Function):
@@ -202,10 +152,6 @@ class _Residual(torch.autograd.Function):
             y = ctx.block(x)
         y.backward(gradient)
         return x.grad + gradient, None
-
-
-def adds_the_residual_twice(block, x):
-    return _Residual.apply(x, block)
 
 
 class _Explicit(torch.autograd.Function):
@@ -243,15 +189,32 @@ class _Attached(torch.autograd.Function):
         return None, None
 
 
-def replay_not_detached(block, x):
-    """Starts the replay from the saved input itself, so that its backward goes on into the block before."""
-    return _Attached.apply(x, block)
+class checkpoint:
+    new_random_numbers = _function(random=False)
 
+    random_state_left_behind = _function(fork=False)
 
-def no_grad_alone(block, x):
-    """Forgets what is inside, and has nothing that computes it again."""
-    with torch.no_grad():
-        return block(x)
+    graph_kept_in_forward = _function(graph=True)
+
+    replays_from_the_output = _function(keep="output")
+
+    ones_for_the_gradient = _function(seed="ones")
+
+    replays_twice = _function(times=2)
+
+    dropout_off_in_the_replay = _function(train=False)
+
+    def weights_get_nothing(block, x):
+        return _WithoutWeights.apply(x, block)
+
+    def replay_not_detached(block, x):
+        """Starts the replay from the saved input itself, so that its backward goes on into the block before."""
+        return _Attached.apply(x, block)
+
+    def no_grad_alone(block, x):
+        """Forgets what is inside, and has nothing that computes it again."""
+        with torch.no_grad():
+            return block(x)
 
 
 def weights_as_arguments(block, x):
@@ -259,50 +222,36 @@ def weights_as_arguments(block, x):
     return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
-# --- segment_peak ------------------------------------------------------------------------------------------
+class segment_peak:
+    def end_of_forward_only(layers, boundary, block, k):
+        return -(-layers // k) * boundary
 
+    def one_block_at_a_time(layers, boundary, block, k):
+        return (-(-layers // k) - 1) * boundary + block
 
-def end_of_forward_only(layers, boundary, block, k):
-    return -(-layers // k) * boundary
+    def input_counted_twice(layers, boundary, block, k):
+        return -(-layers // k) * boundary + k * block
 
+    def one_input_a_layer(layers, boundary, block, k):
+        return (layers - 1) * boundary + k * block
 
-def one_block_at_a_time(layers, boundary, block, k):
-    return (-(-layers // k) - 1) * boundary + block
+    def the_last_segment_only(layers, boundary, block, k):
+        """Takes the end of the model for the worst moment, where the last segment may be short."""
+        last = layers % k or k
+        return (-(-layers // k) - 1) * boundary + last * block
 
+    def full_length_last_segment(layers, boundary, block, k):
+        return (-(-layers // k) - 1) * boundary + k * block
 
-def input_counted_twice(layers, boundary, block, k):
-    return -(-layers // k) * boundary + k * block
+    def inner_inputs_counted_out(layers, boundary, block, k):
+        """Takes the inputs inside a segment for kept already, as the first one is."""
+        return max(
+            (i + 1) * boundary + min(k, layers - f) * (block - boundary)
+            for i, f in enumerate(range(0, layers, k))
+        )
 
-
-def one_input_a_layer(layers, boundary, block, k):
-    return (layers - 1) * boundary + k * block
-
-
-def chens_chain(layers, boundary, block, k):
-    """Takes every block for one tensor of the size of its input."""
-    return (-(-layers // k) + k) * boundary
-
-
-def the_last_segment_only(layers, boundary, block, k):
-    """Takes the end of the model for the worst moment, where the last segment may be short."""
-    last = layers % k or k
-    return (-(-layers // k) - 1) * boundary + last * block
-
-
-def inner_inputs_counted_out(layers, boundary, block, k):
-    """Takes the inputs inside a segment for kept already, as the first one is."""
-    return max(
-        (i + 1) * boundary + min(k, layers - f) * (block - boundary)
-        for i, f in enumerate(range(0, layers, k))
-    )
-
-
-def earlier_inputs_forgotten(layers, boundary, block, k):
-    return min(k, layers) * block
-
-
-def full_length_last_segment(layers, boundary, block, k):
-    return (-(-layers // k) - 1) * boundary + k * block
+    def earlier_inputs_forgotten(layers, boundary, block, k):
+        return min(k, layers) * block
 
 
 def walked_backward(layers, boundary, block, k):
@@ -315,9 +264,6 @@ def walked_backward(layers, boundary, block, k):
         kept.pop()
         first, end = first - k, first
     return most
-
-
-# --- choose ------------------------------------------------------------------------------------------------
 
 
 def _choose(job, *, options=("none", "selective", "first"), peak=None, key=None, limit=None):
@@ -346,70 +292,48 @@ def _full(job):
     return f"first:{job.layers}", (job.layers - 1) * job.boundary + job.block, job.layers * job.block_flops
 
 
-def always_full(job):
-    return _choose(job, options=("full",))
+class choose:
+    def always_full(job):
+        return _choose(job, options=("full",))
 
+    def never_selective(job):
+        return _choose(job, options=("none", "first"))
 
-def all_or_nothing(job):
-    return _choose(job, options=("none", "full"))
+    def selective_before_everything(job):
+        return _choose(job, options=("none", "selective")) or _choose(job)
 
+    def forgets_the_replay(job):
+        """Compares with the budget what is kept when forward ends."""
 
-def never_selective(job):
-    return _choose(job, options=("none", "first"))
+        def forward(job, name, size):
+            if name == "none":
+                return size
+            if name == "selective":
+                return job.layers * (job.block - job.core)
+            n = int(name[6:])
+            return n * job.boundary + (job.layers - n) * job.block
 
+        return _choose(job, peak=forward)
 
-def least_memory(job):
-    return _choose(job, key=lambda choice: choice[1])
+    def inputs_are_free(job):
+        """Takes recomputed blocks to keep nothing at all."""
 
+        def free(job, name, size):
+            return (
+                size
+                if name in ("none", "selective")
+                else max(job.block, (job.layers - int(name[6:])) * job.block)
+            )
 
-def selective_before_everything(job):
-    return _choose(job, options=("none", "selective")) or _choose(job)
+        return _choose(job, peak=free)
 
+    def ignores_the_budget(job):
+        return _choose(job, limit=float("inf"))
 
-def forgets_the_replay(job):
-    """Compares with the budget what is kept when forward ends."""
-
-    def forward(job, name, size):
-        if name == "none":
-            return size
-        if name == "selective":
-            return job.layers * (job.block - job.core)
-        n = int(name[6:])
-        return n * job.boundary + (job.layers - n) * job.block
-
-    return _choose(job, peak=forward)
-
-
-def inputs_are_free(job):
-    """Takes recomputed blocks to keep nothing at all."""
-
-    def free(job, name, size):
-        return (
-            size
-            if name in ("none", "selective")
-            else max(job.block, (job.layers - int(name[6:])) * job.block)
-        )
-
-    return _choose(job, peak=free)
-
-
-def nothing_released(job):
-    """Counts the replayed core on top of a block that backward has half released."""
-
-    def conservative(job, name, size):
-        return job.layers * (job.block - job.core) + job.core if name == "selective" else size
-
-    return _choose(job, peak=conservative)
-
-
-def ignores_the_budget(job):
-    return _choose(job, limit=float("inf"))
-
-
-def backward_counts_too(job):
-    """Counts the replay as forward and backward: three times its FLOPs."""
-    found = _choose(job)
-    return found and found | {"extra": 3 * found["extra"]}
+    def backward_counts_too(job):
+        """Counts the replay as forward and backward: three times its FLOPs."""
+        found = _choose(job)
+        return found and found | {"extra": 3 * found["extra"]}
 
 
 def walked_from_the_cheapest(job):
@@ -431,58 +355,7 @@ def walked_from_the_cheapest(job):
     return None
 
 
-DEFECTS = {
-    "block_bytes": [
-        masks_of_two_bytes,
-        masks_forgotten,
-        input_of_the_output_projection_forgotten,
-        every_query_its_own_keys,
-        statistics_forgotten,
-        fused_keeps_scores,
-        swiglu_as_gelu,
-        norms_keep_nothing,
-        scores_once_with_dropout,
-        always_the_formula_with_dropout,
-        scores_of_one_sequence,
-    ],
-    "checkpoint": [
-        new_random_numbers,
-        random_state_left_behind,
-        graph_kept_in_forward,
-        replays_from_the_output,
-        ones_for_the_gradient,
-        replays_twice,
-        dropout_off_in_the_replay,
-        no_checkpoint_at_all,
-        weights_get_nothing,
-        adds_the_residual_twice,
-        replay_not_detached,
-        no_grad_alone,
-    ],
-    "segment_peak": [
-        end_of_forward_only,
-        one_block_at_a_time,
-        input_counted_twice,
-        one_input_a_layer,
-        chens_chain,
-        the_last_segment_only,
-        full_length_last_segment,
-        inner_inputs_counted_out,
-        earlier_inputs_forgotten,
-    ],
-    "choose": [
-        always_full,
-        all_or_nothing,
-        never_selective,
-        least_memory,
-        selective_before_everything,
-        forgets_the_replay,
-        inputs_are_free,
-        nothing_released,
-        ignores_the_budget,
-        backward_counts_too,
-    ],
-}
+DEFECTS = listed(block_bytes, checkpoint, segment_peak, choose)
 
 SECOND_SOLUTIONS = {
     "block_bytes": operator_by_operator,

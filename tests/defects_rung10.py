@@ -3,7 +3,7 @@
 import itertools
 import math
 
-# --- ring_all_reduce ---------------------------------------------------------------------------------------
+from tests.planted import listed
 
 
 def _ring(row, rank, ranks, exchange, *, halves=(True, True), first=0, cut=None, add_again=False, short=0):
@@ -24,82 +24,64 @@ def _ring(row, rank, ranks, exchange, *, halves=(True, True), first=0, cut=None,
             coming.copy_(landing)
 
 
-def no_all_gather(row, rank, ranks, exchange):
-    _ring(row, rank, ranks, exchange, halves=(True, False))
+class ring_all_reduce:
+    def no_all_gather(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange, halves=(True, False))
 
+    def adds_in_the_all_gather(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange, add_again=True)
 
-def adds_in_the_all_gather(row, rank, ranks, exchange):
-    _ring(row, rank, ranks, exchange, add_again=True)
+    def one_step_too_few(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange, short=1)
 
+    def drops_what_is_left_over(row, rank, ranks, exchange):
+        size = row.numel() // ranks
+        _ring(row, rank, ranks, exchange, cut=lambda r, n: [r[i * size : (i + 1) * size] for i in range(n)])
 
-def one_step_too_few(row, rank, ranks, exchange):
-    _ring(row, rank, ranks, exchange, short=1)
+    def last_chunk_takes_the_rest(row, rank, ranks, exchange):
+        def cut(r, n):
+            size = r.numel() // n
+            return [*(r[i * size : (i + 1) * size] for i in range(n - 1)), r[(n - 1) * size :]]
 
+        _ring(row, rank, ranks, exchange, cut=cut)
 
-def own_chunk_in_every_step(row, rank, ranks, exchange):
-    """Sends chunk `rank` again and again, instead of the one that has just arrived."""
-    chunks = row.tensor_split(ranks)
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    for _ in range(ranks - 1):
-        landing = chunks[left].new_empty(chunks[left].shape)
-        exchange(chunks[rank], right, landing, left)
-        chunks[left].add_(landing)
-    for step in range(ranks - 1):
-        exchange(chunks[(rank + 1 - step) % ranks], right, chunks[(rank - step) % ranks], left)
+    def whole_array_round_the_ring(row, rank, ranks, exchange):
+        right, left = (rank + 1) % ranks, (rank - 1) % ranks
+        passing = row.clone()
+        for _ in range(ranks - 1):
+            landing = row.new_empty(row.shape)
+            exchange(passing, right, landing, left)
+            row += landing
+            passing = landing
 
+    def to_everybody_directly(row, rank, ranks, exchange):
+        """Bytes and sums of a ring, and no ring: each chunk goes straight to its owner."""
+        chunks = row.tensor_split(ranks)
+        mine = chunks[rank].clone()
+        for step in range(1, ranks):
+            to, source = (rank + step) % ranks, (rank - step) % ranks
+            landing = mine.new_empty(mine.shape)
+            exchange(chunks[to], to, landing, source)
+            mine += landing
+        chunks[rank].copy_(mine)
+        for step in range(1, ranks):
+            to, source = (rank + step) % ranks, (rank - step) % ranks
+            exchange(mine, to, chunks[source], source)
 
-def drops_what_is_left_over(row, rank, ranks, exchange):
-    size = row.numel() // ranks
-    _ring(row, rank, ranks, exchange, cut=lambda r, n: [r[i * size : (i + 1) * size] for i in range(n)])
-
-
-def last_chunk_takes_the_rest(row, rank, ranks, exchange):
-    def cut(r, n):
-        size = r.numel() // n
-        return [*(r[i * size : (i + 1) * size] for i in range(n - 1)), r[(n - 1) * size :]]
-
-    _ring(row, rank, ranks, exchange, cut=cut)
-
-
-def whole_array_round_the_ring(row, rank, ranks, exchange):
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    passing = row.clone()
-    for _ in range(ranks - 1):
-        landing = row.new_empty(row.shape)
-        exchange(passing, right, landing, left)
-        row += landing
-        passing = landing
-
-
-def to_everybody_directly(row, rank, ranks, exchange):
-    """Bytes and sums of a ring, and no ring: each chunk goes straight to its owner."""
-    chunks = row.tensor_split(ranks)
-    mine = chunks[rank].clone()
-    for step in range(1, ranks):
-        to, source = (rank + step) % ranks, (rank - step) % ranks
-        landing = mine.new_empty(mine.shape)
-        exchange(chunks[to], to, landing, source)
-        mine += landing
-    chunks[rank].copy_(mine)
-    for step in range(1, ranks):
-        to, source = (rank + step) % ranks, (rank - step) % ranks
-        exchange(mine, to, chunks[source], source)
-
-
-def one_chunk_at_a_time(row, rank, ranks, exchange):
-    """Each chunk makes its own journey; meanwhile the others send nothing."""
-    chunks = row.tensor_split(ranks)
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    nothing = row[:0]
-    for chunk in range(ranks):
-        for step in range(2 * (ranks - 1)):
-            sends, gets = (chunk + step) % ranks == rank, (chunk + step + 1) % ranks == rank
-            landing = row.new_empty(chunks[chunk].shape if gets else 0)
-            exchange(chunks[chunk] if sends else nothing, right, landing, left)
-            if gets and step < ranks - 1:
-                chunks[chunk].add_(landing)
-            elif gets:
-                chunks[chunk].copy_(landing)
+    def one_chunk_at_a_time(row, rank, ranks, exchange):
+        """Each chunk makes its own journey; meanwhile the others send nothing."""
+        chunks = row.tensor_split(ranks)
+        right, left = (rank + 1) % ranks, (rank - 1) % ranks
+        nothing = row[:0]
+        for chunk in range(ranks):
+            for step in range(2 * (ranks - 1)):
+                sends, gets = (chunk + step) % ranks == rank, (chunk + step + 1) % ranks == rank
+                landing = row.new_empty(chunks[chunk].shape if gets else 0)
+                exchange(chunks[chunk] if sends else nothing, right, landing, left)
+                if gets and step < ranks - 1:
+                    chunks[chunk].add_(landing)
+                elif gets:
+                    chunks[chunk].copy_(landing)
 
 
 def to_the_left(row, rank, ranks, exchange):
@@ -122,9 +104,6 @@ def to_the_left(row, rank, ranks, exchange):
     travel(0)
 
 
-# --- choose_algorithm --------------------------------------------------------------------------------------
-
-
 def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cross=None):
     levels = math.ceil(math.log2(ranks))
     ring = ring or (2 * (ranks - 1), 2 * (ranks - 1) / ranks)
@@ -138,52 +117,22 @@ def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cr
     return {**times, "crossover": cross, "best": best or min(times, key=times.get)}
 
 
-def no_latency(size, ranks, bandwidth, latency):
-    return _choose(size, ranks, bandwidth, latency, ring=(0, 2 * (ranks - 1) / ranks))
+class choose_algorithm:
+    def no_latency(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, ring=(0, 2 * (ranks - 1) / ranks))
 
+    def latency_once(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, ring=(2, 2 * (ranks - 1) / ranks))
 
-def latency_once(size, ranks, bandwidth, latency):
-    return _choose(size, ranks, bandwidth, latency, ring=(2, 2 * (ranks - 1) / ranks))
+    def reduce_scatter_only(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, ring=(ranks - 1, (ranks - 1) / ranks))
 
+    def always_the_ring(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, best="ring")
 
-def reduce_scatter_only(size, ranks, bandwidth, latency):
-    return _choose(size, ranks, bandwidth, latency, ring=(ranks - 1, (ranks - 1) / ranks))
-
-
-def whole_array_in_every_step(size, ranks, bandwidth, latency):
-    n = ranks
-    times = _choose(size, n, bandwidth, latency)
-    return times | {"ring": 2 * (n - 1) * (latency + size / bandwidth)}
-
-
-def twice_the_array(size, ranks, bandwidth, latency):
-    return _choose(size, ranks, bandwidth, latency, ring=(2 * (ranks - 1), 2))
-
-
-def broadcast_only(size, ranks, bandwidth, latency):
-    levels = math.ceil(math.log2(ranks))
-    return _choose(size, ranks, bandwidth, latency, tree=(levels, levels))
-
-
-def tree_of_chunks(size, ranks, bandwidth, latency):
-    levels = math.ceil(math.log2(ranks))
-    truth = _choose(size, ranks, bandwidth, latency)
-    share = 2 * (ranks - 1) / ranks
-    return truth | {"tree": 2 * levels * latency + share * size / bandwidth}
-
-
-def half_a_level(size, ranks, bandwidth, latency):
-    levels = math.log2(ranks)
-    return _choose(size, ranks, bandwidth, latency, tree=(2 * levels, 2 * levels))
-
-
-def always_the_ring(size, ranks, bandwidth, latency):
-    return _choose(size, ranks, bandwidth, latency, best="ring")
-
-
-def where_latency_equals_bytes(size, ranks, bandwidth, latency):
-    """Takes the size where the ring's own two terms are equal for the crossover."""
-    return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
+    def where_latency_equals_bytes(size, ranks, bandwidth, latency):
+        """Takes the size where the ring's own two terms are equal for the crossover."""
+        return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
 
 
 def from_the_library(size, ranks, bandwidth, latency):
@@ -206,9 +155,6 @@ def from_the_library(size, ranks, bandwidth, latency):
         low, high = (middle, high) if ring(middle) > tree(middle) else (low, middle)
     choice = "tree" if tree(size) < ring(size) else "ring"
     return {"best": choice, "crossover": high, "ring": ring(size), "tree": tree(size)}
-
-
-# --- place -------------------------------------------------------------------------------------------------
 
 
 def _leaving(order, axes, per_host, *, host=None, back=True, factor=None, crossing=True, busiest=max):
@@ -239,44 +185,38 @@ def _best(axes, per_host, choose=None, count=None):
     return order, (count or _leaving)(order, axes, per_host)
 
 
-def tensor_parallel_always_inside(axes, ranks_per_host):
-    rank = ("tp", "pp", "dp")
-    return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=rank.index)))
+class place:
+    def tensor_parallel_always_inside(axes, ranks_per_host):
+        rank = ("tp", "pp", "dp")
+        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=rank.index)))
 
+    def largest_payload_inside(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
 
-def largest_payload_inside(axes, ranks_per_host):
-    return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
+    def largest_payload_outside(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
 
+    def counts_what_stays_inside(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, crossing=False))
 
-def largest_payload_outside(axes, ranks_per_host):
-    return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
+    def stages_send_one_way(axes, ranks_per_host):
+        orders = list(itertools.permutations(axes))
+        order = min(orders, key=lambda names: _leaving(names, axes, ranks_per_host, back=False))
+        return order, _leaving(order, axes, ranks_per_host, back=False)
 
+    def payload_once(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda size: 1))
 
-def counts_what_stays_inside(axes, ranks_per_host):
-    return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, crossing=False))
+    def all_hosts_together(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, busiest=sum))
 
-
-def stages_send_one_way(axes, ranks_per_host):
-    orders = list(itertools.permutations(axes))
-    order = min(orders, key=lambda names: _leaving(names, axes, ranks_per_host, back=False))
-    return order, _leaving(order, axes, ranks_per_host, back=False)
-
-
-def payload_once(axes, ranks_per_host):
-    return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda size: 1))
-
-
-def all_hosts_together(axes, ranks_per_host):
-    return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, busiest=sum))
-
-
-def ranks_dealt_out_like_cards(axes, ranks_per_host):
-    """Takes rank r to be on host r mod hosts."""
-    ranks = math.prod(size for size, _, _ in axes.values())
-    hosts = ranks // ranks_per_host
-    return _best(
-        axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts)
-    )
+    def ranks_dealt_out_like_cards(axes, ranks_per_host):
+        """Takes rank r to be on host r mod hosts."""
+        ranks = math.prod(size for size, _, _ in axes.values())
+        hosts = ranks // ranks_per_host
+        return _best(
+            axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts)
+        )
 
 
 def group_by_group(axes, ranks_per_host):
@@ -304,44 +244,35 @@ def group_by_group(axes, ranks_per_host):
     return list(order), results[order]
 
 
-DEFECTS = {
-    "ring_all_reduce": [
-        no_all_gather,
-        adds_in_the_all_gather,
-        one_step_too_few,
-        own_chunk_in_every_step,
-        drops_what_is_left_over,
-        last_chunk_takes_the_rest,
-        whole_array_round_the_ring,
-        to_everybody_directly,
-        one_chunk_at_a_time,
-    ],
-    "choose_algorithm": [
-        no_latency,
-        latency_once,
-        reduce_scatter_only,
-        whole_array_in_every_step,
-        twice_the_array,
-        broadcast_only,
-        tree_of_chunks,
-        half_a_level,
-        always_the_ring,
-        where_latency_equals_bytes,
-    ],
-    "place": [
-        tensor_parallel_always_inside,
-        largest_payload_inside,
-        largest_payload_outside,
-        counts_what_stays_inside,
-        stages_send_one_way,
-        payload_once,
-        all_hosts_together,
-        ranks_dealt_out_like_cards,
-    ],
-}
+DEFECTS = listed(ring_all_reduce, choose_algorithm, place)
 
 SECOND_SOLUTIONS = {
     "ring_all_reduce": to_the_left,
     "choose_algorithm": from_the_library,
     "place": group_by_group,
+}
+
+#: What the sentence about a defect must say.
+SENTENCES = {
+    "no_all_gather": "must go round once more",
+    "adds_in_the_all_gather": "replaces what is there",
+    "one_step_too_few": "No rank has the sum",
+    "drops_what_is_left_over": "whatever is left over",
+    "last_chunk_takes_the_rest": "cut as evenly as can be",
+    "whole_array_round_the_ring": "never the whole array",
+    "to_everybody_directly": "one right neighbour",
+    "one_chunk_at_a_time": "all chunks travel at the same time",
+    "no_latency": "The latencies are missing",
+    "latency_once": "their latencies add up",
+    "reduce_scatter_only": "two halves",
+    "always_the_ring": "The tree takes less time",
+    "where_latency_equals_bytes": "The times cross where",
+    "tensor_parallel_always_inside": "count the bytes of every order",
+    "largest_payload_inside": "count the bytes of every order",
+    "largest_payload_outside": "count the bytes of every order",
+    "counts_what_stays_inside": "stay inside a host",
+    "stages_send_one_way": "activations forward and gradients back",
+    "payload_once": "2(n-1)/n of its payload",
+    "all_hosts_together": "each has a link of its own",
+    "ranks_dealt_out_like_cards": "rank r is on host",
 }

@@ -1,56 +1,42 @@
 """Planted defects of rung 11: each runs, keeps shapes, and is wrong in one idea."""
 
-import importlib.util
 from itertools import cycle, islice
 from math import sqrt
-from pathlib import Path
 from statistics import fmean
 
-_spec = importlib.util.spec_from_file_location(
-    "defects_failure_zoo", Path(__file__).with_name("defects_failure_zoo.py")
-)
-_zoo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_zoo)
-
-# --- next_samples ------------------------------------------------------------------------------------------
+from tests import defects_failure_zoo as _zoo
+from tests.planted import listed
 
 
 def _places(taken, batch):
     return range(taken, taken + batch)
 
 
-def begins_again(epoch_order, count, taken, batch, rank, ranks):
-    """A resumed run starts at the first sample."""
-    return [epoch_order(p // count)[p % count] for p in _places(0, batch)][rank::ranks]
+class next_samples:
+    def begins_again(epoch_order, count, taken, batch, rank, ranks):
+        """A resumed run starts at the first sample."""
+        return [epoch_order(p // count)[p % count] for p in _places(0, batch)][rank::ranks]
 
+    def everybody_takes_all(epoch_order, count, taken, batch, rank, ranks):
+        return [epoch_order(p // count)[p % count] for p in _places(taken, batch)]
 
-def everybody_takes_all(epoch_order, count, taken, batch, rank, ranks):
-    return [epoch_order(p // count)[p % count] for p in _places(taken, batch)]
+    def drops_the_end_of_the_epoch(epoch_order, count, taken, batch, rank, ranks):
+        epoch, place = divmod(taken, count)
+        return epoch_order(epoch)[place : place + batch][rank::ranks]
 
+    def each_rank_counts_its_own(epoch_order, count, taken, batch, rank, ranks):
+        """Every rank owns a part of the data and counts batches in it, as a loader per rank does."""
+        epoch, place = divmod(taken, count)
+        own = epoch_order(epoch)[rank::ranks] + epoch_order(epoch + 1)[rank::ranks]
+        mine = place // ranks
+        return own[mine : mine + batch // ranks]
 
-def one_order_for_all_epochs(epoch_order, count, taken, batch, rank, ranks):
-    return [epoch_order(0)[p % count] for p in _places(taken, batch)][rank::ranks]
-
-
-def drops_the_end_of_the_epoch(epoch_order, count, taken, batch, rank, ranks):
-    epoch, place = divmod(taken, count)
-    return epoch_order(epoch)[place : place + batch][rank::ranks]
-
-
-def each_rank_counts_its_own(epoch_order, count, taken, batch, rank, ranks):
-    """Every rank owns a part of the data and counts batches in it, as a loader per rank does."""
-    epoch, place = divmod(taken, count)
-    own = epoch_order(epoch)[rank::ranks] + epoch_order(epoch + 1)[rank::ranks]
-    mine = place // ranks
-    return own[mine : mine + batch // ranks]
-
-
-def a_part_of_the_epoch_each(epoch_order, count, taken, batch, rank, ranks):
-    """Rank r trains on the r-th part of the epoch: whoever joins later gets samples that were taken."""
-    epoch, place = divmod(taken, count)
-    order = epoch_order(epoch)
-    part = order[rank * count // ranks : (rank + 1) * count // ranks] or order
-    return list(islice(cycle(part), place // ranks, place // ranks + batch // ranks))
+    def a_part_of_the_epoch_each(epoch_order, count, taken, batch, rank, ranks):
+        """Rank r trains on the r-th part of the epoch: whoever joins later gets samples that were taken."""
+        epoch, place = divmod(taken, count)
+        order = epoch_order(epoch)
+        part = order[rank * count // ranks : (rank + 1) * count // ranks] or order
+        return list(islice(cycle(part), place // ranks, place // ranks + batch // ranks))
 
 
 def rank_by_rank(epoch_order, count, taken, batch, rank, ranks):
@@ -62,9 +48,6 @@ def rank_by_rank(epoch_order, count, taken, batch, rank, ranks):
     return endless[first : first + share]
 
 
-# --- noise_scale -------------------------------------------------------------------------------------------
-
-
 def _answer(signal, noise, examples=None):
     return {"signal": signal, "noise": noise, "examples": noise / signal if examples is None else examples}
 
@@ -74,34 +57,30 @@ def _solved(small, big, batch_small, batch_big):
     return signal, (small - big) / (1 / batch_small - 1 / batch_big)
 
 
-def mean_of_ratios(small, big, batch_small, batch_big):
-    each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
-    signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
-    return _answer(signal, noise, fmean(n / s for s, n in each))
+class noise_scale:
+    def mean_of_ratios(small, big, batch_small, batch_big):
+        each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
+        signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
+        return _answer(signal, noise, fmean(n / s for s, n in each))
 
+    def upside_down(small, big, batch_small, batch_big):
+        signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
+        return _answer(signal, noise, signal / noise)
 
-def upside_down(small, big, batch_small, batch_big):
-    signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
-    return _answer(signal, noise, signal / noise)
+    def believes_the_big_batch(small, big, batch_small, batch_big):
+        _, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
+        return _answer(fmean(big), noise)
 
+    def difference_is_noise(small, big, batch_small, batch_big):
+        signal, _ = _solved(fmean(small), fmean(big), batch_small, batch_big)
+        return _answer(signal, fmean(small) - fmean(big))
 
-def believes_the_big_batch(small, big, batch_small, batch_big):
-    _, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
-    return _answer(fmean(big), noise)
+    def first_step_only(small, big, batch_small, batch_big):
+        return _answer(*_solved(small[0], big[0], batch_small, batch_big))
 
-
-def difference_is_noise(small, big, batch_small, batch_big):
-    signal, _ = _solved(fmean(small), fmean(big), batch_small, batch_big)
-    return _answer(signal, fmean(small) - fmean(big))
-
-
-def first_step_only(small, big, batch_small, batch_big):
-    return _answer(*_solved(small[0], big[0], batch_small, batch_big))
-
-
-def forgets_batch_sizes(small, big, batch_small, batch_big):
-    """Takes b = 1, and the big batch for so many times one example."""
-    return _answer(*_solved(fmean(small), fmean(big), 1, batch_big // batch_small))
+    def forgets_batch_sizes(small, big, batch_small, batch_big):
+        """Takes b = 1, and the big batch for so many times one example."""
+        return _answer(*_solved(fmean(small), fmean(big), 1, batch_big // batch_small))
 
 
 def by_elimination(small, big, batch_small, batch_big):
@@ -112,35 +91,28 @@ def by_elimination(small, big, batch_small, batch_big):
     return {"signal": signal, "noise": noise, "examples": noise / signal}
 
 
-# --- checkpoint_every --------------------------------------------------------------------------------------
-
-
 def _young(seconds_between, save, step):
     return max(1, round(sqrt(2 * save * seconds_between) / step))
 
 
-def as_if_one_gpu_failed_the_job(step, save, hours, gpus):
-    return _young(3600 * hours, save, step)
+class checkpoint_every:
+    def as_if_one_gpu_failed_the_job(step, save, hours, gpus):
+        return _young(3600 * hours, save, step)
 
+    def hours_for_seconds(step, save, hours, gpus):
+        return _young(hours / gpus, save, step)
 
-def hours_for_seconds(step, save, hours, gpus):
-    return _young(hours / gpus, save, step)
+    def seconds_for_steps(step, save, hours, gpus):
+        return _young(3600 * hours / gpus, save, 1)
 
+    def loses_the_whole_interval(step, save, hours, gpus):
+        return max(1, round(sqrt(save * 3600 * hours / gpus) / step))
 
-def seconds_for_steps(step, save, hours, gpus):
-    return _young(3600 * hours / gpus, save, 1)
+    def hourly(step, save, hours, gpus):
+        return max(1, round(3600 / step))
 
-
-def loses_the_whole_interval(step, save, hours, gpus):
-    return max(1, round(sqrt(save * 3600 * hours / gpus) / step))
-
-
-def hourly(step, save, hours, gpus):
-    return max(1, round(3600 / step))
-
-
-def may_be_zero(step, save, hours, gpus):
-    return int(sqrt(2 * save * 3600 * hours / gpus) / step)
+    def may_be_zero(step, save, hours, gpus):
+        return int(sqrt(2 * save * 3600 * hours / gpus) / step)
 
 
 def by_search(step, save, hours, gpus):
@@ -152,9 +124,6 @@ def by_search(step, save, hours, gpus):
         tried.append((save / (steps * step) + steps * step / (2 * mtbf), steps))
         k *= 1.01
     return min(tried)[1] if tried else 1
-
-
-# --- observe_scaling ---------------------------------------------------------------------------------------
 
 
 def _observed(
@@ -188,43 +157,33 @@ def _observed(
     return {"speedup": speed, "efficiency": efficiency, "lost": lost, "limit": limit(lost, key=lost.get)}
 
 
-def speedup_for_efficiency(*case):
-    return _observed(*case, per_rank=False)
+class observe_scaling:
+    def speedup_for_efficiency(*case):
+        return _observed(*case, per_rank=False)
 
+    def mean_step(*case):
+        return _observed(*case, longest=fmean)
 
-def mean_step(*case):
-    return _observed(*case, longest=fmean)
+    def always_weak(alone, ranks, scaling):
+        return _observed(alone, ranks, scaling, faster=lambda one, many, n: n * one / many)
 
+    def waiting_is_transfer(*case):
+        return _observed(*case, transfer=fmean)
 
-def always_weak(alone, ranks, scaling):
-    return _observed(alone, ranks, scaling, faster=lambda one, many, n: n * one / many)
+    def done_early_is_not_waiting(*case):
+        return _observed(*case, rest=False)
 
+    def all_computing_is_lost(*case):
+        return _observed(*case, ideal=False)
 
-def always_strong(alone, ranks, scaling):
-    return _observed(alone, ranks, scaling, faster=lambda one, many, n: one / many)
+    def ideal_of_one_rank(alone, ranks, scaling):
+        """In strong scaling too it takes the whole of one rank's work for a rank's share."""
+        found = _observed(alone, ranks, scaling)
+        right = _observed(alone, ranks, "weak")["lost"]
+        return {**found, "lost": right, "limit": max(right, key=right.get)}
 
-
-def waiting_is_transfer(*case):
-    return _observed(*case, transfer=fmean)
-
-
-def done_early_is_not_waiting(*case):
-    return _observed(*case, rest=False)
-
-
-def all_computing_is_lost(*case):
-    return _observed(*case, ideal=False)
-
-
-def ideal_of_one_rank(alone, ranks, scaling):
-    """In strong scaling too it takes the whole of one rank's work for a rank's share."""
-    found = _observed(alone, ranks, scaling)
-    right = _observed(alone, ranks, "weak")["lost"]
-    return {**found, "lost": right, "limit": max(right, key=right.get)}
-
-
-def names_the_smallest(*case):
-    return _observed(*case, limit=min)
+    def names_the_smallest(*case):
+        return _observed(*case, limit=min)
 
 
 def by_what_is_left(alone, ranks, scaling):
@@ -240,44 +199,7 @@ def by_what_is_left(alone, ranks, scaling):
     return {"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit}
 
 
-DEFECTS = {
-    "observe_scaling": [
-        speedup_for_efficiency,
-        mean_step,
-        always_weak,
-        always_strong,
-        waiting_is_transfer,
-        done_early_is_not_waiting,
-        all_computing_is_lost,
-        ideal_of_one_rank,
-        names_the_smallest,
-    ],
-    "next_samples": [
-        begins_again,
-        everybody_takes_all,
-        one_order_for_all_epochs,
-        drops_the_end_of_the_epoch,
-        each_rank_counts_its_own,
-        a_part_of_the_epoch_each,
-    ],
-    "noise_scale": [
-        mean_of_ratios,
-        upside_down,
-        believes_the_big_batch,
-        difference_is_noise,
-        first_step_only,
-        forgets_batch_sizes,
-    ],
-    "checkpoint_every": [
-        as_if_one_gpu_failed_the_job,
-        hours_for_seconds,
-        seconds_for_steps,
-        loses_the_whole_interval,
-        hourly,
-        may_be_zero,
-    ],
-    **_zoo.DEFECTS,
-}
+DEFECTS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every) | _zoo.DEFECTS
 SECOND_SOLUTIONS = {
     "next_samples": rank_by_rank,
     "noise_scale": by_elimination,

@@ -25,10 +25,7 @@ def _solutions(rung: str):
 
 
 def _defects(rung: str):
-    spec = importlib.util.spec_from_file_location(f"defects_{rung}", ROOT / "tests" / f"defects_{rung}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"tests.defects_{rung}")
 
 
 CHECKS = [(rung, name) for rung in RUNGS for name in _load(rung)[1]]
@@ -72,6 +69,7 @@ def test_a_planted_defect_is_caught_with_a_sentence(rung, name, i):
     assert "Your answer stopped with" not in verdict.message, verdict.message
     assert "tensor(" not in verdict.message
     assert verdict.message.strip().endswith(".")
+    assert getattr(_defects(rung), "SENTENCES", {}).get(defect.__name__, "") in verdict.message
     assert len(verdict.message) < 400
 
 

@@ -1,8 +1,5 @@
 """Rung 01: its checks hold for every draw, agree with lablib's tables, and its figures draw what they are given."""
 
-import sys
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import pytest
 
@@ -13,11 +10,7 @@ from lablib.view.memory import capacity_curve, curves, stacked_bars
 from lablib.view.parallelism import parallelism_map
 from lablib.view.scaling import cost_curves, speedup_curves
 from lablib.view.style import themed_svg
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import defects_rung01  # noqa: E402
+from tests import defects_rung01
 
 CASES = [(name, defect) for name, defects in defects_rung01.DEFECTS.items() for defect in defects]
 
@@ -31,31 +24,6 @@ def test_right_answers_pass_whatever_is_drawn(name):
 @pytest.mark.parametrize(("name", "defect"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_defect_is_caught_whatever_is_drawn(name, defect):
     assert {getattr(rung01, name)(defect, seed).status for seed in range(12)} == {"wrong"}
-
-
-#: Slips that newcomers made, and the words that the sentence about them must have.
-SENTENCES = {
-    "no_master_copy_beside_fp32": "also beside fp32 weights",
-    "forgot_the_master_copy": "costs 4 bytes beside the working weights",
-    "answered_in_bytes": "The number is in bytes",
-    "tensor_splits_the_weights_only": "its gradient and its optimizer state",
-    "recomputation_keeps_its_working_set": "exists only during backward",
-    "forgot_the_masks": "A dropout mask is kept too",
-    "scores_outside_the_bracket": "s b h multiplies",
-    "no_scores": "an s by s matrix for every head",
-    "run_with_scores": "does not keep the scores",
-    "run_without_masks": "A dropout mask is kept too",
-    "run_in_gb": "Return bytes, not GB",
-    "run_summed_up": "Return a dictionary",
-    "run_with_the_whole_report": "count_params(config).total",
-}
-
-
-@pytest.mark.parametrize("slip", SENTENCES)
-def test_a_slip_gets_the_sentence_about_its_own_idea(slip):
-    name, defect = next((name, defect) for name, defect in CASES if defect.__name__ == slip)
-    for seed in range(12):
-        assert SENTENCES[slip] in getattr(rung01, name)(defect, seed).message
 
 
 def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
