@@ -172,18 +172,3 @@ def test_a_large_mesh_is_described_without_drawing_it_all() -> None:
     text = mesh_text(mesh(tp=8, pp=16, dp=128))
     assert "... and 2,040 more nodes" in text
     assert len(text.splitlines()) < 30
-
-
-def test_figures_of_mesh_and_plan() -> None:
-    plt = pytest.importorskip("matplotlib.pyplot")
-    from lablib.view.mesh import mesh_figure, predicted_against_published, step_parts
-
-    found = mesh(tp=2, dp=2, pp=2, gpus_per_node=4)
-    fig = mesh_figure({axis: found.groups(axis) for axis in ("tp", "dp", "pp")}, gpus_per_node=4)
-    assert [len(ax.patches) for ax in fig.axes] == [8, 8, 8]
-    assert {text.get_text() for text in fig.axes[2].texts} >= {"0 A", "4 A", "node 1"}
-    bars = step_parts({"one": {"matmul": 2.0, "bubble": 1.0}, "two": {"matmul": 2.5, "tp": 0.25}})
-    assert sum(patch.get_width() for patch in bars.axes[0].patches) == 5.75
-    points = predicted_against_published([("a", 100, 90), ("a", 120, 130), ("b", 400, 420)])
-    assert [len(line.get_xdata()) for line in points.axes[0].lines[-2:]] == [2, 1]
-    plt.close("all")

@@ -4,12 +4,10 @@ import random
 
 import pytest
 
-from lablib.calc.schedules import Action, Event, Timeline, schedule, simulate
+from lablib.calc.schedules import Timeline, schedule, simulate
 from lablib.launch.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config
-from lablib.view.pipeline_chart import bubble_curves, held_over_time, overlay, trade_offs
-from lablib.view.style import themed_svg
 
 SEED = random.SystemRandom().randrange(10**6)
 
@@ -81,20 +79,3 @@ def test_micro_batches_have_storages_of_their_own():
     assert [tuple(window.shape) for window in windows] == [(2, 6)] * 3
     assert len({window.untyped_storage().data_ptr() for window in windows}) == 3
     assert all(a.equal(b) for a, b in zip(windows, microbatch_windows(3, 2, 5), strict=True))
-
-
-def test_figures_are_drawn_from_numbers():
-    made = schedule("1f1b", 2, 2)
-    paper = simulate(made)
-    slower = [event._replace(start=2 * event.start, end=2 * event.end) for event in paper.events]
-    fig = overlay({"1F1B": paper.events}, {"1F1B": slower})
-    assert fig.axes[-1].get_xlim()[1] == 2 * paper.makespan
-    assert "simulated" in [text.get_text() for text in fig.legends[0].get_texts()]
-    assert themed_svg(fig, "bars").startswith("<svg")
-    with pytest.raises(ValueError, match="give the same"):
-        overlay({"1F1B": paper.events}, {"GPipe": paper.events})
-    lone = [Event(0, Action("F", 0, 0), 0.0, 1.0)]
-    assert overlay({"one": lone}, {"one": lone}).axes
-    assert len(held_over_time({"a": [[(0, 0), (1, 1)], [(0, 0), (2, 1)]]}).axes[0].lines) == 2
-    assert len(bubble_curves([1, 2, 4], {"p": [0.5, 0.3, 0.1]}, what="idle").axes[0].lines) == 1
-    assert len(trade_offs({"GPipe": (8, 0.3), "1F1B": (4, 0.3)}, right=("GPipe",)).axes[0].texts) == 2

@@ -1,15 +1,10 @@
 """Rung 01: its checks hold for every draw, agree with lablib's tables, and its figures draw what they are given."""
 
-import matplotlib.pyplot as plt
 import pytest
 
 from lablib.calc.recipes import recipe
 from lablib.calc.zero import zero_state_bytes
 from lablib.checks import rung01
-from lablib.view.memory import capacity_curve, curves, stacked_bars
-from lablib.view.parallelism import parallelism_map
-from lablib.view.scaling import cost_curves, speedup_curves
-from lablib.view.style import themed_svg
 from tests import defects_rung01
 
 CASES = [(name, defect) for name, defects in defects_rung01.DEFECTS.items() for defect in defects]
@@ -60,51 +55,3 @@ def test_the_exercise_shards_as_zero_does(stage):
     strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
     gigabytes, _ = defects_rung01.second_fits(params, gpus, 80, strategy)
     assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
-
-
-FIGURES = {
-    "stacked_bars": lambda: stacked_bars(
-        {"a": {"weights": 2, "optimizer": 12}, "b": {"weights": 4}},
-        xlabel="GB",
-        limit=8,
-        limit_label="one card",
-    ),
-    "curves": lambda: curves(
-        [1, 2, 4],
-        {"plain": ([1, 4, 16], "activations"), "fused": ([1, 2, 4], "activations")},
-        xlabel="tokens",
-        ylabel="MB",
-        points={"measured": ([2], [4], "activations")},
-        level=(8, "one card"),
-    ),
-    "capacity_curve": lambda: capacity_curve(
-        [20, 80], {"AdamW": ([1.25, 5], "weights")}, {"one card": (80, 5)}
-    ),
-    "speedup_curves": lambda: speedup_curves([1, 2, 4], {"f = 10%": [1, 1.8, 3.1]}),
-    "cost_curves": lambda: cost_curves([1e9, 1e12], {"20 tokens": [0.01, 1e4]}, {"a model": (1e11, 100)}),
-    "parallelism_map": parallelism_map,
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_drawn_in_the_house_style(name):
-    fig = FIGURES[name]()
-    svg = themed_svg(fig, "what is drawn")
-    assert fig.get_figwidth() <= 5.2
-    assert "currentColor" in svg
-    # Text drawn in black would vanish in the dark theme.
-    assert "fill: #000000" not in svg
-    plt.close(fig)
-
-
-def test_bars_show_every_term_and_its_sum():
-    fig = stacked_bars({"a": {"weights": 2, "gradients": 2, "optimizer": 12}}, xlabel="bytes")
-    (ax,) = fig.axes
-    assert [bar.get_width() for bar in ax.patches] == [2, 2, 12]
-    assert [text.get_text() for text in ax.texts] == ["16"]
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == [
-        "weights",
-        "gradients",
-        "optimizer state",
-    ]
-    plt.close(fig)
