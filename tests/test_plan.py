@@ -82,16 +82,6 @@ def test_matrix_products_are_those_of_step_flops(recompute: str, experts: dict) 
     assert done == pytest.approx(flops.hardware + padded, rel=1e-12)
 
 
-def test_fused_attention_halves_scores_and_pays_in_backward() -> None:
-    model, machine = small(), flat_machine(1)
-    work = {
-        a: whole_step(Workload(model, machine, 240, 1, attention=a), Layout()) for a in ("plain", "fused")
-    }
-    scores = 2 * 240 * 240 * model.num_heads * 2 * model.head_dim * model.num_layers
-    saved = (work["plain"].matmul - work["fused"].matmul) * machine.gpu.peak() * machine.achievable
-    assert saved == pytest.approx(3 * scores - 0.5 * 3.5 * scores, rel=1e-9)
-
-
 def test_collectives_send_what_parallelism_counts() -> None:
     dense, machine = small(), flat_machine(4)
     intra = machine.intra
@@ -297,40 +287,15 @@ def test_405b_on_16384_gpus_in_under_2_seconds() -> None:
     assert "valid layouts do not fit; by their largest term" in lines[-1] or "Nearest shape" in lines[-1]
 
 
-def test_a_slower_network_moves_the_choice_inside_the_node() -> None:
-    fast = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, nic="ib-xdr")
-    slow = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, nic=1e9)
-    assert fast.best.step < slow.best.step
-    assert slow.best.layout.dp <= fast.best.layout.dp
-    rails = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, nic=1e9, rails=True)
-    assert rails.best.step <= slow.best.step
-
-
-def test_experts_are_spread_over_replicas() -> None:
-    result = plan("mixtral-8x7b", gpus=64, seq=4096, global_batch=256)
-    assert {candidate.layout.ep for candidate in result.candidates} == {1, 2, 4, 8}
-    for candidate in result.candidates[::97]:
-        check_layout(candidate.layout, result.load.model, gpus=64, seq=4096, global_batch=256)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"gpus": 128, "tp": 8, "pp": 4, "cp": 8}, "tp=8 x cp=8 x pp=4 = 256 does not divide gpus=128"),
-        ({"gpus": 12}, "gpus=12 are not whole nodes of gpus_per_node=8; use 8 or 16"),
         ({"gpus": 64, "tp": 16}, "tp=16 does not divide num_kv_heads=8; use 1, 2, 4 or 8"),
-        ({"gpus": 64, "pp": 64, "tp": 1, "cp": 1}, "pp=64 does not cut num_layers=32"),
-        ({"gpus": 64, "dp": 64, "global_batch": 96}, "dp x micro_batch=64 does not divide global_batch=96"),
         ({"gpus": 8, "zero": 4}, "zero=4 does not exist"),
-        ({"gpus": 8, "recompute": "half"}, "unknown recompute 'half'"),
-        ({"gpus": 8, "tensor": 2}, "unknown constraint 'tensor'"),
         ({"gpus": 8, "gpu": "h1000"}, "unknown accelerator"),
-        ({"gpus": 8, "nic": -1.0}, "nic=-1.0 must be above 0"),
         ({"gpus": 8, "nic": "ib-abc"}, "unknown link 'ib-abc'"),
-        ({"gpus": 8, "global_batch": 0}, "global_batch=0 must be a whole number of at least 1"),
         ({"gpus": 8, "ep": 2}, "ep=2 needs a model with experts"),
-        ({"gpus": 8, "recipe_": "autocast-bf16"}, "keeps casts"),
-        ({"gpus": 8, "seq": 8191, "tp": 2}, "tp=2 does not divide seq / cp=8191"),
         ({"gpus": 8, "reserve": -1}, "reserve=-1"),
     ],
 )
@@ -346,14 +311,8 @@ def test_what_cannot_be_planned_names_its_factors(arguments: dict, message: str)
             {"tp": 4, "dp": 4},
             "tp=4 x cp=1 x pp=1 x dp=4 = 16 ranks, but there are gpus=8; with dp=2 they would be 8",
         ),
-        ({"dp": 8, "virtual_stages": 2}, "virtual_stages=2 needs schedule='interleaved'"),
         ({"dp": 8, "schedule": "interleaved"}, "needs pp and virtual_stages of at least 2"),
-        (
-            {"dp": 1, "pp": 8, "schedule": "interleaved", "virtual_stages": 2, "micro_batch": 6},
-            "4 micro-batches",
-        ),
         ({"dp": 8, "micro_batch": 5}, "dp x micro_batch=40 does not divide global_batch=24"),
-        ({"dp": 8, "micro_batch": 0}, "micro_batch=0"),
         ({"cp": 8, "dp": 1}, None),
     ],
 )

@@ -1,6 +1,5 @@
 """Lab 11 on a machine with GPUs, with the one function that starts ranks there replaced: what is decided, kept and said."""
 
-import ast
 import importlib.util
 import json
 import math
@@ -14,12 +13,11 @@ import torch
 from lablib.calc.trace import Event, Trace
 from lablib.checks import rung11
 from lablib.launch import real_run
-from lablib.launch.experiments import Predictions
 from lablib.launch.kept import FOLDER_SWITCH
 from lablib.launch.lab_notebook import without_rehearsals
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.launch.real_run import NO_MEMORY, RealRun, describe, reason, what_can_be_measured
-from lablib.launch.real_run_predictions import Yours, loss_verdict, predicted_run
+from lablib.launch.real_run_predictions import Yours, predicted_run
 from lablib.launch.scaling_records import gpu_report, records
 from lablib.launch.scaling_report import rows
 from lablib.launch.train_metrics import KEYS
@@ -326,20 +324,6 @@ def test_observe_scaling_takes_the_report_where_there_is_one(machine, monkeypatc
     assert not started
 
 
-def test_nothing_of_the_lab_asks_for_a_gpu_but_its_one_function():
-    source = (ROOT / "lablib" / "launch" / "real_run.py").read_text(encoding="utf-8")
-    calls = [
-        n
-        for n in ast.walk(ast.parse(source))
-        if isinstance(n, ast.Call) and ast.unparse(n.func) == "run_ranks"
-    ]
-    (call,) = calls
-    assert {k.arg: ast.unparse(k.value) for k in call.keywords}["device"] == "'cuda'"
-    cells = json.loads(LAB.read_text(encoding="utf-8"))["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    assert not re.search(r"\bbackend=|\bdevice=[\"']", code)
-
-
 def test_the_functions_of_the_ranks_run_as_they_are(monkeypatch, tmp_path, capsys):
     """On CPU ranks and a small model: what the fake machine replaces above."""
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
@@ -372,24 +356,6 @@ def test_predictions_that_are_none_are_refused_and_none_is_no_prediction():
     assert yours.of("weak", 2) == {}
 
 
-def test_a_prediction_needs_a_gpu_with_figures_and_room(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    two = predicted_run("gpt2-124m", 2, 16, 8, 1024)
-    assert two["step"] < predicted_run("gpt2-124m", 1, 16, 8, 1024)["step"]
-    assert predicted_run("qwen2-7b", 1, 8, 8, 1024) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Quadro K620")
-    assert predicted_run("gpt2-124m", 2, 16, 8, 1024) is None
-
-
-def test_losses_are_the_same_within_a_step_of_bf16_and_not_beyond():
-    assert loss_verdict([{}], 10.9) is None
-    # bf16 has 8 significant bits: between 8 and 16 its numbers are 1/16 apart.
-    assert "bf16 has steps of 0.0625 there, so they learned the same" in loss_verdict(
-        [{"loss_apart": 0.06}], 10.9
-    )
-    assert "look for the cause" in loss_verdict([{"loss_apart": 0.07}], 10.9)
-
-
 def test_a_failure_has_its_reason_in_one_line():
     assert reason(_failing("ended by signal 9 (SIGKILL)")) == "ended by signal 9 (SIGKILL)"
     assert reason(_failing(COMPILER)).startswith("torch._inductor.exc.InductorError: RuntimeError")
@@ -400,12 +366,3 @@ def test_a_failure_has_its_reason_in_one_line():
         {"micro_batch": 8, "recompute": "none", "compile": False, "reshard": True, "failed": NO_MEMORY}
     )
     assert what_can_be_measured(0).startswith("no GPU here")
-
-
-def test_predictions_of_a_run_stay_in_its_folder(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
-    monkeypatch.setenv(FOLDER_SWITCH, str(tmp_path / "mine" / "job"))
-    Predictions("11_x").predict("a", 1, "s")
-    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json")] == [
-        "mine/job/11_x-predictions.json"
-    ]

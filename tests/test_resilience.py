@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lablib.launch import disk_room, known_failures
+from lablib.launch import disk_room
 from lablib.launch.checkpoint_files import complete, latest, read_info
 from lablib.launch.disk_room import check_room
 from lablib.launch.elastic import descendants, torchrun
@@ -45,7 +45,6 @@ from lablib.launch.resilience import (
     resume,
 )
 from lablib.launch.straggler_watch import StragglerWatch
-from lablib.launch.together import agree
 from lablib.launch.train_config import TrainConfig
 from lablib.launch.trainer import Callback, Trainer
 from tests.processes import ended, free_port
@@ -217,19 +216,6 @@ def _resumed(folder: str) -> tuple[list[str], list[float]]:
     return told, losses.losses
 
 
-def test_the_events_of_a_run(seen):
-    logs = read_logs(seen[0]["top"] / "term" / "events")
-    assert sorted(logs) == [0, 1]
-    start, end = logs[1][0], logs[1][-1]
-    assert (start["event"], start["step"], start["ranks"], start["attempt"]) == ("start", 0, 2, 0)
-    assert (end["event"], end["outcome"], end["reason"]) == ("end", "stopped", "rank 1: SIGTERM")
-    saved = [
-        line["path"][-13:] for line in read_logs(seen[0]["top"] / "calm" / "events")[0] if "path" in line
-    ]
-    assert set(saved) <= {"step-00000002", "step-00000004", "step-00000006", "step-00000008"}
-    assert saved
-
-
 def test_kill_minus_9_and_a_restart_by_torchrun_change_nothing(seen, tmp_path):
     survivor = kill_and_resume(tmp_path / "run", SETTINGS, save_every=4, kill=(1, 6))
     assert survivor.job.restarts == 1
@@ -306,7 +292,7 @@ def test_a_port_where_something_answers():
     check_port(f"127.0.0.1:{free_port()}")
 
 
-@pytest.mark.parametrize("endpoint", ["host", "host:", ":29500", "host:x", "host:0", "host:65536"])
+@pytest.mark.parametrize("endpoint", ["host", ":29500", "host:x", "host:65536"])
 def test_what_is_no_endpoint(endpoint):
     with pytest.raises(ValueError, match="must be host:port"):
         check_port(endpoint)
@@ -343,22 +329,13 @@ def test_the_real_error_of_a_closed_rendezvous_is_explained():
             "refused, remote=[127.0.0.1]:12697$1",
             "A rank looked for another one at an address where nobody is any more",
         ),
-        (
-            "ValueError: checkpoint a/step-00000008 is damaged: x is missing; use",
-            "checkpoint a/step-00000008 is",
-        ),
         ("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "A file of the checkpoint"),
         ("exitcode  : -9 (pid: 7)", "A rank was killed with signal 9"),
-        ("RendezvousTimeoutError", "Not all machines met in time"),
-        ("SignalException: Process 7 got signal: 15", "torchrun was told to stop by signal 15"),
-        ("Timed out waiting 1000ms for recv operation to complete", "A collective was not joined"),
         (
             "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=680",
             "A collective was not",
         ),
         ("RuntimeError: Connection closed by peer [127.0.0.1]:4711", "Another rank ended first"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried", "A GPU's memory is full"),
-        # A cause comes before its consequences.
         ("Connection closed by peer ... OSError: [Errno 28] No space left on device", "The disk is full"),
     ],
 )
@@ -491,23 +468,10 @@ def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path):
     assert said.count("met at 127.0.0.1") == 2
 
 
-def test_descendants_are_found_over_two_generations():
-    command = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['cat'], stdin=sys.stdin)"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdin.write(b"x\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"x\n"  # so cat is there
-        assert len(descendants(process.pid)) == 1
-        assert process.pid in descendants(os.getpid())
-        assert descendants(process.pid) < descendants(os.getpid())
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         (lambda: torchrun("nowhere.py"), "script='nowhere.py' is not a file"),
-        (lambda: torchrun(__file__, ranks=0), "ranks=0 must be at least 1"),
-        (lambda: SaveEvery(0), "steps=0 between checkpoints must be at least 1"),
         (lambda: kill_and_resume("x", SETTINGS, kill=(2, 3)), r"kill=\(2, 3\) must name one of 2 ranks"),
         (lambda: kill_and_resume("x", SETTINGS, kill=(0, 8)), "a step before the last, which is 8"),
         (lambda: kill_and_resume("x", SETTINGS, ranks=3), "3 ranks do not divide global_batch=4"),
@@ -528,52 +492,13 @@ def _other_settings(folder: str) -> None:
     resume(Trainer(TrainConfig(folder=folder, **SETTINGS | {"lr": 0.1})))
 
 
-def test_settings_travel_as_json():
-    assert json.loads(json.dumps(SETTINGS)) == SETTINGS
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"step": 1, "fi'])
+@pytest.mark.parametrize("content", ["[]", '{"step": 1, "fi'])
 def test_a_checkpoint_whose_description_is_damaged_is_named(tmp_path, content):
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     (folder / "training.json").write_text(content)
     with pytest.raises(ValueError, match=r"step-00000001 is damaged: training\.json cannot be read"):
         read_info(folder)
-
-
-def test_what_lablib_says_itself_needs_no_traceback(monkeypatch, capsys):
-    def leave(code):
-        raise SystemExit(code)
-
-    def broken():
-        raise KeyError("x")
-
-    monkeypatch.setattr(known_failures.os, "_exit", leave)
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit), known_failures.one_sentence():
-        agree(broken, "saving step-00000001 failed")
-    assert capsys.readouterr().err == "saving step-00000001 failed. rank 0: KeyError: 'x'\n"
-
-
-def test_ctrl_c_stops_after_the_step_and_again_at_once():
-    said = []
-    trainer = SimpleNamespace(request_stop=said.append, outcome="failed")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the run was started with
-    try:
-        watch = StopOnSignal()
-        watch.on_start(trainer)
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert said == ["SIGINT"]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        watch.on_end(trainer)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
-        signal.signal(signal.SIGINT, interrupt)
 
 
 def test_a_run_in_the_background_stays_deaf_to_ctrl_c_and_stops_on_sigterm():

@@ -96,10 +96,3 @@ def test_the_order_of_1f1b_is_pytorchs_but_for_its_slip_on_the_last_rank():
         with pytest.raises(AssertionError, match="without first running Forward"):
             torch_schedules.validate(theirs, p, p, m)
         assert torch_schedules.validate(ours, p, p, m) == dict(enumerate(range(p)))
-
-
-def test_pytorch_refuses_what_lablib_refuses():
-    rows = [[str(step) for step in steps] for steps in schedule("1f1b", 3, 4).ranks]
-    rows[1].remove("1B2")
-    with pytest.raises(AssertionError, match="stage 1"):
-        torch_schedules.validate(rows, 3, 3, 4)

@@ -182,16 +182,9 @@ def test_the_models_are_of_their_size() -> None:
     ("options", "says"),
     [
         ({"model": "gpt5"}, "model='gpt5' is unknown; use tiny, 10m"),
-        ({"model": "mixtral-8x7b"}, "mixtral"),
-        ({"seq": 513}, "seq=513 is longer than the 512 positions of tiny"),
         ({"global_batch": 8, "micro_batch": 3}, "micro_batch=3 does not divide the 8 sequences"),
-        ({"global_batch": 9, "replicas": 2}, "2 ranks do not divide global_batch=9"),
-        ({"precision": "fp8"}, "precision='fp8' must be 'bf16' or 'fp32'"),
         ({"recompute": "some"}, "some"),
-        ({"text": "a", "tokens": "b"}, "text=a and tokens=b: give one of the two"),
         ({"warmup": 100}, "warmup=100 must be from 0 to steps - 1 = 99"),
-        ({"lr_final": 2}, "lr_final=2 is a share"),
-        ({"steps": 0}, "steps=0 must be at least 1"),
         ({"clip": 0.0}, "clip=0.0 must be above 0"),
     ],
 )
