@@ -138,17 +138,6 @@ def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:
         assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_watching_the_moments_does_not_change_the_peak() -> None:
-    for case in CASES[1:4:2]:
-        found = measure_on_gpu(case, CpuCounters())
-        with CpuCounters() as counters:
-            job = cuda_memory._Job(case, counters.device)
-            job.step(lambda moment: None)
-            counters.reset()
-            job.step(lambda moment: None)
-            assert counters.most()["requested"] == found.peak["requested"]
-
-
 def test_a_snapshot_of_the_step_has_the_peak_of_the_counters() -> None:
     case = CASES[1]
     found, plain = measure_on_gpu(case, OnSimulated()), measure_on_gpu(case, CpuCounters())

@@ -23,13 +23,11 @@ from lablib.calc.models import preset
 from lablib.calc.offload import (
     arithmetic_intensity,
     efficiency,
-    needed_bandwidth,
     offload_step,
     swap_seconds,
 )
 from lablib.calc.params import count_params
-from lablib.calc.units import GiB, MiB
-from lablib.launch.ranks import run_ranks
+from lablib.calc.units import GiB
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -86,13 +84,6 @@ def test_what_persists_is_bounded_by_the_model(name):
     assert 0 < persistent_params(model, 10 * model.hidden) < everything / 100
 
 
-def test_gpt2_keeps_its_norms_and_biases():
-    """A block of GPT-2 has four norm tensors and four biases; the final norm has two; no matrix is that small."""
-    h = preset("gpt2").hidden
-    per_block = 4 * h + (3 * h + h + 4 * h + h)
-    assert persistent_params(preset("gpt2"), 10 * h) == 12 * per_block + 2 * h
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -140,32 +131,6 @@ def test_zero2_documentation_and_code_disagree(offload, variant, gpu):
     assert found.gpu / GiB == pytest.approx(gpu, abs=0.005)
 
 
-def test_t5_large_on_four_devices():
-    """The documentation's second example: 737.67M parameters, 32.90M in the largest layer."""
-    on_gpu = {
-        offload: zero3_estimate(737_670_000, 32_900_000, gpus_per_node=4, offload=offload).gpu / MiB
-        for offload in OFFLOADS
-    }
-    assert on_gpu["none"] == pytest.approx(3291, abs=1)
-    assert on_gpu["parameters"] == pytest.approx(125, abs=1)
-    assert on_gpu["optimizer"] == pytest.approx(477, abs=1)
-
-
-def test_more_nodes_hold_less_each():
-    alone = zero3_estimate(10**9, 10**7, gpus_per_node=8, nodes=1)
-    four = zero3_estimate(10**9, 10**7, gpus_per_node=8, nodes=4)
-    assert four.cpu == alone.cpu // 4
-    assert (
-        zero2_estimate(10**9, gpus_per_node=8, nodes=4).cpu == 4 * zero2_estimate(10**9, gpus_per_node=8).cpu
-    )
-    assert (
-        zero2_estimate(10**9, gpus_per_node=8, nodes=4, variant="doc").cpu
-        == zero2_estimate(10**9, gpus_per_node=8, variant="doc").cpu
-    )
-    with pytest.raises(ValueError, match="nodes=0"):
-        zero2_estimate(10**9, nodes=0)
-
-
 # Offload: what ZeRO-Infinity prints, at 70 TFLOP/s and sequences of 1024
 
 
@@ -176,14 +141,6 @@ def test_zero_infinity_s_bandwidths():
     assert efficiency(optimizer, 1.5e12, 70e12) > 0.9
     assert arithmetic_intensity("optimizer", seq=1024, batch=4) == weights  # four times the bandwidth
     assert efficiency(arithmetic_intensity("checkpoints", hidden=2048), 2e9, 70e12) > 0.5
-
-
-def test_needed_bandwidth_undoes_efficiency():
-    dice = random.Random(5)
-    for _ in range(50):
-        intensity, flops, target = dice.uniform(1, 1e5), dice.uniform(1e12, 1e15), dice.uniform(0.01, 0.99)
-        found = needed_bandwidth(intensity, flops, target)
-        assert efficiency(intensity, found, flops) == pytest.approx(target)
 
 
 def test_offload_step_adds_up():
@@ -199,15 +156,6 @@ def test_offload_step_adds_up():
     shared = offload_step(10**9, tokens=3000, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, ranks=4)
     assert shared.step == pytest.approx(18 + 3 / 4)
     assert swap_seconds(10**9, ranks=4, bandwidth=6e9) == pytest.approx(2 * 12 / 4 / 6)
-
-
-def test_bad_bandwidth_is_named():
-    with pytest.raises(ValueError, match="host_bandwidth=0 must be above 0"):
-        offload_step(10, tokens=1, flops=1, host_bandwidth=0, cpu_bandwidth=1)
-    with pytest.raises(ValueError, match="target=1 must lie between"):
-        needed_bandwidth(1, 1, 1)
-    with pytest.raises(ValueError, match="unknown kind"):
-        arithmetic_intensity("gradients")
 
 
 # DeepSpeed itself
@@ -250,82 +198,3 @@ def test_deepspeed_s_own_estimators_agree(monkeypatch):
         theirs = estimate_zero2_model_states_mem_needs(params, gpus, nodes, offload != "none")
         ours = zero2_estimate(params, gpus_per_node=gpus, nodes=nodes, offload=offload != "none")
         assert (ours.cpu, ours.gpu) == pytest.approx(theirs, rel=1e-12, abs=2)
-
-
-def train_both(stage: int, changes: dict[str, object]) -> tuple[list[float], list[float], float]:
-    """Return the losses of three steps of DeepSpeed and of the toy, and what the last one of DeepSpeed sent.
-
-    The unit of the last number is ψ(N-1)/N.
-    """
-    import copy
-    import logging
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-
-    from lablib.launch.recorder import record_comms
-    from lablib.toys.transformer import Transformer, tiny_config
-    from lablib.toys.zero import STAGES
-
-    warnings.simplefilter("ignore")
-    rank, n = dist.get_rank(), dist.get_world_size()
-    os.environ["LOCAL_RANK"] = str(rank)
-    import deepspeed
-
-    logging.disable(logging.WARNING)
-    config = tiny_config("gpt2", num_layers=2, hidden=64)
-    torch.manual_seed(0)
-    module = Transformer(config)
-    tree = as_json(settings(config, ranks=n, stage=stage, precision="fp32", clip=0.0))
-    tree["optimizer"]["params"]["torch_adam"] = True  # PyTorch's AdamW: nothing to compile
-    del tree["scheduler"]
-    tree["zero_optimization"] |= changes
-    toy = STAGES[stage](
-        copy.deepcopy(module),
-        lambda ps: torch.optim.AdamW(ps, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1),
-    )
-    parameters = list(module.parameters())
-    psi = sum(p.nbytes for p in parameters)
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=parameters, config=tree, dist_init_required=False
-    )
-    theirs, ours = [], []
-    for step in range(3):
-        tokens = torch.randint(0, 256, (n, 33), generator=torch.Generator().manual_seed(step))[rank, None]
-
-        def loss_of(model: torch.nn.Module, tokens: torch.Tensor = tokens) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(
-                model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-            )
-
-        with record_comms() as log:
-            loss = loss_of(engine)
-            engine.backward(loss)
-            engine.step()
-        theirs.append(loss.item())
-        loss = loss_of(toy)
-        toy.backward(loss)
-        toy.step()
-        ours.append(loss.item())
-    return theirs, ours, log.ring_bytes_sent() / (psi * (n - 1) / n)
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(
-    ("stage", "changes", "units"),
-    [
-        (1, {}, 2),
-        (1, {"use_multi_rank_bucket_allreduce": True}, 3),  # DeepSpeed's default, in stage 2 too
-        (2, {}, 2),
-        (2, {"use_multi_rank_bucket_allreduce": True}, 3),
-        (3, {}, 2),  # a small model is not released between forward and backward
-    ],
-)
-def test_deepspeed_runs_it_and_agrees_with_the_toy(stage, changes, units):
-    for theirs, ours, sent in run_ranks(
-        train_both, 2, stage, changes, timeout=600, env={"DS_ACCELERATOR": "cpu"}
-    ):
-        # fp32 and another order of sums: six digits; a wrong step shows in the second.
-        assert theirs == pytest.approx(ours, rel=1e-5)
-        assert sent == pytest.approx(units, rel=1e-3)  # a few numbers more, for norms and flags

@@ -50,7 +50,6 @@ MEGATRON = {
     "data-parallel-sharding-strategy", "recompute-activations", "recompute-granularity", "recompute-method",
     "recompute-num-layers",
 }  # fmt: skip
-)
 
 LLAMA3 = Layout(tp=8, pp=16, dp=128, zero=1, schedule="interleaved", virtual_stages=8)
 

@@ -179,9 +179,14 @@ def test_more_than_nine_tenths_effective_leaves_17_minutes_for_an_interruption()
     ("call", "text"),
     [
         (lambda: young_interval(0, 10), "cost=0 s must be positive"),
+        (lambda: daly_interval(1, -1), "mtbf=-1 s must be positive"),
         (lambda: best_interval(float("nan"), 1), "cost=nan s must be positive"),
+        (lambda: wall_time(1, 1, cost=1, mtbf=1, restart=-1), "restart=-1 s must not be negative"),
         (lambda: wall_time(1, 1e6, cost=1, mtbf=1), "make the interval shorter"),
+        (lambda: lost_share(0, cost=1, mtbf=1), "interval=0 s must be positive"),
+        (lambda: simulate(0, 1, cost=1, gaps=[]), "work=0 and interval=1 must be positive"),
         (lambda: LLAMA3.mtbf_on(0), "gpus=0 must be at least 1"),
+        (lambda: LLAMA3.share("Moon"), "no category 'Moon'; it has GPU"),
         (lambda: LLAMA3.time_per_interruption(1), "effective=1 must be between 0 and 1"),
     ],
 )

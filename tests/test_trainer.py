@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 from lablib.calc.flops import hfu, mfu, step_flops
-from lablib.launch import train_metrics
 from lablib.launch.fsdp import full_state_dict
 from lablib.launch.plain_loop import plain_loop, race
 from lablib.launch.print_steps import PrintSteps
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import record_comms
 from lablib.launch.train_config import TrainConfig, train_model
-from lablib.launch.train_metrics import KEYS, peak_flops, read_metrics
+from lablib.launch.train_metrics import KEYS, read_metrics
 from lablib.launch.train_start import check_alone, choose_device, launched_ranks
 from lablib.launch.trainer import Callback, Trainer
 
@@ -278,14 +277,6 @@ def test_the_race_takes_turns(tmp_path: Path) -> None:
         (1, "plain"),
     ]
     assert all(s["tokens_per_second"] == pytest.approx(128 / s["seconds"][0]) for s in samples)
-
-
-def test_the_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_metrics.torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    assert peak_flops(torch.device("cuda"), "bf16") == 312e12
-    assert peak_flops(torch.device("cpu"), "bf16") is None
-    monkeypatch.setattr(train_metrics.torch.cuda, "get_device_name", lambda device: "A card of tomorrow")
-    assert peak_flops(torch.device("cuda"), "bf16") is None
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
