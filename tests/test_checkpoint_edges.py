@@ -15,10 +15,6 @@ from lablib.launch import checkpoint
 from lablib.launch.checkpoint import export_safetensors, latest, load, save
 from lablib.launch.fsdp import full_state_dict, shard
 from lablib.launch.ranks import run_ranks
-from lablib.launch.resilience import resume
-from lablib.launch.train_config import TrainConfig
-from lablib.launch.trainer import Trainer
-from tests.test_resilience import SETTINGS
 
 
 def build(kind: str = "AdamW", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -136,27 +132,6 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(tmp_path: Path) -> Non
         export_safetensors(tmp_path / "step-00000003", tmp_path / "x")
 
 
-def resumed_past_damage(folder: str) -> tuple[list[str], int]:
-    trainer = Trainer(TrainConfig(folder=folder, **SETTINGS))
-    for _ in range(2):
-        trainer.train_step()
-        path = trainer.save(wait=True).result()
-    if dist.get_rank() == 0:
-        flip(path)
-    dist.barrier()
-    again = Trainer(TrainConfig(folder=folder, **SETTINGS))
-    return resume(again), again.step
-
-
-def test_a_run_resumes_from_the_checkpoint_before_a_flipped_bit(tmp_path: Path) -> None:
-    for told, step in run_ranks(resumed_past_damage, 2, str(tmp_path)):
-        assert step == 1
-        assert told[0].endswith("is not what was written; the one before it is used")
-        assert told[1:] == ["resumed after step 1, saved by 2 ranks"]
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["damaged-step-00000002", "step-00000001"]
-
-
 def test_what_breaks_after_the_check_is_an_exception_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,11 +162,6 @@ def test_steps_of_many_digits_are_found_in_their_order(tmp_path: Path) -> None:
     save(tmp_path, model, optimizer, 20_000_000_000, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000000", "step-20000000000"]
     assert load(latest(tmp_path), model, optimizer).step == 20_000_000_000
-
-
-def test_a_folder_without_a_checkpoint_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no checkpoint to read: `latest` returns None"):
-        load(latest(tmp_path), build()[0])
 
 
 def test_a_save_that_fails_says_what_failed_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,13 +117,6 @@ def test_the_zero_explorer_shows_what_is_held_and_sent():
         assert numbers["largest_params"] == max_params(capacity, ranks, state["stage"])
 
 
-def test_accumulation_is_what_the_chapter_says():
-    sent = {s: sum(explore_zero.step_traffic(4 * 10**6, 4, s, 4).values()) / 6e6 for s in range(4)}
-    assert sent == {0: 2, 1: 2, 2: 5, 3: 12}
-    with pytest.raises(ValueError, match=r"stage=4 .* micro_batches=0"):
-        explore_zero.step_traffic(10, 2, 4, 0)
-
-
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
 def test_the_call_gives_the_numbers_of_the_page(explorer, capsys):
     for state in at_random(explorer, 20):
@@ -164,36 +157,10 @@ def test_every_picture_is_sound(explorer):
         ElementTree.fromstring(answer["table"])
 
 
-def test_bars_are_as_long_as_their_numbers():
-    rows = [
-        svg.Bar(label=name, parts=parts, text="")
-        for name, parts in (("a", {"weights": 3.0, "optimizer": 1.0}), ("b", {"gradients": 2.0}))
-    ]
-    shapes, _ = svg.bars(rows, top=0, title="", limit=5)
-    widths = [
-        float(ElementTree.fromstring(shape).get("width")) for shape in shapes if shape.startswith("<rect")
-    ]
-    assert [w / widths[1] for w in widths] == pytest.approx([3, 1, 2], rel=0.01)
-
-
-def test_ticks_are_round_and_few():
-    for most in [1.06 * 10 ** (k / 7) for k in range(-10, 40)]:
-        marks = svg.ticks(most)
-        assert marks[0] == 0
-        assert 3 <= len(marks) <= 6
-        assert marks[-1] <= most * (1 + 1e-9)
-        assert f"{marks[1]:e}"[0] in "125"
-
-
 def test_a_colour_means_the_same_as_in_the_figures():
     same = {role: color for role, color in svg.COLORS.items() if role != "buffers"}
     assert same == {role: COLORS[role] for role in same}
     assert svg.COLORS["buffers"] == COLORS["neutral"]
-
-
-def test_text_is_escaped():
-    assert "a&lt;b" in svg.text(0, 0, "a<b")
-    assert 'aria-label="&quot;a&quot; &lt; b"' in svg.picture([], 10, '"a" < b')
 
 
 def test_what_cannot_be_chosen_is_refused():
@@ -246,25 +213,3 @@ def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
     arguments = [sys.executable, "-I", "-S", "-c", program, str(archive), "lablib.calc.explore_zero"]
     done = subprocess.run([*arguments, json.dumps(state)], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip("\n") == answer_json("lablib.calc.explore_zero", json.dumps(state))
-
-
-def test_names_are_used_once():
-    for explorer in EXPLORERS.values():
-        names = [control.name for control in explorer.controls]
-        assert len(set(names)) == len(names)
-    assert len({explorer.name for explorer in EXPLORERS.values()}) == len(EXPLORERS)
-
-
-def test_pyodide_has_one_version(tmp_path):
-    live = _tool("livecalc", "_ext")
-    version = live.pyodide_version()
-    assert live.CDN.format(version=version).endswith(f"pyodide@{version}/")
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "pyodide.sh").write_text("version=1.2.3\n")
-    assert live.local_pyodide(tmp_path) is None
-    folder = tmp_path / ".cache" / "pyodide-1.2.3"
-    folder.mkdir(parents=True)
-    for name in live.CORE:
-        assert live.local_pyodide(tmp_path) is None
-        (folder / name).touch()
-    assert live.local_pyodide(tmp_path) == folder

@@ -177,10 +177,21 @@ def test_fields_that_change_no_size_are_passed_over() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"model_type": ["llama"]}, "model_type is ['llama']; known are gpt2"), ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM' and must be a list"), ({"architectures": [1]}, "architectures is [1] and must be a list"), ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text_config has model_type 'llama'"), ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"), ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "model_type is 'llama', not 'gemma3_text'"), (
+    [
+        ({"model_type": ["llama"]}, "model_type is ['llama']; known are gpt2"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM' and must be a list"),
+        ({"architectures": [1]}, "architectures is [1] and must be a list"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text_config has model_type 'llama'"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "model_type is 'llama', not 'gemma3_text'"),
+        (
             {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
             "tie_word_embeddings is True, and False in text_config",
-        ), (SMALL["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": 0}, "mlp_only_layers is 0 and must be a list"), (SMALL["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers is 4 and more"), (SMALL["llama"] | {"model_type": "llama", "num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),],
+        ),
+        (SMALL["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": 0}, "mlp_only_layers is 0 and must be a list"),
+        (SMALL["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers is 4 and more"),
+        (SMALL["llama"] | {"model_type": "llama", "num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
+    ],
 )  # fmt: skip
 def test_what_is_not_counted_is_refused_by_name(fields, message) -> None:
     assert message in read(fields)

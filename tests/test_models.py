@@ -1,78 +1,34 @@
 """ModelConfig, presets and config.json: what is accepted, and what each refusal names."""
 
-import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from lablib.calc.models import FAMILIES, ModelConfig, from_hf, preset, preset_names
 
 LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "num_nextn_predict_layers": 1,
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "vocab_size": 129280, "max_position_embeddings": 163840, "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
+    "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+}  # fmt: skip
 QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
 TINY = {"num_layers": 2, "hidden": 12, "num_heads": 4, "ffn": 16, "vocab": 10}
 
 
@@ -130,30 +86,6 @@ def test_derived_fields_may_be_missing_or_null():
     assert from_hf(DEEPSEEK_V3 | {"q_lora_rank": None}).q_lora_rank == 0
 
 
-REQUIRED = [
-    *((LLAMA_3_8B, f) for f in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")),
-    *((GPT2, f) for f in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size")),
-    *((QWEN3_MOE, f) for f in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_key_value_heads")),
-    *(
-        (DEEPSEEK_V3, f)
-        for f in (
-            "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
-            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
-        )
-    ),
-    (LLAMA_3_8B | {"model_type": "mistral"}, "num_key_value_heads"),
-    (without(LLAMA_3_8B, "attention_bias") | {"model_type": "gemma2", "head_dim": 256}, "head_dim"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"), [pytest.param(c, f, id=f"{c['model_type']}-{f}") for c, f in REQUIRED]
-)
-def test_a_missing_field_is_named(fields, field):
-    with pytest.raises(ValueError, match=rf"model_type {fields['model_type']}: {field} is missing"):
-        from_hf(without(fields, field))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -191,24 +123,10 @@ def test_files_that_are_no_config(tmp_path):
         from_hf(8)
 
 
-def test_defaults_are_filled_in():
-    config = ModelConfig(**TINY)
-    assert (config.num_kv_heads, config.head_dim) == (4, 3)
-    assert (config.q_width, config.kv_width, config.attn_width) == (12, 12, 12)
-    assert not config.is_moe
-    assert not config.is_mla
-    assert dataclasses.replace(config, num_kv_heads=2).kv_width == 6
-
-
 def test_mla_widths():
     config = preset("deepseek-v3")
     assert (config.head_dim, config.q_width, config.value_dim, config.attn_width) == (192, 24576, 128, 16384)
     assert [config.has_experts(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
-
-
-def test_a_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        preset("gpt2").hidden = 1
 
 
 @pytest.mark.parametrize(
@@ -238,23 +156,3 @@ def test_a_config_cannot_be_changed():
 def test_contradictions_name_every_factor(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**TINY | fields)
-
-
-def test_has_experts_knows_its_layers():
-    with pytest.raises(ValueError, match=r"layer=61 is not in 0\.\.60"):
-        preset("deepseek-v3").has_experts(61)
-
-
-def test_the_calculators_load_only_the_standard_library():
-    code = (
-        "import sys; before = set(sys.modules); import lablib.calc.flops, lablib.calc.hardware, lablib.calc.models as m; "
-        "m.preset('gpt2'); new = {name.split('.')[0] for name in set(sys.modules) - before}; "
-        "print(sorted(new - set(sys.stdlib_module_names)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['lablib']"
-
-
-def test_no_preset_repeats_another():
-    table = Path(__file__).parent.parent / "lablib" / "calc" / "presets.py"
-    assert all(table.read_text().count(f'"{name}":') == 1 for name in preset_names())

@@ -15,7 +15,6 @@ from lablib.calc.collective_times import collective_time
 from lablib.calc.network_ddp_rows import VARIANTS, predicted_step, savings_rows, scaling_rows
 from lablib.calc.network_placement import LAYOUTS, layout_bytes, placement_rows
 from lablib.calc.network_rows import (
-    AllReduceRow,
     all_reduce_rows,
     crossing,
     link_bandwidth,
@@ -26,8 +25,6 @@ from lablib.calc.network_rows import (
 from lablib.launch import network_study as study_module
 from lablib.launch.cluster import why_not
 from lablib.launch.experiments import RECORD_SWITCH, recorded
-from lablib.launch.network_clock import slowest
-from lablib.launch.network_link import in_a_row, leading
 from lablib.launch.network_study import NAME, Settings, measure, network_study
 from lablib.toys.transformer import Transformer, tiny_config
 
@@ -122,22 +119,6 @@ def test_exact_times_give_back_the_link() -> None:
         seconds_of(samples, part="ddp")
 
 
-def test_where_two_algorithms_cross() -> None:
-    """Two times that are equal at 8 KiB: found between 4 and 16 KiB by factors, and not where there is none."""
-
-    def row(name: str, size: int, seconds: float) -> AllReduceRow:
-        return AllReduceRow(name, size, seconds, 2 * seconds, (seconds,))
-
-    sizes = (2**10, 2**12, 2**14)
-    rows = [row("flat", size, 1.0) for size in sizes] + [
-        row("steep", size, (size / 2**13) ** 0.5) for size in sizes
-    ]
-    for measured in (False, True):
-        assert crossing(rows, "steep", "flat", measured=measured) == pytest.approx(2**13)
-        assert crossing(rows, "flat", "steep", measured=measured) is None
-    assert crossing(rows[2:3] + rows[5:], "steep", "flat", measured=True) == 2**14
-
-
 def test_ddp_by_hand() -> None:
     """10 ms forward, 20 ms backward, 1.5 MB through 23.9 MB/s: the last three buckets are exposed."""
     samples = [
@@ -189,25 +170,6 @@ def test_bytes_of_the_layouts_by_hand() -> None:
         layout_bytes("pp inside", config, batch=8, seq=32)
     with pytest.raises(ValueError, match="tied=False"):
         layout_bytes("dp over all", tiny_config("gpt2"), batch=8, seq=32)
-
-
-def test_the_slowest_rank_counts() -> None:
-    """Seconds and what belongs to them from one rank, bytes from the busier card, the loss from all that have one."""
-    first = [{"part": "x", "seconds": 1.0, "card_bytes": 10, "forward": 0.5, "loss": 2.0}]
-    second = [{"part": "x", "seconds": 3.0, "card_bytes": 4, "forward": 0.7, "loss": 4.0}]
-    third = [{"part": "x", "seconds": 2.0, "card_bytes": 4, "forward": 0.9, "loss": None}]
-    assert slowest([first, second, third]) == [
-        {"part": "x", "seconds": 3.0, "card_bytes": 10, "forward": 0.7, "loss": 3.0}
-    ]
-
-
-def test_what_leads_uses_up_the_burst() -> None:
-    """Large messages before the clock starts hold what the cards at both ends let through; small ones never would."""
-    for rate in ("2 Gb/s", "100 Mb/s"):
-        for size in (2**17, 2**20):
-            assert leading(rate, size) * size >= 2 * 131_072
-    assert leading("100 Mb/s", 64) == 1
-    assert [in_a_row(size) for size in (64, 2**16, 2**20)] == [20, 4, 1]
 
 
 @needs_hosts

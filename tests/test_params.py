@@ -1,6 +1,5 @@
 """Parameter counts: exact to the unit, against published totals and against transformers on the meta device."""
 
-import dataclasses
 import random
 
 import pytest
@@ -10,42 +9,21 @@ import transformers
 from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
 from lablib.calc.params import (
     COMPONENTS,
-    attention_matrices,
-    attention_params,
     count_params,
-    layer_params,
-    mlp_params,
 )
 
 # Totals of the released checkpoints. Where "active" is published only in words, tests below give it a tolerance.
 PUBLISHED = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "gpt3-175b": 174_604_259_328,
-    "llama-1-65b": 65_285_660_672,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "qwen2-0.5b": 494_032_768,
-    "qwen2-7b": 7_615_616_512,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-8b": 8_190_735_360,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-3-1b": 999_885_952,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328, "llama-1-65b": 65_285_660_672, "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192, "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "mistral-7b-v0.1": 7_241_732_096, "qwen2-0.5b": 494_032_768,
+    "qwen2-7b": 7_615_616_512, "qwen2.5-72b": 72_706_203_648, "qwen3-8b": 8_190_735_360,
+    "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-3-1b": 999_885_952,
+    "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112, "qwen3-30b-a3b": 30_532_122_624,
     "deepseek-v3": 671_026_404_352,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -60,15 +38,6 @@ def test_components_sum_to_the_total_and_active_is_never_more(name):
     assert count.total == sum(count.by_component.values())
     assert (count.active == count.total) == (not preset(name).is_moe)
     assert all(count.active_by_component[part] <= count.by_component[part] for part in COMPONENTS)
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_the_layers_one_by_one_sum_to_the_same(name):
-    config = preset(name)
-    layers = sum(sum(layer_params(config, layer).values()) for layer in range(config.num_layers))
-    count = count_params(config)
-    outside = ("embedding", "positions", "final_norm", "head")
-    assert count.total == layers + sum(count.by_component[part] for part in outside)
 
 
 def test_active_parameters_of_mixtral_and_deepseek():
@@ -92,24 +61,6 @@ def test_gpt_closed_form():
     count = count_params(config)
     assert count.total == layers * (12 * h**2 + 13 * h) + vocab * h + positions * h + 2 * h
     assert count.non_embedding == layers * (12 * h**2 + 13 * h) + 2 * h
-
-
-def test_kaplans_count_is_within_a_percent_of_non_embedding():
-    # N = 12 L h² leaves out biases and norms, 13h a layer: 13 / (12 h) of it, 0.14 percent at h = 768.
-    config = preset("gpt2")
-    ratio = count_params(config).non_embedding / (12 * config.num_layers * config.hidden**2)
-    assert 1 < ratio < 1.002
-
-
-def test_a_router_bias_or_a_second_head_would_be_seen():
-    # The counts are sums of matrices: one matrix more is its size more.
-    config = preset("llama-3.2-1b")
-    untied = dataclasses.replace(config, tied=False)
-    assert count_params(untied).total - count_params(config).total == config.vocab * config.hidden
-    biased = dataclasses.replace(config, qkv_bias=True, attn_out_bias=True)
-    assert attention_params(biased) - attention_params(config) == (32 + 2 * 8) * 64 + 2048
-    assert attention_matrices(biased) == attention_matrices(config)
-    assert mlp_params(dataclasses.replace(config, mlp_bias=True)) - mlp_params(config) == 2 * 8192 + 2048
 
 
 def _heads(draw):
@@ -253,8 +204,3 @@ def test_components_agree_with_the_modules_of_transformers(model_type):
     if model_type == "deepseek_v3":
         assert count["shared_experts"] == sum(numel(layer.mlp.shared_experts) for layer in layers[1:])
         assert count["router"] == sum(numel(layer.mlp.gate) for layer in layers[1:])
-
-
-def test_no_such_layer():
-    with pytest.raises(ValueError, match=r"layer=12 is not in 0\.\.11 of gpt2"):
-        layer_params(preset("gpt2"), 12)

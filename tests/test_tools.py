@@ -56,15 +56,6 @@ def test_a_learners_file_is_never_overwritten(folders):
     assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept"]
 
 
-def test_a_file_that_was_there_first_is_kept(folders):
-    labs, work = folders
-    work.mkdir()
-    (work / "01_a.ipynb").write_text("mine")
-    _tool("copy_labs").copy_labs(labs, work)
-    assert (work / "01_a.ipynb").read_text() == "mine"
-    assert (work / "01_a.new.ipynb").read_text() == "first"
-
-
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "index.html").write_text("<p>book</p>")
@@ -156,15 +147,6 @@ def test_stages_that_pass_are_listed_with_their_time():
     assert float(minutes) <= most
 
 
-def test_the_share_that_cores_worked_is_counted_where_the_kernel_counts_it(monkeypatch):
-    stages = _tool("stages")
-    work, total = before = stages.ticks()
-    monkeypatch.setattr(stages, "ticks", lambda: (work + 30, total + 40))
-    assert stages.busy(before) == ", cores 75% busy"
-    monkeypatch.setattr(stages, "ticks", lambda: (0, 0))  # macOS; or two looks within one tick
-    assert stages.busy((0, 0)) == ""
-
-
 def test_a_stage_that_fails_fails_the_run_and_the_next_one_still_runs():
     run = _stages("false")
     assert run.returncode == 1
@@ -186,14 +168,6 @@ def test_every_command_of_the_readme_and_the_workflows_exists():
     named = {name for p in pages for name in re.findall(r"\bmake ([a-z-]+)", p.read_text(encoding="utf-8"))}
     assert {"book", "test", "lab", "serve", "bench", "linkcheck", "clean", "help"} <= targets
     assert named - targets == set()
-
-
-def test_help_lists_every_target_that_has_a_line():
-    run = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True, check=True)
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    explained = re.findall(r"^([a-z-]+):.*##", makefile, re.M)
-    assert explained
-    assert re.findall(r"^  make ([a-z-]+) ", run.stdout, re.M) == explained
 
 
 @pytest.fixture
@@ -280,10 +254,3 @@ def test_pages_are_read_together_and_no_two_kernels_share_an_address(jobs, monke
     assert len({kernel.ip for kernel in kernels}) == (1 if jobs == 1 else 2)
     # The address of a socket has 104 characters at most; a kernel adds "-1" to "-5" to it.
     assert all(len(kernel.ip) <= 100 for kernel in kernels)
-
-
-def test_without_make_test_the_build_runs_the_labs(lab, tmp_path, monkeypatch):
-    monkeypatch.delenv("EXECUTED_LABS", raising=False)
-    house, source = _tool("house", "_ext"), [nbformat.writes(lab)]
-    house._show_executed(None, "labs/01_a", source)
-    assert source == [nbformat.writes(lab)]

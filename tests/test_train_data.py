@@ -62,12 +62,6 @@ def test_every_epoch_is_a_permutation_and_no_step_ends_one(seed: int) -> None:
         assert again.take(first, many) == whole[first : first + many]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    """Of 30! orders two are equal by chance once in 1e32."""
-    orders = {tuple(SampleOrder(30, seed).take(30 * epoch, 30)) for seed in range(5) for epoch in range(5)}
-    assert len(orders) == 25
-
-
 # Token files
 
 
@@ -147,19 +141,6 @@ def test_the_schedule_is_pytorchs() -> None:
     assert ours == pytest.approx(floor)
     assert cosine_lr(steps + 9, peak=peak, steps=steps, warmup=warmup, floor=floor) == floor
     assert cosine_lr(1, peak=peak, steps=1) == peak
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"step": 0, "peak": 1, "steps": 2}, "step=0"),
-        ({"step": 1, "peak": 1, "steps": 2, "warmup": 2}, "warmup=2 must be from 0 to steps - 1 = 1"),
-        ({"step": 1, "peak": 1, "steps": 2, "floor": 2}, "floor=2 must be from 0 to peak=1"),
-    ],
-)
-def test_bad_schedules(options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        cosine_lr(**options)
 
 
 # Configuration
@@ -251,29 +232,9 @@ def test_a_step_that_was_taken_again_counts_once(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ({"lr": float("inf")}, "lr=inf must be a finite number"),
-        ({"weight_decay": float("nan")}, "weight_decay=nan must be a finite number"),
-        ({"peak_flops": float("nan")}, "peak_flops=nan must be a finite number"),
-        ({"betas": (0.9, 1.0)}, "must each be from 0 to below 1"),
         ({"seed": 10**16}, "seed=10000000000000000 must lie between"),
     ],
 )
 def test_a_number_that_would_spoil_the_run_is_refused(setting: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(folder="a", **setting)
-
-
-def test_the_largest_seed_still_shuffles() -> None:
-    assert sorted(SampleOrder(5, 2**32).take(10**6, 5)) == sorted(SampleOrder(5, -(2**32)).take(0, 5))
-
-
-def test_a_longer_run_is_told_to_keep_its_schedule() -> None:
-    short, long = TrainConfig(folder="a", steps=3), TrainConfig(folder="a", steps=5)
-    assert differences(short.settings(), long.settings()).endswith("keep its schedule: lr_steps=3)")
-    assert not differences(short.settings(), TrainConfig(folder="a", steps=5, lr_steps=3).settings())
-
-
-def test_an_archive_of_arrays_is_no_token_file(tmp_path: Path) -> None:
-    with (tmp_path / "a.npy").open("wb") as file:
-        np.savez(file, ids=np.arange(9, dtype=np.uint16))
-    with pytest.raises(ValueError, match="no token file but an archive"):
-        open_tokens(tmp_path / "a.npy")
