@@ -18,8 +18,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from lablib.calc.miniature import AxisTraffic, Miniature, local_units, predicted_traffic
-from lablib.calc.params import count_params
+from lablib.calc.miniature import AxisTraffic, Miniature, predicted_traffic
 from lablib.launch.composition import Composition, RankRun, run_miniature, train, train_alone
 from lablib.launch.composition_torch import make_mesh
 from lablib.launch.composition_toys import make_groups
@@ -138,16 +137,6 @@ def test_two_by_two_by_two_equals_one_process(eight: Composition) -> None:
     assert "torch  rank 7  tp" in report
 
 
-def test_a_stage_and_a_slice_are_what_dp_sends(eight: Composition) -> None:
-    """The gradients of a rank, not of the model: a quarter, and what is on every tp rank whole."""
-    job = eight.job
-    sent = eight.ranks["toys"][0].traffic["dp"].sent
-    held = sum(unit.params for unit in local_units(job, 0))
-    total = count_params(job.config).total
-    assert sent == 2 * (held + held % 2) / 2 * 8
-    assert total / 4 < held < total / 2
-
-
 def test_the_comparison_can_fail(four: list[Composition], seed: int) -> None:
     """Another start, a lost stage, and another job are seen."""
     ran = four[1]
@@ -159,23 +148,6 @@ def test_the_comparison_can_fail(four: list[Composition], seed: int) -> None:
     longer = replace(ran, job=replace(ran.job, seq=ran.job.seq + 1))
     assert not longer.as_predicted("toys")
     assert "predicted 4 send" in longer.report()
-
-
-def test_device_mesh_has_the_groups_of_our_mesh(on_eight: list) -> None:
-    for rank, (groups, _) in enumerate(on_eight):
-        for axis, (ours, theirs) in groups.items():
-            assert ours == theirs == EIGHT.mesh.group(rank, axis)
-
-
-def test_run_miniature_is_the_whole_way(seed: int) -> None:
-    """From the job to the report, with the toys on two ranks."""
-    ran = run_miniature(draw(seed, pp=2, micro_batches=2), ("toys",), seed=seed)
-    far = ran.worst("toys")
-    assert max(far.loss, far.gradients, far.weights) < EXACT
-    assert ran.as_predicted("toys")
-    version, axis, predicted, measured = ran.rows(1)[0]
-    assert (version, axis) == ("toys", "pp")
-    assert predicted == measured
 
 
 def test_traffic_by_hand() -> None:
@@ -208,9 +180,6 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         ({"pp": 4}, "pp=4 does not divide num_layers=2"),
         ({"dp": 3}, "dp x micro_batches=3 does not divide batch=8"),
         ({"micro_batches": 2}, "micro_batches=2 needs pp of at least 2"),
-        ({"dp": 0}, "dp=0 must be a whole number"),
-        ({"steps": 0}, "steps=0 must be a whole number"),
-        ({"micro_batches": 0}, "micro_batches=0 must be a whole number"),
         ({"schedule": "zb-h1"}, "unknown schedule 'zb-h1'"),
         ({"dtype": "bf16"}, "unknown dtype 'bf16'"),
     )
@@ -232,7 +201,3 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         ValueError, match="micro_batches=1 with pp=2: PyTorch's Schedule1F1B needs one for every"
     ):
         run_miniature(Miniature(config=config, pp=2), ("toys", "torch"))
-    with pytest.raises(ValueError, match="first bucket"):
-        predicted_traffic(Miniature(config=tiny_config("gpt2", hidden=512, tied=False), dp=2), 0)
-    with pytest.raises(ValueError, match="unknown version"):
-        predicted_traffic(job, 0, "tf")

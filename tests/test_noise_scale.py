@@ -64,34 +64,6 @@ def test_by_hand():
     assert "0.25" in str(got)
 
 
-def test_the_spread_is_that_of_leaving_out_one():
-    small, big = [9.0, 5.0, 7.0], [5.0, 3.0, 4.5]
-    left = [
-        noise_scale(small[:i] + small[i + 1 :], big[:i] + big[i + 1 :], batch_small=2, batch_big=6).examples
-        for i in range(3)
-    ]
-    middle = sum(left) / 3
-    expected = math.sqrt(2 / 3 * sum((x - middle) ** 2 for x in left))
-    assert noise_scale(small, big, batch_small=2, batch_big=6).spread == pytest.approx(expected, rel=1e-12)
-    assert noise_scale(small[:1], big[:1], batch_small=2, batch_big=6).spread == 0
-
-
-def test_without_a_signal_there_is_no_number():
-    got = noise_scale([4.0, 4.0], [1.0, 1.0], batch_small=1, batch_big=3)
-    assert got.examples == math.inf
-    assert "no signal" in str(got)
-
-
-@pytest.mark.parametrize(
-    ("small", "big", "b", "B", "says"),
-    [([1], [1], 4, 4, "batch_small=4"), ([1], [1], 0, 4, "batch_small=0"), ([1, 2], [1], 1, 2, "2 small and 1 big"),
-     ([], [], 1, 2, "0 small")],
-)  # fmt: skip
-def test_refusals(small, big, b, B, says):
-    with pytest.raises(ValueError, match=says):
-        noise_scale(small, big, batch_small=b, batch_big=B)
-
-
 def test_the_trade_between_steps_and_examples():
     print(f"seed {SEED}")
     for _ in range(100):
@@ -193,20 +165,3 @@ def test_two_ranks_measure_what_one_process_computes():
     )
     assert (replicas.signal, replicas.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
     assert "between_micro_batches" in refused
-
-
-def test_one_process_compares_micro_batches():
-    mine = [_tokens(i) for i in range(4)]
-    got = measure(_model(), _loss, [mine], examples=2)
-    parts, mean = [_alone([i]) for i in range(4)], _alone(range(4))
-    expected = noise_scale(
-        [sum(p.square().sum().item() for p in parts) / 4],
-        [mean.square().sum().item()],
-        batch_small=2,
-        batch_big=8,
-    )
-    assert (got.signal, got.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
-    with pytest.raises(ValueError, match="1 micro-batch"):
-        measure(_model(), _loss, [[mine[0]]], examples=2)
-    with pytest.raises(ValueError, match=r"\[2, 3\]"):
-        measure(_model(), _loss, [mine[:2], mine[:3]], examples=2)

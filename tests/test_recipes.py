@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lablib.calc.recipes import OPTIMIZERS, RECIPES, find_optimizer, optimizer_names, recipe, recipe_names
+from lablib.calc.recipes import RECIPES, find_optimizer, optimizer_names, recipe, recipe_names
 from lablib.calc.units import GB
 from lablib.calc.zero import max_params, state_terms, zero_state_bytes
 
@@ -105,10 +103,6 @@ def test_zero_table_2(mp: int, printed: tuple[float, ...]) -> None:
         assert billions < expected + 0.1 * mp
 
 
-def test_capacity_over_16_is_the_ceiling_of_one_card() -> None:
-    assert max_params(80 * GB) == 5_000_000_000
-
-
 @given(
     params=st.integers(0, 10**13),
     ranks=st.integers(1, 5000),
@@ -147,22 +141,3 @@ def test_unknown_names_suggest_close_ones() -> None:
         find_optimizer("adam")
     with pytest.raises(ValueError, match=r"use one of adamw, sgd, sgd-momentum, adamw-8bit"):
         find_optimizer("???")
-
-
-@pytest.mark.parametrize("bad", [{"params": -1}, {"ranks": 0}, {"stage": 4}, {"stage": -1}, {"params": 1.5}])
-def test_sizes_out_of_range_are_refused(bad: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        zero_state_bytes(**{"params": 10} | bad)
-
-
-def test_max_params_refuses_a_negative_budget() -> None:
-    with pytest.raises(ValueError, match="budget=-1"):
-        max_params(-1)
-
-
-def test_tables_are_frozen_and_sourced() -> None:
-    for row in (*RECIPES.values(), *OPTIMIZERS.values()):
-        assert row.source
-        assert row.summary
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            row.name = "other"

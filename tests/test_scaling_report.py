@@ -103,13 +103,6 @@ def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compare
             made.add(tmp_path / "two", scaling="strong", yours=wrong)
 
 
-def test_losses_of_steps_with_other_targets_are_not_compared(tmp_path):
-    made = ScalingReport("other", tmp_path / "a")
-    made.add(_run(tmp_path / "one", 1, 0.100, targets=5), scaling="one")
-    made.add(_run(tmp_path / "two", 2, 0.065, targets=6), scaling="strong")
-    assert rows(made.folder)[1]["loss_apart"] is None
-
-
 def test_communication_that_was_measured_is_believed(tmp_path):
     made = ScalingReport("profiled", tmp_path / "a")
     made.add(_run(tmp_path / "one", 1, 0.100), scaling="one")
@@ -196,19 +189,3 @@ def test_what_makes_no_report_is_refused(tmp_path):
     with pytest.raises(ValueError, match="letters, digits"):
         ScalingReport("a/b")
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 2
-
-
-def test_what_is_no_record_is_named_and_other_files_are_left_alone(report):
-    table = rows(report)
-    (report / "runs" / "2026-11-21T090000-000001.json").write_text('{"state": "finished"}')
-    assert rows(report) == table
-    for content in ("{", "[]", "{}"):
-        (report / "runs" / "weak-4.json").write_text(content)
-        with pytest.raises(ValueError, match=r"weak-4\.json is no record of a scaling report"):
-            records(report)
-
-
-def test_a_negative_warm_up_is_refused(tmp_path):
-    run = _run(tmp_path / "one", 1, 0.1)
-    with pytest.raises(ValueError, match="warm_up=-1 must not be negative"):
-        ScalingReport("a", tmp_path / "a").add(run, scaling="one", warm_up=-1)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lablib.calc.fsdp import gathered_timeline, peak_unsharded_bytes
-from lablib.calc.memory import run_config, training_memory
+from lablib.calc.memory import training_memory
 from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFacts, release, torch_facts
 from lablib.launch.memory_tracker import MomentTracker
 from lablib.launch.torch_private import FakeStore, MemTracker
@@ -128,15 +124,6 @@ def test_half_of_a_tied_pair_in_a_unit() -> None:
         dist.destroy_process_group()
 
 
-def test_setuptools() -> None:
-    pins = (Path(__file__).resolve().parents[1] / "constraints.txt").read_text(encoding="utf-8")
-    (pin,) = re.findall(r"^setuptools==(.*)$", pins, re.M)
-    asked = [Requirement(text) for text in importlib.metadata.requires("torch")]
-    assert (
-        all(r.specifier.contains(pin) for r in asked if r.name == "setuptools") == HERE.takes_any_setuptools
-    )
-
-
 # What follows from FSDP2's.
 
 
@@ -159,10 +146,3 @@ def test_the_buffer_before_goes_earlier_from_2_15() -> None:
     assert peak_unsharded_bytes(units, ranks, torch="2.14") == 2 * (root + block)
     assert peak_unsharded_bytes(units, ranks, torch="2.15") == 2 * root + block
     assert peak_unsharded_bytes([4, 8, 8, 8], ranks, torch="2.15") == 4 * (4 + 2 * 8)
-
-
-def test_the_pinned_version_is_the_default() -> None:
-    assert torch_facts() == torch_facts(PINNED)
-    assert gathered_timeline([16, 8], 4) == gathered_timeline([16, 8], 4, torch=PINNED)
-    assert run_config("llama-3-8b").torch == PINNED
-    assert run_config("llama-3-8b", torch="2.15.0+cu132").torch == "2.15"

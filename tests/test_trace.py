@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import torch.distributed as dist
 
 from lablib.calc.trace import Event, Trace, merge, parse, split, union, window_of
 from lablib.launch.ranks import run_ranks
-from lablib.launch.trace import gloo_is_busy, record_trace, step_traces, traced_step
+from lablib.launch.trace import record_trace, step_traces, traced_step
 
 LAYERS = 3
 
@@ -219,25 +216,3 @@ def test_real_steps_hold_what_the_wrappers_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
     again = [parse(path) for path in sorted(tmp_path.iterdir())]
     assert [trace.events for trace in again] == [traces["ddp"].events for traces in by_rank]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a thread does")
-def test_a_thread_of_gloo_is_busy_while_it_works() -> None:
-    """A thread that carries the name of gloo's, in C and without Python's lock, as they are."""
-
-    stop = threading.Event()
-
-    def work() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_work")
-        while not stop.is_set():
-            hashlib.sha256(bytes(10**7))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        seen = any(gloo_is_busy() for _ in range(10**5))
-    finally:
-        stop.set()
-        thread.join()
-    assert seen
-    assert not all(gloo_is_busy() for _ in range(10**5))  # `join` returns a moment before the thread is gone
