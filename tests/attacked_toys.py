@@ -60,49 +60,29 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One attack: what is trained, by which toy, and how.
-
-    Attributes:
-        seed: Of the run.
-        number: In the run.
-        toy: Its class.
-        layers: Kinds of layers, in order; see `_KINDS`.
-        order: Which layers forward calls, by number.
-        how: How each call is made: "plain", "recompute", "reentrant", "no_grad beside".
-        frozen: Layers that are not trained.
-        tied: Pairs of linear layers that share a weight.
-        single: Layers that compute in float32.
-        skips: By step, layers that no rank calls; by rank in `skips_on`.
-        skips_on: The one rank that skips, or None for all.
-        optimizer: Class, keywords and whether weights are in two groups.
-        leaf: Whether the input is a leaf that wants a gradient.
-        steps: Optimizer steps.
-        accumulate: Micro-batches of a step.
-        clip: Largest norm of the gradient, or None.
-        save: After which step everything is saved, and another model goes on.
-        habits: What else is done between steps: "discard", "evaluate", "abandon"; or what must be refused.
-        options: Of the toy.
-    """
+    """One attack: what is trained, by which toy, and how."""
 
     seed: int
     number: int
-    toy: str
-    layers: tuple[str, ...]
-    order: tuple[int, ...]
-    how: tuple[str, ...]
-    frozen: frozenset[int]
-    tied: tuple[tuple[int, int], ...]
-    single: frozenset[int]
-    skips: tuple[frozenset[int], ...]
-    skips_on: int | None
-    optimizer: tuple
-    leaf: bool
-    steps: int
-    accumulate: int
-    clip: float | None
-    save: int | None
-    habits: frozenset[str]
-    options: dict = field(hash=False)
+    toy: str  # its class
+    layers: tuple[str, ...]  # kinds of layers, in order; see `_KINDS`
+    order: tuple[int, ...]  # which layers forward calls, by number
+    how: tuple[str, ...]  # how each call is made: "plain", "recompute", "reentrant", "no_grad beside"
+    frozen: frozenset[int]  # layers that are not trained
+    tied: tuple[tuple[int, int], ...]  # pairs of linear layers that share a weight
+    single: frozenset[int]  # layers that compute in float32
+    skips: tuple[frozenset[int], ...]  # by step, layers that no rank calls; by rank in `skips_on`
+    skips_on: int | None  # the one rank that skips, or None for all
+    optimizer: tuple  # class, keywords and whether weights are in two groups
+    leaf: bool  # whether the input is a leaf that wants a gradient
+    steps: int  # optimizer steps
+    accumulate: int  # micro-batches of a step
+    clip: float | None  # largest norm of the gradient, or None
+    save: int | None  # after which step everything is saved, and another model goes on
+    habits: frozenset[
+        str
+    ]  # what else is done between steps: "discard", "evaluate", "abandon"; or what must be refused
+    options: dict = field(hash=False)  # of the toy
 
     @property
     def zero(self) -> bool:
@@ -300,13 +280,7 @@ class Net(nn.Module):
 
 
 def draw(seed: int, number: int, toys: tuple[str, ...] = TOYS) -> Case:
-    """Return a case.
-
-    Args:
-        seed: Of the run.
-        number: In the run.
-        toys: To choose from.
-    """
+    """Return a case."""
     dice = random.Random(f"{seed} {number}")
     toy = dice.choice(toys)
     zero = toy.startswith("ZeRO")
@@ -580,13 +554,7 @@ def judge_all(cases: list[Case], notes: str) -> None:
 
 
 def attack(cases: list[Case], ranks: int, *, timeout: float = 60) -> dict[Case, str]:
-    """Return the outcome of every case: the worst of its ranks.
-
-    Args:
-        cases: Any number; one start of the ranks judges them all, or as many as survive.
-        ranks: Processes.
-        timeout: Seconds of a start.
-    """
+    """Return the outcome of every case: the worst of its ranks."""
     found: dict[Case, str] = {}
     left = list(cases)
     while left:
@@ -615,11 +583,5 @@ def failures(found: dict[Case, str]) -> dict[Case, str]:
 
 
 def draw_many(seed: int, count: int, first: int = 0) -> Iterator[Case]:
-    """Yield cases of a seed.
-
-    Args:
-        seed: Of the run.
-        count: How many.
-        first: Number of the first one.
-    """
+    """Yield cases of a seed."""
     return (draw(seed, number) for number in range(first, first + count))

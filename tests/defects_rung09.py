@@ -136,24 +136,6 @@ class _WithoutWeights(torch.autograd.Function):
         return *torch.autograd.grad(y, [x], gradient), None
 
 
-class _Residual(torch.autograd.Function):
-    """Adds the incoming gradient for the residual path, which the replay contains already."""
-
-    @staticmethod
-    def forward(ctx, x, block):
-        ctx.block, ctx.random, ctx.x = block, torch.get_rng_state(), x.detach()
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.x.requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(ctx.random)
-            y = ctx.block(x)
-        y.backward(gradient)
-        return x.grad + gradient, None
-
-
 class _Explicit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, random, x, *weights):

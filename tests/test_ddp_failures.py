@@ -87,19 +87,6 @@ def test_every_loss_falls(charts, illness: str) -> None:
     assert last < 0.9 * first
 
 
-def test_replicas_that_start_apart_stay_apart_by_the_same(charts) -> None:
-    """The same update on all ranks changes nothing about their difference."""
-    one, other = charts["replicas start from different weights"][:2]
-    assert torch.allclose(one.weights[-1] - other.weights[-1], one.weights[0] - other.weights[0], atol=1e-5)
-
-
-def test_the_gradient_norm_follows_the_number_of_ranks(alone) -> None:
-    letter = next(letter for letter in LETTERS if diagnosis(letter).startswith("gradients summed"))
-    for ranks in (1, 2):
-        chart = run_ranks(charts_of_all, ranks, 1)[0][letter]
-        assert chart.gradient_norms[0] == pytest.approx(ranks * alone.gradient_norms[0], rel=1e-4)
-
-
 def wrap_own_model() -> list[str]:
     """A patient's parts have the interface of the right thing, and do not give themselves away."""
     names = []

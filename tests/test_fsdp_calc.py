@@ -128,8 +128,3 @@ def test_bad_input(arguments: tuple, says: str) -> None:
     units, shards, *options = arguments
     with pytest.raises(ValueError, match=says):
         fsdp_traffic(units, shards, **(options[0] if options else {}))
-
-
-def test_bad_prefetch() -> None:
-    with pytest.raises(ValueError, match="prefetch=-1 must not be negative"):
-        gathered_timeline([8], 2, prefetch=-1)

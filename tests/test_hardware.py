@@ -61,22 +61,6 @@ def test_the_cards_of_the_course(key, gib, terabytes, teraflops, gigabytes):
     assert card.neighbour_link().bandwidth == gigabytes * 1e9
 
 
-def test_nvlink_is_counted_per_direction():
-    # Vendors print both directions: 600, 900 and 1,800 GB/s.
-    assert [link(f"nvlink{n}").both_ways / 1e9 for n in (3, 4, 5)] == [600, 900, 1800]
-
-
-def test_a_node_of_network_ports_is_the_sum_of_its_ports():
-    assert link("dgx-a100").bandwidth == 8 * link("ib-hdr").bandwidth
-    assert link("dgx-h100").bandwidth == 8 * link("ib-ndr").bandwidth
-    assert link("dgx-b300").bandwidth == 8 * link("ib-xdr").bandwidth
-
-
-def test_an_a100_has_no_fp8():
-    with pytest.raises(ValueError, match=r"A100 SXM 80 GB has no fp8 peak.*it has bf16, fp16, tf32, fp32"):
-        accelerator("a100").peak("fp8")
-
-
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_lead_somewhere(alias):
     assert accelerator(alias.upper()) is ACCELERATORS[ALIASES[alias]]

@@ -166,18 +166,6 @@ def test_my_own_copy_is_run_where_i_say_so(house):
     assert other["key"] != job["key"]
 
 
-def test_gpus_are_named_as_all_a_number_or_a_list():
-    assert labs.parse_gpus("all", 0) == labs.parse_gpus("cpu", 4) == labs.parse_gpus("0", 4) == []
-    assert labs.parse_gpus("all", 3) == [0, 1, 2]
-    assert labs.parse_gpus("2", 4) == [0, 1]
-    assert labs.parse_gpus("3,0", 4) == [3, 0]
-    assert labs.parse_gpus("2,", 4) == [2]
-    with pytest.raises(ValueError, match="names a GPU twice"):
-        labs.parse_gpus("1,1", 4)
-    with pytest.raises(ValueError, match="this machine has 1"):
-        labs.parse_gpus("2", 1)
-
-
 def test_a_key_depends_on_code_parameters_device_and_record_and_not_on_prose(house):
     path, here = labs.find_lab("7"), {"cpu": "x", "cpus": 2}
     key = labs.lab_key(path, {"steps": 2}, here, record=False)

@@ -61,8 +61,6 @@ def test_a_page_has_the_first_state_and_alone_loads_the_script(build):
             ".. livecalc:: lablib.calc.units",
             "index: livecalc lablib.calc.units: lablib.calc.units has no EXPLORER",
         ),
-        (".. livecalc:: lablib.calc.nothing", "No module named 'lablib.calc.nothing'"),
-        (".. livecalc:: lablib.calc.explore_zero\n\n   ranks: 7", "unknown ranks '7'"),
         (
             ".. livecalc:: lablib.calc.explore_zero\n\n   rank 7",
             "'rank 7' is not a setting: write it like 'seq: 4096'",

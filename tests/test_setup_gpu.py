@@ -249,25 +249,6 @@ def test_the_first_python_that_will_do_is_taken(tmp_path):
     assert named.stdout == "python3 tools/image_venv.py .venv --own-torch\n"
 
 
-def test_a_bare_machine_with_no_make_and_no_git_will_do(tmp_path):
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "python3").chmod(0o755)
-    run = _script(tmp_path, "--check")
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
-def test_make_asks_for_no_ensurepip(tmp_path):
-    _python(tmp_path, "python-of-the-image", torch=True, good=True)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    for words, options in (([], ""), (["OWN_TORCH=1"], " --own-torch")):
-        command = ["make", "setup-gpu", "PYTHON=python-of-the-image", "VENV=x", *words]
-        run = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
-        )
-        assert run.stdout == f"python-of-the-image tools/image_venv.py x{options}\n"
-
-
 def test_the_tool_knows_the_supported_versions():
     """It runs before anything is installed, with whatever Python an image has, and imports nothing of lablib for them."""
     tool = _tool()

@@ -59,8 +59,3 @@ def test_a_trace_becomes_bars():
         (pytest.approx(11), pytest.approx(30)),
         (pytest.approx(30), pytest.approx(41)),
     ]
-
-
-def test_without_overlap_backward_is_one_bar():
-    bars = trace_spans([("forward", 0, 0.0), ("sync", 0, 0.02), ("launch", 0, 0.021), ("reduced", 0, 0.03)])
-    assert [bar[:2] for bar in bars] == [("backward", "backward"), ("all-reduce", "communication")]

@@ -177,35 +177,6 @@ def test_equals_one_process(ranks: int) -> None:
             assert max(result.values()) < TOLERANCE, (case, result)
 
 
-def variants(seed: int) -> list[float]:
-    """Stage 3 with recomputation, with other prefetch, and with one unit inside another, against stage 1."""
-    torch.manual_seed(seed)
-    start, again = Awkward(seed), Awkward(seed, recompute=True)
-    again.load_state_dict(start.state_dict())
-    tokens = samples(seed, start.vocab, 5)
-    nested = copy.deepcopy(start)
-    models = [
-        wrap(1, copy.deepcopy(start)),
-        *[wrap(3, copy.deepcopy(module), prefetch=ahead) for module in (start, again) for ahead in (0, 3)],
-        wrap(3, nested, units=[nested.blocks[0], nested.blocks[0].frozen, nested.blocks[2]]),
-    ]
-    for model in models:
-        for part in tokens:
-            with torch.no_grad():
-                model(part, False)
-            model(part, False)  # a forward without a backward
-            model.backward(loss_of(model, part, False) + loss_of(model, part.flip(0), False))
-            model.step()
-    first, *others = [model.full_state_dict() for model in models]
-    return [distance(first, other) for other in others]
-
-
-def test_variants_of_stage_3() -> None:
-    for distances in run_ranks(variants, 2, new_seed()):
-        assert len(distances) == 5
-        assert max(distances) < TOLERANCE, distances
-
-
 class TwoInputs(nn.Module):
     """Backward reaches `x` first, and needs the weights of `a` and `b` after that for `y`."""
 
