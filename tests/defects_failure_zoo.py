@@ -1,5 +1,7 @@
 """Planted defects of the failure zoo's check: each diagnoses most jobs, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import math
 from itertools import pairwise
 
@@ -47,27 +49,20 @@ def _diagnose(
 
 
 class diagnose:
-    def every_hang_is_a_mismatch(seen):
-        return _diagnose(seen, hang=lambda seen: "mismatched collectives")
-
-    def never_looks_at_operations(seen):
-        return _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
-
-    def never_looks_at_batches(seen):
-        return _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
+    every_hang_is_a_mismatch = lambda seen: _diagnose(seen, hang=lambda seen: "mismatched collectives")
+    never_looks_at_operations = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
+    never_looks_at_batches = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
 
     def believes_in_one_copy_of_the_weights(seen):
         """Takes the bytes of the whole model for what a rank should keep."""
         return _diagnose(seen, most_state=1.0)
 
-    def expects_a_half_to_the_byte(seen):
-        return _diagnose(seen, most_state=0.5 - 1e-9)
+    expects_a_half_to_the_byte = lambda seen: _diagnose(seen, most_state=0.5 - 1e-9)
 
     def one_reduction_per_micro_batch(seen):
         return _diagnose(seen, steps=lambda seen: len(seen.losses[0]) * seen.micro_batches)
 
-    def never_looks_at_bytes(seen):
-        return _diagnose(seen, dtype=False)
+    never_looks_at_bytes = lambda seen: _diagnose(seen, dtype=False)
 
     def only_the_losses(seen):
         """Says wrong dtype whenever the losses move a little."""
@@ -76,14 +71,9 @@ class diagnose:
         moved = any(a != b for a, b in zip(means, seen.expected["losses"], strict=False))
         return "wrong-dtype reduction" if found == HEALTHY and moved else found
 
-    def nobody_is_slow(seen):
-        return _diagnose(seen, work=math.inf)
-
-    def norms_to_the_bit(seen):
-        return _diagnose(seen, norm=0.0)
-
-    def everything_is_well(seen):
-        return HEALTHY
+    nobody_is_slow = lambda seen: _diagnose(seen, work=math.inf)
+    norms_to_the_bit = lambda seen: _diagnose(seen, norm=0.0)
+    everything_is_well = lambda seen: HEALTHY
 
 
 def by_scores(seen):

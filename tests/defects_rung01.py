@@ -1,5 +1,7 @@
 """Planted defects for the checks of rung 01: each runs, keeps the units and types, and errs in one idea."""
 
+# ruff: noqa: E731
+
 from __future__ import annotations
 
 from lablib.calc.params import count_params
@@ -140,8 +142,7 @@ class run_memory:
         memory = second_run_memory(config, optimizer, seq, batch)
         return memory | {"optimizer": memory["optimizer"] - 4 * count_params(config).total}
 
-    def run_always_adamw(config, optimizer, seq, batch):
-        return second_run_memory(config, "adamw", seq, batch)
+    run_always_adamw = lambda config, optimizer, seq, batch: second_run_memory(config, "adamw", seq, batch)
 
     def run_with_one_layer_of_activations(config, optimizer, seq, batch):
         memory = second_run_memory(config, optimizer, seq, batch)
@@ -160,8 +161,7 @@ class run_memory:
     def run_without_gradients(config, optimizer, seq, batch):
         return second_run_memory(config, optimizer, seq, batch) | {"gradients": 0}
 
-    def run_for_one_sequence(config, optimizer, seq, batch):
-        return second_run_memory(config, optimizer, seq, 1)
+    run_for_one_sequence = lambda config, optimizer, seq, batch: second_run_memory(config, optimizer, seq, 1)
 
     def run_with_scores(config, optimizer, seq, batch):
         block = second_block_activations(seq, batch, config.hidden, config.num_heads, "plain", "none")
@@ -195,12 +195,8 @@ DEFECTS = listed(bytes_per_parameter, fits, block_activations, run_memory)
 SENTENCES = {
     "no_master_copy_beside_fp32": "also beside fp32 weights",
     "forgot_the_master_copy": "costs 4 bytes beside the working weights",
-    "answered_in_bytes": "The number is in bytes",
-    "scores_outside_the_bracket": "s b h multiplies",
-    "no_scores": "an s by s matrix for every head",
-    "run_with_scores": "does not keep the scores",
-    "run_without_masks": "A dropout mask is kept too",
-    "run_in_gb": "Return bytes, not GB",
-    "run_summed_up": "Return a dictionary",
-    "run_with_the_whole_report": "count_params(config).total",
-}
+    "answered_in_bytes": "The number is in bytes", "scores_outside_the_bracket": "s b h multiplies",
+    "no_scores": "an s by s matrix for every head", "run_with_scores": "does not keep the scores",
+    "run_without_masks": "A dropout mask is kept too", "run_in_gb": "Return bytes, not GB",
+    "run_summed_up": "Return a dictionary", "run_with_the_whole_report": "count_params(config).total",
+}  # fmt: skip

@@ -1,5 +1,7 @@
 """Planted defects of rung 02: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 from tests.planted import listed
 
 
@@ -25,23 +27,15 @@ def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_g
 
 
 class all_reduce_mean:
-    def summed_not_averaged(gradients, send):
-        return _ring(gradients, send, divide=False)
-
-    def no_all_gather(gradients, send):
-        return _ring(gradients, send, gather=False)
-
-    def gather_adds(gradients, send):
-        return _ring(gradients, send, add_in_gather=True)
-
-    def one_step_short(gradients, send):
-        return _ring(gradients, send, reduce_steps=lambda n: n - 2)
+    summed_not_averaged = lambda gradients, send: _ring(gradients, send, divide=False)
+    no_all_gather = lambda gradients, send: _ring(gradients, send, gather=False)
+    gather_adds = lambda gradients, send: _ring(gradients, send, add_in_gather=True)
+    one_step_short = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n - 2)
 
     def gather_one_step_short(gradients, send):
         return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
 
-    def one_step_too_many(gradients, send):
-        return _ring(gradients, send, reduce_steps=lambda n: n)
+    one_step_too_many = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n)
 
     def through_rank_0(gradients, send):
         n = len(gradients)
@@ -123,11 +117,8 @@ def _fill(indices, sizes, first, cap, keep_rest=True):
 
 
 class make_buckets:
-    def registration_order(sizes, first, cap):
-        return _fill(range(len(sizes)), sizes, first, cap)
-
-    def no_small_first_bucket(sizes, first, cap):
-        return _fill(reversed(range(len(sizes))), sizes, cap, cap)
+    registration_order = lambda sizes, first, cap: _fill(range(len(sizes)), sizes, first, cap)
+    no_small_first_bucket = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, cap, cap)
 
     def loses_the_half_full_bucket(sizes, first, cap):
         return _fill(reversed(range(len(sizes))), sizes, first, cap, keep_rest=False)
@@ -142,19 +133,15 @@ class make_buckets:
             held += sizes[index]
         return [*buckets, bucket]
 
-    def one_per_gradient(sizes, first, cap):
-        return [[index] for index in reversed(range(len(sizes)))]
+    one_per_gradient = lambda sizes, first, cap: [[index] for index in reversed(range(len(sizes)))]
 
     def sizes_for_indices(sizes, first, cap):
         return [
             [sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)
         ]
 
-    def last_bucket_first(sizes, first, cap):
-        return _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
-
-    def one_for_all(sizes, first, cap):
-        return [list(reversed(range(len(sizes))))]
+    last_bucket_first = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
+    one_for_all = lambda sizes, first, cap: [list(reversed(range(len(sizes))))]
 
 
 def recursive_buckets(sizes, first, cap):
@@ -168,67 +155,36 @@ def recursive_buckets(sizes, first, cap):
     return [[*reversed(range(rest, len(sizes)))], *recursive_buckets(sizes[:rest], cap, cap)]
 
 
-def _answer(sent, communication, backward, exposed=None):
-    exposed = max(0.0, communication - backward) if exposed is None else exposed
+def _bottleneck(
+    params, grad_bytes, tokens, ranks, flops, bandwidth, *, sent=1.0, seconds=1.0, backward=1.0, exposed=None
+):
+    """The right answer, times a factor for each of its parts; `exposed` is a function of the two times."""
+    sent *= 2 * (ranks - 1) / ranks * params * grad_bytes
+    communication, backward = seconds * sent / bandwidth, backward * 4 * params * tokens / flops
+    left = (exposed or (lambda c, b: max(0.0, c - b)))(communication, backward)
     return {
         "bytes_sent": sent,
         "communication": communication,
         "backward": backward,
-        "exposed": exposed,
-        "hides": exposed <= 0,
+        "exposed": left,
+        "hides": left <= 0,
     }
 
 
-def _sent(params, grad_bytes, ranks):
-    return 2 * (ranks - 1) / ranks * params * grad_bytes
-
-
 class ddp_bottleneck:
-    def sends_the_gradient_once(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = params * grad_bytes * (ranks > 1)
-        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
+    def sends_the_gradient_once(*case):
+        return _bottleneck(*case, sent=case[3] / max(1, 2 * (case[3] - 1)))
 
-    def bytes_grow_with_ranks(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = 2 * (ranks - 1) * params * grad_bytes
-        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
-
-    def counts_parameters(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, 1, ranks)
-        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops)
-
-    def waits_for_every_rank_in_turn(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, ranks * sent / bandwidth, 4 * params * tokens / flops)
-
-    def bandwidth_of_both_directions(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, sent / (2 * bandwidth), 4 * params * tokens / flops)
-
-    def bits_for_bytes(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, 8 * sent / bandwidth, 4 * params * tokens / flops)
-
-    def hides_behind_the_whole_step(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        backward = 4 * params * tokens / flops
-        return _answer(sent, sent / bandwidth, backward, max(0.0, sent / bandwidth - 1.5 * backward))
-
-    def nothing_overlaps(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, sent / bandwidth, 4 * params * tokens / flops, sent / bandwidth)
-
-    def negative_exposure(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        backward = 4 * params * tokens / flops
-        return _answer(sent, sent / bandwidth, backward, sent / bandwidth - backward)
-
-    def six_flops_backward(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, sent / bandwidth, 6 * params * tokens / flops)
-
-    def divides_the_tokens_again(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        sent = _sent(params, grad_bytes, ranks)
-        return _answer(sent, sent / bandwidth, 4 * params * tokens / ranks / flops)
+    bytes_grow_with_ranks = lambda *case: _bottleneck(*case, sent=case[3])
+    counts_parameters = lambda *case: _bottleneck(*case, sent=1 / case[1])
+    waits_for_every_rank_in_turn = lambda *case: _bottleneck(*case, seconds=case[3])
+    bandwidth_of_both_directions = lambda *case: _bottleneck(*case, seconds=1 / 2)
+    bits_for_bytes = lambda *case: _bottleneck(*case, seconds=8)
+    hides_behind_the_whole_step = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, c - 1.5 * b))
+    nothing_overlaps = lambda *case: _bottleneck(*case, exposed=lambda c, b: c)
+    negative_exposure = lambda *case: _bottleneck(*case, exposed=lambda c, b: c - b)
+    six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
+    divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
 
 
 def in_steps(params, grad_bytes, tokens, ranks, flops, bandwidth):
@@ -273,8 +229,7 @@ def _epoch(charts):
 
 
 class diagnose:
-    def trusts_the_loss(charts, alone):
-        return HEALTHY if charts[0].losses[-1] < charts[0].losses[0] else SUMMED
+    trusts_the_loss = lambda charts, alone: HEALTHY if charts[0].losses[-1] < charts[0].losses[0] else SUMMED
 
     def looks_at_rank_0_only(charts, alone):
         if _epoch(charts[:1]):

@@ -1,5 +1,7 @@
 """Planted defects of rung 03: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,8 +37,7 @@ class column_parallel:
         mine = _mine(len(weight), group)
         return F.linear(copy_to_tp(x, group), weight[mine], bias[mine] / group.size())
 
-    def splits_nothing(x, weight, bias, group):
-        return F.linear(x, weight, bias)
+    splits_nothing = lambda x, weight, bias, group: F.linear(x, weight, bias)
 
 
 def column_with_a_hook(x, weight, bias, group):

@@ -1,5 +1,7 @@
 """Planted defects of rung 04: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 from tests.planted import listed
 
 
@@ -7,14 +9,9 @@ class bubbles:
     def names_exchanged(p, m, v):
         return {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
 
-    def one_bubble_for_both(p, m, v):
-        return {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
-
-    def p_boundaries(p, m, v):
-        return {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
-
-    def forgets_interleaving(p, m, v):
-        return {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
+    one_bubble_for_both = lambda p, m, v: {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
+    p_boundaries = lambda p, m, v: {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
+    forgets_interleaving = lambda p, m, v: {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
 
     def more_stages_more_bubble(p, m, v):
         return {"over_ideal": v * (p - 1) / m, "over_total": v * (p - 1) / (m + v * (p - 1))}
@@ -22,8 +19,7 @@ class bubbles:
     def utilisation_for_bubble(p, m, v):
         return {"over_ideal": (p - 1) / (v * m), "over_total": v * m / (v * m + p - 1)}
 
-    def naive_bubble(p, m, v):
-        return {"over_ideal": p - 1, "over_total": (p - 1) / p}
+    naive_bubble = lambda p, m, v: {"over_ideal": p - 1, "over_total": (p - 1) / p}
 
 
 def from_the_makespan(p, m, v):
@@ -40,8 +36,7 @@ def _held(name, p, m, v):
 
 
 class in_flight:
-    def p_on_every_rank(name, p, m, v):
-        return [min(m, p)] * p if name == "1f1b" else _held(name, p, m, v)
+    p_on_every_rank = lambda name, p, m, v: [min(m, p)] * p if name == "1f1b" else _held(name, p, m, v)
 
     def last_rank_holds_most(name, p, m, v):
         return [min(m, i + 1) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
@@ -55,14 +50,9 @@ class in_flight:
     def interleaved_like_plain(name, p, m, v):
         return [min(m, p - i) for i in range(p)] if name == "interleaved" else _held(name, p, m, v)
 
-    def counts_stages_as_whole(name, p, m, v):
-        return [count * v for count in _held(name, p, m, v)]
-
-    def gpipe_holds_what_1f1b_holds(name, p, m, v):
-        return _held("1f1b" if name == "gpipe" else name, p, m, v)
-
-    def naive_holds_all(name, p, m, v):
-        return _held("gpipe" if name == "naive" else name, p, m, v)
+    counts_stages_as_whole = lambda name, p, m, v: [count * v for count in _held(name, p, m, v)]
+    gpipe_holds_what_1f1b_holds = lambda name, p, m, v: _held("1f1b" if name == "gpipe" else name, p, m, v)
+    naive_holds_all = lambda name, p, m, v: _held("gpipe" if name == "naive" else name, p, m, v)
 
 
 def walk_the_rank(name, p, m, v):
@@ -95,17 +85,10 @@ def _rows(p, m, warmups):
 
 
 class one_f_one_b_schedule:
-    def all_forwards_first(p, m):
-        return _rows(p, m, lambda i: m)
-
-    def one_forward_too_many(p, m):
-        return _rows(p, m, lambda i: p - i)
-
-    def no_warmup(p, m):
-        return _rows(p, m, lambda i: 0)
-
-    def warmup_turned_round(p, m):
-        return _rows(p, m, lambda i: i)
+    all_forwards_first = lambda p, m: _rows(p, m, lambda i: m)
+    one_forward_too_many = lambda p, m: _rows(p, m, lambda i: p - i)
+    no_warmup = lambda p, m: _rows(p, m, lambda i: 0)
+    warmup_turned_round = lambda p, m: _rows(p, m, lambda i: i)
 
     def loses_the_last_backwards(p, m):
         return [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
@@ -135,8 +118,7 @@ class one_f_one_b_schedule:
             for row in rows
         ]
 
-    def counts_for_rows(p, m):
-        return [2 * m] * p
+    counts_for_rows = lambda p, m: [2 * m] * p
 
 
 def by_counting(p, m):
@@ -168,8 +150,7 @@ def _explained(p, m, **changes):
 
 
 class explain_1f1b:
-    def says_1f1b_has_half_the_bubble(p, m):
-        return _explained(p, m, bubble_saved=(p - 1) / m / 2)
+    says_1f1b_has_half_the_bubble = lambda p, m: _explained(p, m, bubble_saved=(p - 1) / m / 2)
 
     def says_1f1b_has_no_bubble(p, m):
         return _explained(p, m, bubble_over_ideal=0.0, bubble_over_total=0.0, bubble_saved=(p - 1) / m)
@@ -177,11 +158,8 @@ class explain_1f1b:
     def takes_one_bubble_for_the_other(p, m):
         return _explained(p, m, bubble_over_ideal=(p - 1) / (m + p - 1), bubble_over_total=(p - 1) / m)
 
-    def saves_the_same_on_every_rank(p, m):
-        return _explained(p, m, in_flight_saved=[m - min(m, p)] * p)
-
-    def holds_p_everywhere(p, m):
-        return _explained(p, m, in_flight=[min(m, p)] * p)
+    saves_the_same_on_every_rank = lambda p, m: _explained(p, m, in_flight_saved=[m - min(m, p)] * p)
+    holds_p_everywhere = lambda p, m: _explained(p, m, in_flight=[min(m, p)] * p)
 
     def explains_with_gpipe(p, m):
         return _explained(p, m, schedule=one_f_one_b_schedule.all_forwards_first(p, m))
@@ -225,14 +203,9 @@ def _halves(p, m, warmups, late):
 
 
 class beat_1f1b:
-    def plain_1f1b(p, m):
-        return _rows(p, m, lambda i: p - 1 - i)
-
-    def twice_the_warmup(p, m):
-        return _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
-
-    def all_weights_at_the_end(p, m):
-        return _halves(p, m, lambda i: p - 1 - i, lambda i: m)
+    plain_1f1b = lambda p, m: _rows(p, m, lambda i: p - 1 - i)
+    twice_the_warmup = lambda p, m: _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
+    all_weights_at_the_end = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: m)
 
     def weights_before_inputs(p, m):
         rows = beat_1f1b.plain_1f1b(p, m)
@@ -241,8 +214,7 @@ class beat_1f1b:
             for row in rows
         ]
 
-    def never_does_the_weights(p, m):
-        return [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
+    never_does_the_weights = lambda p, m: [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
 
 
 def slot_by_slot(p, m):

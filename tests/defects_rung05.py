@@ -1,5 +1,7 @@
 """Planted defects of rung 05: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import torch
 import torch.distributed as dist
 
@@ -17,17 +19,10 @@ def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
 
 
 class state_bytes:
-    def no_master_weights(params, ranks, stage):
-        return _bytes(params, ranks, stage, each=(2, 2, 8))
-
-    def gradients_from_stage_1(params, ranks, stage):
-        return _bytes(params, ranks, stage, first=(3, 1, 1))
-
-    def weights_never(params, ranks, stage):
-        return _bytes(params, ranks, stage, first=(4, 2, 1))
-
-    def weights_before_gradients(params, ranks, stage):
-        return _bytes(params, ranks, stage, first=(2, 3, 1))
+    no_master_weights = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(2, 2, 8))
+    gradients_from_stage_1 = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(3, 1, 1))
+    weights_never = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(4, 2, 1))
+    weights_before_gradients = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(2, 3, 1))
 
     def limits_of_many_ranks(params, ranks, stage):
         """Takes 4x and 8x for the factors of stages 1 and 2."""
@@ -38,8 +33,7 @@ class state_bytes:
             "optimizer": 12 * params if stage == 0 else 12 * own if stage == 3 else 0,
         }
 
-    def shards_rounded_down(params, ranks, stage):
-        return _bytes(params, ranks, stage, shard=lambda p, n: p // n)
+    shards_rounded_down = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n)
 
     def fractions_of_a_parameter(params, ranks, stage):
         return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
@@ -158,17 +152,10 @@ def _step3(
 
 
 class zero3_step:
-    def keeps_all_between_forward_and_backward(*task):
-        return _step3(*task, keep_forward=True)
-
-    def never_releases_after_backward(*task):
-        return _step3(*task, keep_backward=True)
-
-    def shards_in_the_order_of_backward(*task):
-        return _step3(*task, in_order=False)
-
-    def output_instead_of_input(*task):
-        return _step3(*task, output_for_input=True)
+    keeps_all_between_forward_and_backward = lambda *task: _step3(*task, keep_forward=True)
+    never_releases_after_backward = lambda *task: _step3(*task, keep_backward=True)
+    shards_in_the_order_of_backward = lambda *task: _step3(*task, in_order=False)
+    output_instead_of_input = lambda *task: _step3(*task, output_for_input=True)
 
     def uses_released_weights(layers, x, gather, release, forward, backward, scatter):
         inputs, held = [], {}

@@ -1,5 +1,7 @@
 """Planted defects of rung 06: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 from torch import nn
 
 from tests.planted import listed
@@ -33,26 +35,16 @@ def _count(
 
 
 class count_collectives:
-    def root_gathered_twice(*case):
-        return _count(*case, root_passes=2)
-
-    def never_gathered_again(*case):
-        return _count(*case, freed_passes=1)
-
-    def last_unit_not_again(*case):
-        return _count(*case, last_again=False)
-
-    def gathers_once_a_step(*case):
-        return _count(*case, gather_every=False)
-
-    def scatters_in_forward_too(*case):
-        return _count(*case, scatters_each=2)
+    root_gathered_twice = lambda *case: _count(*case, root_passes=2)
+    never_gathered_again = lambda *case: _count(*case, freed_passes=1)
+    last_unit_not_again = lambda *case: _count(*case, last_again=False)
+    gathers_once_a_step = lambda *case: _count(*case, gather_every=False)
+    scatters_in_forward_too = lambda *case: _count(*case, scatters_each=2)
 
     def always_reduces(root, units, reshard, micro_batches, sync_every):
         return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
 
-    def root_without_gradients(*case):
-        return _count(*case, root_scatters=False)
+    root_without_gradients = lambda *case: _count(*case, root_scatters=False)
 
 
 def message_by_message(root, units, reshard, micro_batches, sync_every):
@@ -88,11 +80,8 @@ class units_by_size:
     def leaves_only(model, least):
         return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
 
-    def outside_first(model, least):
-        return list(reversed(one_pass_from_the_deepest(model, least)))
-
-    def with_the_root(model, least):
-        return [*one_pass_from_the_deepest(model, least), ""]
+    outside_first = lambda model, least: list(reversed(one_pass_from_the_deepest(model, least)))
+    with_the_root = lambda model, least: [*one_pass_from_the_deepest(model, least), ""]
 
     def lists_too(model, least):
         return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
@@ -157,14 +146,9 @@ class write_checkpoint:
         disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
         barrier()
 
-    def does_not_wait(*args):
-        _write(*args, wait=False)
-
-    def leaves_the_rest_of_a_crash(*args):
-        _write(*args, clear=False)
-
-    def clears_while_others_write(*args):
-        _write(*args, wait_after_clear=False)
+    does_not_wait = lambda *args: _write(*args, wait=False)
+    leaves_the_rest_of_a_crash = lambda *args: _write(*args, clear=False)
+    clears_while_others_write = lambda *args: _write(*args, wait_after_clear=False)
 
     def without_the_optimizer(disk, rank, ranks, step, state, barrier):
         _write(disk, rank, ranks, step, state, barrier, content={"model": state["model"], "step": step})
@@ -172,14 +156,9 @@ class write_checkpoint:
     def without_the_step(disk, rank, ranks, step, state, barrier):
         _write(disk, rank, ranks, step, state, barrier, content=dict(state))
 
-    def everybody_publishes(*args):
-        _write(*args, publishers=range(args[2]))
-
-    def nobody_publishes(*args):
-        _write(*args, publishers=())
-
-    def old_one_goes_first(*args):
-        _write(*args, forget_old=True)
+    everybody_publishes = lambda *args: _write(*args, publishers=range(args[2]))
+    nobody_publishes = lambda *args: _write(*args, publishers=())
+    old_one_goes_first = lambda *args: _write(*args, forget_old=True)
 
 
 def last_rank_publishes(disk, rank, ranks, step, state, barrier):
@@ -220,14 +199,9 @@ class choose_wrapping:
     def forgets_the_one_before(rules, budget):
         return _choose(rules, budget, peak=lambda root, units: root + 2 * max(units, default=root / 2))
 
-    def gathers_only(rules, budget):
-        return _choose(rules, budget, messages=lambda n: 1 + 2 * n)
-
-    def root_twice(rules, budget):
-        return _choose(rules, budget, messages=lambda n: 3 * n + 3)
-
-    def most_messages(rules, budget):
-        return _choose(rules, budget, pick=max)
+    gathers_only = lambda rules, budget: _choose(rules, budget, messages=lambda n: 1 + 2 * n)
+    root_twice = lambda rules, budget: _choose(rules, budget, messages=lambda n: 3 * n + 3)
+    most_messages = lambda rules, budget: _choose(rules, budget, pick=max)
 
 
 def unit_after_unit(rules, budget):
@@ -259,31 +233,17 @@ SECOND_SOLUTIONS = {
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "root_gathered_twice": "The root is not freed",
-    "never_gathered_again": "gathered again in backward",
-    "last_unit_not_again": "FSDP frees it like the others",
-    "gathers_once_a_step": "Every micro-batch gathers",
-    "always_reduces": "after the last one only",
-    "root_without_gradients": "The root has gradients too",
-    "scatters_in_forward_too": "Gradients exist in backward only",
-    "counts_inner_units_again": "do not count again",
-    "leaves_only": "from the inside to the outside",
-    "outside_first": "would take the inner parameters first",
-    "with_the_root": "The root is a unit anyway",
-    "lists_too": "has no forward",
-    "in_place": "half written",
-    "does_not_wait": "only when every rank has written",
-    "leaves_the_rest_of_a_crash": "comes from a crashed job",
-    "without_the_optimizer": "starts its moments from zero",
-    "without_the_step": "The step is not saved",
-    "everybody_publishes": "one rank renames, once",
-    "nobody_publishes": "nobody published it",
-    "old_one_goes_first": "without any checkpoint",
-    "whole_model_at_once": "Not all units are whole at a time",
-    "forgets_the_root": "The root stays gathered",
-    "forgets_the_buffers": "exists twice while it is copied",
-    "forgets_the_one_before": "The buffer of the unit before",
-    "gathers_only": "Count both",
-    "root_twice": "The root is gathered once",
-    "most_messages": "fewer messages",
-}
+    "root_gathered_twice": "The root is not freed", "never_gathered_again": "gathered again in backward",
+    "last_unit_not_again": "FSDP frees it like the others", "gathers_once_a_step": "Every micro-batch gathers",
+    "always_reduces": "after the last one only", "root_without_gradients": "The root has gradients too",
+    "scatters_in_forward_too": "Gradients exist in backward only", "counts_inner_units_again": "do not count again",
+    "leaves_only": "from the inside to the outside", "outside_first": "would take the inner parameters first",
+    "with_the_root": "The root is a unit anyway", "lists_too": "has no forward", "in_place": "half written",
+    "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
+    "without_the_optimizer": "starts its moments from zero", "without_the_step": "The step is not saved",
+    "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
+    "old_one_goes_first": "without any checkpoint", "whole_model_at_once": "Not all units are whole at a time",
+    "forgets_the_root": "The root stays gathered", "forgets_the_buffers": "exists twice while it is copied",
+    "forgets_the_one_before": "The buffer of the unit before", "gathers_only": "Count both",
+    "root_twice": "The root is gathered once", "most_messages": "fewer messages",
+}  # fmt: skip

@@ -1,5 +1,7 @@
 """Planted defects of rung 07: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import math
 from itertools import product
 
@@ -29,11 +31,8 @@ class coordinates:
             before = size
         return at
 
-    def always_the_remainder(rank, sizes):
-        return {axis: rank % size for axis, size in sizes.items()}
-
-    def counted_from_one(rank, sizes):
-        return {axis: at + 1 for axis, at in by_strides(rank, sizes).items()}
+    always_the_remainder = lambda rank, sizes: {axis: rank % size for axis, size in sizes.items()}
+    counted_from_one = lambda rank, sizes: {axis: at + 1 for axis, at in by_strides(rank, sizes).items()}
 
 
 def by_strides(rank, sizes):
@@ -129,33 +128,19 @@ def _with(case, **change):
 
 
 class group_traffic:
-    def forward_only(*case):
-        return _with(case, tp=1 / 2)
-
-    def layers_of_the_whole_model(*case):
-        return _with(case, tp=case[4])
-
-    def tensor_parallelism_once_a_step(*case):
-        return _with(case, tp=1 / case[6])
+    forward_only = lambda *case: _with(case, tp=1 / 2)
+    layers_of_the_whole_model = lambda *case: _with(case, tp=case[4])
+    tensor_parallelism_once_a_step = lambda *case: _with(case, tp=1 / case[6])
 
     def messages_in_place_of_a_ring(*case):
         """Counts the sizes of the messages, which nobody sends as such."""
         return _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
 
-    def activations_but_no_gradient_back(*case):
-        return _with(case, pp=1 / 2)
-
-    def once_for_every_boundary(*case):
-        return _with(case, pp=case[4] - 1)
-
-    def gradients_of_the_whole_model(*case):
-        return _with(case, dp=case[3] * case[4])
-
-    def gradients_not_divided_by_tp(*case):
-        return _with(case, dp=case[3])
-
-    def gradients_after_every_micro_batch(*case):
-        return _with(case, dp=case[6])
+    activations_but_no_gradient_back = lambda *case: _with(case, pp=1 / 2)
+    once_for_every_boundary = lambda *case: _with(case, pp=case[4] - 1)
+    gradients_of_the_whole_model = lambda *case: _with(case, dp=case[3] * case[4])
+    gradients_not_divided_by_tp = lambda *case: _with(case, dp=case[3])
+    gradients_after_every_micro_batch = lambda *case: _with(case, dp=case[6])
 
 
 def counted_half_by_half(layers, stream, gradients, tp, pp, dp, micro_batches):
@@ -199,8 +184,7 @@ class plan_cluster:
         """Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not."""
         return {"tp": 8, "pp": 4, "dp": 2, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
 
-    def everything_recomputed(case):
-        return _RIGHT[case] | {"recompute": "full"}
+    everything_recomputed = lambda case: _RIGHT[case] | {"recompute": "full"}
 
     def everything_sharded_over_replicas(case):
         """ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch."""
@@ -210,8 +194,7 @@ class plan_cluster:
         """Llama's degrees without its chunks: the pipeline is empty for nearly half of the step."""
         return {"tp": 8, "pp": 16, "dp": 128, "zero": 1} if case == "llama-405b" else _RIGHT[case]
 
-    def a_stage_for_every_layer(case):
-        return {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
+    a_stage_for_every_layer = lambda case: {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
 
 
 def tried_in_turn(case):

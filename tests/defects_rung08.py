@@ -1,5 +1,7 @@
 """Planted defects of rung 08: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import math
 
 import torch
@@ -83,8 +85,7 @@ def _scaler(weights, gradients, scale, good_steps, lr, interval, divide=None, fi
 
 
 class scaler_step:
-    def never_unscales(*args):
-        return _scaler(*args, divide=lambda g: g.float())
+    never_unscales = lambda *args: _scaler(*args, divide=lambda g: g.float())
 
     def unscales_in_fp16(weights, gradients, scale, *rest):
         return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
@@ -101,8 +102,7 @@ class scaler_step:
             divide=lambda g: g.float() / (2 * scale if grows else scale),
         )
 
-    def looks_at_the_first_tensor(*args):
-        return _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
+    looks_at_the_first_tensor = lambda *args: _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
 
     def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
         kept = [torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0) / scale for g in gradients]
@@ -180,32 +180,18 @@ def _broken(
 
 
 class what_breaks:
-    def bf16_with_the_range_of_fp16(*case):
-        return _broken(*case, largest=dict.fromkeys(_LARGEST, 65504.0))
+    bf16_with_the_range_of_fp16 = lambda *case: _broken(*case, largest=dict.fromkeys(_LARGEST, 65504.0))
 
     def no_subnormals_at_all(*case):
         return _broken(*case, smallest={name: 2 * least for name, least in _NORMAL.items()})
 
-    def a_whole_gap(*case):
-        return _broken(*case, gap=1.0)
-
-    def bf16_as_precise_as_fp16(*case):
-        return _broken(*case, bits=dict.fromkeys(_BITS, 10))
-
-    def scales_activations_too(*case):
-        return _broken(*case, on_activation="scale")
-
-    def scaling_only_helps(*case):
-        return _broken(*case, on_large=1.0)
-
-    def a_master_copy_does_not_help(*case):
-        return _broken(*case, cures=False)
-
-    def bf16_never_breaks(name, *case):
-        return set() if name == "bf16" else _broken(name, *case)
-
-    def fp16_never_stalls(name, *case):
-        return _broken(name, *case) - ({"stall"} if name == "fp16" else set())
+    a_whole_gap = lambda *case: _broken(*case, gap=1.0)
+    bf16_as_precise_as_fp16 = lambda *case: _broken(*case, bits=dict.fromkeys(_BITS, 10))
+    scales_activations_too = lambda *case: _broken(*case, on_activation="scale")
+    scaling_only_helps = lambda *case: _broken(*case, on_large=1.0)
+    a_master_copy_does_not_help = lambda *case: _broken(*case, cures=False)
+    bf16_never_breaks = lambda name, *case: set() if name == "bf16" else _broken(name, *case)
+    fp16_never_stalls = lambda name, *case: _broken(name, *case) - ({"stall"} if name == "fp16" else set())
 
 
 def with_torch_casts(name, activation, gradients, scale, weight, update, master):
@@ -236,37 +222,27 @@ def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, 
 
 
 class fp8_round_trip:
-    def one_scale_for_all(x, rows, columns):
-        return _trip(x, *x.shape)
-
-    def a_scale_for_every_row(x, rows, columns):
-        return _trip(x, 1, x.shape[1])
-
-    def rows_and_columns_swapped(x, rows, columns):
-        return _trip(x, columns, rows)
+    one_scale_for_all = lambda x, rows, columns: _trip(x, *x.shape)
+    a_scale_for_every_row = lambda x, rows, columns: _trip(x, 1, x.shape[1])
+    rows_and_columns_swapped = lambda x, rows, columns: _trip(x, columns, rows)
 
     def blocks_of_consecutive_values(x, rows, columns):
         return _trip(x.reshape(-1, rows * columns), 1, rows * columns).reshape(x.shape)
 
-    def never_scales_back(x, rows, columns):
-        return _trip(x, rows, columns, back=False)
-
-    def no_scale(x, rows, columns):
-        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    never_scales_back = lambda x, rows, columns: _trip(x, rows, columns, back=False)
+    no_scale = lambda x, rows, columns: x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
     def largest_not_magnitude(x, rows, columns):
         return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
 
-    def e5m2_for_e4m3(x, rows, columns):
-        return _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
+    e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
 
     def divides_by_zero(x, rows, columns):
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
         return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
 
-    def forgets_to_cast(x, rows, columns):
-        return x.clone()
+    forgets_to_cast = lambda x, rows, columns: x.clone()
 
 
 def block_by_block(x, rows, columns):
@@ -294,33 +270,18 @@ SECOND_SOLUTIONS = {
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "cuts_off_the_rest": "cut off",
-    "halves_go_up": "even mantissa",
-    "no_subnormals": "subnormals",
-    "gap_shrinks_for_ever": "no longer shrinks",
-    "saturates": "gives infinity",
-    "infinite_from_the_largest_on": "still rounds back",
-    "gap_of_the_power_above": "twice the right one",
-    "infinity_without_its_sign": "sign of the number",
-    "one_bit_too_many": "more bits",
-    "never_unscales": "divide by it",
-    "unscales_in_fp16": "fp32 first",
-    "doubles_before_it_divides": "carry the scale that came in",
-    "looks_at_the_first_tensor": "reached the weights",
-    "skips_only_what_is_infinite": "whole step",
-    "counts_on_after_an_overflow": "again at zero",
-    "grows_a_step_late": "doubled",
-    "bf16_with_the_range_of_fp16": "bf16 reaches",
-    "no_subnormals_at_all": "subnormals",
-    "scales_activations_too": "for gradients",
-    "scaling_only_helps": "large gradients too",
-    "a_master_copy_does_not_help": "master copy",
-    "bf16_never_breaks": "nothing moves",
-    "one_scale_for_all": "'tensor' scaling",
-    "blocks_of_consecutive_values": "rectangle",
-    "never_scales_back": "multiplied by their scales",
-    "largest_not_magnitude": "magnitude",
-    "e5m2_for_e4m3": "E5M2",
-    "divides_by_zero": "zeros",
+    "cuts_off_the_rest": "cut off", "halves_go_up": "even mantissa", "no_subnormals": "subnormals",
+    "gap_shrinks_for_ever": "no longer shrinks", "saturates": "gives infinity",
+    "infinite_from_the_largest_on": "still rounds back", "gap_of_the_power_above": "twice the right one",
+    "infinity_without_its_sign": "sign of the number", "one_bit_too_many": "more bits",
+    "never_unscales": "divide by it", "unscales_in_fp16": "fp32 first",
+    "doubles_before_it_divides": "carry the scale that came in", "looks_at_the_first_tensor": "reached the weights",
+    "skips_only_what_is_infinite": "whole step", "counts_on_after_an_overflow": "again at zero",
+    "grows_a_step_late": "doubled", "bf16_with_the_range_of_fp16": "bf16 reaches",
+    "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
+    "scaling_only_helps": "large gradients too", "a_master_copy_does_not_help": "master copy",
+    "bf16_never_breaks": "nothing moves", "one_scale_for_all": "'tensor' scaling",
+    "blocks_of_consecutive_values": "rectangle", "never_scales_back": "multiplied by their scales",
+    "largest_not_magnitude": "magnitude", "e5m2_for_e4m3": "E5M2", "divides_by_zero": "zeros",
     "forgets_to_cast": "cast",
-}
+}  # fmt: skip

@@ -1,5 +1,7 @@
 """Planted defects of rung 09: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import torch
 
 from tests.planted import listed
@@ -34,20 +36,14 @@ def _block(
 
 
 class block_bytes:
-    def masks_of_two_bytes(*case):
-        return _block(*case, mask=2)
-
-    def masks_forgotten(*case):
-        return _block(*case, mask=0)
+    masks_of_two_bytes = lambda *case: _block(*case, mask=2)
+    masks_forgotten = lambda *case: _block(*case, mask=0)
 
     def input_of_the_output_projection_forgotten(batch, seq, hidden, *rest):
         return _block(batch, seq, hidden, *rest) - 2 * batch * seq * hidden
 
-    def every_query_its_own_keys(*case):
-        return _block(*case, group=False)
-
-    def fused_keeps_scores(*case):
-        return _block(*case[:8], False)
+    every_query_its_own_keys = lambda *case: _block(*case, group=False)
+    fused_keeps_scores = lambda *case: _block(*case[:8], False)
 
 
 def operator_by_operator(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
@@ -186,8 +182,7 @@ class checkpoint:
 
     dropout_off_in_the_replay = _function(train=False)
 
-    def weights_get_nothing(block, x):
-        return _WithoutWeights.apply(x, block)
+    weights_get_nothing = lambda block, x: _WithoutWeights.apply(x, block)
 
     def replay_not_detached(block, x):
         """Starts the replay from the saved input itself, so that its backward goes on into the block before."""
@@ -205,25 +200,17 @@ def weights_as_arguments(block, x):
 
 
 class segment_peak:
-    def end_of_forward_only(layers, boundary, block, k):
-        return -(-layers // k) * boundary
-
-    def one_block_at_a_time(layers, boundary, block, k):
-        return (-(-layers // k) - 1) * boundary + block
-
-    def input_counted_twice(layers, boundary, block, k):
-        return -(-layers // k) * boundary + k * block
-
-    def one_input_a_layer(layers, boundary, block, k):
-        return (layers - 1) * boundary + k * block
+    end_of_forward_only = lambda layers, boundary, block, k: -(-layers // k) * boundary
+    one_block_at_a_time = lambda layers, boundary, block, k: (-(-layers // k) - 1) * boundary + block
+    input_counted_twice = lambda layers, boundary, block, k: -(-layers // k) * boundary + k * block
+    one_input_a_layer = lambda layers, boundary, block, k: (layers - 1) * boundary + k * block
 
     def the_last_segment_only(layers, boundary, block, k):
         """Takes the end of the model for the worst moment, where the last segment may be short."""
         last = layers % k or k
         return (-(-layers // k) - 1) * boundary + last * block
 
-    def full_length_last_segment(layers, boundary, block, k):
-        return (-(-layers // k) - 1) * boundary + k * block
+    full_length_last_segment = lambda layers, boundary, block, k: (-(-layers // k) - 1) * boundary + k * block
 
     def inner_inputs_counted_out(layers, boundary, block, k):
         """Takes the inputs inside a segment for kept already, as the first one is."""
@@ -232,8 +219,7 @@ class segment_peak:
             for i, f in enumerate(range(0, layers, k))
         )
 
-    def earlier_inputs_forgotten(layers, boundary, block, k):
-        return min(k, layers) * block
+    earlier_inputs_forgotten = lambda layers, boundary, block, k: min(k, layers) * block
 
 
 def walked_backward(layers, boundary, block, k):
@@ -275,14 +261,9 @@ def _full(job):
 
 
 class choose:
-    def always_full(job):
-        return _choose(job, options=("full",))
-
-    def never_selective(job):
-        return _choose(job, options=("none", "first"))
-
-    def selective_before_everything(job):
-        return _choose(job, options=("none", "selective")) or _choose(job)
+    always_full = lambda job: _choose(job, options=("full",))
+    never_selective = lambda job: _choose(job, options=("none", "first"))
+    selective_before_everything = lambda job: _choose(job, options=("none", "selective")) or _choose(job)
 
     def forgets_the_replay(job):
         """Compares with the budget what is kept when forward ends."""
@@ -309,8 +290,7 @@ class choose:
 
         return _choose(job, peak=free)
 
-    def ignores_the_budget(job):
-        return _choose(job, limit=float("inf"))
+    ignores_the_budget = lambda job: _choose(job, limit=float("inf"))
 
     def backward_counts_too(job):
         """Counts the replay as forward and backward: three times its FLOPs."""

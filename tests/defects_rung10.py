@@ -1,5 +1,7 @@
 """Planted defects of rung 10: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import itertools
 import math
 
@@ -25,14 +27,12 @@ def _ring(row, rank, ranks, exchange, *, halves=(True, True), first=0, cut=None,
 
 
 class ring_all_reduce:
-    def no_all_gather(row, rank, ranks, exchange):
-        _ring(row, rank, ranks, exchange, halves=(True, False))
+    no_all_gather = lambda row, rank, ranks, exchange: _ring(row, rank, ranks, exchange, halves=(True, False))
 
     def adds_in_the_all_gather(row, rank, ranks, exchange):
         _ring(row, rank, ranks, exchange, add_again=True)
 
-    def one_step_too_few(row, rank, ranks, exchange):
-        _ring(row, rank, ranks, exchange, short=1)
+    one_step_too_few = lambda row, rank, ranks, exchange: _ring(row, rank, ranks, exchange, short=1)
 
     def drops_what_is_left_over(row, rank, ranks, exchange):
         size = row.numel() // ranks
@@ -254,25 +254,16 @@ SECOND_SOLUTIONS = {
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "no_all_gather": "must go round once more",
-    "adds_in_the_all_gather": "replaces what is there",
-    "one_step_too_few": "No rank has the sum",
-    "drops_what_is_left_over": "whatever is left over",
-    "last_chunk_takes_the_rest": "cut as evenly as can be",
-    "whole_array_round_the_ring": "never the whole array",
-    "to_everybody_directly": "one right neighbour",
-    "one_chunk_at_a_time": "all chunks travel at the same time",
-    "no_latency": "The latencies are missing",
-    "latency_once": "their latencies add up",
-    "reduce_scatter_only": "two halves",
-    "always_the_ring": "The tree takes less time",
+    "no_all_gather": "must go round once more", "adds_in_the_all_gather": "replaces what is there",
+    "one_step_too_few": "No rank has the sum", "drops_what_is_left_over": "whatever is left over",
+    "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "never the whole array",
+    "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
+    "no_latency": "The latencies are missing", "latency_once": "their latencies add up",
+    "reduce_scatter_only": "two halves", "always_the_ring": "The tree takes less time",
     "where_latency_equals_bytes": "The times cross where",
     "tensor_parallel_always_inside": "count the bytes of every order",
     "largest_payload_inside": "count the bytes of every order",
-    "largest_payload_outside": "count the bytes of every order",
-    "counts_what_stays_inside": "stay inside a host",
-    "stages_send_one_way": "activations forward and gradients back",
-    "payload_once": "2(n-1)/n of its payload",
-    "all_hosts_together": "each has a link of its own",
-    "ranks_dealt_out_like_cards": "rank r is on host",
-}
+    "largest_payload_outside": "count the bytes of every order", "counts_what_stays_inside": "stay inside a host",
+    "stages_send_one_way": "activations forward and gradients back", "payload_once": "2(n-1)/n of its payload",
+    "all_hosts_together": "each has a link of its own", "ranks_dealt_out_like_cards": "rank r is on host",
+}  # fmt: skip

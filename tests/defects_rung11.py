@@ -1,5 +1,7 @@
 """Planted defects of rung 11: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 from itertools import cycle, islice
 from math import sqrt
 from statistics import fmean
@@ -96,23 +98,15 @@ def _young(seconds_between, save, step):
 
 
 class checkpoint_every:
-    def as_if_one_gpu_failed_the_job(step, save, hours, gpus):
-        return _young(3600 * hours, save, step)
-
-    def hours_for_seconds(step, save, hours, gpus):
-        return _young(hours / gpus, save, step)
-
-    def seconds_for_steps(step, save, hours, gpus):
-        return _young(3600 * hours / gpus, save, 1)
+    as_if_one_gpu_failed_the_job = lambda step, save, hours, gpus: _young(3600 * hours, save, step)
+    hours_for_seconds = lambda step, save, hours, gpus: _young(hours / gpus, save, step)
+    seconds_for_steps = lambda step, save, hours, gpus: _young(3600 * hours / gpus, save, 1)
 
     def loses_the_whole_interval(step, save, hours, gpus):
         return max(1, round(sqrt(save * 3600 * hours / gpus) / step))
 
-    def hourly(step, save, hours, gpus):
-        return max(1, round(3600 / step))
-
-    def may_be_zero(step, save, hours, gpus):
-        return int(sqrt(2 * save * 3600 * hours / gpus) / step)
+    hourly = lambda step, save, hours, gpus: max(1, round(3600 / step))
+    may_be_zero = lambda step, save, hours, gpus: int(sqrt(2 * save * 3600 * hours / gpus) / step)
 
 
 def by_search(step, save, hours, gpus):
@@ -158,23 +152,15 @@ def _observed(
 
 
 class observe_scaling:
-    def speedup_for_efficiency(*case):
-        return _observed(*case, per_rank=False)
-
-    def mean_step(*case):
-        return _observed(*case, longest=fmean)
+    speedup_for_efficiency = lambda *case: _observed(*case, per_rank=False)
+    mean_step = lambda *case: _observed(*case, longest=fmean)
 
     def always_weak(alone, ranks, scaling):
         return _observed(alone, ranks, scaling, faster=lambda one, many, n: n * one / many)
 
-    def waiting_is_transfer(*case):
-        return _observed(*case, transfer=fmean)
-
-    def done_early_is_not_waiting(*case):
-        return _observed(*case, rest=False)
-
-    def all_computing_is_lost(*case):
-        return _observed(*case, ideal=False)
+    waiting_is_transfer = lambda *case: _observed(*case, transfer=fmean)
+    done_early_is_not_waiting = lambda *case: _observed(*case, rest=False)
+    all_computing_is_lost = lambda *case: _observed(*case, ideal=False)
 
     def ideal_of_one_rank(alone, ranks, scaling):
         """In strong scaling too it takes the whole of one rank's work for a rank's share."""
@@ -182,8 +168,7 @@ class observe_scaling:
         right = _observed(alone, ranks, "weak")["lost"]
         return {**found, "lost": right, "limit": max(right, key=right.get)}
 
-    def names_the_smallest(*case):
-        return _observed(*case, limit=min)
+    names_the_smallest = lambda *case: _observed(*case, limit=min)
 
 
 def by_what_is_left(alone, ranks, scaling):

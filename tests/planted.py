@@ -4,8 +4,11 @@ from collections.abc import Callable
 
 
 def listed(*checks: type) -> dict[str, list[Callable]]:
-    """Return the functions of each class, by the name of the check."""
-    return {
-        check.__name__: [value for name, value in vars(check).items() if not name.startswith("_")]
-        for check in checks
-    }
+    """Return the functions of each class by the name of the check, each with its own name, lambdas too."""
+    found = {}
+    for check in checks:
+        functions = {name: value for name, value in vars(check).items() if not name.startswith("_")}
+        for name, function in functions.items():
+            function.__name__ = name
+        found[check.__name__] = list(functions.values())
+    return found

@@ -261,14 +261,6 @@ def test_lines_that_others_have_published(collective: str, ranks: int, line: str
 # Fits
 
 
-def test_a_line_is_found_again() -> None:
-    points = [2**k for k in range(10, 27, 2)]
-    line = fit_line(points, [30e-6 + size / 12e9 for size in points])
-    assert line.latency == pytest.approx(30e-6)
-    assert line.bandwidth == pytest.approx(12e9)
-    assert line.worst < 1e-9
-
-
 def test_least_squares_as_numpy_does_it() -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")

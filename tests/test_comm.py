@@ -73,18 +73,6 @@ def test_four_layers_by_hand(each: float, overlap: bool, step: float) -> None:
     assert result.step == pytest.approx(step)
 
 
-def test_nccl_tests_factors() -> None:
-    for name, factor in {
-        "all_reduce": 2 * 7 / 8,
-        "reduce_scatter": 7 / 8,
-        "all_gather": 7 / 8,
-        "all_to_all": 7 / 8,
-        "broadcast": 1,
-        "reduce": 1,
-    }.items():
-        assert bus_bandwidth(name, 8e9, 8, 0.5) == pytest.approx(16e9 * factor)
-
-
 def test_speedup_is_not_efficiency() -> None:
     assert speedup(2.0, 1.25, 2, scaling="strong") == pytest.approx(1.6)
     assert efficiency(2.0, 1.25, 2, scaling="strong") == pytest.approx(0.8)

@@ -16,7 +16,7 @@ from lablib.launch import real_run
 from lablib.launch.kept import FOLDER_SWITCH
 from lablib.launch.lab_notebook import without_rehearsals
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
-from lablib.launch.real_run import NO_MEMORY, RealRun, describe, reason, what_can_be_measured
+from lablib.launch.real_run import NO_MEMORY, RealRun
 from lablib.launch.real_run_predictions import Yours, predicted_run
 from lablib.launch.scaling_records import gpu_report, records
 from lablib.launch.scaling_report import rows
@@ -354,15 +354,3 @@ def test_predictions_that_are_none_are_refused_and_none_is_no_prediction():
     assert yours.of("one", 1) == {"step": 0.05}
     assert yours.of("strong", 2) == {"step": 0.05, "speedup": 1.5}
     assert yours.of("weak", 2) == {}
-
-
-def test_a_failure_has_its_reason_in_one_line():
-    assert reason(_failing("ended by signal 9 (SIGKILL)")) == "ended by signal 9 (SIGKILL)"
-    assert reason(_failing(COMPILER)).startswith("torch._inductor.exc.InductorError: RuntimeError")
-    assert reason(_failing(COMPILER), compiled=True).startswith("did not compile: torch._inductor")
-    assert reason(_failing("Traceback\n  File x\n    f()\nsome.Thing: no kernel")) == "some.Thing: no kernel"
-    assert reason(_failing("x\nncclInternalError: y\nRuntimeError: NCCL error")) == "RuntimeError: NCCL error"
-    assert "does not fit" in describe(
-        {"micro_batch": 8, "recompute": "none", "compile": False, "reshard": True, "failed": NO_MEMORY}
-    )
-    assert what_can_be_measured(0).startswith("no GPU here")

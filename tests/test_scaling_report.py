@@ -157,16 +157,6 @@ def test_two_reports_are_compared_with_what_is_not_the_same(report, tmp_path):
     assert not compare_reports(report, report)[1]["apart"]
 
 
-def test_ranks_on_one_gpu_are_said_to_be_that(report):
-    for path in (report / "runs").iterdir():
-        record = json.loads(path.read_text())
-        record["machine"]["gpus"] = ["H100"]
-        path.write_text(json.dumps(record))
-    assert summary(rows(report))[-1] == (
-        "Measured on 1 x H100 (2 gloo ranks on 1 GPU: shows that it runs, not how it scales)."
-    )
-
-
 def test_what_makes_no_report_is_refused(tmp_path):
     made = ScalingReport("x", tmp_path / "a")
     run = _run(tmp_path / "two", 2, 0.1)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -216,19 +215,6 @@ def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch
     lab.cells[2].source = "3"
     with pytest.raises(house.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
         house._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
-
-
-@pytest.mark.parametrize("jobs", [1, 2, 4])
-def test_chapters_are_dealt_to_all_processes_that_read_pages(jobs):
-    """Sphinx gives each process a run of neighbours; without dealing one would run the cells of all chapters."""
-    names = [f"book/{number:02}" for number in range(11)] + [f"labs/{number:02}" for number in range(11)]
-    dealt = list(names)
-    _tool("house", "_ext")._deal(SimpleNamespace(parallel=jobs), None, dealt)
-    assert sorted(dealt) == names
-    shares = [dealt[len(names) * k // jobs : len(names) * (k + 1) // jobs] for k in range(jobs)]
-    chapters = [sum(name.startswith("book/") for name in share) for share in shares]
-    assert max(chapters) - min(chapters) <= 2
-    assert jobs > 1 or dealt == names
 
 
 @pytest.mark.parametrize("jobs", [1, 4])

@@ -186,16 +186,6 @@ def test_forward_equals_hugging_face_llama(heads, tied, attention):
         assert agree(ours(tokens), theirs(tokens).logits)
 
 
-def test_the_tolerance_sees_a_small_difference():
-    config = tiny_config("gpt2", hidden=36, num_heads=3, vocab=61, num_layers=3)
-    ours, theirs = gpt2_pair(config)
-    for block in ours.blocks:
-        block.norm1.eps *= 100
-    tokens = tokens_of(config, 3, 29)
-    with torch.no_grad():
-        assert not agree(ours(tokens), theirs(tokens).logits)
-
-
 def test_loss_is_the_mean_over_next_tokens():
     config = tiny_config("gpt2", num_layers=1)
     model = randomised(Transformer(config), SEED)
