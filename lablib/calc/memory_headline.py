@@ -30,7 +30,7 @@ TABLE = Path(__file__).resolve().parents[2] / "book" / "data" / "memory_table.js
 HELD_OUT = TABLE.with_name("memory_held_out.json")
 #: Earlier draws as they were when the calculator was mended because of them, with what it had predicted then.
 EARLIER = tuple(TABLE.with_name(f"memory_held_out_{seed}.json") for seed in (7, 11))
-OTHERS = TABLE.with_name("memory_peers.json")
+OTHERS = TABLE.with_name("other_calculators.json")
 
 #: A number that is further off than this, as a share, has its cause written down.
 NOTICEABLE = 0.001
