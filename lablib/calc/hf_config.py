@@ -19,7 +19,7 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from lablib.calc.hf_fields import MOST_LAYERS, REQUIRED, Fields, load, shown
-from lablib.calc.models import ModelConfig
+from lablib.calc.model_config import ModelConfig
 
 
 def _gpt2(f: Fields) -> dict:
@@ -207,7 +207,7 @@ _GEMMA3_TEXT = {
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 
 
-def read_config(source: object, *, name: str | None = None) -> ModelConfig:
+def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
     """Return the ModelConfig of a Hugging Face configuration; see `lablib.calc.models.from_hf`.
 
     Args:

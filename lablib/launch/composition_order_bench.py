@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.composition import mean_loss
+from lablib.launch.composition_result import mean_loss
 from lablib.launch.composition_torch import shard_blocks, tp_plan
 from lablib.launch.recorder import record_comms
 from lablib.toys.transformer import Transformer, tiny_config

@@ -9,11 +9,43 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lablib.calc.mesh import Mesh
 from lablib.calc.miniature import AxisTraffic, Miniature, predicted_traffic
 from lablib.launch.recorder import CommLog
+from lablib.toys.transformer import Transformer
+
+#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
+ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+
+
+def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
+    """Return the whole model and the windows of every step, tokens_BT, the same on every rank.
+
+    Args:
+        job: The miniature.
+        seed: Of weights and tokens.
+    """
+    torch.manual_seed(seed)
+    model = Transformer(job.config).to(getattr(torch, job.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too, so that a slip in them is seen
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    shape = (job.batch, job.seq + 1)
+    return model, [torch.randint(0, job.config.vocab, shape) for _ in range(job.steps)]
+
+
+def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it.
+
+    Args:
+        logits_BSV: Scores.
+        tokens_BT: Windows of S + 1 tokens.
+    """
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.miniature import Miniature
-from lablib.launch.composition import ADAMW, mean_loss
+from lablib.launch.composition_result import ADAMW, mean_loss
 from lablib.launch.composition_tensors import by_mesh, whole
 from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.stages import Stage, split_stages

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.calc.miniature import Miniature
-from lablib.launch.composition import ADAMW, mean_loss
+from lablib.launch.composition_result import ADAMW, mean_loss
 from lablib.toys.collective_names import all_gather
 from lablib.toys.ddp import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, split_stages

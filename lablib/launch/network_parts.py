@@ -6,21 +6,18 @@ Chapter: book/10_communication.md
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from lablib.calc.network_ddp_rows import VARIANTS
 from lablib.calc.network_placement import LAYOUTS
+from lablib.calc.network_rows import Settings
 from lablib.launch.network_clock import Sample
 from lablib.launch.network_ddp import Step, alone_samples, ddp_samples
 from lablib.launch.network_link import all_reduces, exchanges
 from lablib.launch.network_placement import Layout, placement_samples
 from lablib.toys.collectives import node_groups
 from lablib.toys.transformer import tiny_config
-
-if TYPE_CHECKING:
-    from lablib.launch.network_study import Settings
 
 RANKS_PER_HOST = 2
 
