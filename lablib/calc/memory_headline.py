@@ -28,8 +28,8 @@ from lablib.calc.pairwise import Pair, pairs_of
 #: calculators on the cases of the first, by `rung memory-peers --write`.
 TABLE = Path(__file__).resolve().parents[2] / "book" / "data" / "memory_table.json"
 HELD_OUT = TABLE.with_name("memory_held_out.json")
-#: Earlier draws as they were when the calculator was mended because of them, with what it had predicted then.
-EARLIER = tuple(TABLE.with_name(f"memory_held_out_{seed}.json") for seed in (7, 11))
+#: Of each earlier draw the worst peak, as it was predicted before the calculator was corrected because of it.
+EARLIER = TABLE.with_name("memory_earlier_draws.json")
 OTHERS = TABLE.with_name("other_calculators.json")
 
 #: A number that is further off than this, as a share, has its cause written down.
@@ -172,11 +172,11 @@ class StepMoment:
         return sum(self.kinds.values())
 
 
-def read_table(path: Path = TABLE) -> dict[str, Any]:
+def read_table(path: Path = TABLE) -> Any:
     """Return a committed file: the table has "versions", "bounds" and "rows".
 
     Args:
-        path: `TABLE`, `HELD_OUT`, `OTHERS` or another.
+        path: `TABLE`, `HELD_OUT`, `EARLIER`, `OTHERS` or another.
 
     Raises:
         FileNotFoundError: If there is none.
