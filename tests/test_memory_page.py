@@ -132,7 +132,7 @@ def test_the_drawn_file_is_of_the_draw_and_no_bound_breaks() -> None:
 def test_what_earlier_draws_found_is_corrected() -> None:
     for earlier in read_table(EARLIER):
         assert earlier["seed"] != SEED
-        assert noticeable([earlier["worst"]]), "without a miss there was no reason to earlier anew"
+        assert noticeable([earlier["worst"]]), "without a miss there was no reason to draw anew"
         today = predicted_anew([earlier["worst"]])
         assert noticeable(today) == []
         assert broken(today) == []
