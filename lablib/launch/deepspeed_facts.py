@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lablib.calc.memory_cases import case_model
 from lablib.calc.memory_headline import TABLE, read_table
 from lablib.launch.experiments import write_json
-from lablib.launch.other_calculators import installed_version
+from lablib.launch.peers import installed_version
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer
 
