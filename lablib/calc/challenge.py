@@ -7,8 +7,6 @@ the ratio says how good a layout is, and says nothing about how good the predict
 
 Every case is a row of a paper, `plan_runs`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -138,11 +136,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
 
 
 def planner(case: str) -> Plan:
-    """Return the planner's layouts for a case, with nothing but the job fixed.
-
-    Args:
-        case: Name of the case.
-    """
+    """Return the planner's layouts for a case, with nothing but the job fixed."""
     return _planned(one_of("case", case, CASES))
 
 

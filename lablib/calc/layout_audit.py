@@ -94,12 +94,6 @@ def pipeline_formula(
     70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the
     least, before any activation.
 
-    Args:
-        params: ψ.
-        tp: Tensor-parallel ranks.
-        gpu: Accelerator.
-        bytes_per_param: 2 for the weights alone, 16 for the states.
-
     Raises:
         ValueError: If a number is below 1.
     """
@@ -147,10 +141,6 @@ def audited_rows(gpu: str | Accelerator = "a100", *, tokens: int = 2**22) -> lis
     """Return the usual table of layouts, each row judged, with what the framework says in its place.
 
     Sequences are 2,048 tokens, 8,192 for 405B and 1,048,576 in the last row.
-
-    Args:
-        gpu: Accelerator.
-        tokens: Tokens of a step, about: rounded to whole sequences, and at least one for every GPU.
     """
     return [_audit(example, gpu, tokens) for example in EXAMPLES]
 

@@ -6,8 +6,6 @@ whoever mends the calculator because of one of them draws anew, with another see
 
     for case in held_out():
         print(case.name)
-
-Chapter: book/memory_calculator.md
 """
 
 from __future__ import annotations

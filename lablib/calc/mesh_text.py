@@ -1,7 +1,4 @@
-"""A mesh as text and as SVG: one row a node, one cell a rank, a label of its coordinates.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""A mesh as text and as SVG: one row a node, one cell a rank, a label of its coordinates."""
 
 from __future__ import annotations
 
@@ -16,12 +13,7 @@ def _axes(mesh: Mesh) -> list[str]:
 
 
 def label(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates along the axes that have any: "t1 d0 p3".
-
-    Args:
-        mesh: The mesh.
-        rank: The rank.
-    """
+    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
     at = mesh.coordinates(rank)
     return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
 
@@ -48,12 +40,7 @@ def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
 
 
 def group_line(mesh: Mesh, axis: str) -> str:
-    """Return one sentence on an axis's groups: how many, the first, and whether they leave a node.
-
-    Args:
-        mesh: The mesh.
-        axis: The axis.
-    """
+    """Return one sentence on an axis's groups: how many, the first, and whether they leave a node."""
     size, first = mesh.size(axis), mesh.group(0, axis)
     listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
     where = (

@@ -10,8 +10,6 @@ One class covers the common families, because they differ in few ways:
 | gemma2, gemma3 | rotary | grouped queries, gemma3 with norms on q and k | gated, tied output | 4 RMSNorm |
 | mixtral, qwen3-moe | rotary | grouped queries | experts behind a router | 2 RMSNorm |
 | deepseek-v3 | rotary | latent (MLA) | shared and routed experts, first layers dense | 2 RMSNorm |
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

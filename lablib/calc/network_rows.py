@@ -12,8 +12,6 @@ of one repetition each, taken from the slowest rank. Here they become rows. A sa
     "placement"   rate, layout, bytes_across (leaving a host in a step, counted by the ranks)
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -102,9 +100,6 @@ def payload(card_bytes: float) -> float:
     """Return about how many bytes of data a throttled card has sent: without headers, but with acknowledgements.
 
     A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
-
-    Args:
-        card_bytes: As the card counts.
     """
     return tcp_bandwidth(card_bytes)
 
@@ -184,11 +179,7 @@ class Cluster:
 
 
 def two_hosts(samples: Sequence[Sample]) -> Cluster:
-    """Return the cluster that the exchanges of a study describe.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return the cluster that the exchanges of a study describe."""
     inside, across, ring = (link_fit(samples, where).line for where in ("inside", "across", "ring"))
     links = Topology(nodes=2, ranks_per_node=2, inside=inside.bandwidth, across=across.bandwidth)
     return Cluster(links, max(0.0, across.latency), max(0.0, ring.latency))
@@ -214,11 +205,7 @@ class AllReduceRow:
 
 
 def all_reduce_rows(samples: Sequence[Sample]) -> list[AllReduceRow]:
-    """Return every algorithm at every size, predicted by the exchanges of the same study and measured.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return every algorithm at every size, predicted by the exchanges of the same study and measured."""
     cluster, rows = two_hosts(samples), []
     pairs = dict.fromkeys((s["algorithm"], s["bytes"]) for s in samples if s["part"] == "all-reduce")
     for algorithm, size in sorted(pairs):

@@ -264,15 +264,6 @@ def eleuther_parameters(
 
     2vh + hs + 8hL + 2h + 2 (1 + a_kv/a) L h² + n L h f: two tables, positions, and four norms a block whatever the
     model has.
-
-    Args:
-        hidden: h.
-        layers: L.
-        vocab: v.
-        seq: s: it takes positions to be as many as tokens.
-        width: Of an MLP, all experts together, f.
-        matrices: Of an MLP, n.
-        kv_ratio: Key and value heads for each query head.
     """
     block = 2 * (1 + kv_ratio) * hidden**2 + matrices * hidden * width
     return 2 * vocab * hidden + hidden * seq + 8 * hidden * layers + 2 * hidden + layers * block
@@ -327,12 +318,6 @@ def korthikanti_layer(
 
     sbh (10 + 24/t + 5as/(ht)); with sequence parallelism sbh (34 + 5as/h) / t; selective recomputation leaves out the
     term in as; full recomputation keeps 2sbh. Source: Korthikanti et al. 2022, section 4 and table 2.
-
-    Args:
-        x: The letters.
-        sequence_parallel: Whether the hidden stream is split over t too.
-        scores: Whether scores are kept: neither selective recomputation nor a fused kernel.
-        full: Whether all but the block's input is computed again.
     """
     if full:
         return 2 * x.sbh

@@ -6,8 +6,6 @@ A `Fact` is printed in the paper; a `Derived` line is arithmetic on facts by thi
 choice open, the reading says which one is ours.
 
 Sources: Llama 3 (arXiv 2407.21783), section 3.3.2 and table 4; DeepSeek-V3 (arXiv 2412.19437), section 3.2 and table 1.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -72,9 +70,6 @@ class Reading:
 
     def fact(self, name: str) -> float | int | str:
         """Return a printed value.
-
-        Args:
-            name: Of the fact.
 
         Raises:
             ValueError: If the reading has no such fact.

@@ -5,8 +5,6 @@ Four ranks, eight micro-batches, a forward takes 1 and a backward 2. Under 1F1B 
 
 An action starts when its rank is free and what it needs has arrived. Communication runs beside computation;
 each direction of a link carries one message at a time.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations

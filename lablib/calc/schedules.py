@@ -14,8 +14,6 @@
 | zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations

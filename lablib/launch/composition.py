@@ -11,8 +11,6 @@ Both versions stand on the same grid of ranks, `job.mesh`. The toys get its grou
 `composition_torch`.
 
 A rank sees its replica's part of the batch. One process sees all of it. Loss, gradients and weights must be equal.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -109,12 +107,7 @@ def _train_all(job: Miniature, versions: tuple[str, ...], seed: int) -> list[Ran
 
 
 def train_alone(job: Miniature, seed: int = 0) -> RankRun:
-    """Train the miniature in this process, with the whole batch.
-
-    Args:
-        job: The miniature.
-        seed: Of weights and tokens.
-    """
+    """Train the miniature in this process, with the whole batch."""
     model, steps = model_and_tokens(job, seed)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, gradients = [], {}

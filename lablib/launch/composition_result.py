@@ -1,7 +1,4 @@
-"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 
 
 def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
-    """Return the whole model and the windows of every step, tokens_BT, the same on every rank.
-
-    Args:
-        job: The miniature.
-        seed: Of weights and tokens.
-    """
+    """Return the whole model and the windows of every step, tokens_BT, the same on every rank."""
     torch.manual_seed(seed)
     model = Transformer(job.config).to(getattr(torch, job.dtype))
     with torch.no_grad():
@@ -39,12 +31,7 @@ def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[T
 
 
 def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it.
-
-    Args:
-        logits_BSV: Scores.
-        tokens_BT: Windows of S + 1 tokens.
-    """
+    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it."""
     return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
@@ -149,11 +136,7 @@ class Composition:
         )
 
     def rows(self, rank: int = 0) -> list[tuple[str, str, AxisTraffic, AxisTraffic]]:
-        """Return (version, axis, predicted, measured) for every axis, as one rank sees it.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return (version, axis, predicted, measured) for every axis, as one rank sees it."""
         return [
             (version, axis, predicted, runs[rank].traffic[axis])
             for version, runs in self.ranks.items()
@@ -161,11 +144,7 @@ class Composition:
         ]
 
     def report(self, rank: int = 0) -> str:
-        """Return a table: distances from one process, and predicted and measured traffic of one rank.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return a table: distances from one process, and predicted and measured traffic of one rank."""
         lines = []
         for version in self.ranks:
             far = self.worst(version)
@@ -183,11 +162,6 @@ def by_axis(log: CommLog, mesh: Mesh, rank: int) -> tuple[dict[str, AxisTraffic]
     """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis.
 
     Receives are left out: they send nothing. A message in a group of one rank is none.
-
-    Args:
-        log: What a rank recorded.
-        mesh: Where it is.
-        rank: Its number.
     """
     names = {tuple(mesh.group(rank, axis)): axis for axis in mesh.order if mesh.size(axis) > 1}
     calls: dict[str, Counter[str]] = defaultdict(Counter)
