@@ -141,15 +141,6 @@ def format_bytes(n: float, unit: str = "GB") -> str:
     return f"{_digits(n / BYTE_UNITS[unit])} {unit}"
 
 
-def format_bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth in GB/s, per direction: "450 GB/s".
-
-    Args:
-        bytes_per_second: Bytes per second.
-    """
-    return f"{_digits(bytes_per_second / GB)} GB/s"
-
-
 def format_count(n: float) -> str:
     """Return a count with K, M, B or T: "8.03B", "124M", "512".
 
