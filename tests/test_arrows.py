@@ -130,19 +130,20 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-#: Known, and to be cured.
-CYCLES = [
-    ["lablib.calc.tape", "lablib.calc.tape_player"],
-    ["lablib.calc.tape_blocks", "lablib.calc.tape_paper", "lablib.calc.tape_tensor"],
-    ["lablib.cli.doctor", "lablib.cli.doctor_gpu", "lablib.cli.doctor_judges", "lablib.cli.doctor_labs"],
-    ["lablib.cli.memory", "lablib.cli.memory_moment"],
-]
+#: Modules that still import each other, and are to be cured.
+KNOWN = {
+    f"lablib.{name}"
+    for name in (
+        "calc.tape", "calc.tape_player", "calc.tape_blocks", "calc.tape_paper", "calc.tape_tensor",
+        "cli.doctor", "cli.doctor_gpu", "cli.doctor_judges", "cli.doctor_labs", "cli.memory", "cli.memory_moment",
+    )
+}  # fmt: skip
 
 
 def test_no_modules_import_each_other():
     graph = imports(LABLIB)
     assert len(graph) > 100
-    assert [group for group in cycles(graph) if group not in CYCLES] == []
+    assert [group for group in cycles(graph) if not KNOWN.issuperset(group)] == []
 
 
 def test_every_kind_of_cycle_is_seen(tmp_path):
