@@ -151,12 +151,6 @@ def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8
 
 
-def test_the_reserve_is_an_option() -> None:
-    data = json.loads(rung(*FITS, "--reserve", "10 GiB", "--json")[1])
-    assert data["budget"] == 70 * 2**30
-    assert data["reserve"] == 10 * 2**30
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [

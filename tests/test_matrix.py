@@ -121,10 +121,3 @@ def test_pins_that_a_torch_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch,
     left = tool.pins({"torch", "setuptools"}).splitlines()
     assert not any(line.startswith(("torch==", "setuptools==")) for line in left)
     assert any(line.startswith("torchao==") for line in left)
-
-
-def test_a_python_is_found_by_its_version() -> None:
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = tool.find_python(here)
-    assert found
-    assert tool.find_python("3.2") is None

@@ -199,31 +199,6 @@ def test_what_was_given_may_not_divide_a_node(how, fewest) -> None:
     assert found.memory == forwards(found.at)
 
 
-def test_the_number_that_was_given_is_asked_too() -> None:
-    have = setup("gpt2-xl", gpu="h100", gpus=6, zero=3, tp=1, cp=1, pp=1)
-    tight = replace(have, card=card(have.memory), reserve=0)
-    assert have.having(dp=4).memory > have.memory
-    found = fewest_gpus(tight)
-    assert (found.value, found.memory, found.beyond) == (6, have.memory, 4)
-
-
-def test_no_number_is_said_with_what_was_tried() -> None:
-    how = {"gpu": "h100", "seq": 2**24, "recompute": "full"}
-    found = fewest_gpus("llama-3.1-8b", **how)
-    assert found.value == 0
-    assert "up to 131,072 GPUs, tp within a node, cp up to 8, pp up to 16" in found.trade
-    assert setup("llama-3.1-8b", gpus=512, tp=8, sequence_parallel=True, cp=64, zero=3, **how).fits
-    assert fewest_gpus("llama-3.1-8b", cp=64, **how).value <= 512
-
-
-def test_a_node_of_any_size_is_searched_at_once() -> None:
-    how = {"gpu": "h100", "gpus": 8, "seq": 8192}
-    wide, node = (cheapest_change("llama-3-8b", gpus_per_node=n, **how) for n in (10**9, 8))
-    assert [one.settings for one in wide] == [one.settings for one in node]
-    widths = [option["tp"] for option in knobs(setup("llama-3-8b", gpus_per_node=10**9, **how))["tp"]]
-    assert widths == [2, 4, 8]
-
-
 def test_the_last_length_that_cp_divides_is_ended_by_the_positions() -> None:
     found = longest_sequence("gpt2", gpu="h100", cp=7, seq=700)
     assert (found.value, found.beyond) == (1022, None)

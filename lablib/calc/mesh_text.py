@@ -1,11 +1,8 @@
-"""A mesh as text and as SVG: one row a node, one cell a rank, a label of its coordinates."""
+"""A mesh as text: one row a node, one cell a rank, a label of its coordinates."""
 
 from __future__ import annotations
 
 from lablib.calc.mesh import Mesh
-
-#: Cells that a drawing may have; more cannot be read.
-MOST = 1024
 
 
 def _axes(mesh: Mesh) -> list[str]:

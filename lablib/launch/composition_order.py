@@ -69,12 +69,3 @@ def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
     return [Outcome(name, CASES[name].order, *found[name], CASES[name].mend) for name in chosen]
-
-
-def table(outcomes: list[Outcome]) -> list[tuple[str, str, str, str]]:
-    """Return rows of text for a page: order, verdict, what was seen, mend.
-
-    Args:
-        outcomes: From `try_orders`.
-    """
-    return [(" -> ".join(one.order), one.verdict, one.seen, one.mend) for one in outcomes]
