@@ -39,7 +39,7 @@ def test_some_orders_are_refused(seen: dict[str, Outcome]) -> None:
     assert {name for name, one in seen.items() if one.verdict == "refused"} == set(REFUSED)
     for name, text in REFUSED.items():
         assert re.search(text, seen[name].seen)
-        assert seen[name].mend
+        assert seen[name].fix
 
 
 def test_a_plan_that_finds_nothing_only_warns(seen: dict[str, Outcome]) -> None:

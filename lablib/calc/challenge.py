@@ -158,7 +158,7 @@ def _layout(fields: Mapping[str, int | str]) -> Layout:
 def _too_large(
     case: Case, layout: Layout, memory: dict[str, int], total: int, capacity: int, term: str
 ) -> str:
-    mends = {
+    fixes = {
         "activations": "recompute them, split them with tp or cp, or take smaller micro-batches",
         "recomputed_layer": "split it with tp or cp, or take smaller micro-batches",
         "optimizer": "shard them over dp with zero=1, or split the model further with tp or pp",
@@ -169,7 +169,7 @@ def _too_large(
     }
     return (
         f"It needs {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
-        f"{term.replace('_', ' ')}, {memory[term] / 1e9:.1f} GB: {mends[term]}."
+        f"{term.replace('_', ' ')}, {memory[term] / 1e9:.1f} GB: {fixes[term]}."
     )
 
 

@@ -203,8 +203,8 @@ def mesh(
     if gpus is not None and found.ranks != gpus:
         factors = " x ".join(f"{axis}={given[axis]}" for axis in AXES if given[axis] > 1) or "all axes 1"
         rest = found.ranks // dp
-        mend = (
+        hint = (
             f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
         )
-        raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{mend}")
+        raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
     return found

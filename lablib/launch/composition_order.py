@@ -34,7 +34,7 @@ class Outcome:
         seen: What was seen: the first line of the error, or the numbers as a sentence.
         numbers: The numbers behind the sentence.
         warned: How many different warnings PyTorch gave.
-        mend: What to do.
+        fix: What to do.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Outcome:
     seen: str
     numbers: dict[str, float] = field(default_factory=dict)
     warned: int = 0
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
@@ -68,4 +68,4 @@ def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
-    return [Outcome(name, CASES[name].order, *found[name], CASES[name].mend) for name in chosen]
+    return [Outcome(name, CASES[name].order, *found[name], CASES[name].fix) for name in chosen]

@@ -35,12 +35,12 @@ class Case:
     Attributes:
         order: What is applied, in this order.
         run: Does it; gets the bench, returns verdict, sentence and numbers.
-        mend: What to do.
+        fix: What to do.
     """
 
     order: tuple[str, ...]
     run: Callable[[Bench], tuple[str, str, dict[str, float]]]
-    mend: str = ""
+    fix: str = ""
 
 
 def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:
