@@ -12,14 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lablib.calc.memory import training_memory
-from lablib.calc.memory_fit import (
-    cheapest_change,
-    fewest_gpus,
-    largest_micro_batch,
-    longest_sequence,
-    setup,
-)
-from lablib.calc.memory_fit_setup import size
+from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_sequence
+from lablib.calc.memory_fit_changes import cheapest_change
+from lablib.calc.memory_fit_setup import setup, size
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.cli.fit import OWN, SHOWN, command, fit
 from lablib.cli.main import app
@@ -60,7 +55,7 @@ def test_a_run_that_does_not_fit_says_what_makes_it_fit() -> None:
     assert "8,192 tokens a sequence (the model's longest: --seq was not given)" in flat
     for change in changes:
         assert f"{change.kind}: {change}, " in flat
-        assert all(" ".join(text.split()) in flat for text in change.traded)
+        assert " ".join(change.trade.split()) in flat
     assert f"With the first of these, {size(changes[0].budget - changes[0].memory)} are left." in out
     assert f"Largest micro-batch: {largest_micro_batch(changes[0].at).value}" in out
     assert f"Fewest GPUs: {fewest_gpus(have).value}" in out
@@ -74,7 +69,7 @@ def test_the_short_answer_has_the_first_of_each_kind() -> None:
         assert flat.count(f" {kind}: ") == min(kinds.count(kind), SHOWN.get(kind, 1))
     assert str(changes[0]) in flat
     assert "--all prints the other changes" in flat
-    assert len(out.splitlines()) < 64 < len(rung(*RUN, "--all")[1].splitlines())
+    assert len(out.splitlines()) < len(rung(*RUN, "--all")[1].splitlines())
     assert "--all" not in rung(*FITS)[1] + rung(*RUN, "--all")[1]
 
 
@@ -154,12 +149,6 @@ def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     assert all(cli[name].default is None for name in cli if name not in OWN)
     data = json.loads(rung(*RUN, "--tp", "8", "--json")[1])
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8
-
-
-def test_the_reserve_is_an_option() -> None:
-    data = json.loads(rung(*FITS, "--reserve", "10 GiB", "--json")[1])
-    assert data["budget"] == 70 * 2**30
-    assert data["reserve"] == 10 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,20 @@ from lablib.calc.hardware import ACCELERATORS, accelerator
 from lablib.calc.links import LINKS
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_fit import (
-    Setup,
     _last,
-    cheapest_change,
     fewest_gpus,
     largest_micro_batch,
+    layouts,
     longest_sequence,
-    setup,
 )
-from lablib.calc.memory_fit_changes import SAME, SLOW, TIE, knobs
-from lablib.calc.memory_fit_cost import least_states, predicted_seconds, step_seconds
-from lablib.calc.memory_fit_gpus import layouts
-from lablib.calc.memory_fit_setup import counted, size
-from lablib.calc.memory_fit_traffic import context_bytes, data_bytes, host_bytes, pipeline_bytes, tensor_bytes
+from lablib.calc.memory_fit_changes import SAME, SLOW, TIE, cheapest_change, knobs
+from lablib.calc.memory_fit_cost import host_bytes, least_states, predicted_seconds, step_seconds
+from lablib.calc.memory_fit_setup import Setup, setup, size
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.calc.offload import CPU_ADAM_BYTES
-from lablib.calc.parallelism import data_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from lablib.calc.plan import RESERVE, plan
-from lablib.calc.plan_search import divisors
 from lablib.calc.recipes import recipe_names
 
 TINY = ModelConfig(
@@ -111,7 +105,6 @@ def test_the_largest_micro_batch_and_the_longest_sequence_round_trip() -> None:
                 assert found.beyond == found.value + grain
                 beyond = have.having(**{name: found.beyond})
                 assert found.memory_beyond == forwards(beyond) > found.budget, seed
-            assert counted(have) in found.traded[-1]
 
 
 def test_more_sequences_and_tokens_never_need_less() -> None:
@@ -184,7 +177,7 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
             does = [n for n in numbers if any(forwards(one) <= have.budget for one in layouts(have, n))]
             assert (found.value if 0 < found.value < 28 else None) == min(does, default=None), (given, share)
             if not found.value:
-                assert "no number of GPUs is enough" in found.traded[0]
+                assert "no number of GPUs is enough" in found.trade
                 continue
             assert found.memory == forwards(found.at) <= have.budget
             assert found.at.gpus == found.value
@@ -206,47 +199,10 @@ def test_what_was_given_may_not_divide_a_node(how, fewest) -> None:
     assert found.memory == forwards(found.at)
 
 
-def test_the_number_that_was_given_is_asked_too() -> None:
-    have = setup("gpt2-xl", gpu="h100", gpus=6, zero=3, tp=1, cp=1, pp=1)
-    tight = replace(have, card=card(have.memory), reserve=0)
-    assert have.having(dp=4).memory > have.memory
-    found = fewest_gpus(tight)
-    assert (found.value, found.memory, found.beyond) == (6, have.memory, 4)
-
-
-def test_no_number_is_said_with_what_was_tried() -> None:
-    how = {"gpu": "h100", "seq": 2**24, "recompute": "full"}
-    found = fewest_gpus("llama-3.1-8b", **how)
-    assert found.value == 0
-    assert "up to 131,072 GPUs, tp within a node, cp up to 8, pp up to 16" in found.traded[0]
-    assert setup("llama-3.1-8b", gpus=512, tp=8, sequence_parallel=True, cp=64, zero=3, **how).fits
-    assert fewest_gpus("llama-3.1-8b", cp=64, **how).value <= 512
-
-
-def test_the_layout_says_that_it_splits_sequences() -> None:
-    found = fewest_gpus("llama-3-8b", gpu="a10", seq=1024, recompute="full")
-    run = found.at.run
-    assert ("sequence_parallel=True" in found.traded[0]) == run.sequence_parallel == (run.tp > 1) is True
-
-
-def test_expert_parallelism_takes_its_ranks_from_the_gpus() -> None:
-    have = setup("mixtral-8x7b", gpu="h200", gpus=16, tp=2, ep=8)
-    assert (have.run.dp, have.run.ep) == (8, 8)
-    assert "ep" in have.given
-
-
-def test_a_node_of_any_size_is_searched_at_once() -> None:
-    how = {"gpu": "h100", "gpus": 8, "seq": 8192}
-    wide, node = (cheapest_change("llama-3-8b", gpus_per_node=n, **how) for n in (10**9, 8))
-    assert [one.settings for one in wide] == [one.settings for one in node]
-    widths = [option["tp"] for option in knobs(setup("llama-3-8b", gpus_per_node=10**9, **how))["tp"]]
-    assert widths == [2, 4, 8]
-
-
 def test_the_last_length_that_cp_divides_is_ended_by_the_positions() -> None:
     found = longest_sequence("gpt2", gpu="h100", cp=7, seq=700)
     assert (found.value, found.beyond) == (1022, None)
-    assert "the 1,024 learned positions of gpt2 end it" in found.traded[1]
+    assert "the 1,024 learned positions of gpt2 end it" in found.trade
 
 
 def test_more_replicas_never_need_more() -> None:
@@ -265,19 +221,6 @@ def test_more_replicas_never_need_more() -> None:
         assert at[1] <= at[0], (seed, ep, few, many)
 
 
-def test_layouts_are_those_that_the_module_names() -> None:
-    have = setup(TINY, gpu="h100", gpus=8, seq=64)
-    shapes = {(s.run.tp, s.run.cp, s.run.pp, s.run.dp) for s in layouts(have, 16)}
-    expected = {
-        (tp, cp, pp, 16 // (tp * cp * pp))
-        for tp, cp, pp in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4))
-        if 16 % (tp * cp * pp) == 0 and TINY.num_kv_heads % tp == 0
-    }
-    assert shapes == expected
-    assert all((s.run.zero == 0) == (s.run.dp * s.run.cp == 1) for s in layouts(have, 16))
-    assert {s.run.tp for s in layouts(setup(TINY, gpu="h100", tp=2, seq=64), 16)} == {2}
-
-
 def test_fewer_gpus_than_states_need_is_never_an_answer() -> None:
     found = fewest_gpus("llama-3-70b", gpu="h100", seq=8192)
     states = count_params(preset("llama-3-70b")).total * 16
@@ -289,7 +232,7 @@ def test_fewer_gpus_than_states_need_is_never_an_answer() -> None:
     assert fewest_gpus("llama-3.1-70b", gpu="h100", recompute="full").value < 64
     none = fewest_gpus("llama-3.1-70b", gpu="h100", tp=1, cp=1, seq=131072)
     assert (none.value, none.at, none.beyond) == (0, None, None)
-    assert none.traded[0].startswith("no number of GPUs is enough")
+    assert none.trade.startswith("no number of GPUs is enough")
 
 
 SETUPS = [
@@ -314,32 +257,18 @@ def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
         assert change.memory == forwards(after) <= change.budget
         assert after.gpus == have.gpus
         for name, value in change.settings.items():
-            got = {"gpu": after.card, "step": after.step}.get(name) or getattr(after.run, name)
-            assert value == got or ACCELERATORS.get(value) == got or value == getattr(got, "name", None)
-        assert change.traded[0].startswith(("a GPU needs", "the same"))
-        assert size(change.memory) in change.traded[0]
+            got = after.step if name == "step" else getattr(after.run, name)
+            assert value in (got, getattr(got, "name", None))
+        assert size(change.memory) in change.trade
         assert change.seconds == predicted_seconds(after)
-        if change.kind != "other hardware" and "seq" not in change.settings:
+        if "seq" not in change.settings:
             assert after.sequences == have.sequences
             assert after.run.seq == have.run.seq
         if change.kind == SAME:
             kept = ("model", "recipe", "optimizer", "tuning", "seq", "offload", "kernels")
             assert all(getattr(after.run, name) == getattr(have.run, name) for name in kept)
-            # A change less does not do: none is there for nothing.
-            for name in change.settings.keys() - {"sequence_parallel"}:
-                assert (
-                    len(change.settings) == 1
-                    or any(
-                        getattr(after.run, name) != getattr(have.run, name)
-                        for name in [name]
-                        if name != "step"
-                    )
-                    or name == "step"
-                )
     kinds = [change.kind for change in changes]
-    assert kinds == sorted(
-        kinds, key=["same training", "CPU memory", "other numbers", "other training", "other hardware"].index
-    )
+    assert kinds == sorted(kinds, key=[SAME, "CPU memory", "other training"].index)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
@@ -370,8 +299,6 @@ def test_no_cheaper_change_was_passed_over(number) -> None:
     found = [change for change in cheapest_change(have) if change.kind == SAME]
     fastest = min(seconds for seconds, _ in fitting)
     assert fastest <= found[0].seconds <= TIE * fastest
-    tied = [names for seconds, names in fitting if seconds <= TIE * fastest]
-    assert found[0].count == min(len(names) for names in tied)
     for one, other in combinations(found, 2):
         assert not one.settings.keys() <= other.settings.keys()
     assert all(change.seconds <= SLOW * found[0].seconds for change in found)
@@ -387,33 +314,9 @@ def test_a_free_change_is_taken_before_one_that_costs() -> None:
     need = setup("llama-3.2-1b", gpu="h100", gradient_as_bucket_view=True, **how).memory
     found = cheapest_change("llama-3.2-1b", gpu=card(need), reserve=0, **how)
     assert {"gradient_as_bucket_view": True} in [change.settings for change in found]
-    assert (
-        "costs nothing"
-        in found[[c.settings for c in found].index({"gradient_as_bucket_view": True})].traded[1]
-    )
     plain = training_memory("gpt2", attention="fused", micro_batch=8).total
     found = cheapest_change("gpt2", gpu=card(plain), reserve=0, micro_batch=8, attention="plain")
     assert found[0].settings == {"attention": "fused"}
-
-
-def test_traffic_is_that_of_the_chapters() -> None:
-    model = preset("llama-3-8b")
-    for zero in (0, 1, 2, 3):
-        have = setup(model, gpu="h100", dp=8, zero=zero, seq=4096)
-        assert data_bytes(have) == pytest.approx(data_traffic(model, 8, stage=zero).bytes_sent)
-    more = setup(model, gpu="h100", dp=8, zero=3, seq=4096, num_microbatches=4)
-    assert data_bytes(more) == pytest.approx(4 * data_traffic(model, 8, stage=3).bytes_sent)
-    kept = setup(model, gpu="h100", dp=8, zero=2, sharding="fsdp2", seq=4096, num_microbatches=4)
-    assert data_bytes(kept) == pytest.approx(data_bytes(more) * 2 / 3)
-
-    have = setup(model, gpu="h100", tp=4, pp=2, micro_batch=2, seq=4096, num_microbatches=3)
-    tokens = 2 * 3 * 4096
-    assert tensor_bytes(have) == pytest.approx(tensor_traffic(model, 4, tokens=tokens).bytes_sent / 2)
-    assert tensor_bytes(have.having(recompute="full")) == pytest.approx(1.5 * tensor_bytes(have))
-    assert pipeline_bytes(have) == 2 * tokens * model.hidden * 2 / 4
-    # Keys and values of 1,024 values a token, gathered forward and scattered backward, half of them from the other rank.
-    have = setup(model, gpu="h100", cp=2, seq=4096)
-    assert context_bytes(have) == 32 * 2 * (2 * 4096 * 1024 * 2) / 2
 
 
 def test_offload_is_timed_by_its_link_and_by_the_cpu() -> None:
@@ -445,14 +348,6 @@ def test_the_step_is_the_planners() -> None:
         assert step_seconds(have) == pytest.approx(candidate.step)
 
 
-def test_a_setup_knows_its_factors() -> None:
-    have = setup("llama-3-8b", gpu="h100", gpus=16, tp=4, pp=2)
-    assert (have.run.dp, have.gpus, have.micro_batches) == (2, 16, 8)
-    assert setup("llama-3-8b", gpu="h100", dp=4, tp=2).gpus == 8
-    assert have.having(recompute="full").memory == forwards(have.having(recompute="full"))
-    assert have.having(step="fused").step == "fused"
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -480,9 +375,3 @@ def test_bad_input_names_every_factor(how, message) -> None:
         setup("llama-3-8b", **{"gpu": "h100", "seq": 4096} | how)
     with pytest.raises(ValueError, match="a Setup has all settings: leave out gpus"):
         longest_sequence(setup("gpt2", gpu="h100"), gpus=3)
-
-
-def test_divisors_of_a_micro_batch_are_what_is_accumulated() -> None:
-    have = setup("gpt2", gpu="t4", micro_batch=12)
-    assert [option["micro_batch"] for option in knobs(have)["micro_batch"]] == [6, 4, 3, 2, 1]
-    assert divisors(12)[-1] == 12

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from lablib.calc.choices import must_divide, plural
 from lablib.calc.links import LINKS, link_rate
 from lablib.calc.memory import run_config, training_memory
-from lablib.calc.memory_fit import cheapest_change, setup
-from lablib.calc.memory_fit_changes import SHORT, knobs
-from lablib.calc.memory_fit_proof import MEANING, unproven
+from lablib.calc.memory_fit_changes import SHORT, cheapest_change, knobs
+from lablib.calc.memory_fit_setup import MEANING, setup, unproven
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.plan_cluster import cluster

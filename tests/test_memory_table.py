@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,7 @@ from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, grid
 from lablib.calc.memory_headline import read_table
 from lablib.calc.memory_kinds import KINDS
-from lablib.calc.memory_verdict import PEAK_BOUND, Comparison, compare, predict, worst
+from lablib.calc.memory_verdict import PEAK_BOUND, compare, predict
 from lablib.calc.rank_memory import stage_tensors
 from lablib.calc.stages import layers_of_stage
 from lablib.calc.torch_versions import release
@@ -27,7 +26,6 @@ from lablib.launch.memory_table import (
     measured_row,
     predicted_anew,
     representatives,
-    save_table,
     text,
     worst_by_kind,
 )
@@ -185,28 +183,11 @@ def test_a_drawn_step_is_kept_moment_by_moment_and_kind_by_kind() -> None:
             assert abs(predicted["moments"][name] - total) <= PEAK_BOUND * total
 
 
-def test_other_moments_are_said_in_the_text() -> None:
-    row = copy.deepcopy(next(row for row in ROWS if "peak" in row["measured"]))
-    assert "predicted:" not in text([row])
-    row["predicted"]["peak_at"] = "loss"
-    row["measured"]["peak_at"] = "optimizer step"
-    assert "optimizer step (predicted: loss; kinds are compared at the measured one)" in text([row])
-
-
 def test_a_term_that_only_one_side_has_is_found() -> None:
     predicted = {"states": {"weights": 8, "variance": 8}, "saved": 100, "groups": {}}
     measured = {"states": {"weights": 8, "momentum": 8}, "saved": 100, "groups": {"mlp": 100}}
     wrong = [c.what for c in compare(predicted, measured) if not c.holds]
     assert wrong == ["states: variance", "states: momentum", "saved: mlp"]
-
-
-def test_errors_and_ratios() -> None:
-    low, high = Comparison("peak", 95, 100, 0.05, 100), Comparison("saved: mlp", 3, 0, 0.01, 100)
-    assert (low.error, low.ratio, low.holds) == (-0.05, 0.95, True)
-    assert (high.error, high.ratio, high.holds) == (0.03, float("inf"), False)
-    assert worst([low, high], "saved") is high
-    with pytest.raises(ValueError, match="nothing of kind 'time' was compared"):
-        worst([low], "time")
 
 
 def test_the_text_names_the_worst_case() -> None:
@@ -217,12 +198,6 @@ def test_the_text_names_the_worst_case() -> None:
         assert abs(number.error) == max(abs(c.error) for c in every)
         assert f"({name})" in text(ROWS)
     assert found["states"][1].error == 0
-
-
-def test_the_table_is_written_whole(tmp_path) -> None:
-    path = save_table(ROWS[:2], tmp_path / "table.json")
-    assert read_table(path)["rows"] == ROWS[:2]
-    assert json.loads(path.read_text())["bounds"] == {"states": 0.0, "saved": 0.01, "peak": 0.05}
 
 
 def test_the_command(monkeypatch) -> None:

@@ -16,7 +16,6 @@ from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallelism import context_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from lablib.calc.plan import RESERVE, plan
-from lablib.calc.plan_advice import EXAMPLES, Example, check_example, decide, state_bytes
 from lablib.calc.plan_cluster import Cluster, cluster
 from lablib.calc.plan_fit import EFFICIENCY
 from lablib.calc.plan_job import Workload
@@ -323,40 +322,3 @@ def test_a_layout_is_checked(fields: dict, message: str | None) -> None:
         return
     with pytest.raises(ValueError, match=message):
         check_layout(Layout(**fields), preset("llama-3-8b"), **job)
-
-
-def test_the_framework_with_training_bytes() -> None:
-    assert state_bytes(13e9, tp=2) == 104e9  # what an 80 GB card cannot hold
-    assert state_bytes(13e9, tp=2, dp=4, zero=1) == pytest.approx(45.5e9)
-    assert (decide(1e9, gpus=8).zero, decide(7e9, gpus=8).zero, decide(13e9, gpus=8).zero) == (0, 1, 3)
-    large = decide(405e9, gpus=1024, global_batch=256)
-    assert (large.tp, large.pp, large.dp, large.zero) == (8, 8, 16, 1) or large.tp == 8
-    assert large.pp > 1
-    assert large.micro_batches == 4 * large.pp
-    assert large.tp * large.pp * large.dp == 1024
-    assert len(large.reasons) > 5
-    assert "fits in" in large.reasons[-1]
-    assert all("more than" in reason for reason in large.reasons[:-1])
-    with pytest.raises(ValueError, match="do not fit on gpus=8"):
-        decide(405e9, gpus=8)
-    with pytest.raises(ValueError, match="at least 1 each"):
-        decide(1e9, gpus=0)
-
-
-def test_printed_tables_are_judged() -> None:
-    verdict = {(example.name, example.gpus): check_example(example) for example in EXAMPLES}
-    assert not verdict["7B", 8][0]
-    assert "112.0 GB" in verdict["7B", 8][1]
-    assert not verdict["13B", 8][0]
-    assert "104.0 GB" in verdict["13B", 8][1]
-    assert "zero=1" in verdict["13B", 8][1]
-    assert verdict["30B", 16] == (True, "60.0 GB of states a rank without ZeRO: fits on one H100 SXM")
-    assert verdict["70B", 64][0]
-    assert "35.0 GB" in verdict["70B", 64][1]
-    assert "21.9 GB" in verdict["175B", 512][1]
-    assert "43.8 GB" in verdict["175B", 256][1]
-    ok, text = verdict["70B, 1M tokens", 128]
-    assert not ok
-    assert "tp=8 x pp=4 x cp=8 = 256 ranks" in text
-    assert "cp=4" in text
-    assert not check_example(Example("1T", 1e12, 8, 8, 1))[0]

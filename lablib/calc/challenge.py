@@ -7,8 +7,6 @@ the ratio says how good a layout is, and says nothing about how good the predict
 
 Every case is a row of a paper, `plan_runs`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -138,11 +136,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
 
 
 def planner(case: str) -> Plan:
-    """Return the planner's layouts for a case, with nothing but the job fixed.
-
-    Args:
-        case: Name of the case.
-    """
+    """Return the planner's layouts for a case, with nothing but the job fixed."""
     return _planned(one_of("case", case, CASES))
 
 
@@ -164,7 +158,7 @@ def _layout(fields: Mapping[str, int | str]) -> Layout:
 def _too_large(
     case: Case, layout: Layout, memory: dict[str, int], total: int, capacity: int, term: str
 ) -> str:
-    mends = {
+    fixes = {
         "activations": "recompute them, split them with tp or cp, or take smaller micro-batches",
         "recomputed_layer": "split it with tp or cp, or take smaller micro-batches",
         "optimizer": "shard them over dp with zero=1, or split the model further with tp or pp",
@@ -175,7 +169,7 @@ def _too_large(
     }
     return (
         f"It needs {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
-        f"{term.replace('_', ' ')}, {memory[term] / 1e9:.1f} GB: {mends[term]}."
+        f"{term.replace('_', ' ')}, {memory[term] / 1e9:.1f} GB: {fixes[term]}."
     )
 
 

@@ -3,8 +3,6 @@
 The total is `training_memory` of the model as it is. Every block of one shape adds the same bytes, and so does every
 sequence of a micro-batch and every token of a sequence. So two blocks say what n blocks need, and the sizes at which a
 run stops fitting follow from a division; the tests hold them to `training_memory` at that size and at the next one.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -60,12 +58,7 @@ ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
 def role_of(term: str, memory: MemoryBreakdown) -> str:
-    """Return the role in the picture of a term of `training_memory`.
-
-    Args:
-        term: Name of the term.
-        memory: The breakdown that it belongs to.
-    """
+    """Return the role in the picture of a term of `training_memory`."""
     if term in WEIGHT_TERMS:
         return "weights"
     if term in GRADIENT_TERMS:
@@ -76,11 +69,7 @@ def role_of(term: str, memory: MemoryBreakdown) -> str:
 
 
 def by_role(memory: MemoryBreakdown) -> dict[str, int]:
-    """Return the bytes of each role; they sum to the total.
-
-    Args:
-        memory: A breakdown.
-    """
+    """Return the bytes of each role; they sum to the total."""
     found = dict.fromkeys(ROLES, 0)
     for term, size in memory.terms.items():
         found[role_of(term, memory)] += size

@@ -2,8 +2,6 @@
 
 States are `zero.state_terms`, at the 16 bytes of mixed precision with AdamW. Traffic is what one rank sends in a step,
 by collective, with 2-byte weights and gradients.
-
-Chapter: book/05_zero.md
 """
 
 from __future__ import annotations

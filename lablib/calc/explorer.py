@@ -3,8 +3,6 @@
 An explorer is a module with an `EXPLORER`. Its function takes one value for each control and returns an `Answer`. The
 directive {livecalc} calls it when the book is built, and Pyodide calls the same function in the page, so both show the
 same numbers. A control offers a finite list of values: what the page may ask is known, and every state can be tested.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -46,9 +44,6 @@ class Control:
 
     def read(self, given: object) -> Value:
         """Return the option that was meant; text is accepted for a number, since addresses and pages hold text.
-
-        Args:
-            given: A value, or its text.
 
         Raises:
             ValueError: If no option reads like this.
@@ -95,9 +90,6 @@ class Explorer:
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
         """Return a whole state: the given values, and the first ones for all else.
 
-        Args:
-            given: Values by name of the control, or their text.
-
         Raises:
             ValueError: If a control or a value does not exist.
         """
@@ -110,9 +102,6 @@ class Explorer:
 
     def answer(self, given: Mapping[str, object] | None = None) -> dict[str, object]:
         """Return the parts of a page that show a state: picture, caption, table and call, and the bare numbers.
-
-        Args:
-            given: Values by name of the control, or their text; the first ones for all else.
 
         Raises:
             ValueError: If a control or a value does not exist. Settings that contradict each other are an answer: the
@@ -133,20 +122,12 @@ class Explorer:
 
 
 def number_options(values: Iterable[int]) -> tuple[tuple[int, str], ...]:
-    """Return numbers as options, each shown with its thousands apart.
-
-    Args:
-        values: In the order of the control; a slider's grow.
-    """
+    """Return numbers as options, each shown with its thousands apart."""
     return tuple((value, f"{value:,}") for value in values)
 
 
 def model_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return models as options, each shown with its parameters.
-
-    Args:
-        names: Presets.
-    """
+    """Return models as options, each shown with its parameters."""
     return tuple((name, f"{name} ({format_count(count_params(preset(name)).total)})") for name in names)
 
 
@@ -192,10 +173,6 @@ def find_explorer(module: str) -> Explorer:
 
 def answer_json(module: str, state: str) -> str:
     """Return what `Explorer.answer` returns, from text to text: this is what the page calls.
-
-    Args:
-        module: Module of the explorer.
-        state: Values by name of the control, as JSON.
 
     Raises:
         ValueError: If the module has no explorer, or a control or a value does not exist.

@@ -5,8 +5,6 @@ pipeline and no experts. The accumulation of micro-batches is an argument of `Ac
 DeepSpeed's file describes ZeRO alone; see `lablib.calc.deepspeed` for every key's reason.
 
 Key names are those of Accelerate 1.15, `ClusterConfig` and `ParallelismConfig`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -33,9 +31,6 @@ BLOCKS = {
 
 def accelerate_config(job: ExportJob) -> dict[str, object]:
     """Return the entries of the file.
-
-    Args:
-        job: The job.
 
     Raises:
         ValueError: If Accelerate cannot run the layout; it names what it lacks.
@@ -90,9 +85,6 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
 def accelerate_yaml(job: ExportJob) -> str:
     """Return the file as text; accumulation and batch stand in its comments, since the script sets them.
 
-    Args:
-        job: The job.
-
     Raises:
         ValueError: As `accelerate_config`.
     """
@@ -115,9 +107,6 @@ def accelerate_yaml(job: ExportJob) -> str:
 
 def deepspeed_json(job: ExportJob) -> str:
     """Return DeepSpeed's configuration as text.
-
-    Args:
-        job: The job.
 
     Raises:
         ValueError: If the layout has more than data parallelism, which this file cannot say.

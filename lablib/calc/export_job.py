@@ -95,12 +95,7 @@ def export_job(
 
 
 def torchrun(job: ExportJob, script: str) -> str:
-    """Return the line that starts a job on every node; it reads MASTER_ADDR and JOB_ID from the shell.
-
-    Args:
-        job: The job.
-        script: What every rank runs, with its arguments.
-    """
+    """Return the line that starts a job on every node; it reads MASTER_ADDR and JOB_ID from the shell."""
     if job.nodes == 1:
         return f"torchrun --standalone --nproc-per-node={job.per_node} {script}"
     return (

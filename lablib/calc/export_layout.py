@@ -1,7 +1,4 @@
-"""One door to the exporters: a layout as the files of the framework that is named.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""One door to the exporters: a layout as the files of the framework that is named."""
 
 from __future__ import annotations
 

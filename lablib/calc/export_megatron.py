@@ -5,8 +5,6 @@ heads as query heads. A Llama needs an argument for each of these, or it is anot
 `--sequence-parallel` and `--use-distributed-optimizer` are off by default too, and decide whether it fits.
 
 Data and tokenizer are left to you. Names are those of megatron/training/arguments.py (core 0.12 and later).
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -20,9 +18,6 @@ SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 def megatron_arguments(job: ExportJob) -> list[str]:
     """Return the arguments, one string each: "--name" or "--name value".
-
-    Args:
-        job: The job.
 
     Raises:
         ValueError: If Megatron-LM cannot run the layout: GPipe, ZeRO 2 or 3 with a pipeline, or a family that it
@@ -45,9 +40,6 @@ def megatron_arguments(job: ExportJob) -> list[str]:
 
 def megatron_script(job: ExportJob) -> str:
     """Return a shell command: torchrun, the script, and one argument a line.
-
-    Args:
-        job: The job.
 
     Raises:
         ValueError: As `megatron_arguments`.

@@ -7,8 +7,6 @@ With a pipeline, the local batch is what one replica runs in a step, cut into mi
 micro-batch, and accumulation makes up the global batch.
 
 Option names are those of torchtitan/config/job_config.py while it read TOML (2025); later versions moved to Python.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -32,9 +30,6 @@ Table = dict[str, object]
 
 def torchtitan_config(job: ExportJob) -> dict[str, Table]:
     """Return the tables of the file.
-
-    Args:
-        job: The job.
 
     Raises:
         ValueError: If torchtitan does not ship the model, or trains in no such dtype.
@@ -86,10 +81,6 @@ def torchtitan_config(job: ExportJob) -> dict[str, Table]:
 
 def torchtitan_toml(job: ExportJob, *, path: str = "layout.toml") -> str:
     """Return the file as text, headed by the line that starts it.
-
-    Args:
-        job: The job.
-        path: Name of the file, for that line.
 
     Raises:
         ValueError: As `torchtitan_config`.

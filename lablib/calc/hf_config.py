@@ -12,14 +12,12 @@ What changes the model in a way that is not counted is refused: cross-attention,
 head. What changes no size is passed over: rotary scaling, sliding windows (`flops` counts full attention), softcaps,
 activation functions, dtypes, `quantization_config` (how a checkpoint is stored; the recipe says how it is trained),
 and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave out too.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
 
 from lablib.calc.hf_fields import MOST_LAYERS, REQUIRED, Fields, load, shown
-from lablib.calc.models import ModelConfig
+from lablib.calc.model_config import ModelConfig
 
 
 def _gpt2(f: Fields) -> dict:
@@ -207,12 +205,8 @@ _GEMMA3_TEXT = {
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 
 
-def read_config(source: object, *, name: str | None = None) -> ModelConfig:
+def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
     """Return the ModelConfig of a Hugging Face configuration; see `lablib.calc.models.from_hf`.
-
-    Args:
-        source: The configuration as a dictionary, or the path of a config.json or of the folder that holds it.
-        name: How to call it.
 
     Raises:
         ValueError: If the architecture is unknown, or a field is missing or strange; it names the field.

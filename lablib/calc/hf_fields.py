@@ -1,8 +1,6 @@
 """The fields of one `config.json`, read one by one; every complaint names the field.
 
 JSON is not typed, so a number may come as text, as null, as 4096.0 or as true. None of these is taken for a size.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -30,22 +28,11 @@ class Fields:
         self.fields, self.where, self.defaults = fields, where, defaults or {}
 
     def error(self, field: str, problem: str) -> ValueError:
-        """Return the error that says what is wrong with a field.
-
-        Args:
-            field: Its name.
-            problem: The rest of the sentence.
-        """
+        """Return the error that says what is wrong with a field."""
         return ValueError(f"{self.where}: {field} {problem}")
 
     def whole(self, *names: str, default: object = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
         """Return the whole number under the first of these names that is there; null counts as missing.
-
-        Args:
-            *names: The field, and other names of it.
-            default: What a missing field means; without it that is an error.
-            least: The smallest number that can be.
-            most: The largest.
 
         Raises:
             ValueError: If it is missing or no such number, or two names of it disagree.
@@ -71,10 +58,6 @@ class Fields:
     def needed(self, name: str, *, null: bool) -> None:
         """Refuse a field that is missing, or one that is null, where only the other of the two means something.
 
-        Args:
-            name: The field.
-            null: Whether null means something and missing does not, or the other way round.
-
         Raises:
             ValueError: If it is what means nothing.
         """
@@ -85,10 +68,6 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a field that is true or false; only a missing one means the default.
-
-        Args:
-            name: The field.
-            default: What a missing field means.
 
         Raises:
             ValueError: If it is anything else.
@@ -116,12 +95,6 @@ class Fields:
     def divides(self, name: str, value: int, of: str, size: int) -> None:
         """Refuse a number that does not divide another one.
 
-        Args:
-            name: The field that divides.
-            value: Its number.
-            of: The field that is divided.
-            size: Its number.
-
         Raises:
             ValueError: If it does not.
         """
@@ -131,12 +104,6 @@ class Fields:
     def at_most(self, name: str, value: int, of: str, size: int) -> None:
         """Refuse a number that is larger than another one.
 
-        Args:
-            name: The smaller field.
-            value: Its number.
-            of: The larger field.
-            size: Its number.
-
         Raises:
             ValueError: If it is not the smaller one.
         """
@@ -145,20 +112,13 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """Return a value as Python writes it, cut short.
-
-    Args:
-        value: Anything that JSON can hold.
-    """
+    """Return a value as Python writes it, cut short."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def load(source: object) -> dict:
     """Return the fields of a file.
-
-    Args:
-        source: Path of a config.json, or of the folder that holds it.
 
     Raises:
         ValueError: If it cannot be read, is not JSON, or holds anything but an object.

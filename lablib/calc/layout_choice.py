@@ -17,8 +17,6 @@ The first family that fits is not always taken: it must also be fast. One that t
 
 Guides ask question 2 last or not at all, and ask in question 1 whether the weights fit. That is where their tables
 go wrong; see `layout_audit`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ PATIENCE = 0.05  # of the best step: what simplicity may cost; the planner's own
 
 
 def family(layout: Layout) -> str:
-    """Return the family of a layout: the last axis of the questions that it needs.
-
-    Args:
-        layout: Any layout.
-    """
+    """Return the family of a layout: the last axis of the questions that it needs."""
     if layout.cp > 1:
         return FAMILIES[4]
     if layout.pp > 1:

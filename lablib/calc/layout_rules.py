@@ -10,8 +10,6 @@ Each function returns rows to print, and computes them from `schedule_sim`, `pla
 
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for the 4; Narayanan et al. 2021
 (arXiv 2104.04473), section 3, for the other two.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from lablib.calc.comm import ring_all_reduce_bytes
 from lablib.calc.mesh import mesh
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan_cluster import Cluster
-from lablib.calc.plan_fit import EFFICIENCY, predict
+from lablib.calc.plan_fit import EFFICIENCY
 from lablib.calc.plan_layout import Layout
-from lablib.calc.plan_runs import RUNS
 from lablib.calc.plan_time import seconds
 from lablib.calc.plan_work import layer_work
 from lablib.calc.run_config import resolve_model
@@ -66,11 +63,6 @@ def microbatch_rule(p: int, per_stage: Sequence[int] = (1, 2, 4, 8), v: int = 1)
     """Return the bubble for so many micro-batches a stage: with 4 it is (p-1)/(4p), below a quarter for any p.
 
     Where it fails: with v chunks, 4/v for a stage do as well. Llama 3 runs 16 stages on 16 micro-batches.
-
-    Args:
-        p: Stages.
-        per_stage: Micro-batches over p.
-        v: Chunks; more than 1 means the interleaved schedule.
     """
     name = "interleaved" if v > 1 else "1f1b"
     rows = []
@@ -84,11 +76,6 @@ def microbatch_rule(p: int, per_stage: Sequence[int] = (1, 2, 4, 8), v: int = 1)
 def enough_microbatches(p: int, *, most: float = 0.25, v: int = 1) -> int:
     """Return the least m with (p-1)/(v m) at most `most`; interleaved, the least multiple of p.
 
-    Args:
-        p: Stages.
-        most: Idle over ideal time.
-        v: Chunks.
-
     Raises:
         ValueError: If a number is out of range.
     """
@@ -96,22 +83,6 @@ def enough_microbatches(p: int, *, most: float = 0.25, v: int = 1) -> int:
         raise ValueError(f"p={p} and v={v} must be at least 1, and most={most} above 0")
     m = max(1, math.ceil((p - 1) / (most * v) - 1e-9))  # 0.1 is a little more than a tenth
     return m if v == 1 else -(-m // p) * p
-
-
-def published_microbatches() -> list[Bubble]:
-    """Return what published pipelines ran with: micro-batches, chunks and the bubble that follows.
-
-    Chunks and micro-batches that a paper does not print are the planner's. None of the rows needs the rule to have
-    a bubble below a quarter, once its chunks count.
-    """
-    found = []
-    for run in RUNS:
-        if run.pp > 1:
-            layout = predict(run).layout
-            m, v = layout.num_microbatches(run.global_batch), layout.virtual_stages
-            ratio = (run.pp - 1) / (v * m)
-            found.append(Bubble(run.name, run.pp, m, v, ratio, ratio))
-    return found
 
 
 @dataclass(frozen=True)
@@ -153,13 +124,6 @@ def tensor_rule(
 
     Where it fails: on nodes of one GPU there is no inside; in a domain of 72 GPUs tp=16 is inside. And "inside" is no
     promise of cheap: without NVLink the share at tp=8 can be above what it is across nodes with.
-
-    Args:
-        model: ModelConfig or preset.
-        machine: The cluster.
-        tps: Degrees; those that do not divide the heads are left out, and KV heads count as copied beyond their number.
-        micro_batch: Sequences.
-        seq: Tokens of a sequence.
 
     Raises:
         ValueError: If no degree divides the heads.

@@ -16,8 +16,6 @@ good as synchronous training with 500 times less communication. That factor coun
 and fp32 changes of the weights the bytes fall by half of H.
 
 Papers: Stich 2018 (arXiv 1805.09767), abstract; Douillard et al. 2023 (arXiv 2311.08105), abstract.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -74,11 +74,7 @@ def combination(text: str) -> Combination:
 
 
 def read_runs(path: Path = RUNS) -> dict[str, dict[str, Any]]:
-    """Return the runs by combination; none where nothing was run.
-
-    Args:
-        path: Of the file.
-    """
+    """Return the runs by combination; none where nothing was run."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 

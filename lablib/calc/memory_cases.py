@@ -2,8 +2,6 @@
 
 A case is one value of each factor. Which cases are tried is chosen by `lablib.calc.pairwise`: every pair of values
 that can occur together does so at least once.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

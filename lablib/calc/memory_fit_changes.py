@@ -1,46 +1,39 @@
 """The cheapest changes that make a run fit: settings tried alone and together, in the order of the predicted step.
 
-Every change keeps the GPUs and the sequences of a step. Five kinds, the first one preferred:
+Every change keeps the GPUs and the sequences of a step. Three kinds:
 
 - "same training": the same updates, computed on another GPU, later or again: zero, recompute, micro_batch, tp, cp, pp,
-  fused attention, gradients in DDP's buckets, the fused optimizer; up to three together, or four where three are not enough;
+  fused attention, gradients in DDP's buckets, the fused optimizer; up to three together;
 - "CPU memory": states offloaded, if the node has the memory for them, which nothing here knows;
-- "other numbers": moments in 8 bits, or no master copy;
-- "other training": 8,192 tokens a sequence where the model's longest was only assumed, LoRA, QLoRA, the longest that fits;
-- "other hardware": the smallest card of the table on which the run fits as it is.
+- "other training": 8-bit moments, no master copy, LoRA, QLoRA, shorter sequences.
 
-The middle three come alone if that is enough, else with up to three changes of the first kind (two for a timeline).
+The last two come alone if that is enough, else with up to three changes of the first kind (two for a timeline), and only
+if they are faster than the first.
 
-The cost of a change is the predicted time of a step (`memory_fit_cost`). Combinations are asked in its order, so the
-first that fits is the cheapest. Steps within 5 percent are a tie, which the planner cannot tell apart: there the
-combination with fewer changes wins, and one that only adds to it is left out. Of the first kind those that take more than
-twice the fastest are left out, and any other kind that is not faster than the first.
-
-Chapter: book/07_3d_parallelism.md
+The cost of a change is the predicted time of a step (`memory_fit_cost`). Steps within 5 percent are a tie, which the
+planner cannot tell apart: there the combination with fewer changes comes first, and one that only adds to it is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
 from itertools import combinations, product
 from math import gcd
 
-from lablib.calc.hardware import ACCELERATORS
-from lablib.calc.memory_fit import longest_sequence
-from lablib.calc.memory_fit_cost import least_states, predicted_seconds
-from lablib.calc.memory_fit_proof import unproven
-from lablib.calc.memory_fit_setup import Setup
-from lablib.calc.memory_fit_trade import trades
+from lablib.calc.choices import plural
+from lablib.calc.memory import training_memory
+from lablib.calc.memory_fit import CONTEXT, MOST_STAGES, longest_sequence
+from lablib.calc.memory_fit_cost import least_states, predicted_seconds, rank_params
+from lablib.calc.memory_fit_setup import Model, Setup, as_setup, size, unproven
 from lablib.calc.plan_search import divisors
 from lablib.calc.run_config import OFFLOADS, RECOMPUTE
 
 SHORT = 8192  # tokens of a sequence, where none were asked for and the model was made for more
-SAME, CPU, NUMBERS = "same training", "CPU memory", "other numbers"
-OTHER, HARDWARE = "other training", "other hardware"
-TIE, SLOW = 1.05, 2.0  # of the fastest step: what is as fast, and what is too slow to be told
+SAME, CPU, OTHER = "same training", "CPU memory", "other training"
+TIE, SLOW = 1.05, 2.0  # times the fastest step: as fast, and too slow to be told
 MOST = 4  # answers of the first kind
-CONTEXT, MOST_STAGES, MOST_DIVISORS = (2, 4, 8), 16, 12
+MOST_DIVISORS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +41,14 @@ class Change:
     """Settings that make a run fit.
 
     Attributes:
-        kind: "same training", "CPU memory", "other numbers", "other training" or "other hardware".
+        kind: "same training", "CPU memory" or "other training".
         settings: What to set, by name.
         memory: Bytes that a GPU needs then.
         budget: Bytes that it may use.
-        seconds: Predicted seconds of a step; None where the planner knows no link of the card.
+        seconds: Predicted seconds of a step; None where the planner knows no link of the GPU.
         slower: That over the predicted step as given, could it run, less 1; None as above.
         at: The setup with the change.
-        traded: What it saves and what it pays, in sentences with computed numbers.
+        trade: What it saves and what it pays, in one sentence with computed numbers.
     """
 
     kind: str
@@ -65,12 +58,7 @@ class Change:
     seconds: float | None
     slower: float | None
     at: Setup = field(repr=False)
-    traded: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        """How many changes these are; sequence parallelism comes with tp."""
-        return len(self.settings.keys() - {"sequence_parallel"})
+    trade: str
 
     @property
     def unproven(self) -> tuple[str, ...]:
@@ -81,69 +69,56 @@ class Change:
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
 
 
-def cheapest_change(have: Setup) -> list[Change]:
+def cheapest_change(model: Model, **settings: object) -> list[Change]:
     """Return changes that make a run fit, kind by kind and the cheapest first; nothing if it fits as it is.
 
     Args:
-        have: The setup.
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
+        **settings: Arguments of `memory_fit_setup.setup`.
     """
+    have = as_setup(model, settings)
     if have.fits:
         return []
     found = _same(have)
-    fastest = min((one.seconds or 0 for one in found), default=float("inf"))
+    fastest = min((one.seconds or 0 for one in found), default=math.inf)
     for kind, ways in _ways(have).items():
         changes = [change for way in ways if (change := _with_way(have, kind, way))]
-        changes = _ordered(changes)[:1] if kind == CPU else changes
+        if kind == CPU:
+            changes = sorted(changes, key=lambda one: _rank(one.seconds, len(one.settings)))[:1]
         found += [one for one in changes if TIE * (one.seconds or 0) < fastest]
-    return [*found, *_shorter(have), *_larger_card(have)]
-
-
-Names = frozenset[str]
-
-
-def _same(have: Setup) -> list[Change]:
-    """The answers of the first kind: up to `MOST`, none of them another one with more changes."""
-    for sizes in ((1, 2, 3), (4,)):
-        found: dict[Names, Change] = {}
-        for seconds, names, settings, candidate in _combinations(have, sizes):
-            slowest = max((one.seconds or 0 for one in found.values()), default=0)
-            if len(found) >= MOST and (seconds or 0) > TIE * slowest:
-                break
-            if any(known <= names for known in found) or not candidate.fits:
-                continue
-            for known in [known for known in found if names < known]:
-                if (seconds or 0) <= TIE * (found[known].seconds or 0):
-                    del found[known]
-            found[names] = _change(SAME, settings, have, candidate, seconds)
-        if found:
-            ordered = _ordered(list(found.values()))
-            limit = SLOW * (ordered[0].seconds or 0)
-            return [one for one in ordered if (one.seconds or 0) <= limit][:MOST]
-    return []
-
-
-def _ordered(changes: list[Change]) -> list[Change]:
-    """Sort by time; of those that tie with the fastest left, the one with the fewest changes comes first."""
-    left, found = list(changes), []
-    while left:
-        fastest = min(one.seconds or 0 for one in left)
-        tied = [one for one in left if (one.seconds or 0) <= TIE * fastest]
-        found.append(min(tied, key=lambda one: (one.count, one.seconds or 0)))
-        left.remove(found[-1])
+    longest = longest_sequence(have)
+    if longest.at is not None:
+        found.append(_change(OTHER, {"seq": longest.value}, have, longest.at))
     return found
 
 
+def _rank(seconds: float | None, count: int) -> tuple[int, int, float]:
+    """Sort by time in steps of 5 percent, then by the number of changes; without times by that alone."""
+    return (round(math.log(seconds, TIE)), count, seconds) if seconds else (0, count, 0.0)
+
+
+def _same(have: Setup) -> list[Change]:
+    """The first kind: up to `MOST` answers, none of them another one with more changes."""
+    found: dict[frozenset[str], Change] = {}
+    for names, settings, candidate in _combinations(have, (1, 2, 3)):
+        if not any(known <= names for known in found) and candidate.fits:
+            found[names] = _change(SAME, settings, have, candidate)
+        if len(found) == MOST:
+            break
+    fastest = next((one.seconds or 0 for one in found.values()), 0)
+    return [one for one in found.values() if (one.seconds or 0) <= SLOW * fastest]
+
+
 def _ways(have: Setup) -> dict[str, list[dict[str, object]]]:
-    """What may be done otherwise where the same training does not fit, by kind."""
+    """What may be done where the same training does not fit, by kind."""
     run = have.run
     eight_bit = len(run.optimizer.moments) == 2 and not run.optimizer.quantized
+    offloads = OFFLOADS[OFFLOADS.index(run.offload) + 1 :] if have.card.host else ()
     return {
-        CPU: []
-        if have.card.host is None
-        else [{"offload": kind} for kind in OFFLOADS[OFFLOADS.index(run.offload) + 1 :]],
-        NUMBERS: [{"optimizer": "adamw-8bit"}] * eight_bit
-        + [{"recipe": "pure-bf16"}] * bool(run.recipe.master or run.recipe.weights == 4),
-        OTHER: [{"seq": SHORT}] * ("seq" not in have.given and run.seq > SHORT)
+        CPU: [{"offload": kind} for kind in offloads],
+        OTHER: [{"optimizer": "adamw-8bit"}] * eight_bit
+        + [{"recipe": "pure-bf16"}] * bool(run.recipe.master or run.recipe.weights == 4)
+        + [{"seq": SHORT}] * ("seq" not in have.given and run.seq > SHORT)
         + [{"tuning": "lora"}, {"tuning": "qlora"}] * (run.tuning == "full"),
     }
 
@@ -154,35 +129,18 @@ def _with_way(have: Setup, kind: str, way: dict[str, object]) -> Change | None:
     if other is None:
         return None
     if other.fits:
-        return _change(kind, way, have, other, predicted_seconds(other))
+        return _change(kind, way, have, other)
     for count in (1, 2, 3) if have.run.kernels == "paper" else (1, 2):
-        for seconds, _, settings, candidate in _combinations(other, (count,)):
+        for _, settings, candidate in _combinations(other, (count,)):
             if candidate.fits:
-                return _change(kind, way | settings, have, candidate, seconds)
+                return _change(kind, way | settings, have, candidate)
     return None
-
-
-def _shorter(have: Setup) -> Iterator[Change]:
-    found = longest_sequence(have)
-    if found.at is not None:
-        yield _change(OTHER, {"seq": found.value}, have, found.at, predicted_seconds(found.at))
-
-
-def _larger_card(have: Setup) -> Iterator[Change]:
-    """The smallest card of the table that has bf16 if this one has, a link, and the memory."""
-    cards = sorted(ACCELERATORS.items(), key=lambda item: (item[1].memory_bytes, item[0]))
-    for name, card in cards:
-        other = replace(have, card=card)
-        alike = {"bf16"} & set(have.card.flops) <= set(card.flops) and (card.scale_up or card.host)
-        if alike and other.fits:
-            yield _change(HARDWARE, {"gpu": name}, have, other, predicted_seconds(other))
-            return
 
 
 def _combinations(
     have: Setup, sizes: tuple[int, ...]
-) -> list[tuple[float | None, Names, dict[str, object], Setup]]:
-    """Return (seconds, names, settings, setup) of all that can be and may fit, in the order of their predicted time."""
+) -> list[tuple[frozenset[str], dict[str, object], Setup]]:
+    """Return (names, settings, setup) of all that can be and may fit, the cheapest first."""
     values = knobs(have)
     found = []
     for count in sizes:
@@ -191,17 +149,12 @@ def _combinations(
                 settings = {key: value for part in chosen for key, value in part.items()}
                 other = _having(have, settings)
                 if other is not None and least_states(other) <= have.budget:
-                    found.append((predicted_seconds(other), frozenset(names), settings, other))
-    # Without predicted times the fewest changes come first; the sort keeps the order of what is equal.
-    return sorted(found, key=lambda one: (one[0] or 0, len(one[1])))
+                    found.append((_rank(predicted_seconds(other), count), frozenset(names), settings, other))
+    return [one[1:] for one in sorted(found, key=lambda one: one[0])]
 
 
 def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
-    """Return what can be set otherwise without another training: for each name its settings, mildest first.
-
-    Args:
-        have: The setup.
-    """
+    """Return what can be set otherwise without another training: for each name its settings, mildest first."""
     run = have.run
     layers, most = run.model.num_layers, gcd(have.gpus_per_node, run.model.num_kv_heads)  # tp divides both
     one_process = run.kernels != "paper"  # the other two count no tensor or context parallelism
@@ -253,10 +206,8 @@ def _having(have: Setup, settings: dict[str, object]) -> Setup | None:
         return None  # something does not divide
 
 
-def _change(
-    kind: str, settings: dict[str, object], have: Setup, other: Setup, seconds: float | None
-) -> Change:
-    before = predicted_seconds(have)
+def _change(kind: str, settings: dict[str, object], have: Setup, other: Setup) -> Change:
+    before, seconds = predicted_seconds(have), predicted_seconds(other)
     return Change(
         kind=kind,
         settings=settings,
@@ -265,5 +216,30 @@ def _change(
         seconds=seconds,
         slower=None if seconds is None or before is None else seconds / before - 1,
         at=other,
-        traded=trades(have, other),
+        trade=_trade(have, other),
     )
+
+
+def _trade(before: Setup, after: Setup) -> str:
+    """What a GPU needs before and after, by group of terms, and what is no longer the same training."""
+    old, new = (training_memory(**have.settings()) for have in (before, after))
+    groups = [
+        f"{name} {size(getattr(old, name))} -> {size(getattr(new, name))}"
+        for name in ("states", "activations")
+        if size(getattr(old, name)) != size(getattr(new, name))
+    ]
+    text = f"a GPU needs {size(after.memory)} in place of {size(before.memory)}"
+    text += f" ({', '.join(groups)})" if groups else ""
+    run, was = after.run, before.run
+    if run.offload != was.offload:
+        text += f"; {size(new.host)} a GPU live in CPU memory"
+    if run.tuning != was.tuning:
+        every, trained = rank_params(run)
+        text += f"; {run.tuning} trains {trained / every:.2%} of the parameters"
+    if run.optimizer != was.optimizer:
+        text += f"; {run.optimizer.name}: {run.optimizer.summary}"
+    if run.recipe != was.recipe:
+        text += f"; {run.recipe.name}: {run.recipe.summary}"
+    if run.seq != was.seq:
+        text += f"; sequences of {plural(run.seq, 'token')}, {1 - run.seq / was.seq:.0%} shorter"
+    return text

@@ -3,8 +3,6 @@
 The step is the planner's: `plan_time` with the constants of `plan_fit`, for the same sequences in every step. What the
 planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
 host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS
 from lablib.calc.links import LINKS
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_fit_setup import Setup
-from lablib.calc.memory_fit_traffic import host_bytes, rank_params
 from lablib.calc.models import ModelConfig
 from lablib.calc.offload import CPU_ADAM_BYTES
 from lablib.calc.plan_cluster import Cluster, cluster
@@ -27,20 +24,58 @@ from lablib.calc.plan_time import step_time
 from lablib.calc.rank_memory import weights_are_sharded
 from lablib.calc.recipes import Recipe
 from lablib.calc.run_config import RunConfig
+from lablib.calc.tensors import embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.zero import state_terms
+
+
+def rank_params(run: RunConfig) -> tuple[float, float]:
+    """Return (all, trained) parameters of a rank, the mean over pipeline stages."""
+    every, adapters = _model_params(run.model, run.tp, run.ep, run.lora_rank, run.lora_targets)
+    return every / run.pp, (every if run.tuning == "full" else adapters) / run.pp
+
+
+@lru_cache(maxsize=256)
+def _model_params(model: ModelConfig, tp: int, ep: int, lora_rank: int, lora_targets: str) -> tuple[int, int]:
+    """(All parameters, those of adapters) of a rank that has all layers."""
+    dense = model.num_dense_layers if model.is_moe else model.num_layers
+    parts = [(embedding_tensors(model) + head_tensors(model), 1)]
+    for first, layers in ((0, dense), (dense, model.num_layers - dense)):  # two kinds of block at most
+        parts += [(layer_tensors(model, first), layers)] if layers else []
+    every = sum(times * tensor.local_params(tp, ep) for part, times in parts for tensor in part)
+    adapters = sum(
+        times * tensor.adapter_params(lora_rank, tp, ep)
+        for part, times in parts
+        for tensor in part
+        if tensor.is_adapted and lora_targets in ("all", tensor.component)
+    )
+    return every, adapters
+
+
+def host_bytes(have: Setup) -> float:
+    """Return the bytes that cross between a rank's card and the CPU in a step, both ways together.
+
+    Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
+    backward; offloaded gradients go down in every micro-batch.
+    """
+    run, m = have.run, have.micro_batches
+    every, trained = rank_params(run)
+    ranks = run.dp * run.cp
+    own = trained / (ranks if run.zero else 1)
+    stored = every / (ranks if run.zero == 3 else 1)
+    down, up = run.recipe.gradients * own, run.recipe.weights * own
+    return {
+        "none": 0.0,
+        "optimizer": down + up,
+        "gradients": m * down + up,
+        "parameters": m * (down + 2 * run.recipe.weights * stored),
+    }[run.offload]
 
 
 def host_seconds(have: Setup) -> float:
     """Return the seconds that offload adds to a step if nothing hides them: the link, and AdamW on the CPU.
 
     The CPU's memory is taken to serve one rank at the rate of its host link, which is about what a node's channels give
-    each of its GPUs.
-
-    Args:
-        have: The setup.
-
-    Raises:
-        ValueError: If something is offloaded and the card has no host link in the table.
+    each of its GPUs. ValueError if something is offloaded and the GPU has no host link in the table.
     """
     run = have.run
     if run.offload == "none":
@@ -54,11 +89,8 @@ def host_seconds(have: Setup) -> float:
 def step_seconds(have: Setup) -> float:
     """Return the predicted seconds of a step of `have.sequences` sequences.
 
-    Args:
-        have: The setup.
-
     Raises:
-        ValueError: If the card has no link in the table and none was given, or the layers are cut in a way that the
+        ValueError: If the GPU has no link in the table and none was given, or the layers are cut in a way that the
             planner does not know.
     """
     run = have.run
@@ -73,11 +105,7 @@ def step_seconds(have: Setup) -> float:
 
 
 def predicted_seconds(have: Setup) -> float | None:
-    """Return `step_seconds`, or None where the planner has no answer.
-
-    Args:
-        have: The setup.
-    """
+    """Return `step_seconds`, or None where the planner has no answer."""
     try:
         return step_seconds(have)
     except ValueError:
@@ -111,9 +139,6 @@ def least_states(have: Setup) -> int:
 
     Where a timeline would be walked through, what forward keeps is added, which costs little to ask: it is all there
     when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
-
-    Args:
-        have: The setup.
     """
     run = have.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)

@@ -1,16 +1,14 @@
-"""A training run on a number of one card, and the one question that is asked of it forwards: how many bytes a rank needs.
+"""A training run on N GPUs of one type, and how many bytes a rank of it needs.
 
     have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
     have.memory, have.budget, have.fits
 
-Which number is compared with the card depends on whose kernels are counted:
+Which number is compared with a GPU's memory depends on whose implementation is counted:
 
 - kernels="paper": the total of `training_memory`, every term at its full size;
 - kernels="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
 
-The budget is the card's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
-
-Chapter: book/01_why_distributed.md
+The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
 """
 
 from __future__ import annotations
@@ -90,16 +88,12 @@ class Setup:
         return {field.name: getattr(self.run, field.name) for field in fields(self.run)}
 
     def having(self, **changes: object) -> Setup:
-        """Return the setup with other settings of its run.
-
-        Args:
-            **changes: Arguments of `training_memory`, or `step`.
-
-        Raises:
-            ValueError: As `training_memory`.
-        """
+        """Return the setup with other arguments of `training_memory`, or another `step`."""
         step = changes.pop("step", self.step)
         return replace(self, run=replace(self.run, **changes), step=step)
+
+
+Model = ModelConfig | str | PathLike | Setup
 
 
 def setup(
@@ -170,24 +164,42 @@ def setup(
     return found
 
 
-def counted(have: Setup) -> str:
-    """Return in words which number of the calculator is compared with the card.
+def as_setup(model: Model, settings: dict[str, object]) -> Setup:
+    """Return the Setup that was given, or make one."""
+    if not isinstance(model, Setup):
+        return setup(model, **settings)
+    if settings:
+        raise ValueError(f"a Setup has all settings: leave out {', '.join(settings)}")
+    return model
 
-    Args:
-        have: The setup.
-    """
+
+def counted(have: Setup) -> str:
+    """Return in words which number of the calculator is compared with the GPU's memory."""
     if have.run.kernels == "paper":
         return "the total of training_memory: every term at its full size"
     return f"the peak of memory_timeline, {have.step} optimizer step"
 
 
 def size(n: float) -> str:
-    """Return bytes as text in GB, 1e9 bytes, or in MB below half of one, as all sentences of these answers write them.
-
-    Args:
-        n: Bytes.
-    """
+    """Return bytes as text in GB, 1e9 bytes, or in MB below half of one."""
     return format_bytes(n, "GB" if n >= GB / 2 or n == 0 else "MB")
+
+
+MEANING = "unproven: no configuration of the memory table has it, so nothing that PyTorch counted stands beside the formula."
+
+
+def unproven(run: RunConfig) -> tuple[str, ...]:
+    """Return the settings of a run that no configuration of the memory table has; `rung fit` marks them."""
+    named = {
+        run.optimizer.name: run.optimizer.quantized,
+        "qlora": run.tuning == "qlora",
+        "offload": run.offload != "none",
+        "flat ZeRO": run.zero > 0 and run.sharding == "flat" and run.dp * run.cp > 1,
+        "cp": run.cp > 1,
+        "ep": run.ep > 1,
+        "interleaved": run.schedule == "interleaved",
+    }
+    return tuple(name for name, so in named.items() if so)
 
 
 @lru_cache(maxsize=2**14)

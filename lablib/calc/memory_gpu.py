@@ -48,31 +48,18 @@ NAMED = tuple(
 
 
 def on_one_gpu(case: Case) -> bool:
-    """Return whether a case is a job of one GPU with kernels that exist there.
-
-    Args:
-        case: Of the memory grid.
-    """
+    """Return whether a case is a job of one GPU with kernels that exist there."""
     return case.kernels != "paper" and case.sharding == "none" and case.dp == case.tp == case.pp == 1
 
 
 @cache
 def predicted_peak(case: Case) -> int:
-    """Return the bytes that the calculator says about a case on a GPU, where autograd adds gradients in place.
-
-    Args:
-        case: The case.
-    """
+    """Return the bytes that the calculator says about a case on a GPU, where autograd adds gradients in place."""
     return memory_timeline(step=case.step, **case.settings()).peak_bytes
 
 
 def gpu_cases(memory_bytes: int, reserve: int = RESERVE) -> list[Case]:
-    """Return the configurations that should fit on one GPU, the smallest first.
-
-    Args:
-        memory_bytes: Of the GPU.
-        reserve: Kept free for CUDA and for what the allocator cannot use.
-    """
+    """Return the configurations that should fit on one GPU, the smallest first."""
     cases = dict.fromkeys(case for case in (*NAMED, *grid(), *held_out()) if on_one_gpu(case))
     return sorted((c for c in cases if predicted_peak(c) + reserve <= memory_bytes), key=predicted_peak)
 
@@ -139,20 +126,12 @@ class GpuRow:
 
 
 def gpu_rows(samples: Iterable[Mapping[str, Any]]) -> list[GpuRow]:
-    """Return the rows of a record.
-
-    Args:
-        samples: Of the record.
-    """
+    """Return the rows of a record."""
     return [GpuRow(sample) for sample in samples]
 
 
 def gpu_table(rows: Sequence[GpuRow]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of the table: what was measured, and in a last line each what failed.
-
-    Args:
-        rows: Of a record.
-    """
+    """Return heads and cells of the table: what was measured, and in a last line each what failed."""
     heads = ["configuration", "predicted", "asked for", "ratio", "rounding", "cached", "cuBLAS", "outside"]
     cells = []
     for row in rows:
@@ -166,11 +145,6 @@ def gpu_table(rows: Sequence[GpuRow]) -> tuple[list[str], list[list[str]]]:
 
 def gpu_summary(rows: Sequence[GpuRow], where: str, date: str) -> str:
     """Return the result in sentences, the worst configuration named.
-
-    Args:
-        rows: Of a record; at least one measured.
-        where: The hardware, in words.
-        date: Of the record.
 
     Raises:
         ValueError: If nothing was measured.
@@ -230,11 +204,7 @@ def gpu_proven(record: Any) -> str:
 
 
 def gpu_text(rows: Sequence[GpuRow]) -> str:
-    """Return the table as aligned text.
-
-    Args:
-        rows: Of a record, or just measured.
-    """
+    """Return the table as aligned text."""
     heads, cells = gpu_table(rows)
     width = max(len(line[0]) for line in [heads, *cells])
     lines = [

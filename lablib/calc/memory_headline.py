@@ -6,8 +6,6 @@
 
 The worst case is chosen here and nowhere else, and no page types it. Whoever makes a number worse than `NOTICEABLE`
 has to say why in `CAUSES`.
-
-Chapter: book/memory_calculator.md
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from lablib.calc.pairwise import Pair, pairs_of
 #: calculators on the cases of the first, by `rung memory-peers --write`.
 TABLE = Path(__file__).resolve().parents[2] / "book" / "data" / "memory_table.json"
 HELD_OUT = TABLE.with_name("memory_held_out.json")
-#: Earlier draws as they were when the calculator was mended because of them, with what it had predicted then.
-EARLIER = tuple(TABLE.with_name(f"memory_held_out_{seed}.json") for seed in (7, 11))
-OTHERS = TABLE.with_name("memory_peers.json")
+#: Of each earlier draw the worst peak, as it was predicted before the calculator was corrected because of it.
+EARLIER = TABLE.with_name("memory_earlier_draws.json")
+OTHERS = TABLE.with_name("other_calculators.json")
 
 #: A number that is further off than this, as a share, has its cause written down.
 NOTICEABLE = 0.001
@@ -172,11 +170,11 @@ class StepMoment:
         return sum(self.kinds.values())
 
 
-def read_table(path: Path = TABLE) -> dict[str, Any]:
+def read_table(path: Path = TABLE) -> Any:
     """Return a committed file: the table has "versions", "bounds" and "rows".
 
     Args:
-        path: `TABLE`, `HELD_OUT`, `OTHERS` or another.
+        path: `TABLE`, `HELD_OUT`, `EARLIER`, `OTHERS` or another.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -186,9 +184,6 @@ def read_table(path: Path = TABLE) -> dict[str, Any]:
 
 def headline(rows: Iterable[Mapping[str, Any]]) -> Headline:
     """Return how wrong the calculator is.
-
-    Args:
-        rows: Of the table.
 
     Raises:
         ValueError: If there are no rows, or none with a peak.
@@ -215,10 +210,6 @@ def noticeable(rows: Iterable[Mapping[str, Any]], least: float = NOTICEABLE) -> 
     """Return every sum that is off by more than a little, the worst first: of states, of what is saved, of the peak.
 
     The parts of a sum can be off against each other; `Headline.saved_term` and `Headline.peak_term` are their worst.
-
-    Args:
-        rows: Of the table.
-        least: Share from which on a number counts.
     """
     judged = [Judged(row) for row in rows]
     found = [
@@ -232,9 +223,6 @@ def step_moments(row: Mapping[str, Any]) -> list[StepMoment]:
 
     A tracker cannot tell the reduction of the last gradients from the backward pass before it, so a moment that it does
     not name is folded into the one before: the fuller of the two was what it saw.
-
-    Args:
-        row: Of the table.
 
     Raises:
         ValueError: If the moments of this row were not kept.
@@ -253,11 +241,7 @@ def step_moments(row: Mapping[str, Any]) -> list[StepMoment]:
 
 
 def pairs_shown(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many pairs of values of two factors occur together in some configuration.
-
-    Args:
-        rows: Of the table.
-    """
+    """Return how many pairs of values of two factors occur together in some configuration."""
     shown: set[Pair] = set()
     for row in rows:
         shown |= pairs_of(row["case"])

@@ -1,13 +1,11 @@
-"""Configurations that nobody chose: drawn at random, outside of the grid on which the calculator was mended.
+"""Configurations that nobody chose: drawn at random, outside of the grid on which the calculator was corrected.
 
 Every miss of the grid was looked at until its cause was found, so the grid says how well the causes are understood.
 What a configuration of yours will meet is better told by some that were never looked at. They are drawn by a seed;
-whoever mends the calculator because of one of them draws anew, with another seed.
+whoever corrects the calculator because of one of them draws anew, with another seed.
 
     for case in held_out():
         print(case.name)
-
-Chapter: book/memory_calculator.md
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ The trackers (`torch.distributed._tools`, MemTracker and FSDPMemTracker) label a
 running then: forward makes activations, backward makes temporaries, the optimizer makes optimizer states. Hooks
 relabel a few: a gradient once a parameter has it, FSDP2's buffers once a collective gets them. The calculator names
 what a tensor is for. Here is which label that is, and why where the two words differ.
-
-Chapter: book/01_why_distributed.md. Source: torch/distributed/_tools/mem_tracker.py and fsdp2_mem_tracker.py.
 """
 
 from __future__ import annotations

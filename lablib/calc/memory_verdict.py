@@ -8,8 +8,6 @@
 | the peak by kind of memory (`lablib.calc.memory_kinds`) | 5 percent of the whole peak |
 
 The measurements are those of `lablib.launch.memory_oracles`; here is arithmetic alone.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses 
 
 Here dp counts replicas beside ep: the ranks that average the gradients of what is not an expert are dp times ep (and
 times cp, whose ranks hold the same weights), `groups("dp", "ep", "cp")`; a routed expert's are `groups("dp", "cp")`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -80,9 +78,6 @@ class Mesh:
     def size(self, axis: str) -> int:
         """Return the ranks along an axis.
 
-        Args:
-            axis: One of the order.
-
         Raises:
             ValueError: If there is no such axis.
         """
@@ -103,10 +98,6 @@ class Mesh:
     def rank(self, coordinates: Mapping[str, int] | None = None, /, **more: int) -> int:
         """Return the rank at these coordinates; an axis that is not given counts as 0.
 
-        Args:
-            coordinates: Position along axes.
-            **more: The same as keywords.
-
         Raises:
             ValueError: If an axis is unknown or a position is not on it.
         """
@@ -118,10 +109,6 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """Return the ranks that differ from this one along these axes only, itself included, in order.
-
-        Args:
-            rank: One of the group.
-            *axes: At least one.
 
         Raises:
             ValueError: If an axis or the rank does not exist.
@@ -137,9 +124,6 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return every process group along these axes; each rank is in exactly one.
-
-        Args:
-            *axes: At least one; with several a group spans them all.
 
         Raises:
             ValueError: If an axis does not exist, or none is named.
@@ -163,11 +147,7 @@ class Mesh:
         return rank // self.gpus_per_node
 
     def nodes_of(self, group: Sequence[int]) -> list[int]:
-        """Return the nodes that a group touches, in order.
-
-        Args:
-            group: Its ranks.
-        """
+        """Return the nodes that a group touches, in order."""
         return sorted({self.node(rank) for rank in group})
 
     def crossing(self, *axes: str) -> list[list[int]]:
@@ -223,8 +203,8 @@ def mesh(
     if gpus is not None and found.ranks != gpus:
         factors = " x ".join(f"{axis}={given[axis]}" for axis in AXES if given[axis] > 1) or "all axes 1"
         rest = found.ranks // dp
-        mend = (
+        hint = (
             f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
         )
-        raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{mend}")
+        raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
     return found

@@ -14,8 +14,6 @@ that come back through q, k, v (and gate, up) one by one, where the toy adds the
 where the toy computes the loss from the split ones.
 
 `lablib.launch.composition` runs a miniature and counts.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

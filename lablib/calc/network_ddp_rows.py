@@ -8,8 +8,6 @@ every rank sends, the link carries one rank's. So the link's bandwidth is the ri
 
 T_1 is a step without communication on one rank while the other ranks take theirs: on a cluster every rank has its own
 processor, and here they share one machine's, with or without a network.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -77,11 +75,7 @@ class SavingsRow:
 
 
 def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
-    """Return DDP's step at every rate of the study, the widest link first.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return DDP's step at every rate of the study, the widest link first."""
     steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
     rows = []
     for rate in dict.fromkeys(s["rate"] for s in steps):
@@ -104,11 +98,7 @@ def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
 
 
 def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
-    """Return every variant at the rate where the study compares them; "buckets" comes first.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return every variant at the rate where the study compares them; "buckets" comes first."""
     steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in VARIANTS]
     rate = next(s["rate"] for s in steps if s["variant"] != "buckets")
     found = {}

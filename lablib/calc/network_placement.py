@@ -9,8 +9,6 @@ Four ranks, two hosts of two. Two axes of two ranks each, and one of them must c
     dp over all           gradients             a ring of 4                                  1.5·G
 
 G are the bytes of all gradients, B the sequences of all ranks together, h the width, L the blocks.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -90,11 +88,7 @@ def layout_bytes(
 
 
 def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
-    """Return every layout of the study at the throttled rate, fewest bytes first: that is the predicted order.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return every layout of the study at the throttled rate, fewest bytes first: that is the predicted order."""
     steps = [s for s in samples if s["part"] == "placement"]
     rate = next(s["rate"] for s in steps if s["rate"] is not None)
     rows = []

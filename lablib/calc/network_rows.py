@@ -12,8 +12,6 @@ of one repetition each, taken from the slowest rank. Here they become rows. A sa
     "placement"   rate, layout, bytes_across (leaving a host in a step, counted by the ranks)
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -30,6 +28,47 @@ from lablib.calc.topology import Topology, tcp_bandwidth
 from lablib.calc.units import parse_bandwidth
 
 Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the study measures; sizes are such that a sample is short.
+
+    Attributes:
+        link_rate: The link for exchanges and all-reduces.
+        link_sizes: Bytes of the exchanges.
+        reduce_sizes: Bytes of the all-reduces.
+        ddp_rates: Links for DDP, next to one that is not throttled.
+        savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
+        placement_rate: The link on which layouts are compared.
+        turns: Samples of each.
+        width: Of DDP's linear layers.
+        layers: How many.
+        tokens: Rows on each rank.
+        bucket_bytes: When a bucket of DDP is full.
+        micro_batches: What one accumulated step holds.
+        hidden: Width of the transformer that is placed.
+        blocks: Its layers.
+        seq: Tokens in a sequence.
+        batch: Sequences of all ranks together.
+    """
+
+    link_rate: str = "500 Mb/s"
+    link_sizes: tuple[int, ...] = (64, 4096, 2**16, 2**18, 2**19)
+    reduce_sizes: tuple[int, ...] = (2**10, 2**14, 2**17, 2**19)
+    ddp_rates: tuple[str, ...] = ("2 Gb/s", "500 Mb/s", "100 Mb/s")
+    savings_rate: str = "100 Mb/s"
+    placement_rate: str = "100 Mb/s"
+    turns: int = 3
+    width: int = 256
+    layers: int = 4
+    tokens: int = 1536
+    bucket_bytes: int = 2**18
+    micro_batches: int = 3
+    hidden: int = 64
+    blocks: int = 2
+    seq: int = 128
+    batch: int = 8
 
 
 def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
@@ -61,9 +100,6 @@ def payload(card_bytes: float) -> float:
     """Return about how many bytes of data a throttled card has sent: without headers, but with acknowledgements.
 
     A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
-
-    Args:
-        card_bytes: As the card counts.
     """
     return tcp_bandwidth(card_bytes)
 
@@ -143,11 +179,7 @@ class Cluster:
 
 
 def two_hosts(samples: Sequence[Sample]) -> Cluster:
-    """Return the cluster that the exchanges of a study describe.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return the cluster that the exchanges of a study describe."""
     inside, across, ring = (link_fit(samples, where).line for where in ("inside", "across", "ring"))
     links = Topology(nodes=2, ranks_per_node=2, inside=inside.bandwidth, across=across.bandwidth)
     return Cluster(links, max(0.0, across.latency), max(0.0, ring.latency))
@@ -173,11 +205,7 @@ class AllReduceRow:
 
 
 def all_reduce_rows(samples: Sequence[Sample]) -> list[AllReduceRow]:
-    """Return every algorithm at every size, predicted by the exchanges of the same study and measured.
-
-    Args:
-        samples: Of a study.
-    """
+    """Return every algorithm at every size, predicted by the exchanges of the same study and measured."""
     cluster, rows = two_hosts(samples), []
     pairs = dict.fromkeys((s["algorithm"], s["bytes"]) for s in samples if s["part"] == "all-reduce")
     for algorithm, size in sorted(pairs):

@@ -7,8 +7,6 @@ exponentially. A defect that needs one or two values is met; one that needs thre
 Some values exclude each other. A pair is *allowed* if some whole configuration contains it. The chooser begins each
 configuration with a pair that is still to be shown, gives every other factor the value that shows most new pairs (of
 equals the one that was used least), and goes back where a rule leaves none.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -80,12 +78,7 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def allowed_pairs(factors: Factors, rules: Sequence[Rule]) -> list[Pair]:
-    """Return the pairs that at least one whole configuration shows, in the order of the factors.
-
-    Args:
-        factors: Every factor and its values.
-        rules: What excludes what.
-    """
+    """Return the pairs that at least one whole configuration shows, in the order of the factors."""
     found: dict[Pair, bool] = {}
     for (one, ones), (other, others) in combinations(factors.items(), 2):
         for first, second in product(ones, others):
@@ -108,12 +101,6 @@ def choose(
     factors: Factors, rules: Sequence[Rule], given: Iterable[Row] = (), cheap_first: Sequence[str] = ()
 ) -> list[Row]:
     """Return configurations that together show every allowed pair, the given ones first; the same every time.
-
-    Args:
-        factors: Every factor and its values.
-        rules: What excludes what.
-        given: Configurations that are wanted in any case.
-        cheap_first: Factors whose earlier values are taken among equals, however often they were used.
 
     Raises:
         ValueError: If a given one is incomplete, has an unknown value or breaks a rule.

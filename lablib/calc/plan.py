@@ -7,8 +7,6 @@
 The layouts come from `plan_search`, their memory from `plan_memory`, their work from `plan_job` and `plan_work`, and
 the time from `plan_time` with the constants of `plan_fit`. A prediction is right to some 5 percent on the published
 runs it was fitted to, and 6 on papers it never saw (see `plan_fit.judge`): layouts closer than that are a tie.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -128,11 +126,7 @@ class Plan:
         return list(found.values())[:top]
 
     def at(self, efficiency: Efficiency) -> Plan:
-        """Return the same layouts timed with other constants; what fits does not depend on them.
-
-        Args:
-            efficiency: The fitted constants.
-        """
+        """Return the same layouts timed with other constants; what fits does not depend on them."""
         fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
         return replace(self, candidates=_timed(self.load, fitting, efficiency))
 
@@ -154,11 +148,7 @@ class Plan:
         return (flops.hardware if hardware else flops.model) / candidate.step / self.cluster.gpus / 1e12
 
     def mfu(self, candidate: Candidate) -> float:
-        """Return model FLOPs utilization, recomputation left out.
-
-        Args:
-            candidate: A layout of this plan.
-        """
+        """Return model FLOPs utilization, recomputation left out."""
         card = self.cluster.gpu
         return self.tflops(candidate) * 1e12 / card.peak("bf16" if "bf16" in card.flops else "fp16")
 
@@ -284,11 +274,7 @@ def _no_layout(load: Workload, fixed: dict[str, object]) -> str:
 
 
 def nothing_fits(result: Plan) -> str:
-    """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term.
-
-    Args:
-        result: A plan without candidates.
-    """
+    """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
     near = result.dropped[0]
     return (
         f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, is {near.excess / 1e9:.1f} GB over "

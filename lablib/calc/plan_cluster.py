@@ -7,8 +7,6 @@ By default a ring that leaves the node moves at the rate of one card, whoever el
 `rails=True` lets the r ranks that a group has in a node use their r cards together, as rings that are laid one per
 card can: never more than the link inside the node. Which of the two a run sees depends on its library and on how
 the ranks are placed; the published ZeRO-3 rows of Narayanan et al. fit the first, those of the FSDP paper the second.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -57,12 +55,7 @@ class Cluster:
         return -(-self.gpus // self.gpus_per_node)
 
     def bandwidth(self, size: int, stride: int = 1) -> float:
-        """Return the bytes per second at which a rank of a ring sends.
-
-        Args:
-            size: Ranks of the group.
-            stride: Distance of its neighbours in rank numbers.
-        """
+        """Return the bytes per second at which a rank of a ring sends."""
         # A group whose span does not divide the node straddles two nodes somewhere: tp=6 in nodes of 8.
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % (size * stride) == 0:
             return self.intra

@@ -2,8 +2,6 @@
 
 The planner gets what the paper printed besides the layout: recomputation, micro-batch, ZeRO stage, dtypes, attention.
 The Megatron papers had no context parallelism, so theirs is fixed at 1. A place counts distinct (tp, cp, pp, dp).
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ the choices that its paper does not print.
 
 What the rows cannot say: only the ZeRO-3 rows of Narayanan et al. have much communication to hide. Without that paper
 `overlap` goes to its bound of 1, where hidden communication costs all of its time, and those rows come out slow.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ class Prediction:
 
 
 def workload(run: Run) -> Workload:
-    """Return what a row trains and where.
-
-    Args:
-        run: The row.
-    """
+    """Return what a row trains and where."""
     return Workload(
         run.model,
         cluster(run.gpu, run.gpus, nic=run.nic, rails=run.rails),
@@ -83,9 +77,6 @@ def choices(run: Run) -> list[tuple[Layout, Job, float]]:
     """Return the layouts that a row may mean, each as work and with the FLOPs that its paper would count for a device.
 
     Memory is not asked: what a paper printed did fit.
-
-    Args:
-        run: The row.
     """
     load, found = workload(run), []
     for micro, chunks, again, zero in product(
@@ -116,10 +107,6 @@ def counted_flops(run: Run, recompute: str) -> float:
     """Return the FLOPs of a step as a row's paper counts them.
 
     Fused attention skips the masked half of the scores, and the half is what is counted for it.
-
-    Args:
-        run: The row.
-        recompute: What is recomputed.
     """
     causal = run.attention == "fused"
     flops = step_flops(run.model, batch=run.global_batch, seq=run.seq, recompute=recompute, causal=causal)
@@ -128,10 +115,6 @@ def counted_flops(run: Run, recompute: str) -> float:
 
 def predict(run: Run, rates: Efficiency = EFFICIENCY) -> Prediction:
     """Return the row as the planner predicts it.
-
-    Args:
-        run: The row.
-        rates: The fitted constants.
 
     Raises:
         ValueError: If no layout of the row can be.
@@ -155,9 +138,6 @@ def _best(options: list[tuple[Layout, Job, float]], rates: Efficiency) -> tuple[
 
 def fit(runs: Sequence[Run] = RUNS) -> Efficiency:
     """Return the constants that suit these rows best, by a pattern search: a step along each axis while it helps.
-
-    Args:
-        runs: Rows to fit.
 
     Raises:
         ValueError: If there are no rows.
@@ -187,9 +167,6 @@ def fit(runs: Sequence[Run] = RUNS) -> Efficiency:
 
 def judge(runs: Sequence[Run] = RUNS) -> list[Prediction]:
     """Return every row predicted by constants fitted on the rows of the other papers.
-
-    Args:
-        runs: Rows of at least two papers.
 
     Raises:
         ValueError: If all rows are of one paper.

@@ -1,7 +1,4 @@
-"""From a layout to the work of a step: pieces of `plan_work`, put together stage by stage.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""From a layout to the work of a step: pieces of `plan_work`, put together stage by stage."""
 
 from __future__ import annotations
 
@@ -47,11 +44,7 @@ class Workload:
         return self.model.family == "gpt2"
 
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
-        """Return the work of one dense layer, one layer with experts, and the head.
-
-        Args:
-            layout: The layout.
-        """
+        """Return the work of one dense layer, one layer with experts, and the head."""
         key = "work", layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.recompute
         if key not in self._cache:
             model = self.model
@@ -75,12 +68,7 @@ class Workload:
         return self._cache[key]
 
     def params(self, tp: int, ep: int) -> dict[str, tuple[int, int]]:
-        """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head.
-
-        Args:
-            tp: Tensor-parallel ranks.
-            ep: Expert-parallel ranks.
-        """
+        """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head."""
         key = "params", tp, ep
         if key not in self._cache:
             model = self.model
@@ -101,12 +89,7 @@ class Workload:
         return self._cache[key]
 
     def stages(self, pp: int, virtual_stages: int) -> list[tuple[int, int]]:
-        """Return (dense layers, layers with experts) of every stage; dense ones are the first of the model.
-
-        Args:
-            pp: Pipeline stages.
-            virtual_stages: Chunks in each.
-        """
+        """Return (dense layers, layers with experts) of every stage; dense ones are the first of the model."""
         key = "stages", pp, virtual_stages
         if key not in self._cache:
             sizes = layers_per_stage(self.model.num_layers, pp, virtual_stages)

@@ -4,8 +4,6 @@ A layout is ten numbers and names. Four multiply to the ranks: `tp · cp · pp �
 The layers go into `pp · virtual_stages` equal chunks. Where they do not, the embedding and the head count as a layer
 each: the first and the last chunk hold one layer less, as Llama 3's did, 126 + 2 over 16 stages. Where that is not
 enough either, and a stage is one chunk, the first and the last stage hold what is left: 61 layers are 3 + 14 x 4 + 2.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -59,11 +57,7 @@ class Layout:
         return self.tp, self.cp, self.pp, self.dp
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Return the micro-batches that one replica runs in a step.
-
-        Args:
-            global_batch: Sequences in a step, over all replicas.
-        """
+        """Return the micro-batches that one replica runs in a step."""
         return global_batch // (self.dp * self.micro_batch)
 
     def as_dict(self) -> dict[str, int | str]:
@@ -83,13 +77,7 @@ class Layout:
 
 
 def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int, int, int] | None:
-    """Return the layers of the first, every middle and the last chunk, or None if they cannot be cut so.
-
-    Args:
-        num_layers: Layers of the model.
-        pp: Pipeline stages.
-        virtual_stages: Chunks in each.
-    """
+    """Return the layers of the first, every middle and the last chunk, or None if they cannot be cut so."""
     chunks = pp * virtual_stages
     if num_layers % chunks == 0:
         return (num_layers // chunks,) * 3
@@ -102,11 +90,6 @@ def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int
 
 def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[int]:
     """Return the layers of each stage, all its chunks together.
-
-    Args:
-        num_layers: Layers of the model.
-        pp: Pipeline stages.
-        virtual_stages: Chunks in each.
 
     Raises:
         ValueError: If the layers cannot be cut so; it lists the stages that can be.
@@ -137,14 +120,6 @@ def check_layout(
     sequence_parallel: bool = True,
 ) -> None:
     """Raise a ValueError that names every factor unless the layout can run.
-
-    Args:
-        layout: The layout.
-        model: The model.
-        gpus: Ranks that there are.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
-        sequence_parallel: Whether norms and residuals are split over tp too.
 
     Raises:
         ValueError: If a number is out of range, or factors do not multiply or divide.
@@ -187,15 +162,7 @@ def check_layout(
 
 
 def check_split(model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool) -> None:
-    """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence.
-
-    Args:
-        model: The model.
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        seq: Tokens in a sequence.
-        sequence_parallel: Whether tp splits the sequence between the matrices too.
-    """
+    """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence."""
     widths = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn": model.ffn}
     if model.is_moe:
         widths["expert_ffn"] = model.expert_ffn

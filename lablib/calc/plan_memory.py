@@ -2,8 +2,6 @@
 
 Where the layers divide evenly this is `training_memory` with `gradient_as_bucket_view` and one unit of prefetch; a
 test holds the two together. It also takes the uneven first and last chunk of `plan_layout`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -43,22 +41,12 @@ def layout_memory(load: Workload, layout: Layout) -> dict[str, int]:
 
 
 def sampled_stages(pp: int) -> list[int]:
-    """Return the stages of which one needs most: the first two and the last, since those between need ever less.
-
-    Args:
-        pp: Pipeline stages.
-    """
+    """Return the stages of which one needs most: the first two and the last, since those between need ever less."""
     return sorted({0, min(1, pp - 1), pp - 1})
 
 
 def state_memory(load: Workload, layout: Layout, zero: int) -> list[dict[str, int]]:
-    """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`.
-
-    Args:
-        load: What is trained.
-        layout: The layout; its micro-batch and recomputation do not matter here.
-        zero: The ZeRO stage, whatever the layout's.
-    """
+    """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`."""
     sampled = sampled_stages(layout.pp)
     cuts = load.stages(layout.pp, layout.virtual_stages)
     key = "states", layout.tp, layout.ep, layout.dp, layout.cp, zero, layout.pp, *(cuts[i] for i in sampled)

@@ -11,8 +11,6 @@ A row says what its paper prints. What a paper leaves out is None, and the plann
   Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
   the card's, since the first stage keeps 68 to 75 GB of activations. With 4 the errors of these rows are 2 to 4 points
   smaller, and the worst error of all rows, each predicted without its own paper, is 26 percent in place of 24.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -87,15 +85,7 @@ class Run:
 
 
 def gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab: int = 51200) -> ModelConfig:
-    """Return a GPT of the Megatron papers: MLP of width 4h, learned positions, tied output.
-
-    Args:
-        layers: Transformer blocks.
-        hidden: Width of the stream.
-        heads: Attention heads.
-        seq: Positions.
-        vocab: Rows of the token table.
-    """
+    """Return a GPT of the Megatron papers: MLP of width 4h, learned positions, tied output."""
     shape = ModelConfig(
         name=f"gpt-{layers}x{hidden}",
         family="gpt2",

@@ -6,8 +6,6 @@ What the caller fixes is taken as it is, tp beyond a node too. GPipe runs only w
 1F1B and never less memory.
 
 More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ class Found:
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of a number, in order.
-
-    Args:
-        n: At least 1.
-    """
+    """Return the divisors of a number, in order."""
     small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
     return small + [n // i for i in reversed(small) if i * i != n]
 
@@ -69,12 +63,7 @@ def search(load: Workload, fixed: dict[str, object], capacity: float) -> Found:
 
 
 def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield every (tp, cp, pp, dp, ep) that multiplies to the devices and divides what it must.
-
-    Args:
-        load: What is trained, and where.
-        fixed: Degrees that are given.
-    """
+    """Yield every (tp, cp, pp, dp, ep) that multiplies to the devices and divides what it must."""
     model, machine = load.model, load.cluster
     for tp in _options(fixed, "tp", divisors(machine.gpus)):
         if machine.gpus % tp or (tp > machine.gpus_per_node and "tp" not in fixed):

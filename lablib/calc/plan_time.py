@@ -16,8 +16,6 @@ multiprocessors and memory bandwidth from those that compute, so hidden seconds 
 Latency is left out: bandwidth decides at these sizes.
 
 The three e, the same for every layout, model and device, are the only fitted numbers; see `plan_fit`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -83,23 +81,13 @@ class Job:
 
 
 def seconds(work: Work, rates: Efficiency) -> float:
-    """Return how long work takes if nothing overlaps.
-
-    Args:
-        work: At full rates.
-        rates: Shares of them that a run reaches.
-    """
+    """Return how long work takes if nothing overlaps."""
     bytes_moved = work.memory + work.tp + work.cp + work.ep
     return work.matmul / rates.matmul + bytes_moved / rates.bandwidth
 
 
 def step_time(job: Job, rates: Efficiency) -> dict[str, float]:
-    """Return the seconds of a step by part; they sum to the step.
-
-    Args:
-        job: The step as work.
-        rates: Shares of the full rates that a run reaches.
-    """
+    """Return the seconds of a step by part; they sum to the step."""
     send = job.send / rates.bandwidth
     longest, others, slowest = -1.0, 0.0, job.stages[0]
     for stage in job.stages:

@@ -1,7 +1,4 @@
-"""Why the winner wins: against the runner-up part by part, and against the best layout with one degree changed.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""Why the winner wins: against the runner-up part by part, and against the best layout with one degree changed."""
 
 from __future__ import annotations
 
@@ -23,9 +20,6 @@ SMALL = 0.002  # of a step: differences below are not worth a word
 
 def why(result: Plan) -> list[str]:
     """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit.
-
-    Args:
-        result: A plan with candidates.
 
     Raises:
         ValueError: If nothing fits.
@@ -53,12 +47,7 @@ def why(result: Plan) -> list[str]:
 
 
 def against(best: Candidate, other: Candidate) -> str:
-    """Return one sentence on what makes another layout slower, part by part, and what it saves.
-
-    Args:
-        best: The faster layout.
-        other: The slower one.
-    """
+    """Return one sentence on what makes another layout slower, part by part, and what it saves."""
     gaps = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
     worth = [(gap, name) for name, gap in gaps.items() if abs(gap) > SMALL * best.step]
     costs = [f"{NAMES[name]} +{gap:.3f} s" for gap, name in sorted(worth, reverse=True) if gap > 0]

@@ -20,8 +20,6 @@ Backward multiplies twice what forward does. Fused attention computes the scores
 Left out: latency, stragglers, oversubscribed switches, experts that get more tokens than others. Every copy of a token
 counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most four (arXiv 2412.19437),
 so a layout like its own is predicted far too slow here.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ The counts that `lablib.calc.params` makes of them are held to the published tot
 
 from __future__ import annotations
 
+import difflib
+
+from lablib.calc.model_config import ModelConfig
+
 
 def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_dim: int = 0) -> dict:
     """GPT-2 (Radford et al. 2019) and GPT-3 (2005.14165, table 2.1): MLP of width 4h, tied output."""
@@ -156,3 +160,16 @@ PRESETS: dict[str, dict] = {
         v_head_dim=128,
     ),
 }
+
+
+def preset(name: str) -> ModelConfig:
+    """Return a published model by name, for example "llama-3-8b"; ValueError suggests close names."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
+        raise ValueError(f"unknown model {name!r}; did you mean {', '.join(close)}?")
+    return ModelConfig(name=name, **PRESETS[name])
+
+
+def preset_names() -> list[str]:
+    """Return the names that `preset` knows, in the order of the table."""
+    return list(PRESETS)

@@ -6,8 +6,6 @@ A `Fact` is printed in the paper; a `Derived` line is arithmetic on facts by thi
 choice open, the reading says which one is ours.
 
 Sources: Llama 3 (arXiv 2407.21783), section 3.3.2 and table 4; DeepSeek-V3 (arXiv 2412.19437), section 3.2 and table 1.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from lablib.calc.choices import one_of
 from lablib.calc.mesh import Mesh, mesh
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.params import count_params
 from lablib.calc.plan_cluster import cluster
 from lablib.calc.plan_exam import WORKED_EXAMPLES
 from lablib.calc.plan_job import Workload
@@ -73,9 +70,6 @@ class Reading:
 
     def fact(self, name: str) -> float | int | str:
         """Return a printed value.
-
-        Args:
-            name: Of the fact.
 
         Raises:
             ValueError: If the reading has no such fact.
@@ -181,15 +175,6 @@ def deepseek_rate() -> dict[str, float]:
         "tflops": rate / 1e12,
         "share": rate / accelerator("h800").peak("bf16"),
     }
-
-
-def total_parameters(name: str) -> int:
-    """Return the parameters of the model as this library counts them, to hold beside the printed number.
-
-    Args:
-        name: One of `reading_names()`.
-    """
-    return count_params(preset(name)).total
 
 
 def _text(value: float | int | str) -> str:

@@ -11,8 +11,6 @@ Interleaving gives every rank v thinner stages, so filling the pipeline takes 1/
 
 GPipe: Huang et al. 2019 (arXiv 1811.06965), Figure 2c. The others: Narayanan et al. 2021 (arXiv 2104.04473),
 section 2.2, Figure 4; their 1F1B is PipeDream-Flush (arXiv 2006.09503).
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -27,10 +25,6 @@ def naive(p: int, m: int) -> Schedule:
 
     Idle over ideal time: `p - 1`. Chapter: book/04_pipeline_parallelism.md.
 
-    Args:
-        p: Ranks, one stage each.
-        m: Micro-batches.
-
     Raises:
         ValueError: If p or m is less than 1.
     """
@@ -43,11 +37,6 @@ def gpipe(p: int, m: int) -> Schedule:
     """Return GPipe: all forwards, then all backwards in the same order.
 
     Idle over ideal time `(p - 1)/m`; every stage holds m micro-batches (Huang et al. 2019, section 2.3).
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks, one stage each.
-        m: Micro-batches.
 
     Raises:
         ValueError: If p or m is less than 1.
@@ -61,11 +50,6 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     """Return 1F1B: stage i runs `p - 1 - i` forwards, then a forward and a backward in turn.
 
     Idle over ideal time `(p - 1)/m`; stage i holds `min(m, p - i)` micro-batches (Narayanan et al. 2021, Figure 4).
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks, one stage each.
-        m: Micro-batches.
 
     Raises:
         ValueError: If p or m is less than 1.
@@ -80,12 +64,6 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
     Idle over ideal time `(p - 1)/(v m)`; rank 0 holds `p (1 + (p - 1)/(p v))` stages' worth of activations
     (Narayanan et al. 2021, section 2.2.2; Korthikanti et al. 2022, section 4.2.3). With v = 1 it is 1F1B.
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks.
-        m: Micro-batches, a multiple of p.
-        v: Stages on every rank.
 
     Raises:
         ValueError: If p, m or v is less than 1, or p does not divide m.

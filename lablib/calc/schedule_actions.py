@@ -12,8 +12,6 @@ The Zero Bubble paper (Qi et al. 2023, arXiv 2401.10241) writes B for what is I 
 
 The order is all that a schedule says. When an action starts, and so who idles, follows from the times:
 `lablib.calc.schedule_sim`.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -178,10 +176,6 @@ def parse_schedule(rows: str | Sequence[str | Iterable[str]], name: str = "sched
 
 def from_steps(ranks: Sequence[Sequence[Step]], name: str = "schedule") -> Schedule:
     """Return the schedule of these steps: the placement and the micro-batches follow from them.
-
-    Args:
-        ranks: Steps of each rank.
-        name: What to call it.
 
     Raises:
         ValueError: If there is no action, fewer than micro-batches, or a stage is missing or on two ranks.

@@ -5,8 +5,6 @@ backward in the very slot in which the stage behind it is still at its forward. 
 
     0F0 0F1 0B0 0B1         rank 0 runs 0B0 in slot 2,
     .   1F0 1B0 1F1 1B1     where rank 1 is still at 1B0
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ r"""Schedules as PyTorch's CSV: one line a rank, one action a cell, an empty cel
 
 `torch.distributed.pipelining` reads such a file with `_PipelineScheduleRuntime._load_csv(path)` and writes one with
 `_dump_csv(path)`.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ _DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHAR
 
 
 def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
-    """Return the schedule as PyTorch's "compute_only" CSV.
-
-    Args:
-        schedule: What to write.
-        path: File to write it to as well.
-    """
+    """Return the schedule as PyTorch's "compute_only" CSV."""
     buffer = io.StringIO()
     csv.writer(buffer).writerows(schedule.ranks)
     text = buffer.getvalue()

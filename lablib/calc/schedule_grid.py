@@ -14,14 +14,8 @@ Chapter: book/04_pipeline_parallelism.md
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from fractions import Fraction
-from math import gcd, lcm
-from typing import TYPE_CHECKING
 
 from lablib.calc.schedule_actions import Overlap
-
-if TYPE_CHECKING:
-    from lablib.calc.schedule_sim import Timeline
 
 #: Rows and ranks around a mark that are shown when a schedule is larger than a screen.
 _ROWS, _RANKS = 6, 4
@@ -84,38 +78,11 @@ def step_grid(
     body = [[str(step), *(at(rank, step) for rank in columns)] for step in steps]
     wrong = {step for _, step in marks}
     notes = ["  <-- here" if step in wrong else "" for step in steps]
-    return _table(unit, [f"rank {rank}" for rank in columns], body, notes)
+    return table(unit, [f"rank {rank}" for rank in columns], body, notes)
 
 
-def time_grid(timeline: Timeline) -> str:
-    """Return what every rank starts at each time; `:` where it is still at it, nothing where it waits.
-
-    Rows are equally long where that does not need many more of them; otherwise a row is a time at which some rank
-    starts or ends something.
-
-    Args:
-        timeline: What `lablib.calc.schedule_sim.simulate` returned.
-    """
-    # Parts of the makespan, as fractions: sums of floats differ in their last digits where the times are the same.
-    whole = timeline.makespan
-    times = {time for event in timeline.events for time in (event.start, event.end)}
-    exact = {time: Fraction(time / whole).limit_denominator(10**6) for time in times}
-    moments = sorted(set(exact.values()))
-    scale = lcm(*(t.denominator for t in moments))
-    step = Fraction(gcd(*(int(t * scale) for t in moments)), scale)
-    if moments[-1] <= 2 * len(moments) * step:
-        moments = [n * step for n in range(int(moments[-1] / step) + 1)]
-    row_of = {moment: row for row, moment in enumerate(moments)}
-    body = [[f"{float(moment) * whole:g}", *[""] * len(timeline.ranks)] for moment in moments]
-    for event in timeline.events:
-        first = row_of[exact[event.start]]
-        for row in range(first, row_of[exact[event.end]]):
-            body[row][1 + event.rank] = cell(event.action) if row == first else ":"
-    body.pop()  # the makespan: everything has ended
-    return _table("time", [f"rank {rank}" for rank in range(len(timeline.ranks))], body, [""] * len(body))
-
-
-def _table(corner: str, heads: Sequence[str], body: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+def table(corner: str, heads: Sequence[str], body: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """Return aligned columns; a note stands behind its row."""
     rows = [[corner, *heads], *body]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

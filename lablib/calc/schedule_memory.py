@@ -3,8 +3,6 @@
 A forward stores activations; the full backward frees them. A backward in two halves frees a part after the input half
 (I) and the rest after the weight half (W), which needs the inputs of the matrix products and the gradients of their
 outputs. Only the order of a rank's own actions matters, not their times.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations

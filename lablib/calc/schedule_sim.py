@@ -5,19 +5,20 @@ Four ranks, eight micro-batches, a forward takes 1 and a backward 2. Under 1F1B 
 
 An action starts when its rank is free and what it needs has arrived. Communication runs beside computation;
 each direction of a link carries one message at a time.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import gcd, lcm
 from numbers import Real
 from typing import NamedTuple
 
 from lablib.calc.schedule_actions import Action, Schedule, Step
+from lablib.calc.schedule_grid import cell, table
 from lablib.calc.schedule_memory import peak_activations
 from lablib.calc.schedule_validate import execution_order
 
@@ -236,3 +237,31 @@ def _checked(name: str, value: Times, count: int, what: str) -> list[float]:
     if not all(isinstance(time, Real) and 0 <= time < float("inf") for time in times):
         raise ValueError(f"{name}={value} must be 0 or more")
     return times
+
+
+def time_grid(timeline: Timeline) -> str:
+    """Return what every rank starts at each time; `:` where it is still at it, nothing where it waits.
+
+    Rows are equally long where that does not need many more of them; otherwise a row is a time at which some rank
+    starts or ends something.
+
+    Args:
+        timeline: What `simulate` returned.
+    """
+    # Parts of the makespan, as fractions: sums of floats differ in their last digits where the times are the same.
+    whole = timeline.makespan
+    times = {time for event in timeline.events for time in (event.start, event.end)}
+    exact = {time: Fraction(time / whole).limit_denominator(10**6) for time in times}
+    moments = sorted(set(exact.values()))
+    scale = lcm(*(t.denominator for t in moments))
+    step = Fraction(gcd(*(int(t * scale) for t in moments)), scale)
+    if moments[-1] <= 2 * len(moments) * step:
+        moments = [n * step for n in range(int(moments[-1] / step) + 1)]
+    row_of = {moment: row for row, moment in enumerate(moments)}
+    body = [[f"{float(moment) * whole:g}", *[""] * len(timeline.ranks)] for moment in moments]
+    for event in timeline.events:
+        first = row_of[exact[event.start]]
+        for row in range(first, row_of[exact[event.end]]):
+            body[row][1 + event.rank] = cell(event.action) if row == first else ":"
+    body.pop()  # the makespan: everything has ended
+    return table("time", [f"rank {rank}" for rank in range(len(timeline.ranks))], body, [""] * len(body))

@@ -10,8 +10,6 @@ A micro-batch comes back to the rank that started it, which so knows when to sta
 
 ZB-V: Qi et al. 2023 (arXiv 2401.10241), section 6. DualPipe-V: the DualPipe of DeepSeek-V3 (arXiv 2412.19437),
 cut in half; github.com/deepseek-ai/DualPipe. Both give the orders of PyTorch's classes of the same names.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ def zb_v(p: int, m: int) -> Schedule:
     """Return ZB-V: no idle time within a stage's span when F, I and W take equally long, with the memory of 1F1B.
 
     Section 6 and Figure 6 of the paper; at most 2p chunks, p stages' worth, are held until their input half.
-    Chapter: book/04_pipeline_parallelism.md.
 
     Args:
         p: Ranks, two stages each.
@@ -115,11 +112,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     """Return DualPipe-V: in the steady state every forward overlaps with a backward of the rank's other stage.
 
     Idle time `(p - 1)(t_F&B + t_B - 3 t_W)`, of chunk times; the steps are numbered as in DeepSeek's code.
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks, two stages each.
-        m: Micro-batches, at least 2p.
 
     Raises:
         ValueError: If p or m is less than 1, or m less than 2p.

@@ -8,8 +8,6 @@ Three rules, for micro-batch k on stage s:
 
 A schedule breaks them in one of three ways: an action is missing or runs twice, a rank runs two of its own actions in
 the wrong order, or ranks wait for each other in a circle (a deadlock).
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -41,9 +39,6 @@ def validate(schedule: Schedule) -> None:
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Step]]:
     """Return all steps as (rank, step), one by one, in an order in which they can run: each after what it needs.
-
-    Args:
-        schedule: What to order.
 
     Raises:
         ScheduleError: If there is none, as for `validate`; a deadlock shows after the steps that can run.

@@ -10,8 +10,6 @@ ZB-H1 starts as many forwards as 1F1B. ZB-H2 starts twice as many, so that no st
 its last, and holds `2p - 1` micro-batches instead of p.
 
 Qi et al. 2023 (arXiv 2401.10241), section 2, Figures 2 and 3. The paper writes B for I.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -25,11 +23,6 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Idle `(p - 1)(t_F + t_I - t_W)`, all of it within the first stage's span, where W is the shortest of the three,
     as it is in a Transformer; at most p micro-batches held (Table 2 of the paper).
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks, one stage each.
-        m: Micro-batches.
 
     Raises:
         ValueError: If p or m is less than 1.
@@ -44,11 +37,6 @@ def zb_h2(p: int, m: int) -> Schedule:
     micro-batches held (Table 2 of the paper).
     Over the whole step ranks still idle: they start, and end, one after another. The next step may fill that time
     only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
-    Chapter: book/04_pipeline_parallelism.md.
-
-    Args:
-        p: Ranks, one stage each.
-        m: Micro-batches.
 
     Raises:
         ValueError: If p or m is less than 1.

@@ -14,8 +14,6 @@
 | zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from lablib.calc.schedule_1f1b import gpipe, interleaved, naive, one_f_one_b
 from lablib.calc.schedule_actions import KINDS, Action, Overlap, Schedule, Step, parse_action, parse_schedule
 from lablib.calc.schedule_chart import check_chart
 from lablib.calc.schedule_csv import from_csv, to_csv
-from lablib.calc.schedule_grid import ScheduleError, step_grid, time_grid
+from lablib.calc.schedule_grid import ScheduleError, step_grid
 from lablib.calc.schedule_memory import peak_activations
-from lablib.calc.schedule_sim import Event, Message, Timeline, simulate
+from lablib.calc.schedule_sim import Event, Message, Timeline, simulate, time_grid
 from lablib.calc.schedule_v import dualpipe_v, zb_v
 from lablib.calc.schedule_validate import validate
 from lablib.calc.schedule_zero_bubble import zb_h1, zb_h2

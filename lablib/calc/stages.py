@@ -8,8 +8,6 @@ Interleaving gives each stage v chunks of layers; with v = 2 stage 0 holds 11 ch
 
 Stage 0 of the last is `p (1 + (p - 1)/(p v))`: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3.
 The schedules are those of Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

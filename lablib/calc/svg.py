@@ -5,8 +5,6 @@ and then in the reader's browser, where there is only Python's standard library.
 
 Text and axes take the page's own colour, so a picture follows the light and the dark theme. Pictures are 400 units wide
 and shrink with the page: 12 units are about 10 pixels on a telephone and 17 on a desk.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -109,14 +107,6 @@ def bars(
     limit_text: str = "",
 ) -> tuple[list[str], float]:
     """Draw horizontal stacked bars over one scale, with a dashed line where a limit is.
-
-    Args:
-        rows: The bars, from the top.
-        top: Where the picture begins.
-        title: Written above.
-        labels: Width of the column of labels.
-        limit: Where the dashed line is, in the unit of the values.
-        limit_text: What the line means, written above it.
 
     Returns:
         The shapes, and where they end.

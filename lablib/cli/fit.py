@@ -6,7 +6,6 @@ import json
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 OWN = ("model", "gpu", "gpus", "gpus_per_node", "reserve", "step", "nic", "intra", "show_all", "as_json")
 ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
-#: Without --all: changes of a kind, 1 where nothing else is said, and sentences of what one trades.
-SHOWN, TRADES = {"same training": 2}, 3
+#: Without --all: changes of a kind, 1 where nothing else is said.
+SHOWN = {"same training": 2}
 
 
 def fit(
@@ -70,15 +69,14 @@ def fit(
     ),
     nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Print every change, and all that each trades.")
-    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Print every change.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a run fits, with what room, or which changes make it fit and what each one trades."""
     given = {name: value for name, value in locals().items() if name not in OWN and value is not None}
 
-    from lablib.calc.memory_fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence
+    from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_sequence
+    from lablib.calc.memory_fit_changes import cheapest_change
     from lablib.calc.memory_fit_setup import setup
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
@@ -116,8 +114,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         answers: Largest micro-batch and longest sequence, as given or with the first change.
         fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
     """
-    from lablib.calc.memory_fit_proof import unproven
-    from lablib.calc.memory_fit_setup import counted
+    from lablib.calc.memory_fit_setup import counted, unproven
 
     return {
         "model": have.run.model.name,
@@ -140,7 +137,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
                 "budget": one.budget,
                 "step_seconds": one.seconds,
                 "unproven": list(one.unproven),
-                "traded": list(one.traded),
+                "traded": [one.trade],
             }
             for one in changes
         ],
@@ -156,7 +153,9 @@ def _layout(at: Setup | None) -> dict[str, object] | None:
 
 def _answer(answer: Answer) -> dict[str, object]:
     names = ("value", "unit", "memory", "budget", "beyond", "memory_beyond")
-    return {name: getattr(answer, name) for name in names} | {"traded": list(answer.traded)}
+    return {name: getattr(answer, name) for name in names} | {
+        "traded": [answer.trade] if answer.trade else []
+    }
 
 
 def fit_text(
@@ -178,11 +177,10 @@ def fit_text(
         fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
         model: The model as it was written.
         assumed_seq: Whether the length of sequences was not given.
-        show_all: Whether to print every change and all that each one trades, or the first ones.
+        show_all: Whether to print every change, or the first ones.
     """
     from lablib.calc.choices import plural
-    from lablib.calc.memory_fit_proof import MEANING, unproven
-    from lablib.calc.memory_fit_setup import counted, size
+    from lablib.calc.memory_fit_setup import MEANING, counted, size, unproven
 
     run, card = have.run, have.card
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
@@ -212,10 +210,10 @@ def fit_text(
         if changes:
             lines += ["", f"With the first of these, {size(changes[0].budget - changes[0].memory)} are left."]
     for answer in answers:
-        lines += ["", *_wrap(_headline(answer)), *_items(answer.traded[:-1])]
+        lines += ["", *_wrap(_headline(answer)), *_item(answer.trade)]
     for one in fewest[:1] + [one for one in fewest[1:] if one.value != fewest[0].value]:
         mark = _mark(unproven(one.at.run)) if one.at else ""
-        lines += ["", *_wrap(_headline(one) + mark), *_items(one.traded)]
+        lines += ["", *_wrap(_headline(one) + mark), *_item(one.trade)]
     if any("(unproven:" in line for line in lines):
         lines += ["", *_wrap(MEANING[0].upper() + MEANING[1:])]
     best = have if have.fits else changes[0].at if changes else None
@@ -239,9 +237,8 @@ def _changes(changes: list[Change], show_all: bool) -> list[str]:
             continue
         took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
         lines += ["", *_wrap(f"{one.kind}: {one}{took}{_mark(one.unproven)}")]
-        lines += _items(one.traded if show_all else one.traded[:TRADES])
-        hidden += 0 if show_all else len(one.traded) > TRADES
-    return lines + (["", "--all prints the other changes, and all that each one trades."] if hidden else [])
+        lines += _item(one.trade)
+    return lines + (["", "--all prints the other changes."] if hidden else [])
 
 
 def _mark(names: tuple[str, ...]) -> str:
@@ -267,8 +264,8 @@ def _seconds(value: float) -> str:
     return format_time(value)
 
 
-def _items(texts: Iterable[str]) -> list[str]:
-    return [line for text in texts for line in _wrap(text, "   - ", "     ")]
+def _item(text: str) -> list[str]:
+    return _wrap(text, "   - ", "     ")
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:

@@ -20,7 +20,7 @@ def memory_peers(
     import logging
 
     from lablib.calc.memory_headline import OTHERS, read_table
-    from lablib.launch.peer_table import drifted, peer_table, save_peers, text
+    from lablib.launch.other_calculators import compare, comparison_text, drifted, save_comparison
 
     if write and committed:
         raise ValueError("--write makes the comparison anew: leave --committed out")
@@ -28,13 +28,13 @@ def memory_peers(
     if committed:
         if before is None:
             raise ValueError("there is no committed comparison: make it with rung memory-peers --write")
-        typer.echo(text(before))
+        typer.echo(comparison_text(before))
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    table = peer_table(deepspeed=before and before["deepspeed"])
-    typer.echo(text(table))
+    table = compare(deepspeed=before and before["deepspeed"])
+    typer.echo(comparison_text(table))
     if write:
-        typer.echo(f"\nwrote {save_peers(table)}")
+        typer.echo(f"\nwrote {save_comparison(table)}")
         return
     problems = drifted(table, before) if before else ["there is no committed comparison yet: use --write"]
     for problem in problems:

@@ -11,8 +11,6 @@ Both versions stand on the same grid of ranks, `job.mesh`. The toys get its grou
 `composition_torch`.
 
 A rank sees its replica's part of the batch. One process sees all of it. Loss, gradients and weights must be equal.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -21,15 +19,22 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from lablib.calc.choices import one_of
 from lablib.calc.miniature import VERSIONS, AxisTraffic, Miniature
-from lablib.launch.composition_result import Composition, Distance, RankRun, by_axis
+from lablib.launch.composition_result import (
+    ADAMW,
+    Composition,
+    Distance,
+    RankRun,
+    by_axis,
+    mean_loss,
+    model_and_tokens,
+)
+from lablib.launch.composition_torch import TorchJob
+from lablib.launch.composition_toys import ToyJob
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recorder import CommLog, record_comms
-from lablib.toys.transformer import Transformer
 
 __all__ = [
     "AxisTraffic",
@@ -41,9 +46,6 @@ __all__ = [
     "train",
     "train_alone",
 ]
-
-#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
-ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 
 
 def run_miniature(
@@ -104,39 +106,8 @@ def _train_all(job: Miniature, versions: tuple[str, ...], seed: int) -> list[Ran
     return [train(job, version, seed) for version in versions]
 
 
-def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
-    """Return the whole model and the windows of every step, tokens_BT, the same on every rank.
-
-    Args:
-        job: The miniature.
-        seed: Of weights and tokens.
-    """
-    torch.manual_seed(seed)
-    model = Transformer(job.config).to(getattr(torch, job.dtype))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too, so that a slip in them is seen
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    shape = (job.batch, job.seq + 1)
-    return model, [torch.randint(0, job.config.vocab, shape) for _ in range(job.steps)]
-
-
-def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it.
-
-    Args:
-        logits_BSV: Scores.
-        tokens_BT: Windows of S + 1 tokens.
-    """
-    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
-
-
 def train_alone(job: Miniature, seed: int = 0) -> RankRun:
-    """Train the miniature in this process, with the whole batch.
-
-    Args:
-        job: The miniature.
-        seed: Of weights and tokens.
-    """
+    """Train the miniature in this process, with the whole batch."""
     model, steps = model_and_tokens(job, seed)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, gradients = [], {}
@@ -163,9 +134,6 @@ def train(job: Miniature, version: str, seed: int = 0) -> RankRun:
     Raises:
         ValueError: If the version is unknown, or there are more or fewer ranks than the job has.
     """
-    from lablib.launch.composition_torch import TorchJob
-    from lablib.launch.composition_toys import ToyJob
-
     check_version(job, version)
     if dist.get_world_size() != job.ranks:
         raise ValueError(f"{dist.get_world_size()} ranks for a miniature of {job.ranks}")

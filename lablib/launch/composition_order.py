@@ -10,8 +10,6 @@ was seen: the text of the error, or the number that came out wrong without one.
 Not every other order is wrong: one here makes no difference, against what is often said.
 
 The programs are in `composition_order_cases`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Outcome:
         seen: What was seen: the first line of the error, or the numbers as a sentence.
         numbers: The numbers behind the sentence.
         warned: How many different warnings PyTorch gave.
-        mend: What to do.
+        fix: What to do.
     """
 
     name: str
@@ -45,7 +43,7 @@ class Outcome:
     seen: str
     numbers: dict[str, float] = field(default_factory=dict)
     warned: int = 0
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
@@ -70,13 +68,4 @@ def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
-    return [Outcome(name, CASES[name].order, *found[name], CASES[name].mend) for name in chosen]
-
-
-def table(outcomes: list[Outcome]) -> list[tuple[str, str, str, str]]:
-    """Return rows of text for a page: order, verdict, what was seen, mend.
-
-    Args:
-        outcomes: From `try_orders`.
-    """
-    return [(" -> ".join(one.order), one.verdict, one.seen, one.mend) for one in outcomes]
+    return [Outcome(name, CASES[name].order, *found[name], CASES[name].fix) for name in chosen]

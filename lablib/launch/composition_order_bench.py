@@ -1,7 +1,4 @@
-"""What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.composition import mean_loss
+from lablib.launch.composition_result import mean_loss
 from lablib.launch.composition_torch import shard_blocks, tp_plan
 from lablib.launch.recorder import record_comms
 from lablib.toys.transformer import Transformer, tiny_config

@@ -2,8 +2,6 @@
 
 Two replicas (dp) of two tensor-parallel ranks. Every case starts from the same small model and the same tokens. The
 verdict is made from what happened: an error, or a number held against the right one.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ class Case:
     Attributes:
         order: What is applied, in this order.
         run: Does it; gets the bench, returns verdict, sentence and numbers.
-        mend: What to do.
+        fix: What to do.
     """
 
     order: tuple[str, ...]
     run: Callable[[Bench], tuple[str, str, dict[str, float]]]
-    mend: str = ""
+    fix: str = ""
 
 
 def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:

@@ -1,7 +1,4 @@
-"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted."""
 
 from __future__ import annotations
 
@@ -9,11 +6,33 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lablib.calc.mesh import Mesh
 from lablib.calc.miniature import AxisTraffic, Miniature, predicted_traffic
 from lablib.launch.recorder import CommLog
+from lablib.toys.transformer import Transformer
+
+#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
+ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+
+
+def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
+    """Return the whole model and the windows of every step, tokens_BT, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Transformer(job.config).to(getattr(torch, job.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too, so that a slip in them is seen
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    shape = (job.batch, job.seq + 1)
+    return model, [torch.randint(0, job.config.vocab, shape) for _ in range(job.steps)]
+
+
+def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
 @dataclass(frozen=True)
@@ -117,11 +136,7 @@ class Composition:
         )
 
     def rows(self, rank: int = 0) -> list[tuple[str, str, AxisTraffic, AxisTraffic]]:
-        """Return (version, axis, predicted, measured) for every axis, as one rank sees it.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return (version, axis, predicted, measured) for every axis, as one rank sees it."""
         return [
             (version, axis, predicted, runs[rank].traffic[axis])
             for version, runs in self.ranks.items()
@@ -129,11 +144,7 @@ class Composition:
         ]
 
     def report(self, rank: int = 0) -> str:
-        """Return a table: distances from one process, and predicted and measured traffic of one rank.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return a table: distances from one process, and predicted and measured traffic of one rank."""
         lines = []
         for version in self.ranks:
             far = self.worst(version)
@@ -151,11 +162,6 @@ def by_axis(log: CommLog, mesh: Mesh, rank: int) -> tuple[dict[str, AxisTraffic]
     """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis.
 
     Receives are left out: they send nothing. A message in a group of one rank is none.
-
-    Args:
-        log: What a rank recorded.
-        mesh: Where it is.
-        rank: Its number.
     """
     names = {tuple(mesh.group(rank, axis)): axis for axis in mesh.order if mesh.size(axis) > 1}
     calls: dict[str, Counter[str]] = defaultdict(Counter)

@@ -1,7 +1,4 @@
-"""Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return tensors by the mesh that they lie on; those that are no DTensors are together too.
-
-    Args:
-        tensors: DTensors or not.
-    """
+    """Return tensors by the mesh that they lie on; those that are no DTensors are together too."""
     found: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -43,9 +36,5 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor without its layout: gathered from all ranks that share it.
-
-    Args:
-        tensor: A DTensor, or any.
-    """
+    """Return a tensor without its layout: gathered from all ranks that share it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -6,8 +6,6 @@
     dp      fully_shard(block, mesh=mesh["dp"]), or DistributedDataParallel
 
 This is the order: stages, tp, (recompute, compile,) dp. Why, and what happens otherwise: `composition_order`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.miniature import Miniature
-from lablib.launch.composition import ADAMW, mean_loss
+from lablib.launch.composition_result import ADAMW, mean_loss
 from lablib.launch.composition_tensors import by_mesh, whole
 from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.stages import Stage, split_stages
@@ -35,12 +33,7 @@ DIMS = ("pp", "dp", "tp")  # slowest first, as a DeviceMesh wants them
 
 
 class TorchJob:
-    """One rank's share of a miniature.
-
-    Args:
-        job: The miniature.
-        model: The whole model, the same on every rank.
-    """
+    """One rank's share of a miniature."""
 
     def __init__(self, job: Miniature, model: Transformer) -> None:
         self.job = job
@@ -68,9 +61,6 @@ class TorchJob:
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
         """Run forward and backward and average gradients over dp.
-
-        Args:
-            tokens_BT: This replica's windows.
 
         Returns:
             The mean loss of the replica where the last stage is, else None.
@@ -100,11 +90,7 @@ class TorchJob:
 
 
 def make_mesh(job: Miniature) -> DeviceMesh:
-    """Return the DeviceMesh of a miniature, with dims pp, dp and tp.
-
-    Args:
-        job: The miniature, its ranks in the order tp, dp, pp.
-    """
+    """Return the DeviceMesh of a miniature, with dims pp, dp and tp."""
     return init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=DIMS)
 
 
@@ -123,11 +109,7 @@ def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:
 
 
 def tp_plan(model: Transformer | Stage) -> dict[str, object]:
-    """Return a plan for `parallelize_module`: columns into a half, a row out of it, the vocabulary at both ends.
-
-    Args:
-        model: The whole model, or a stage of it.
-    """
+    """Return a plan for `parallelize_module`: columns into a half, a row out of it, the vocabulary at both ends."""
     columns, rows = ColwiseParallel, RowwiseParallel
     gated = model.config.gated_mlp
     plan: dict[str, object] = {f"blocks.*.attention.{name}": columns() for name in ("q", "k", "v")}
@@ -177,12 +159,7 @@ def apply_in_order(
 
 
 def wrap_blocks(model: Transformer | Stage, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Put a wrapper around every block.
-
-    Args:
-        model: The whole model, or a stage of it.
-        wrapper: Returns a module that stands for the one it gets.
-    """
+    """Put a wrapper around every block."""
     for name, block in list(model.blocks.named_children()):
         wrapped = wrapper(block)
         if isinstance(model.blocks, nn.ModuleDict):
@@ -192,24 +169,14 @@ def wrap_blocks(model: Transformer | Stage, wrapper: Callable[[nn.Module], nn.Mo
 
 
 def shard_blocks(model: Transformer | Stage, mesh: DeviceMesh, *, reshard: bool = True) -> None:
-    """Shard every block with FSDP2, then what is left of the model.
-
-    Args:
-        model: The whole model, or a stage of it.
-        mesh: The dp dim.
-        reshard: Whether a block is freed after forward; with micro-batches it would be gathered for each.
-    """
+    """Shard every block with FSDP2, then what is left of the model."""
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without wrappers.
-
-    Args:
-        name: Its name in a wrapped model.
-    """
+    """Return the name that a parameter has without wrappers."""
     for prefix in ("_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(prefix, "")
     return name

@@ -10,8 +10,6 @@ tensor-parallel toy takes a whole model; PyTorch's order, stages first, never ma
 
 ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
 and DeepSeek-V3 put beside their stages.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.calc.miniature import Miniature
-from lablib.launch.composition import ADAMW, mean_loss
+from lablib.launch.composition_result import ADAMW, mean_loss
 from lablib.toys.collective_names import all_gather
 from lablib.toys.ddp import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, split_stages
@@ -32,12 +30,7 @@ from lablib.toys.zero import ZeRO1, ZeRO3
 
 
 class LossModule(nn.Module):
-    """A model whose forward returns the loss: what wraps it then needs to know nothing of tokens.
-
-    Args:
-        model: The model, whole or split.
-        loss: Of its output and the windows.
-    """
+    """A model whose forward returns the loss: what wraps it then needs to know nothing of tokens."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
         super().__init__()
@@ -60,12 +53,7 @@ class _Pipelined:
 
 
 class ToyJob:
-    """One rank's share of a miniature.
-
-    Args:
-        job: The miniature.
-        model: The whole model, the same on every rank.
-    """
+    """One rank's share of a miniature."""
 
     def __init__(self, job: Miniature, model: Transformer) -> None:
         self.job = job
@@ -96,9 +84,6 @@ class ToyJob:
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
         """Run forward and backward and average gradients over dp.
-
-        Args:
-            tokens_BT: This replica's windows.
 
         Returns:
             The mean loss of the replica where the last stage is, else None.
@@ -166,11 +151,7 @@ class ToyJob:
 
 
 def make_groups(job: Miniature) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's process group along each of tp, dp and pp, as `job.mesh` names them.
-
-    Args:
-        job: The miniature.
-    """
+    """Return this rank's process group along each of tp, dp and pp, as `job.mesh` names them."""
     rank = dist.get_rank()
     return {
         # Only its members make a group, so that nobody waits for those beside it.

@@ -9,8 +9,6 @@
 and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of the three:
 there `lablib.launch.live_bytes` counts tensors, and the three are the same. So a step that is measured on a GPU can be
 tested without one.
-
-Chapter: book/memory_calculator.md
 """
 
 from __future__ import annotations
@@ -62,9 +60,6 @@ class Counters(Protocol):
 
 class CudaCounters:
     """The counters of PyTorch's caching allocator on one GPU.
-
-    Args:
-        device: Which one.
 
     Raises:
         ValueError: If there is no GPU, or its allocator is not PyTorch's own.

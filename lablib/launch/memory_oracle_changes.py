@@ -2,8 +2,6 @@
 
 A real run makes neither the mask nor the copies that these three avoid, and a real all-reduce of a bucket works in
 place. What no oracle can see is said in `lablib.launch.memory_oracles`.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a case of the memory grid is made of: the model by its name of kernels, its loss, its optimizer.
-
-Chapter: book/01_why_distributed.md
-"""
+"""What a case of the memory grid is made of: the model by its name of kernels, its loss, its optimizer."""
 
 from __future__ import annotations
 
@@ -48,12 +45,7 @@ class Subject:
 
 
 class Master(MasterWeights):
-    """A master copy whose working copy is there already: a process group in a model cannot be copied.
-
-    Args:
-        master: In fp32; the optimizer's.
-        working: In 16 bits; it computes.
-    """
+    """A master copy whose working copy is there already: a process group in a model cannot be copied."""
 
     def __init__(self, master: nn.Module, working: nn.Module) -> None:
         self.master, self.model = master, working
@@ -85,12 +77,7 @@ def build(case: Case, tp_group: dist.ProcessGroup | None = None, *, working: boo
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the case's optimizer in the case's implementation, over what is trained.
-
-    Args:
-        case: The case.
-        model: After sharding.
-    """
+    """Return the case's optimizer in the case's implementation, over what is trained."""
     how = {"foreach": case.step == "foreach", "fused": case.step == "fused"}
     if case.sharding == "zero1":
         return shard_optimizer(OPTIMIZERS[case.optimizer], model, **how)
@@ -164,11 +151,7 @@ def _hugging_face(case: Case) -> nn.Module:
 
 
 def hugging_face_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's sizes as fields of transformers' configuration, without dropout and without a cache.
-
-    Args:
-        config: Of the GPT-2, Llama, Qwen2 or Mistral family.
-    """
+    """Return a model's sizes as fields of transformers' configuration, without dropout and without a cache."""
     plain = {
         "use_cache": False,
         "loss_type": "ForCausalLM",

@@ -3,8 +3,6 @@
 The plan is the one that Hugging Face ships with Llama, Qwen2 and Mistral: q, k, v, gate and up column-wise, output and
 down row-wise, the head column-wise with its logits gathered. Embedding and norms stay whole on every rank. The
 course's transformer gets the same plan under its own names.
-
-Chapter: book/03_tensor_parallelism.md. Source: transformers, `base_model_tp_plan` and `_tp_plan` of each model.
 """
 
 from __future__ import annotations

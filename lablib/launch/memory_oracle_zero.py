@@ -2,8 +2,6 @@
 
 It divides the optimizer by whole parameters, so ranks hold different numbers of bytes. The calculator answers for the
 fullest, and `fullest_rank` asks PyTorch which one that is. `states_of_every_rank` counts all of them.
-
-Chapter: book/05_zero.md
 """
 
 from __future__ import annotations
@@ -46,12 +44,7 @@ def shard_optimizer(
 
 @contextmanager
 def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of many in a fake process group, which answers every collective at once.
-
-    Args:
-        rank: Which one.
-        world_size: Of how many.
-    """
+    """Be one rank of many in a fake process group, which answers every collective at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -63,10 +56,6 @@ def fullest_rank(model: nn.Module, world_size: int) -> int:
     """Return the rank to which PyTorch gives most parameters, the first if several have as many.
 
     Call it in a process without a process group.
-
-    Args:
-        model: Its trained parameters are divided.
-        world_size: Ranks.
     """
     with pretended(0, world_size):
         optimizer = shard_optimizer(torch.optim.SGD, model, lr=0.0)
@@ -80,11 +69,6 @@ def states_of_every_rank(constructor: Constructor, model: nn.Module, world_size:
     """Return the bytes of optimizer states that each rank holds behind a first step, counters of one value left out.
 
     Call it in a process without a process group.
-
-    Args:
-        constructor: Of the optimizer.
-        model: On real tensors; its gradients are set to zeros and removed.
-        world_size: Ranks, which are played one after the other.
     """
     found = []
     for rank in range(world_size):

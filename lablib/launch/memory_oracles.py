@@ -7,8 +7,6 @@ Small cases run on real tensors. Others run under FakeTensorMode, which computes
 process group, which answers every collective at once: one process plays a rank of many, at any size, in seconds.
 The bytes are counted by PyTorch's MemTracker and FSDPMemTracker in either way; nothing here is lablib's arithmetic.
 Kernels are those of the CPU, and what an allocator rounds up and caches is in no count.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -253,12 +251,7 @@ def _step(
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> list[str]:
-    """Return what the first stage does under 1F1B: "F" and "B", each for the next micro-batch.
-
-    Args:
-        stages: Of the pipeline; 1 is a step without one.
-        micro_batches: Of the step, at least as many as stages.
-    """
+    """Return what the first stage does under 1F1B: "F" and "B", each for the next micro-batch."""
     steady = ["F", "B"] * (micro_batches - stages + 1)
     return ["F"] * (stages - 1) + steady + ["B"] * (stages - 1)
 

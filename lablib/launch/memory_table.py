@@ -29,11 +29,7 @@ KINDS = ("states", "saved", "peak")
 
 
 def measured_row(case: Case) -> Row:
-    """Measure a case, and put what the calculator says of the installed PyTorch beside it.
-
-    Args:
-        case: The case.
-    """
+    """Measure a case, and put what the calculator says of the installed PyTorch beside it."""
     found = measure(case)
     measured = {"states": found.states, "saved": found.saved, "groups": found.groups}
     if case.kernels == "paper":
@@ -54,12 +50,7 @@ def measured_row(case: Case) -> Row:
 
 
 def predicted_anew(rows: Iterable[Row], version: str = PINNED) -> list[Row]:
-    """Return rows with what the calculator says now, and their measurements as they are.
-
-    Args:
-        rows: Of the table.
-        version: Of PyTorch: the one that they were measured with.
-    """
+    """Return rows with what the calculator says now, and their measurements as they are."""
     return [
         row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"), version)}
         for row in rows
@@ -86,20 +77,12 @@ def save_table(rows: Sequence[Row], path: Path = TABLE, made: dict[str, str] | N
 
 
 def comparisons(row: Row) -> list[Comparison]:
-    """Return the numbers of a row that were predicted and measured.
-
-    Args:
-        row: Of the table.
-    """
+    """Return the numbers of a row that were predicted and measured."""
     return compare(row["predicted"], row["measured"])
 
 
 def broken(rows: Iterable[Row]) -> list[str]:
-    """Return a sentence for every number whose bound does not hold.
-
-    Args:
-        rows: Of the table.
-    """
+    """Return a sentence for every number whose bound does not hold."""
     return [
         f"{row['name']}: {c.what} is predicted as {c.predicted:,} bytes and measured as {c.measured:,}, "
         f"off by {abs(c.error):.2%} where {c.bound:.0%} is allowed"
@@ -137,11 +120,7 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
 
 
 def worst_by_kind(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
-    """Return the worst case of each kind: "states", "saved" and "peak", with the name of its row.
-
-    Args:
-        rows: Of the table.
-    """
+    """Return the worst case of each kind: "states", "saved" and "peak", with the name of its row."""
     found: dict[str, tuple[str, Comparison]] = {}
     for row in rows:
         numbers = comparisons(row)
@@ -155,11 +134,7 @@ def worst_by_kind(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
 
 
 def representatives(count: int = 12) -> list[Case]:
-    """Return cheap cases that between them show every value of every factor that cheap cases have.
-
-    Args:
-        count: How many at most.
-    """
+    """Return cheap cases that between them show every value of every factor that cheap cases have."""
     # Real tensors with scores of 1,000 x 1,000 tokens take seconds, and so do several steps of 1,000.
     tiny = [case for case in grid() if case.size == "tiny"]
     cheap = [c for c in tiny if c.seq == 64 or (c.attention == "fused" and c.accumulate == 1)]
@@ -180,9 +155,6 @@ def text(rows: Sequence[Row]) -> str:
     """Return the table as aligned text: predicted, measured and ratio of what is kept and of the peak.
 
     Under "worst kind" stands the largest error of a kind of memory at the peak, as a share of the whole peak.
-
-    Args:
-        rows: Of the table.
     """
     heads = f"{'states':>8}{'saved, GB':>12}{'ratio':>8}{'peak, GB':>12}{'ratio':>8}{'worst kind':>12}  at the peak"
     lines = [f"{'':68}{heads}"]

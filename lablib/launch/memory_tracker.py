@@ -5,8 +5,6 @@ peak. Here the fullest instant of every *moment* is kept too: forward of block 3
 optimizer's step. The bytes are PyTorch's; only the labels are ours.
 
 Both trackers are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -102,11 +100,7 @@ class _Moments:
         return {kind: found[kind] for kind in memory_kinds.KINDS if found.get(kind)}
 
     def note(self, moment: str) -> None:
-        """Take the present instant into a moment.
-
-        Args:
-            moment: Its name.
-        """
+        """Take the present instant into a moment."""
         total = sum(kinds["Total"] for kinds in self._curr_mem_snap.values()) - sum(self._left.values())
         if total > self._totals.get(moment, -1):
             self._totals[moment] = total
@@ -162,11 +156,7 @@ class _Moments:
 
 
 class MomentTracker(_Moments, MemTracker):
-    """MemTracker with moments: for what is not FSDP2's.
-
-    Args:
-        *external: What is there before the step: models, optimizers, tensors.
-    """
+    """MemTracker with moments: for what is not FSDP2's."""
 
     def __init__(self, *external: nn.Module | torch.optim.Optimizer | torch.Tensor) -> None:
         super().__init__()

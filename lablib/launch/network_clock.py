@@ -1,7 +1,4 @@
-"""Time something on every rank of the cluster, and read from the network card what really left the host.
-
-Chapter: book/10_communication.md
-"""
+"""Time something on every rank of the cluster, and read from the network card what really left the host."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ def timed(
 
 
 def slowest(by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return of every sample the slowest rank's, with the bytes of the card that sent the most.
-
-    Args:
-        by_rank: The samples of each rank, in the same order on all.
-    """
+    """Return of every sample the slowest rank's, with the bytes of the card that sent the most."""
     merged = []
     for same in zip(*by_rank, strict=True):
         worst = max(same, key=lambda sample: sample["seconds"])

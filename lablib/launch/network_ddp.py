@@ -4,8 +4,6 @@ A stack of linear layers in `lablib.toys.ddp`, which tests hold equal to PyTorch
 bench to its speed; PyTorch's own would load its compiler on every rank, which takes longer than this study. A variant
 only replaces what a full bucket does: PyTorch calls that a communication hook. Runs inside a job,
 `lablib.launch.network_study`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -31,20 +29,12 @@ Hook = Callable[[Tensor], torch.futures.Future]
 
 
 def plain_hook(bucket: Tensor) -> torch.futures.Future:
-    """Add a bucket up by gloo's all-reduce, a ring.
-
-    Args:
-        bucket: One row; the sum replaces it.
-    """
+    """Add a bucket up by gloo's all-reduce, a ring."""
     return dist.all_reduce(bucket, async_op=True).get_future()
 
 
 def bf16_hook(bucket: Tensor) -> torch.futures.Future:
-    """Send a bucket in bf16: half the bytes, 8 bits of precision, and the sum is rounded at every addition.
-
-    Args:
-        bucket: One row of fp32; the sum replaces it.
-    """
+    """Send a bucket in bf16: half the bytes, 8 bits of precision, and the sum is rounded at every addition."""
     half = bucket.to(torch.bfloat16)
     return dist.all_reduce(half, async_op=True).get_future().then(lambda _: bucket.copy_(half))
 
@@ -76,13 +66,7 @@ def hierarchical_hook(groups: NodeGroups) -> Hook:
 
 
 class HookedDDP(OverlappedDDP):
-    """The overlapped DDP of rung 2 with another way to add a bucket up; every parameter must be used.
-
-    Args:
-        module: As there.
-        hook: What a full bucket does.
-        **options: As there.
-    """
+    """The overlapped DDP of rung 2 with another way to add a bucket up; every parameter must be used."""
 
     def __init__(self, module: torch.nn.Module, hook: Hook, **options: Any) -> None:
         super().__init__(module, **options)

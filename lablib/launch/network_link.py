@@ -1,8 +1,6 @@
 """One link measured: exchanges of many sizes, and every all-reduce of ours against message size.
 
 Runs inside a job on the cluster, `lablib.launch.network_study`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

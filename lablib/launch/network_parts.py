@@ -1,17 +1,14 @@
-"""What one rank of the study measures at which bandwidth; everything is built before the link is throttled.
-
-Chapter: book/10_communication.md
-"""
+"""What one rank of the study measures at which bandwidth; everything is built before the link is throttled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from lablib.calc.network_ddp_rows import VARIANTS
 from lablib.calc.network_placement import LAYOUTS
+from lablib.calc.network_rows import Settings
 from lablib.launch.network_clock import Sample
 from lablib.launch.network_ddp import Step, alone_samples, ddp_samples
 from lablib.launch.network_link import all_reduces, exchanges
@@ -19,19 +16,11 @@ from lablib.launch.network_placement import Layout, placement_samples
 from lablib.toys.collectives import node_groups
 from lablib.toys.transformer import tiny_config
 
-if TYPE_CHECKING:
-    from lablib.launch.network_study import Settings
-
 RANKS_PER_HOST = 2
 
 
 class Parts:
-    """The models and groups of a study on this rank.
-
-    Args:
-        settings: What to measure.
-        parts: Which parts of the study.
-    """
+    """The models and groups of a study on this rank."""
 
     def __init__(self, settings: Settings, parts: Sequence[str]) -> None:
         self.settings, self.parts = settings, parts
@@ -72,11 +61,7 @@ class Parts:
         return any(wanted[part] for part in self.parts)
 
     def at_rate(self, rate: str | None) -> list[Sample]:
-        """Return the samples of everything that is measured at this bandwidth.
-
-        Args:
-            rate: What the links are throttled to already.
-        """
+        """Return the samples of everything that is measured at this bandwidth."""
         s, samples = self.settings, []
         if "link" in self.parts and rate == s.link_rate:
             samples += exchanges(rate, s.link_sizes, turns=s.turns, other_host=RANKS_PER_HOST)

@@ -8,8 +8,6 @@ bandwidth between the parts.
 
 Rows, predicted beside measured, are made of the samples by `lablib.calc.network_rows`, `lablib.calc.network_ddp_rows`
 and `lablib.calc.network_placement`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lablib.calc.network_rows import link_bandwidth
+from lablib.calc.network_rows import Settings, link_bandwidth
 from lablib.launch.cluster import Cluster, why_not
 from lablib.launch.experiments import RECORD_SWITCH, Record, run_or_replay
 from lablib.launch.network_clock import Sample, set_rate, slowest
@@ -26,47 +24,6 @@ from lablib.launch.network_clock import Sample, set_rate, slowest
 NAME = "10_network_study"
 HOSTS, RANKS_PER_HOST = 2, 2
 PARTS = ("link", "all-reduce", "ddp", "placement")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the study measures; sizes are such that a sample is short.
-
-    Attributes:
-        link_rate: The link for exchanges and all-reduces.
-        link_sizes: Bytes of the exchanges.
-        reduce_sizes: Bytes of the all-reduces.
-        ddp_rates: Links for DDP, next to one that is not throttled.
-        savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
-        placement_rate: The link on which layouts are compared.
-        turns: Samples of each.
-        width: Of DDP's linear layers.
-        layers: How many.
-        tokens: Rows on each rank.
-        bucket_bytes: When a bucket of DDP is full.
-        micro_batches: What one accumulated step holds.
-        hidden: Width of the transformer that is placed.
-        blocks: Its layers.
-        seq: Tokens in a sequence.
-        batch: Sequences of all ranks together.
-    """
-
-    link_rate: str = "500 Mb/s"
-    link_sizes: tuple[int, ...] = (64, 4096, 2**16, 2**18, 2**19)
-    reduce_sizes: tuple[int, ...] = (2**10, 2**14, 2**17, 2**19)
-    ddp_rates: tuple[str, ...] = ("2 Gb/s", "500 Mb/s", "100 Mb/s")
-    savings_rate: str = "100 Mb/s"
-    placement_rate: str = "100 Mb/s"
-    turns: int = 3
-    width: int = 256
-    layers: int = 4
-    tokens: int = 1536
-    bucket_bytes: int = 2**18
-    micro_batches: int = 3
-    hidden: int = 64
-    blocks: int = 2
-    seq: int = 128
-    batch: int = 8
 
 
 @dataclass(frozen=True)

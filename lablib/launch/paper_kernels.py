@@ -7,8 +7,6 @@ to each other is `lablib.toys.tp_functions`. Values are right, gradients are of 
 bytes.
 
 What it shows is counted by PyTorch, for any tp, with and without sequence parallelism, and under FSDP2.
-
-Chapter: book/09_activation_checkpointing.md. Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
 """
 
 from __future__ import annotations
@@ -214,9 +212,5 @@ class PaperTransformer(nn.Module):
         return F.linear(copy_to_tp(self.norm(x), self.group), self.head)
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Return a number whose backward pass goes through everything.
-
-        Args:
-            tokens_BT: Windows of S + 1 tokens.
-        """
+        """Return a number whose backward pass goes through everything."""
         return op.keep(op.cross_entropy, self(tokens_BT[:, :-1]))

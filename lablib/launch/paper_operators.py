@@ -2,8 +2,6 @@
 
 Each is a function that returns its output and the list of what it keeps; `keep` makes it an operator of autograd.
 Outputs are right. Gradients have the right shapes and are zeros: these operators are run for their bytes.
-
-Chapter: book/09_activation_checkpointing.md. Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1.
 """
 
 from __future__ import annotations
@@ -132,20 +130,10 @@ def norm(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def keep(compute: Callable[..., Kept], *inputs: Tensor) -> Tensor:
-    """Return what a function computes, as one operator that keeps what the function says.
-
-    Args:
-        compute: Returns the output and what is kept.
-        *inputs: Of the function.
-    """
+    """Return what a function computes, as one operator that keeps what the function says."""
     return _Keep.apply(compute, *inputs)
 
 
 def look_up(table: Tensor, tokens: Tensor) -> Tensor:
-    """Return the rows of a table; keeps nothing.
-
-    Args:
-        table: A part of the vocabulary, or positions.
-        tokens: Indices; those beyond the part are taken modulo its rows.
-    """
+    """Return the rows of a table; keeps nothing."""
     return _LookUp.apply(table, tokens)

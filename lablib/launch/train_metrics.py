@@ -8,21 +8,16 @@ Chapter: book/11_practical_fsdp.md.
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lablib.calc.gpu_names import known_accelerator
 from lablib.launch.json_lines import JsonLines, read_json_lines
-from lablib.launch.machine import machine
-
-if TYPE_CHECKING:
-    from lablib.launch.trainer import Trainer
 
 #: Every key of a line, with its unit. Times are of this rank; "all ranks" is said where it is so.
 KEYS = {
@@ -119,65 +114,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     card = known_accelerator(torch.cuda.get_device_name(device))
     return card.flops.get(precision) if card else None
-
-
-def step_metrics(
-    trainer: Trainer, times: dict[str, float], learned: dict[str, float], *, between: float
-) -> dict[str, Any]:
-    """Return a step's metrics, with the keys of `KEYS` in their order.
-
-    Args:
-        trainer: After the step.
-        times: From `StepClock.times`.
-        learned: Loss, gradient norm, learning rate and targets.
-        between: Seconds between the step before and this one.
-    """
-    config, flops, peak = trainer.config, trainer.flops, trainer.peak
-    tokens, rate = config.global_batch * config.seq, 1 / times["seconds"] / trainer.world_size
-    metrics = {
-        **times,
-        **learned,
-        **memory(trainer.device),
-        "step": trainer.step,
-        "samples": trainer.samples,
-        "epoch": trainer.samples / len(trainer.task),
-        "tokens": tokens,
-        "between_seconds": between,
-        "tokens_per_second": tokens / times["seconds"],
-        "tokens_per_second_per_rank": tokens * rate,
-        "tflops_per_rank": flops.model * rate / 1e12 if flops else None,
-        "mfu": flops.model * rate / peak if flops and peak else None,
-        "hfu": flops.hardware * rate / peak if flops and peak else None,
-        "rank": trainer.rank,
-        "world_size": trainer.world_size,
-        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "time": time.time(),
-    }
-    return {key: metrics[key] for key in KEYS}
-
-
-def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what run.json says: what was asked for, on what machine, with what model.
-
-    Args:
-        trainer: Before its first step.
-    """
-    flops = trainer.flops
-    return {
-        "config": trainer.config.as_dict(),
-        "world_size": trainer.world_size,
-        "micro_batch": trainer.micro_batch,
-        "accumulation": trainer.accumulation,
-        "params": trainer.report.params,
-        "params_per_rank": trainer.report.params_per_rank,
-        "sharding": str(trainer.report),
-        "model_flops": flops.model if flops else None,
-        "hardware_flops": flops.hardware if flops else None,
-        "peak_flops": trainer.peak,
-        "device": str(trainer.device),
-        "machine": machine(),
-        "keys": KEYS,
-    }
 
 
 class MetricsFile(JsonLines):

@@ -16,6 +16,7 @@ Chapter: book/11_practical_fsdp.md.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,11 +34,12 @@ from lablib.launch.checkpoint_files import read_info
 from lablib.launch.devices import rank_device
 from lablib.launch.experiments import write_json
 from lablib.launch.fsdp import make_mesh, no_sync, shard
+from lablib.launch.machine import machine
 from lablib.launch.recompute_apply import apply_strategy
 from lablib.launch.together import from_rank_0, own_group
 from lablib.launch.train_config import TrainConfig, differences
 from lablib.launch.train_data import SampleOrder
-from lablib.launch.train_metrics import MetricsFile, StepClock, peak_flops, run_facts, step_metrics
+from lablib.launch.train_metrics import KEYS, MetricsFile, StepClock, memory, peak_flops
 from lablib.launch.train_optimizer import clip_gradients, make_optimizer, set_learning_rate
 from lablib.launch.train_tasks import IGNORE, Pretraining, Task, compiled_loss
 
@@ -137,7 +139,7 @@ class Trainer:
         self.outcome = self.stop_reason = None
         self._metrics = MetricsFile(self.folder, self.rank)
         if self.rank == 0:
-            write_json(self.folder / "run.json", run_facts(self))
+            write_json(self.folder / "run.json", _run_facts(self))
         try:
             self._call("on_start")
             self._ended = time.perf_counter()
@@ -250,7 +252,7 @@ class Trainer:
         self.step += 1
         self.samples += config.global_batch
         learned = {"loss": summed / count, "grad_norm": norm, "lr": lr, "targets": count}
-        metrics = step_metrics(self, clock.times(), learned, between=begun - self._ended)
+        metrics = _step_metrics(self, clock.times(), learned, between=begun - self._ended)
         self._ended = time.perf_counter()
         if stop:
             self._agree_why()
@@ -297,3 +299,62 @@ class Trainer:
     def _call(self, method: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, method)(self, *args)
+
+
+def _step_metrics(
+    trainer: Trainer, times: dict[str, float], learned: dict[str, float], *, between: float
+) -> dict[str, Any]:
+    """Return a step's metrics, with the keys of `KEYS` in their order.
+
+    Args:
+        trainer: After the step.
+        times: From `StepClock.times`.
+        learned: Loss, gradient norm, learning rate and targets.
+        between: Seconds between the step before and this one.
+    """
+    config, flops, peak = trainer.config, trainer.flops, trainer.peak
+    tokens, rate = config.global_batch * config.seq, 1 / times["seconds"] / trainer.world_size
+    metrics = {
+        **times,
+        **learned,
+        **memory(trainer.device),
+        "step": trainer.step,
+        "samples": trainer.samples,
+        "epoch": trainer.samples / len(trainer.task),
+        "tokens": tokens,
+        "between_seconds": between,
+        "tokens_per_second": tokens / times["seconds"],
+        "tokens_per_second_per_rank": tokens * rate,
+        "tflops_per_rank": flops.model * rate / 1e12 if flops else None,
+        "mfu": flops.model * rate / peak if flops and peak else None,
+        "hfu": flops.hardware * rate / peak if flops and peak else None,
+        "rank": trainer.rank,
+        "world_size": trainer.world_size,
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "time": time.time(),
+    }
+    return {key: metrics[key] for key in KEYS}
+
+
+def _run_facts(trainer: Trainer) -> dict[str, Any]:
+    """Return what run.json says: what was asked for, on what machine, with what model.
+
+    Args:
+        trainer: Before its first step.
+    """
+    flops = trainer.flops
+    return {
+        "config": trainer.config.as_dict(),
+        "world_size": trainer.world_size,
+        "micro_batch": trainer.micro_batch,
+        "accumulation": trainer.accumulation,
+        "params": trainer.report.params,
+        "params_per_rank": trainer.report.params_per_rank,
+        "sharding": str(trainer.report),
+        "model_flops": flops.model if flops else None,
+        "hardware_flops": flops.hardware if flops else None,
+        "peak_flops": trainer.peak,
+        "device": str(trainer.device),
+        "machine": machine(),
+        "keys": KEYS,
+    }

@@ -1,7 +1,4 @@
-"""How far off memory calculators are: one line per calculator, from its lowest to its highest ratio.
-
-Chapter: book/memory_calculator.md
-"""
+"""How far off memory calculators are: one line per calculator, from its lowest to its highest ratio."""
 
 from __future__ import annotations
 
@@ -18,19 +15,13 @@ TITLES = {"states": "model states", "activations": "kept activations", "total": 
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
-def peer_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") -> Figure:
+def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") -> Figure:
     """Draw predicted over measured for every calculator: a line over all cases, a dot at the median, a diamond at the worst.
 
     Args:
-        rows: The summary of `lablib.launch.peer_table`: "peer", "quantity", "cases", "median", "low", "high", "worst",
-            in the order in which they are drawn.
-        own: The peer that is drawn in a colour of its own.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If a row has an unknown quantity.
+        rows: The summary of `other_calculators.json`: "calculator", "quantity", "cases", "median", "low", "high",
+            "worst", in the order in which they are drawn.
+        own: The calculator that has a colour of its own.
     """
     for row in rows:
         if row["quantity"] not in ROLES:
@@ -53,7 +44,7 @@ def peer_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") 
         )
         for row in found:
             at += 1
-            color = COLORS["optimizer"] if row["peer"] == own else COLORS[ROLES[quantity]]
+            color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]
             ax.plot(
                 [row["low"], row["high"]],
                 [at, at],
@@ -67,7 +58,7 @@ def peer_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") 
                 row["worst"], at, "D", color=color, markersize=6, markerfacecolor="none", markeredgewidth=1.3
             )
             places.append(at)
-            labels.append(f"{row['peer']} ({row['cases']})")
+            labels.append(f"{row['calculator']} ({row['cases']})")
         at += 1
     ax.axvline(1, color=COLORS["neutral"], linestyle="--", linewidth=1)
     ax.set_xscale("log")
