@@ -26,7 +26,7 @@ class ZeRO2(ZeRO1):
     stage = 2
 
     def __init__(self, *args: object, bucket_bytes: int = 25 * 2**20, **options: object):
-        self.__dict__["bucket_bytes"] = bucket_bytes  # needed before nn.Module is ready
+        self.bucket_bytes = bucket_bytes  # the constructor below makes the buckets
         super().__init__(*args, **options)
         self._sent = 0
 

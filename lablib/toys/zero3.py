@@ -66,9 +66,9 @@ class ZeRO3(ZeRO1):
             )
         if containers := [type(unit).__name__ for unit in chosen if not has_forward(unit)]:
             raise ValueError(f"units {', '.join(containers)} have no forward; choose the modules inside")
-        # Set before nn.Module is ready, which keeps them from becoming its children.
-        self.__dict__.update(_chosen=[module, *dict.fromkeys(u for u in chosen if u is not module)])
-        self.__dict__.update(prefetch=prefetch)
+        # The constructor below makes a unit of each of them.
+        self._chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]
+        self.prefetch = prefetch
         super().__init__(module, *args, **options)
         for unit_module, unit in zip(self._chosen, self.units, strict=True):
             # First of all hooks, as old-style weight_norm computes its weight in one.
