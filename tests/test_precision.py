@@ -197,7 +197,3 @@ def test_small_updates_move_only_weights_that_are_rounded_by_chance() -> None:
 )
 def test_each_mechanism_is_under_60_lines(thing: object) -> None:
     assert len(inspect.getsource(thing).splitlines()) < 60
-
-
-def test_half_ulp_share() -> None:
-    assert precision.half_ulp_share(torch.bfloat16) == (2**-9, 2**-8)

@@ -65,26 +65,6 @@ def test_what_is_no_count_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("312 TFLOP/s", 312e12),
-        ("312 TFLOPS", 312e12),
-        ("1.98 PFLOPs/s", 1.98e15),
-        ("3.8e25 FLOPs", 3.8e25),
-        (1e12, 1e12),
-    ],
-)
-def test_flops(text, expected):
-    assert units.parse_flops(text) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("text", ["312 T", "312", "312 GB/s", "TFLOP/s"])
-def test_what_is_no_flops_is_refused(text):
-    with pytest.raises(ValueError, match="FLOP"):
-        units.parse_flops(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
         ("450 GB/s", 450e9),
         ("400 Gb/s", 50e9),
         ("400 Gbps", 50e9),
@@ -122,8 +102,6 @@ def test_gb_and_gib_are_different_functions():
         (units.format_count(124_439_808), "124M"),
         (units.format_count(999_999_999), "1B"),
         (units.format_count(512), "512"),
-        (units.format_flops(312e12), "312 TFLOP/s"),
-        (units.format_flops(3.79e25, rate=False), "3.79e+25 FLOPs"),
         (units.format_bandwidth(31.5e9), "31.5 GB/s"),
         (units.format_time(0.0209), "20.9 ms"),
         (units.format_time(33.9 * 86400), "33.9 days"),
@@ -145,7 +123,6 @@ def test_an_unknown_unit_is_refused():
 def test_reading_what_was_written_gives_it_back(n):
     assert units.parse_count(units.format_count(n)) == pytest.approx(n, rel=0.005)
     assert units.parse_bytes(units.format_bytes(n, "TiB")) == pytest.approx(n, rel=0.005, abs=1)
-    assert units.parse_flops(units.format_flops(n)) == pytest.approx(n, rel=0.005)
 
 
 @given(st.floats(min_value=1e-9, max_value=1e12))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.choices import one_of
 from lablib.calc.hardware import accelerator
 
 # In the order of tables. "fp8-block": one scale for 1x128 or 128x128 values, "mxfp8": for 32, a power of two.
@@ -108,19 +107,6 @@ def support(card: str) -> Support:
 def support_table() -> list[Support]:
     """Return every card with what it has, oldest generation first."""
     return [support(card) for card in (*CAPABILITY, *_OTHERS)]
-
-
-def cards_with(unit: str) -> list[str]:
-    """Return the cards that have matrix units for a format.
-
-    Args:
-        unit: One of `UNITS`.
-
-    Raises:
-        ValueError: If there is no such format.
-    """
-    one_of("format", unit, UNITS)
-    return [row.card for row in support_table() if unit in row.formats]
 
 
 def peak_ratio(card: str, fast: str, slow: str) -> float:

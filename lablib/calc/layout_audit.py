@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.layout_choice import Choice, choose
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.params import count_params
 from lablib.calc.plan_advice import EXAMPLES, Example, check_example, state_bytes
 from lablib.calc.plan_runs import gpt
 
@@ -99,12 +98,3 @@ def _audit(example: Example, gpu: str | Accelerator, tokens: int) -> AuditedRow:
     except ValueError as error:
         return AuditedRow(example, holds, states, verdict, None, str(error))
     return AuditedRow(example, holds, states, verdict, choice, "")
-
-
-def params_of(name: str) -> int:
-    """Return the parameters of the model that stands for a size in the tables.
-
-    Args:
-        name: A key of `MODELS`.
-    """
-    return count_params(MODELS[name]).total

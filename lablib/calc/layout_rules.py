@@ -24,9 +24,8 @@ from lablib.calc.comm import ring_all_reduce_bytes
 from lablib.calc.mesh import mesh
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan_cluster import Cluster
-from lablib.calc.plan_fit import EFFICIENCY, predict
+from lablib.calc.plan_fit import EFFICIENCY
 from lablib.calc.plan_layout import Layout
-from lablib.calc.plan_runs import RUNS
 from lablib.calc.plan_time import seconds
 from lablib.calc.plan_work import layer_work
 from lablib.calc.run_config import resolve_model
@@ -96,22 +95,6 @@ def enough_microbatches(p: int, *, most: float = 0.25, v: int = 1) -> int:
         raise ValueError(f"p={p} and v={v} must be at least 1, and most={most} above 0")
     m = max(1, math.ceil((p - 1) / (most * v) - 1e-9))  # 0.1 is a little more than a tenth
     return m if v == 1 else -(-m // p) * p
-
-
-def published_microbatches() -> list[Bubble]:
-    """Return what published pipelines ran with: micro-batches, chunks and the bubble that follows.
-
-    Chunks and micro-batches that a paper does not print are the planner's. None of the rows needs the rule to have
-    a bubble below a quarter, once its chunks count.
-    """
-    found = []
-    for run in RUNS:
-        if run.pp > 1:
-            layout = predict(run).layout
-            m, v = layout.num_microbatches(run.global_batch), layout.virtual_stages
-            ratio = (run.pp - 1) / (v * m)
-            found.append(Bubble(run.name, run.pp, m, v, ratio, ratio))
-    return found
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,6 @@ Chapter: book/07_3d_parallelism.md
 
 from __future__ import annotations
 
-from html import escape
-
-from lablib.calc.choices import one_of
 from lablib.calc.mesh import Mesh
 
 #: Cells that a drawing may have; more cannot be read.
@@ -65,46 +62,3 @@ def group_line(mesh: Mesh, axis: str) -> str:
         else "stay in a node"
     )
     return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"
-
-
-def mesh_svg(
-    mesh: Mesh,
-    *,
-    color_by: str = "pp",
-    colors: tuple[str, ...] = ("#2f6db3", "#b3492f", "#2f8f5b", "#7d4fb3"),
-) -> str:
-    """Return the mesh as an SVG: a row a node, a cell a rank, coloured by its place on one axis.
-
-    Args:
-        mesh: At most `MOST` ranks.
-        color_by: The axis that colours.
-        colors: Fills, used in turn; the text in the cells is white.
-
-    Raises:
-        ValueError: If there are too many ranks, or no such axis.
-    """
-    one_of("axis", color_by, mesh.order)
-    if mesh.ranks > MOST:
-        raise ValueError(f"{mesh.ranks:,} ranks are more than the {MOST:,} that a drawing can show")
-    cell = 14 + 7 * max(len(label(mesh, rank)) for rank in (0, mesh.ranks - 1))
-    row, left = 44, 64
-    width, height = left + cell * min(mesh.ranks, mesh.gpus_per_node), row * mesh.nodes + 4
-    title = escape(f"{mesh.ranks} ranks on {mesh.nodes} nodes, coloured by {color_by}")
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
-        f'font-family="sans-serif" font-size="12"><title>{title}</title>'
-    ]
-    parts += [
-        f'<text x="4" y="{node * row + 26}" fill="currentColor">node {node}</text>'
-        for node in range(mesh.nodes)
-    ]
-    for rank in range(mesh.ranks):
-        x, y = left + rank % mesh.gpus_per_node * cell, mesh.node(rank) * row + 4
-        fill = colors[mesh.coordinates(rank)[color_by] % len(colors)]
-        middle = x + (cell - 4) / 2
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{cell - 4}" height="{row - 6}" rx="3" fill="{fill}"/>'
-            f'<text x="{middle}" y="{y + 16}" text-anchor="middle" fill="white">{rank}</text>'
-            f'<text x="{middle}" y="{y + 31}" text-anchor="middle" fill="white">{label(mesh, rank)}</text>'
-        )
-    return "".join(parts) + "</svg>"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from lablib.calc.choices import one_of
 from lablib.calc.mesh import Mesh, mesh
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.params import count_params
 from lablib.calc.plan_cluster import cluster
 from lablib.calc.plan_exam import WORKED_EXAMPLES
 from lablib.calc.plan_job import Workload
@@ -181,15 +180,6 @@ def deepseek_rate() -> dict[str, float]:
         "tflops": rate / 1e12,
         "share": rate / accelerator("h800").peak("bf16"),
     }
-
-
-def total_parameters(name: str) -> int:
-    """Return the parameters of the model as this library counts them, to hold beside the printed number.
-
-    Args:
-        name: One of `reading_names()`.
-    """
-    return count_params(preset(name)).total
 
 
 def _text(value: float | int | str) -> str:

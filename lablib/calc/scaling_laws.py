@@ -63,22 +63,6 @@ def chinchilla_params(flops: float) -> float:
     return (flops / (6 * TOKENS_PER_PARAMETER)) ** 0.5
 
 
-def kaplan_params(num_layers: int, hidden: int) -> int:
-    """Return Kaplan's count of parameters without embeddings, biases and norms: `N ≈ 12 L h²`.
-
-    Kaplan et al. 2020 (arXiv 2001.08361), equation 2.1, with an MLP of width `4h`.
-
-    Args:
-        num_layers: Layers, L.
-        hidden: Width, h.
-
-    Raises:
-        ValueError: If a size is not positive.
-    """
-    require_positive(num_layers=num_layers, hidden=hidden)
-    return 12 * num_layers * hidden**2
-
-
 def kaplan_loss_ratio(times: float) -> float:
     """Return by what the loss is multiplied when the model grows: `L(N) ∝ N^-0.076`, with data and compute to spare.
 

@@ -104,24 +104,6 @@ def parse_count(text: str | float) -> int:
     return round(count)
 
 
-def parse_flops(text: str | float) -> float:
-    """Return the FLOP/s of a rate such as "312 TFLOP/s", or the FLOPs of a count such as "3.8e25 FLOPs".
-
-    Args:
-        text: A number and a prefix before FLOP/s, FLOPs/s or FLOPS (a rate), or FLOP or FLOPs (a count).
-
-    Raises:
-        ValueError: If there is no number, no such unit, or the value is negative.
-    """
-    value, unit = _split(text, "FLOPs", "312 TFLOP/s")
-    if not isinstance(text, str):
-        return value
-    match = re.fullmatch(r"([kMGTPEZ]?)(FLOPs?(?:/s)?|FLOPS)", unit)
-    if not match:
-        raise ValueError(f"{text!r} has no unit of FLOPs: write it like '312 TFLOP/s' or '3.8e25 FLOPs'")
-    return value * SI_PREFIXES[match[1]]
-
-
 def parse_bandwidth(text: str | float) -> float:
     """Return the bytes per second of "450 GB/s", "50 GiB/s", "400 Gb/s" or "400 Gbps"; a number is bytes per second.
 
@@ -176,20 +158,6 @@ def format_count(n: float) -> str:
     """
     value, prefix = _scale(n, {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
     return f"{_digits(value)}{prefix}"
-
-
-def format_flops(n: float, *, rate: bool = True) -> str:
-    """Return FLOP/s or FLOPs with a prefix, and powers of ten beyond: "312 TFLOP/s", "3.79e+25 FLOPs".
-
-    Args:
-        n: FLOP/s, or FLOPs.
-        rate: Whether it is a rate (FLOP/s) or a count (FLOPs).
-    """
-    unit = "FLOP/s" if rate else "FLOPs"
-    if abs(n) >= 1e24:
-        return f"{n:.3g} {unit}"
-    value, prefix = _scale(n, SI_PREFIXES)
-    return f"{_digits(value)} {prefix}{unit}"
 
 
 def format_time(seconds: float) -> str:
