@@ -3,8 +3,6 @@
 Ranks run one at a time, and change at each disk operation and barrier. So any order of events can be played, always
 the same way: rank 0 far ahead of the others, or far behind. A write takes two moments, and in between the file is
 torn. The disk remembers what it held after every moment; a power cut may come at any of them.
-
-Chapter: book/06_fsdp.md
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Ranks are threads that run one at a time, each to its next exchange, so a check plays always the same way and sees at
 once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose numbers are in it.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

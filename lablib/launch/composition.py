@@ -11,8 +11,6 @@ Both versions stand on the same grid of ranks, `job.mesh`. The toys get its grou
 `composition_torch`.
 
 A rank sees its replica's part of the batch. One process sees all of it. Loss, gradients and weights must be equal.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ was seen: the text of the error, or the number that came out wrong without one.
 Not every other order is wrong: one here makes no difference, against what is often said.
 
 The programs are in `composition_order_cases`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them."""
 
 from __future__ import annotations
 

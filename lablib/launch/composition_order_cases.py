@@ -2,8 +2,6 @@
 
 Two replicas (dp) of two tensor-parallel ranks. Every case starts from the same small model and the same tokens. The
 verdict is made from what happened: an error, or a number held against the right one.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""What a composed miniature gave: every rank beside one process, and what it sent beside what was predicted."""
 
 from __future__ import annotations
 
@@ -117,11 +114,7 @@ class Composition:
         )
 
     def rows(self, rank: int = 0) -> list[tuple[str, str, AxisTraffic, AxisTraffic]]:
-        """Return (version, axis, predicted, measured) for every axis, as one rank sees it.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return (version, axis, predicted, measured) for every axis, as one rank sees it."""
         return [
             (version, axis, predicted, runs[rank].traffic[axis])
             for version, runs in self.ranks.items()
@@ -129,11 +122,7 @@ class Composition:
         ]
 
     def report(self, rank: int = 0) -> str:
-        """Return a table: distances from one process, and predicted and measured traffic of one rank.
-
-        Args:
-            rank: Which rank.
-        """
+        """Return a table: distances from one process, and predicted and measured traffic of one rank."""
         lines = []
         for version in self.ranks:
             far = self.worst(version)
@@ -151,11 +140,6 @@ def by_axis(log: CommLog, mesh: Mesh, rank: int) -> tuple[dict[str, AxisTraffic]
     """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis.
 
     Receives are left out: they send nothing. A message in a group of one rank is none.
-
-    Args:
-        log: What a rank recorded.
-        mesh: Where it is.
-        rank: Its number.
     """
     names = {tuple(mesh.group(rank, axis)): axis for axis in mesh.order if mesh.size(axis) > 1}
     calls: dict[str, Counter[str]] = defaultdict(Counter)

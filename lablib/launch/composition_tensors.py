@@ -1,7 +1,4 @@
-"""Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone."""
 
 from __future__ import annotations
 

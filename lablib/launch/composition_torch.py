@@ -6,8 +6,6 @@
     dp      fully_shard(block, mesh=mesh["dp"]), or DistributedDataParallel
 
 This is the order: stages, tp, (recompute, compile,) dp. Why, and what happens otherwise: `composition_order`.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -68,9 +66,6 @@ class TorchJob:
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
         """Run forward and backward and average gradients over dp.
-
-        Args:
-            tokens_BT: This replica's windows.
 
         Returns:
             The mean loss of the replica where the last stage is, else None.
@@ -205,11 +200,7 @@ def shard_blocks(model: Transformer | Stage, mesh: DeviceMesh, *, reshard: bool 
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without wrappers.
-
-    Args:
-        name: Its name in a wrapped model.
-    """
+    """Return the name that a parameter has without wrappers."""
     for prefix in ("_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(prefix, "")
     return name

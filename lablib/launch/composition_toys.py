@@ -10,8 +10,6 @@ tensor-parallel toy takes a whole model; PyTorch's order, stages first, never ma
 
 ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
 and DeepSeek-V3 put beside their stages.
-
-Chapter: book/07_3d_parallelism.md
 """
 
 from __future__ import annotations
@@ -97,9 +95,6 @@ class ToyJob:
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
         """Run forward and backward and average gradients over dp.
 
-        Args:
-            tokens_BT: This replica's windows.
-
         Returns:
             The mean loss of the replica where the last stage is, else None.
         """
@@ -166,11 +161,7 @@ class ToyJob:
 
 
 def make_groups(job: Miniature) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's process group along each of tp, dp and pp, as `job.mesh` names them.
-
-    Args:
-        job: The miniature.
-    """
+    """Return this rank's process group along each of tp, dp and pp, as `job.mesh` names them."""
     rank = dist.get_rank()
     return {
         # Only its members make a group, so that nobody waits for those beside it.

@@ -1,7 +1,4 @@
-"""Time something on every rank of the cluster, and read from the network card what really left the host.
-
-Chapter: book/10_communication.md
-"""
+"""Time something on every rank of the cluster, and read from the network card what really left the host."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A stack of linear layers in `lablib.toys.ddp`, which tests hold equal to PyTorch
 bench to its speed; PyTorch's own would load its compiler on every rank, which takes longer than this study. A variant
 only replaces what a full bucket does: PyTorch calls that a communication hook. Runs inside a job,
 `lablib.launch.network_study`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ Hook = Callable[[Tensor], torch.futures.Future]
 
 
 def plain_hook(bucket: Tensor) -> torch.futures.Future:
-    """Add a bucket up by gloo's all-reduce, a ring.
-
-    Args:
-        bucket: One row; the sum replaces it.
-    """
+    """Add a bucket up by gloo's all-reduce, a ring."""
     return dist.all_reduce(bucket, async_op=True).get_future()
 
 
@@ -180,12 +174,7 @@ def ddp_samples(step: Step, rate: str | None, *, turns: int, warm: int = 1) -> l
 
 
 def alone_samples(step: Step, *, turns: int) -> list[Sample]:
-    """Time a step without communication on rank 0 while all others wait.
-
-    Args:
-        step: Of the variant "compute".
-        turns: How many samples.
-    """
+    """Time a step without communication on rank 0 while all others wait."""
     rank = dist.get_rank()
     samples = timed(lambda: step() if rank == 0 else None, turns=turns, rate=None, **step.facts())
     return [{**sample, "variant": "alone"} for sample in samples]

@@ -1,7 +1,4 @@
-"""What one rank of the study measures at which bandwidth; everything is built before the link is throttled.
-
-Chapter: book/10_communication.md
-"""
+"""What one rank of the study measures at which bandwidth; everything is built before the link is throttled."""
 
 from __future__ import annotations
 
@@ -72,11 +69,7 @@ class Parts:
         return any(wanted[part] for part in self.parts)
 
     def at_rate(self, rate: str | None) -> list[Sample]:
-        """Return the samples of everything that is measured at this bandwidth.
-
-        Args:
-            rate: What the links are throttled to already.
-        """
+        """Return the samples of everything that is measured at this bandwidth."""
         s, samples = self.settings, []
         if "link" in self.parts and rate == s.link_rate:
             samples += exchanges(rate, s.link_sizes, turns=s.turns, other_host=RANKS_PER_HOST)

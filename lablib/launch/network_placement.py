@@ -2,8 +2,6 @@
 
 Four ranks, two of them on each host. Every layout trains the same model on the same batch with our own toys, so the
 losses agree; only what crosses the link differs. Runs inside a job, `lablib.launch.network_study`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -110,11 +108,7 @@ class Layout:
 
 @torch.no_grad()
 def descend(parameters: Iterable[nn.Parameter]) -> None:
-    """Take a step of SGD, p - η·grad; torch.optim would load PyTorch's compiler on every rank first.
-
-    Args:
-        parameters: With their gradients.
-    """
+    """Take a step of SGD, p - η·grad; torch.optim would load PyTorch's compiler on every rank first."""
     for p in parameters:
         p.sub_(p.grad, alpha=LEARNING_RATE)
 

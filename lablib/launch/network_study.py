@@ -8,8 +8,6 @@ bandwidth between the parts.
 
 Rows, predicted beside measured, are made of the samples by `lablib.calc.network_rows`, `lablib.calc.network_ddp_rows`
 and `lablib.calc.network_placement`.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The file is only appended to. A run that is resumed takes the steps after its checkpoint again and writes them again;
 `read_metrics` returns each step as it counted in the end.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -93,11 +91,7 @@ class StepClock:
 
 
 def memory(device: torch.device) -> dict[str, int | None]:
-    """Return the step's memory, as `KEYS` says.
-
-    Args:
-        device: Where the step runs.
-    """
+    """Return the step's memory, as `KEYS` says."""
     if device.type == "cuda":
         return {
             "memory_bytes": torch.cuda.max_memory_allocated(device),
@@ -157,11 +151,7 @@ def step_metrics(
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what run.json says: what was asked for, on what machine, with what model.
-
-    Args:
-        trainer: Before its first step.
-    """
+    """Return what run.json says: what was asked for, on what machine, with what model."""
     flops = trainer.flops
     return {
         "config": trainer.config.as_dict(),

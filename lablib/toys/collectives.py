@@ -10,8 +10,6 @@
 
 The module of each has the idea and its source; `lablib.calc.collective_costs` has the exact counts, and every
 function returns what it counted itself.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ In round k every rank meets the rank whose number differs from its own in bit k.
 Where n is no power of two, the first 2·(n - power) ranks pair up: the even ones hand their array to the odd ones,
 wait, and get the result.
 
-Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
+Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
 """
 
 from __future__ import annotations

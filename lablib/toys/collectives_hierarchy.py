@@ -5,8 +5,6 @@ With g ranks a node, each rank's share of a node's sum is S/g bytes, and only th
     reduce-scatter inside   rank i of every node has chunk i of its node's sum
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -42,9 +40,6 @@ class NodeTraffic(NamedTuple):
 
 def node_groups(ranks_per_node: int) -> NodeGroups:
     """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once.
-
-    Args:
-        ranks_per_node: g.
 
     Raises:
         ValueError: If g does not divide the number of ranks.

@@ -5,7 +5,7 @@ after ⌈log2 n⌉ rounds all have it. A reduction is the same tree, walked from
 
 A tree sends whole arrays, so it is the choice for short messages, where the number of rounds is all that counts.
 
-Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005.
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations

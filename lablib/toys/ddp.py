@@ -5,7 +5,7 @@
     model.sync()                    # from here on every rank holds the same mean gradient
     optimizer.step()
 
-Chapter: book/02_data_parallelism.md. Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
+Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
 """
 
 from __future__ import annotations

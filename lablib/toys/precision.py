@@ -8,7 +8,7 @@ less than half of the gap to its neighbour, between 2^-9 and 2^-8 of the weight.
 (`MasterWeights`), or the rounding is by chance, so that many small updates move the weight as far as they should on
 average (`stochastic_round_bf16`).
 
-Chapter: book/08_mixed_precision.md. Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015
+Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015
 (arXiv 1502.02551), stochastic rounding.
 """
 

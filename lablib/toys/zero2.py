@@ -3,7 +3,7 @@
 Stage 1 has the whole gradient on every rank until its step. Here a bucket leaves as soon as backward has filled it, and
 what comes back is this rank's piece.
 
-Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
 """
 
 from __future__ import annotations

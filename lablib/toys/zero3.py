@@ -12,7 +12,7 @@ Autograd keeps the weights that it needs by reference. Releasing therefore frees
 leaves the tensor in place; gathering again puts the same values under it. Hooks on a unit's inputs and outputs say when
 backward comes and goes. Where autograd takes another way, it finds its weight released, and has it gathered then.
 
-Chapter: book/05_zero.md. Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
+Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
 Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
 """
 
