@@ -29,16 +29,6 @@ def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | Non
     """Replace the tensor by its sum over the ranks; in each round everybody sends the whole array.
 
     Two ranks that meet add the same two numbers, so all ranks end with the same bits.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
     """
     row, wire = flat(tensor), Wire(group)
     theirs = torch.empty_like(row)
@@ -57,18 +47,7 @@ def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | Non
 
 
 def halving_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: a reduce-scatter by halving, an all-gather by doubling.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
-    """
+    """Replace the tensor by its sum over the ranks: a reduce-scatter by halving, an all-gather by doubling."""
     row, wire = flat(tensor), Wire(group)
 
     def halve_and_double(place: int | None, power: int, real: Callable[[int], int]) -> None:

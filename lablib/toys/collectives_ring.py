@@ -67,18 +67,7 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
 
 
 def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: 2(n-1)/n · S bytes sent, 2(n-1) steps.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
-    """
+    """Replace the tensor by its sum over the ranks: 2(n-1)/n · S bytes sent, 2(n-1) steps."""
     wire = Wire(group)
     pieces = chunks(flat(tensor), wire.size)
     _reduce_scatter(wire, pieces)
