@@ -1,6 +1,8 @@
-"""Predicted against measured time of the ring all-reduce between two hosts, over a throttled link.
+"""Predicted against measured time of the ring all-reduce: between two hosts over a throttled link, and on loopback.
 
 The hosts are network namespaces. The prediction is 2(n-1)/n · S over what TCP can carry, with nothing fitted.
+On loopback no single line fits: what is left is how far one line and three are off, fitted to every other size and
+judged on the rest.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import time
 
 from lablib.calc.collective_times import collective_time
+from lablib.calc.line_fit import fit_line, fit_pieces
 from lablib.calc.topology import tcp_bandwidth
 from lablib.calc.units import parse_bandwidth
 from lablib.launch.cluster import Cluster, throttle, why_not
+from lablib.launch.ranks import run_ranks
 from tests.bench.bench_toys import slowest
 from tests.bench.harness import Result, median
 
@@ -18,6 +22,8 @@ LAUNCHES = 3  # the hosts are made anew; what is pooled are the rounds of all
 ROUNDS = 5
 #: Bytes of the array by the links' bandwidth.
 SIZES = {"500 Mb/s": [2**20, 2**22, 2**24], "100 Mb/s": [2**20, 2**22]}
+LOOPBACK = [2**k for k in range(8, 27)]
+LOOPBACK_ROUNDS, PIECES = 14, 3
 
 
 def missing() -> str:
@@ -51,8 +57,47 @@ def throttled() -> dict[str, list[float]]:
     return seconds
 
 
+def loopback() -> dict[str, list[float]]:
+    """Time the ring on this rank at each size between processes of one machine, in seconds."""
+    import torch
+    import torch.distributed as dist
+
+    from lablib.toys.collectives import ring_all_reduce
+
+    seconds: dict[str, list[float]] = {}
+    arrays = {size: torch.zeros(size // 4) for size in LOOPBACK}
+    for turn in range(LOOPBACK_ROUNDS + 1):
+        for size, x in arrays.items():
+            repeats = 10 if size < 2**20 else 1
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                ring_all_reduce(x)
+            if turn:
+                seconds.setdefault(str(size), []).append((time.perf_counter() - start) / repeats)
+    return seconds
+
+
+def fitted() -> Result:
+    """Measure on loopback, and fit lines to every other size."""
+    samples = slowest(run_ranks(loopback, 2, timeout=300))
+    times = [median(samples[str(size)]) for size in LOOPBACK]
+    fits = fit_pieces(LOOPBACK[::2], times[::2], PIECES), fit_line(LOOPBACK[::2], times[::2])
+    several, one = (
+        median(
+            [
+                100 * abs(fit.seconds(size) / t - 1)
+                for size, t in zip(LOOPBACK[1::2], times[1::2], strict=True)
+            ]
+        )
+        for fit in fits
+    )
+    name = f"loopback, {PIECES} lines, median error on held-back sizes"
+    return Result(name, several, one, "%", "one line", at_most=None, samples=samples)
+
+
 def results() -> list[Result]:
-    """Measure on two hosts."""
+    """Measure on two hosts and on loopback."""
     samples: dict[str, list[float]] = {}
     for _ in range(LAUNCHES):
         with Cluster(2) as cluster:
@@ -68,4 +113,4 @@ def results() -> list[Result]:
             rows.append(
                 Result(name, seen, told, "ms", "predicted", at_most=None, samples={"measured": measured})
             )
-    return rows
+    return [*rows, fitted()]
