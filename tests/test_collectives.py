@@ -26,21 +26,12 @@ def new_seed() -> int:
     return seed
 
 
-def everything(seed: int, batched: bool) -> int:
+def everything(seed: int) -> int:
     """Run every collective on this rank in every way, and return how many were compared."""
     from lablib.calc.collective_costs import ALGORITHMS, chunk_sizes, hierarchical_traffic, traffic
     from lablib.launch.recorder import record_comms
-    from lablib.toys import collectives, wire
+    from lablib.toys import collectives
 
-    if batched:  # the way that NCCL needs, over gloo
-
-        class Batched(wire.Wire):
-            def __init__(self, group=None):
-                super().__init__(group)
-                self.batched = True
-
-        for module in ("ring", "doubling", "tree", "all_to_all", "hierarchy"):
-            __import__(f"lablib.toys.collectives_{module}", fromlist=["Wire"]).Wire = Batched
     n, rank = dist.get_world_size(), dist.get_rank()
     draw, mine = random.Random(seed), torch.Generator().manual_seed(seed + rank)
     groups = {g: collectives.node_groups(g) for g in range(1, n + 1) if n % g == 0}
@@ -49,36 +40,34 @@ def everything(seed: int, batched: bool) -> int:
     def run(name: str, *tensors: torch.Tensor, call: tuple = (), **job: object) -> None:
         """Call a collective; what it says it sent, what it did send and the formula must agree."""
         nonlocal compared
-        options = {"segment_bytes": job["segment_bytes"]} if "segment_bytes" in job else {}
         with record_comms() as log:
-            said = getattr(collectives, name)(*tensors, *call, **options)
+            said = getattr(collectives, name)(*tensors, *call)
         whole = max(t.numel() for t in tensors)
         assert said == traffic(name, whole, n, rank=rank, itemsize=tensors[0].element_size(), **job), name
         assert (log.messages["send"], log.bytes["send"]) == (said.messages, said.bytes), name
         compared += 1
 
     for numel in [0, 1, n, *(draw.randrange(2, 400) for _ in range(SIZES))]:
-        cut = None if batched else draw.choice([None, 4, 60, 10**6])
         dtype = draw.choice([torch.int32, torch.float32, torch.int64])
         x = torch.randint(-99, 99, (numel,), generator=mine).to(dtype)
         total = x.clone()
         dist.all_reduce(total)
         for name in [name for name in ALGORITHMS if name.endswith("all_reduce")]:
             got = x.clone()
-            run(name, got, **({"segment_bytes": cut} if "ring" in name else {}))
+            run(name, got)
             assert torch.equal(got, total), (name, numel)  # whole numbers below 2^24: exact in float32 too
         for g, pair in groups.items():
             got = x.clone()
-            said = collectives.hierarchical_all_reduce(got, pair, segment_bytes=cut)
-            job = {"ranks_per_node": g, "rank": rank, "itemsize": x.element_size(), "segment_bytes": cut}
+            said = collectives.hierarchical_all_reduce(got, pair)
+            job = {"ranks_per_node": g, "rank": rank, "itemsize": x.element_size()}
             assert tuple(said) == hierarchical_traffic(numel, n, **job)
             assert torch.equal(got, total), (g, numel)
         sizes = chunk_sizes(numel, n)
         chunk, kept, whole = total.new_empty(sizes[rank]), x.clone(), torch.empty_like(x)
-        run("ring_reduce_scatter", chunk, x, segment_bytes=cut)
+        run("ring_reduce_scatter", chunk, x)
         assert torch.equal(chunk, total.split(sizes)[rank])
         assert torch.equal(x, kept)
-        run("ring_all_gather", whole, chunk, segment_bytes=cut)
+        run("ring_all_gather", whole, chunk)
         assert torch.equal(whole, total)
         for root in range(n):
             got, theirs, summed = x.clone(), x.clone(), x.clone()
@@ -118,13 +107,8 @@ def everything(seed: int, batched: bool) -> int:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
 def test_every_collective(n: int) -> None:
     """Powers of two and others; every size; results, counts and the recorder agree."""
-    compared = run_ranks(everything, n, new_seed(), False, timeout=120)
+    compared = run_ranks(everything, n, new_seed(), timeout=120)
     assert compared == [(3 + SIZES) * (5 + 2 + 2 * n + 1)] * n
-
-
-def test_messages_that_start_as_one_call() -> None:
-    """The path for NCCL, which would lock up if a receive and a send were started one after the other."""
-    run_ranks(everything, 3, new_seed(), True, timeout=120)
 
 
 def refusals() -> dict[str, str]:

@@ -26,15 +26,6 @@ OPTIONAL = {
     "deepspeed": {"deepspeed", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"},
     "fp8": {"torchao"},
     "peft": {"peft"},
-    "tensorboard": {
-        "absl-py",
-        "grpcio",
-        "markdown",
-        "protobuf",
-        "tensorboard",
-        "tensorboard-data-server",
-        "werkzeug",
-    },
 }
 BY_CHOICE = set().union(*OPTIONAL.values())
 #: What a CUDA build of torch brings: which of them, and whether any, is the index's choice.

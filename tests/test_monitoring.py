@@ -1,12 +1,9 @@
-"""Logs that survive a kill, a screen that says who is silent, stragglers found before the collective, hangs read."""
+"""Logs that survive a kill, stragglers found before the collective, hangs read."""
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import pickle
-import sys
 import types
 from pathlib import Path
 
@@ -17,12 +14,9 @@ import torch.distributed as dist
 from lablib.launch import debug_detail, flight_recorder
 from lablib.launch.flight_recorder import compare
 from lablib.launch.json_lines import JsonLines, read_json_lines
-from lablib.launch.live_view import curve, screen
 from lablib.launch.rank_log import RankLog, read_logs
 from lablib.launch.ranks import run_ranks
-from lablib.launch.run_status import status
-from lablib.launch.straggler_watch import StragglerWatch, find_straggler, probe
-from lablib.launch.tensorboard_log import SCALARS, TensorBoard
+from lablib.launch.straggler_watch import StragglerWatch, find_straggler
 
 
 def test_a_log_is_read_back(tmp_path):
@@ -53,150 +47,6 @@ def test_every_cut_of_a_log_is_readable_and_goes_on(tmp_path):
         steps = [line["step"] for line in read_json_lines(log.path)]
         kept = sum(end <= cut for end in ends) + (cut + 1 in ends)  # a line that lacks only its end is whole
         assert steps == [*range(kept), 99]
-
-
-# --- how a run stands --------------------------------------------------------------------------------------
-
-
-def metrics(rank: int, step: int, **values: object) -> dict:
-    base = {
-        "step": step,
-        "rank": rank,
-        "world_size": 2,
-        "loss": 5 - 0.1 * step,
-        "seconds": 0.5,
-        "report_seconds": 0.05,
-        "between_seconds": 0.1,
-        "tokens_per_second": 1234.5,
-        "mfu": None,
-        "memory_bytes": 3 * 2**30,
-        "attempt": 1,
-        "time": 100.0 + step,
-    }
-    return base | values
-
-
-def write_run(folder: Path, ranks: dict[int, list[dict]], steps: int = 20) -> None:
-    (folder / "run.json").write_text(json.dumps({"config": {"steps": steps}}))
-    for rank, lines in ranks.items():
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"metrics-rank{rank}.jsonl").write_text(text)
-
-
-def test_the_status_of_a_run(tmp_path):
-    ranks = {r: [metrics(r, step) for step in range(1, 11 - r)] for r in range(2)}
-    stale = [
-        metrics(2, step, world_size=3, time=50.0) for step in range(1, 4)
-    ]  # of an attempt with three ranks
-    write_run(tmp_path, ranks | {2: stale})
-    run = status(tmp_path, now=112.0)
-    assert [each.rank for each in run.ranks] == [0, 1]
-    assert (run.step, run.steps) == (9, 20)
-    assert run.remaining == pytest.approx(11 * 0.6)
-    assert run.ranks[0].waiting == pytest.approx(0.1)
-    assert [each.silent for each in run.ranks] == [False, False]
-    assert [each.silent for each in status(tmp_path, now=114.5).ranks] == [False, True]
-
-
-def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(ValueError, match="no rank has taken a step"):
-        status(tmp_path, now=0.0)
-
-
-@pytest.mark.parametrize("name", ["r", "run-" * 50], ids=["short", "long"])
-def test_the_screen_fits_and_names_the_silent(tmp_path, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    console = pytest.importorskip("rich.console", reason="rich, which typer brings, is missing")
-    write_run(
-        folder,
-        {
-            0: [metrics(0, step, mfu=0.42) for step in range(1, 10)],
-            1: [metrics(1, step) for step in range(1, 6)],
-        },
-    )
-    out = console.Console(width=80, record=True, file=io.StringIO())
-    out.print(screen(status(folder, now=110.5)))
-    text = out.export_text()
-    assert (
-        len(text.splitlines()) == 7
-    )  # nothing is broken into two: title, head, two ranks, three lines below
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    assert text.splitlines()[0].rstrip().endswith(f"{name[-20:]}: step 5 of 20")
-    for part in ("42.0%", "3.00", "1,23", "no checkpoint yet", "silent: rank 1;"):
-        assert part in text
-
-
-def test_many_ranks_fit_on_the_screen_and_the_slow_one_is_there(tmp_path):
-    console = pytest.importorskip("rich.console", reason="rich, which typer brings, is missing")
-    write_run(
-        tmp_path,
-        {r: [metrics(r, s, world_size=64, seconds=0.5 + (r == 50)) for s in range(1, 9)] for r in range(64)},
-    )
-    out = console.Console(width=80, record=True, file=io.StringIO())
-    out.print(screen(status(tmp_path, now=108.5)))
-    lines = out.export_text().splitlines()
-    assert len(lines) <= 24
-    assert any(line.split()[:1] == ["50"] for line in lines)
-    assert "and 48 more ranks, not slower than these" in lines
-
-
-def test_without_rich_one_sentence(tmp_path, monkeypatch):
-    write_run(tmp_path, {0: [metrics(0, 1)]})
-    run = status(tmp_path, now=101.0)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ModuleNotFoundError, match="which typer brings"):
-        screen(run)
-
-
-def test_a_curve():
-    assert curve([1.0, 2.0, 3.0], 10) == "▁▅█"
-    assert curve([2.0] * 7, 3) == "▁▁▁"
-    assert len(curve(list(range(1000)), 40)) == 40
-
-
-# --- TensorBoard -------------------------------------------------------------------------------------------
-
-
-MADE: list[Writer] = []
-
-
-class Writer:
-    """Stands in for SummaryWriter, which needs the extra."""
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
-        MADE.append(self)
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_gets_the_scalars_of_rank_0(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    MADE.clear()
-    for rank in range(2):
-        trainer = types.SimpleNamespace(rank=rank, step=7, folder=tmp_path)
-        board = TensorBoard()
-        board.on_start(trainer)
-        board.on_step(trainer, metrics(rank, 8, grad_norm=1.0, lr=1e-3))
-        board.on_end(trainer)
-    (writer,) = MADE
-    assert writer.folder == str(tmp_path / "tensorboard")
-    assert writer.purge_step == 8
-    assert [name for name, _, _ in writer.scalars] == [name for name in SCALARS if name != "mfu"]
-    assert {step for _, _, step in writer.scalars} == {8}
-    assert writer.closed
-
-
-def test_without_tensorboard_one_sentence_before_the_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match="TensorBoard is an extra: pip install"):
-        TensorBoard()
 
 
 # --- stragglers --------------------------------------------------------------------------------------------
@@ -243,19 +93,6 @@ def test_one_slow_step_is_no_straggler():
     found = find_straggler([[1.1] * 5, [1.0] * 5, [2.0] * 5, [0.9] * 5])
     assert (found.rank, found.busy, found.others) == (2, 2.0, 1.0)
     assert str(found) == "rank 2 works 2 s where the others work 1 s: they wait 50% of the time"
-
-
-@pytest.mark.parametrize(("times", "factor"), [([[1.0]], 2), ([[1.0], []], 2), ([[1.0], [1.0]], 1)])
-def test_bad_times(times, factor):
-    with pytest.raises(ValueError, match="must be at least 2, each with a time"):
-        find_straggler(times, factor)
-
-
-def test_a_probe_takes_time(monkeypatch):
-    monkeypatch.setattr("lablib.launch.straggler_watch._SIDE", 8)
-    times = probe(torch.device("cpu"), repeats=3)
-    assert len(times) == 3
-    assert min(times) > 0
 
 
 # --- hangs -------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ class Job(NamedTuple):
         rank: Which one, 0 to n - 1.
         itemsize: Bytes per element.
         root: Where a broadcast starts and a reduction ends.
-        segment_bytes: The ring cuts chunks into segments of at most so many bytes; None does not cut.
     """
 
     numel: int
@@ -50,7 +49,6 @@ class Job(NamedTuple):
     rank: int
     itemsize: int = 4
     root: int = 0
-    segment_bytes: int | None = None
 
     def start(self, chunk: int, parts: int) -> int:
         """Return the first element of a chunk when the array is cut into `parts` chunks."""
@@ -73,23 +71,11 @@ def chunk_sizes(numel: int, parts: int) -> list[int]:
     return [size + (chunk < more) for chunk in range(parts)]
 
 
-def segment_elements(itemsize: int, segment_bytes: int | None) -> int | None:
-    """Return the elements of one segment of the ring, at least 1; None if chunks are not cut.
-
-    Args:
-        itemsize: Bytes per element.
-        segment_bytes: How large a segment may be; None is a whole chunk.
-    """
-    return None if segment_bytes is None else max(1, segment_bytes // itemsize)
-
-
 def _ring(job: Job, last_held: int) -> Traffic:
-    """Pass on every chunk but one, in n - 1 steps; a chunk goes in ⌈chunk / segment⌉ messages."""
+    """Pass on every chunk but one, in n - 1 steps."""
     sizes = chunk_sizes(job.numel, job.ranks)
     del sizes[last_held % job.ranks]
-    segment = segment_elements(job.itemsize, job.segment_bytes)
-    messages = sum(-(-size // (segment or max(size, 1))) for size in sizes)
-    return Traffic(job.ranks - 1, messages, sum(sizes) * job.itemsize)
+    return job.sent(job.ranks - 1, *sizes)
 
 
 def _ring_reduce_scatter(job: Job) -> Traffic:
@@ -212,7 +198,6 @@ def traffic(
     rank: int = 0,
     itemsize: int = 4,
     root: int = 0,
-    segment_bytes: int | None = None,
 ) -> Traffic:
     """Return the steps, messages and bytes of one rank.
 
@@ -226,7 +211,6 @@ def traffic(
         rank: Which one.
         itemsize: Bytes per element.
         root: Where a broadcast starts and a reduction ends.
-        segment_bytes: How large the ring's segments are, at most; None is a whole chunk.
 
     Raises:
         ValueError: If the algorithm is unknown or a number makes no sense.
@@ -237,11 +221,11 @@ def traffic(
         raise ValueError(
             f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1"
         )
-    if numel < 0 or itemsize < 1 or (segment_bytes is not None and segment_bytes < 1):
-        raise ValueError(f"numel={numel}, itemsize={itemsize}, segment_bytes={segment_bytes}: too small")
+    if numel < 0 or itemsize < 1:
+        raise ValueError(f"numel={numel}, itemsize={itemsize}: too small")
     if ranks == 1:
         return Traffic(0, 0, 0)
-    return _TRAFFIC[algorithm](Job(numel, ranks, rank, itemsize, root, segment_bytes))
+    return _TRAFFIC[algorithm](Job(numel, ranks, rank, itemsize, root))
 
 
 def hierarchical_traffic(
@@ -251,7 +235,6 @@ def hierarchical_traffic(
     ranks_per_node: int,
     rank: int = 0,
     itemsize: int = 4,
-    segment_bytes: int | None = None,
 ) -> tuple[Traffic, Traffic]:
     """Return what one rank does inside its node and across nodes in a hierarchical all-reduce.
 
@@ -264,7 +247,6 @@ def hierarchical_traffic(
         ranks_per_node: g.
         rank: Which one.
         itemsize: Bytes per element.
-        segment_bytes: As in `traffic`.
 
     Raises:
         ValueError: If g does not divide n.
@@ -272,11 +254,10 @@ def hierarchical_traffic(
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} does not divide ranks={ranks}")
     node, local = divmod(rank, ranks_per_node)
-    options = {"itemsize": itemsize, "segment_bytes": segment_bytes}
     inside = [
-        traffic(half, numel, ranks_per_node, rank=local, **options)
+        traffic(half, numel, ranks_per_node, rank=local, itemsize=itemsize)
         for half in ("ring_reduce_scatter", "ring_all_gather")
     ]
     own = chunk_sizes(numel, ranks_per_node)[local]
-    across = traffic("ring_all_reduce", own, ranks // ranks_per_node, rank=node, **options)
+    across = traffic("ring_all_reduce", own, ranks // ranks_per_node, rank=node, itemsize=itemsize)
     return inside[0] + inside[1], across

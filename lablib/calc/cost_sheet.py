@@ -3,37 +3,28 @@
     cost = GPUs · price per GPU and hour · billed hours,    billed = minutes rounded up as the provider bills
 
 The whole machine is paid for, also while a lab uses one of its GPUs, and while it is set up.
-The minutes of a lab are a budget to hold it to (`rung labs run --budget-minutes`) until a run has measured them.
-
-Chapter: book/11_practical_fsdp.md
+The minutes of a lab are a budget to hold it to (`rung labs run --budget-minutes`), not a measurement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
 from dataclasses import dataclass, replace
 
-from lablib.calc.hardware import Accelerator
+from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.plan import plan
-from lablib.calc.rental import Machine as Machine
-from lablib.calc.rental import parse_machine as parse_machine
 from lablib.calc.units import GiB
 
+#: What a provider may bill by, in minutes.
+BILLING = {"second": 1 / 60, "minute": 1.0, "hour": 60.0}
 #: Setting up an image: copying the course, environment, `rung doctor --gpu`. A budget, too.
 SETUP_MINUTES = 10
 
 
 @dataclass(frozen=True)
 class LabBudget:
-    """What a lab asks of a machine.
-
-    Attributes:
-        lab: Its number.
-        minutes: Budget.
-        what: What it measures on one GPU.
-        on_two: What it measures besides where there are two or more; empty if nothing.
-    """
+    """Minutes of a lab on a rented machine, what it measures there, and what only two GPUs can measure."""
 
     lab: str
     minutes: float
@@ -52,89 +43,48 @@ LABS = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """One lab on one machine.
+class Machine:
+    """A machine to rent: the number of its GPUs, their kind, and the price of one for an hour in any currency."""
 
-    Attributes:
-        lab: Its number.
-        minutes: Budgeted or measured.
-        measured: Whether a run measured them.
-        cost: What these minutes cost, before rounding.
-        what: What it measures there, and what it cannot.
-    """
-
-    lab: str
-    minutes: float
-    measured: bool
-    cost: float
-    what: str
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A session on one machine.
-
-    Attributes:
-        machine: The machine.
-        rows: One a lab.
-        setup: Minutes before the first lab.
-        billing: How time is rounded up.
-    """
-
-    machine: Machine
-    rows: tuple[Row, ...]
-    setup: float
-    billing: str
+    gpus: int
+    gpu: Accelerator
+    price: float
 
     @property
-    def minutes(self) -> float:
-        """Minutes from start to stop."""
-        return self.setup + sum(row.minutes for row in self.rows)
+    def name(self) -> str:
+        """How tables call it: "2 x A10"."""
+        return f"{self.gpus} x {self.gpu.name}"
 
-    @property
-    def cost(self) -> float:
-        """What the session costs, as billed."""
-        return self.machine.cost(self.minutes, self.billing)
+    def cost(self, minutes: float, billing: str = "minute") -> float:
+        """Return what so many minutes cost, rounded up to the "second", "minute" or "hour"."""
+        if billing not in BILLING:
+            raise ValueError(f"billing={billing!r} is unknown; use one of {', '.join(BILLING)}")
+        if not 0 <= minutes < math.inf:
+            raise ValueError(f"minutes={minutes} must not be negative or infinite")
+        unit = BILLING[billing]
+        # A rounding error must not cost an hour: 3 x 20 minutes are one hour.
+        billed = math.ceil(round(minutes / unit, 9)) * unit
+        return self.gpus * self.price * billed / 60
 
 
-def sheet(
-    machine: Machine,
-    labs: Iterable[str] | None = None,
-    *,
-    measured: Mapping[str, float] | None = None,
-    setup: float = SETUP_MINUTES,
-    billing: str = "minute",
-) -> Sheet:
-    """Return what labs cost on a machine.
+def parse_machine(text: str) -> Machine:
+    """Read "2xa10@0.75": two A10 at 0.75 per GPU and hour."""
+    found = re.fullmatch(r"\s*(\d+)\s*x\s*([\w.-]+)\s*@\s*(\d+(?:\.\d*)?)\s*", text)
+    if found is None or int(found[1]) < 1:
+        raise ValueError(f"{text!r} is no machine; write GPUs, kind and price per GPU and hour: 2xa10@0.75")
+    return Machine(int(found[1]), accelerator(found[2]), float(found[3]))
 
-    Args:
-        machine: The machine.
-        labs: Numbers; None means all with something to measure on a GPU.
-        measured: Minutes by lab where a run on such a machine has measured them.
-        setup: Minutes before the first lab.
-        billing: "second", "minute" or "hour".
 
-    Raises:
-        ValueError: If a lab has nothing to measure on a GPU.
-    """
+def budgets(labs: list[str] | None = None) -> list[LabBudget]:
+    """Return the budgets of labs by their numbers, None for all that measure something on a GPU."""
     known = {budget.lab: budget for budget in LABS}
-    # A lab named twice is run once.
-    chosen = list(known) if labs is None else list(dict.fromkeys(lab.zfill(2) for lab in labs))
-    rows = []
+    chosen = known if labs is None else dict.fromkeys(lab.zfill(2) for lab in labs)
     for lab in chosen:
         if lab not in known:
             raise ValueError(
                 f"lab {lab} measures nothing on a GPU: run it at home; there are {', '.join(known)}"
             )
-        budget, minutes = known[lab], (measured or {}).get(lab)
-        time = budget.minutes if minutes is None else minutes
-        price = machine.gpus * machine.price / 60
-        what = budget.what
-        if budget.on_two:
-            what += f", {budget.on_two}" if machine.gpus > 1 else f"; {budget.on_two} wants two GPUs"
-        rows.append(Row(lab, time, minutes is not None, time * price, what))
-    machine.cost(setup, billing)  # refuses what makes no sense
-    return Sheet(machine, tuple(rows), setup, billing)
+    return [known[lab] for lab in chosen]
 
 
 @dataclass(frozen=True)
@@ -142,25 +92,20 @@ class Expectation:
     """What the planner expects of fully sharded training on a machine.
 
     Attributes:
-        machine: The machine.
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
-        parts: Those seconds by part; see `lablib.calc.plan_time.PARTS`.
         tokens_per_second: Of all GPUs.
         mfu: 0 to 1.
         memory: Bytes of a GPU.
-        micro_batch: Sequences on a GPU at a time.
         bandwidth: Bytes per second of the link between the GPUs, per direction, as the table has it.
     """
 
     machine: Machine
     one: float
     seconds: float
-    parts: dict[str, float]
     tokens_per_second: float
     mfu: float
     memory: int
-    micro_batch: int
     bandwidth: float
 
     @property
@@ -169,92 +114,37 @@ class Expectation:
         return self.one / self.seconds
 
     def cost_of(self, tokens: float) -> float:
-        """Return what training on so many tokens costs.
-
-        Args:
-            tokens: How many.
-        """
+        """Return what training on so many tokens costs."""
         return tokens / self.tokens_per_second / 3600 * self.machine.gpus * self.machine.price
 
 
-def expect(
-    machine: Machine,
-    *,
-    model: str = "gpt2",
-    seq: int = 1024,
-    batch: int = 8,
-    intra: float | None = None,
-    reserve: int = 2 * GiB,
-) -> Expectation:
+def expect(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch: int = 8) -> Expectation:
     """Predict a step of FSDP (ZeRO-3) on a machine and on one of its GPUs, with the same batch per GPU.
 
     The prediction takes the link's line rate times the planner's fitted share. It knows nothing of launch overhead,
-    which small models on fast cards feel, nor of a virtual machine without peer access: measure with
-    `rung doctor --gpu`, and give the measured `intra`.
+    which small models on fast GPUs feel, nor of a virtual machine without peer access: `rung doctor --gpu` measures.
 
     Args:
-        machine: The machine; its GPUs in one node.
+        machine: Its GPUs are in one node.
         model: A name from `rung models`.
         seq: Tokens in a sequence.
         batch: Sequences of a step on one GPU.
-        intra: Measured bytes per second between two GPUs; None means the link's line rate.
-        reserve: Bytes of a GPU kept free.
 
     Raises:
         ValueError: If nothing fits; it says what is too large.
     """
+    n = machine.gpus
     common = {
-        "gpu": machine.card, "seq": seq, "gpus_per_node": max(8, machine.gpus), "intra": intra, "reserve": reserve,
-        "tp": 1, "pp": 1, "cp": 1,
+        "seq": seq, "gpus_per_node": max(8, n), "reserve": 2 * GiB, "zero": 3, "tp": 1, "pp": 1, "cp": 1,
     }  # fmt: skip
-    many = plan(
-        model, gpus=machine.gpus, global_batch=batch * machine.gpus, dp=machine.gpus, zero=3, **common
-    )
+    many = plan(model, gpu=machine.gpu, gpus=n, global_batch=batch * n, dp=n, **common)
     best = many.best
-    # On one GPU the whole model may not fit; its time is asked for all the same, with the same layout.
+    # On one GPU the unsharded model may not fit: its time is asked for with memory for everything.
     alone = plan(
-        model, gpus=1, global_batch=batch, dp=1, zero=3, micro_batch=best.layout.micro_batch,
-        recompute=best.layout.recompute, **(common | {"gpu": _roomy(machine.card), "intra": many.cluster.intra}),
+        model, gpu=replace(machine.gpu, memory_bytes=2**50), gpus=1, global_batch=batch, dp=1, intra=many.cluster.intra,
+        micro_batch=best.layout.micro_batch, recompute=best.layout.recompute, **common,
     ).best  # fmt: skip
+    tokens = batch * n * seq / best.step
     return Expectation(
-        machine=machine,
-        one=alone.step,
-        seconds=best.step,
-        parts=dict(best.seconds),
-        tokens_per_second=batch * machine.gpus * seq / best.step,
-        mfu=many.mfu(best),
-        memory=best.total_memory,
-        micro_batch=best.layout.micro_batch,
-        bandwidth=many.cluster.intra,
+        machine, alone.step, best.step, tokens, many.mfu(best), best.total_memory, many.cluster.intra
     )
-
-
-def _roomy(card: Accelerator) -> Accelerator:
-    """The same card with memory for everything."""
-    return replace(card, memory_bytes=2**50)
-
-
-def cheaper(a: Expectation, b: Expectation) -> tuple[Expectation, float]:
-    """Return which machine trains a token for less, and how many times less.
-
-    Args:
-        a: A machine's expectation.
-        b: Another's.
-    """
-    costs = [(expectation.cost_of(1e9), i) for i, expectation in enumerate((a, b))]
-    (least, winner), (most, _) = sorted(costs)
-    return (a, b)[winner], most / least if least else math.inf
-
-
-def expectations(
-    machines: Sequence[Machine], *, model: str = "gpt2", seq: int = 1024, batch: int = 8
-) -> list[Expectation]:
-    """Return what to expect of several machines for the same work per GPU.
-
-    Args:
-        machines: The machines.
-        model: A name from `rung models`.
-        seq: Tokens in a sequence.
-        batch: Sequences of a step on one GPU.
-    """
-    return [expect(machine, model=model, seq=seq, batch=batch) for machine in machines]

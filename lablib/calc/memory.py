@@ -111,7 +111,7 @@ def training_memory(
         sharding: "flat": a shard is `ceil(n / ranks)` of one flat array. "fsdp2": each tensor by its rows, as
             `fully_shard` does, with zero=3 (reshards after forward) or zero=2 (does not). "whole": each tensor's
             optimizer states on one rank, as `ZeroRedundancyOptimizer` has them behind DDP, with zero=1; the fullest
-            rank is described. What DeepSpeed pads and buckets is in `deepspeed_states`.
+            rank is described.
         torch: Version of PyTorch whose FSDP2 it is; see `torch_versions`. It moves moments of a step, and no states.
 
     Raises:

@@ -1,11 +1,7 @@
-"""What `nvidia-smi` prints, read: the query as CSV, the head with the driver's CUDA, the matrix of links, clock reasons.
+"""Read what `nvidia-smi` and the driver print. Only text comes in, so all of it is tested on machines without a GPU.
 
-Only text comes in, so all of it can be tried on a machine without a GPU.
-
-Beside it the driver's errors in the kernel's log, which are called Xid.
-
-Sources: nvidia-smi's own help and manual page for fields and links; NVML API reference, NvmlClocksEventReasons, for bits.
-Chapter: book/11_practical_fsdp.md
+Sources: nvidia-smi's own help and manual page; NVML API reference, NvmlClocksEventReasons; NVIDIA's catalogue of Xid
+errors (docs.nvidia.com/deploy/xid-errors).
 """
 
 from __future__ import annotations
@@ -14,43 +10,25 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-#: What `doctor --gpu` asks for. The older name of a field comes second, where there is one.
+#: What `rung doctor --gpu` asks for.
 FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "driver_version",
-    "memory.total",
-    "pcie.link.gen.max",
-    "pcie.link.width.current",
-    "pcie.link.width.max",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-    "power.default_limit",
-    "clocks.sm",
-    "clocks.max.sm",
-    "ecc.errors.uncorrected.volatile.total",
-)
-REASONS = "clocks_event_reasons.active"
-REASONS_BEFORE_535 = "clocks_throttle_reasons.active"
+    "uuid", "driver_version", "pcie.link.gen.max", "pcie.link.width.current", "temperature.gpu", "power.limit",
+    "power.default_limit", "clocks.sm", "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active",
+)  # fmt: skip
 
-#: Bit to what it means, and whether it makes a measurement wrong. Power is the one that healthy cards show, too.
-CLOCK_REASONS = {
-    0x1: ("idle", False),
-    0x2: ("clocks set by hand", True),
-    0x4: ("power limit", False),
-    0x8: ("hardware slowdown", True),
-    0x10: ("sync boost", False),
-    0x20: ("too hot, slowed by software", True),
-    0x40: ("too hot, slowed by hardware", True),
-    0x80: ("power brake", True),
-    0x100: ("display clocks", False),
+#: What holds clocks down and makes a measurement wrong, by bit. Others, such as idle, are a healthy GPU's.
+HARMFUL = {
+    0x2: "clocks set by hand",
+    0x8: "hardware slowdown",
+    0x20: "too hot, slowed by software",
+    0x40: "too hot, slowed by hardware",
+    0x80: "power brake",
 }
+#: At its own power limit a GPU that is sold with little of it, such as A10 and L4, is slow and healthy.
+POWER_LIMIT = 0x4
 
-#: What a cell of the matrix says, from the best link to the worst.
+#: What a cell of the matrix of links says, from the best link to the worst.
 LINKS = {
     "NV": "NVLink",
     "PIX": "one PCIe switch",
@@ -59,8 +37,7 @@ LINKS = {
     "NODE": "PCIe bridges of one NUMA node",
     "SYS": "the link between CPU sockets",
 }
-#: What the driver's errors that no program causes mean, by number. Others are a program's, as a rule.
-#: Source: NVIDIA, Xid errors, the catalogue for Ampere and newer (docs.nvidia.com/deploy/xid-errors).
+#: The driver's errors that no program causes, by number.
 XIDS = {
     48: "uncorrectable memory error",
     62: "its controller halted",
@@ -71,135 +48,75 @@ XIDS = {
     119: "its controller does not answer",
     120: "its controller failed",
 }
-_MISSING = {"", "N/A", "[N/A]", "[Not Supported]", "[Unknown Error]", "[GPU requires reset]"}
 
 
-def parse_query(text: str, fields: Sequence[str] = FIELDS) -> list[dict[str, str | None]]:
-    """Read `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`: one dictionary a GPU.
+def parse_query(text: str, fields: Sequence[str] = FIELDS) -> list[dict[str, str]]:
+    """Read `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`: values by field for every GPU.
 
-    Args:
-        text: What it printed.
-        fields: The fields, in the order asked for.
-
-    Returns:
-        Values by field; None where the card does not have it.
+    A field that a GPU does not have, such as "[N/A]", is left out.
 
     Raises:
         ValueError: If a line has another number of values than there are fields.
     """
     rows = []
     for line in csv.reader(io.StringIO(text), skipinitialspace=True):
-        if not line:
-            continue
-        if len(line) != len(fields):
+        if line and len(line) != len(fields):
             raise ValueError(
                 f"nvidia-smi printed {len(line)} values for {len(fields)} fields: {', '.join(line)}"
             )
-        rows.append(
-            {f: None if v.strip() in _MISSING else v.strip() for f, v in zip(fields, line, strict=True)}
-        )
+        if line:
+            row = {field: value.strip() for field, value in zip(fields, line, strict=True)}
+            rows.append({f: v for f, v in row.items() if v and not v.startswith(("[", "N/A"))})
     return rows
 
 
 def driver_cuda(text: str) -> tuple[int, int] | None:
-    """Return the newest CUDA that the driver runs, from the head that plain `nvidia-smi` prints; None if it is not there.
-
-    Args:
-        text: What it printed.
-    """
+    """Return the newest CUDA that the driver runs, from the head that plain `nvidia-smi` prints."""
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
 
 
-def clock_reasons(mask: str | None) -> list[tuple[str, bool]]:
-    """Return why a card's clocks are where they are: text, and whether a measurement suffers from it.
+def hardware_errors(log: str) -> dict[tuple[str, int], int]:
+    """Count the Xid errors of the hardware in the kernel's log, by PCI address and number.
 
-    Args:
-        mask: A bit mask as hexadecimal text, such as "0x0000000000000004"; None gives no reason.
-    """
-    if mask is None:
-        return []
-    bits = int(mask, 16)
-    known = [meaning for bit, meaning in CLOCK_REASONS.items() if bits & bit]
-    rest = bits & ~sum(CLOCK_REASONS)
-    return [*known, (f"unknown reason {rest:#x}", True)] if rest else known
-
-
-def parse_xids(log: str) -> dict[tuple[str, int], int]:
-    """Read the driver's errors in the kernel's log: "NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen ...".
-
-    Args:
-        log: What `dmesg` printed.
-
-    Returns:
-        How often, by (PCI address, number).
+    A line is "NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus".
     """
     found: dict[tuple[str, int], int] = {}
     for address, number in re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log):
-        key = (address, int(number))
-        found[key] = found.get(key, 0) + 1
+        if int(number) in XIDS:
+            found[address, int(number)] = found.get((address, int(number)), 0) + 1
     return found
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """The links between the GPUs of a machine.
+def worst_link(text: str) -> str | None:
+    """Return the slowest link between two GPUs in `nvidia-smi topo -m`, such as "NV18" or "PHB"; None for one GPU.
 
-    Attributes:
-        links: Row by row the code of the link, "X" for the GPU itself: links[0][1] is "NV18", "PHB", ...
-    """
-
-    links: tuple[tuple[str, ...], ...]
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs."""
-        return len(self.links)
-
-    def pairs(self) -> dict[tuple[int, int], str]:
-        """Return the code of every pair (a, b) with a < b."""
-        return {(a, b): self.links[a][b] for a in range(self.gpus) for b in range(a + 1, self.gpus)}
-
-    def worst(self) -> str | None:
-        """Return the code of the slowest pair, which a ring over all GPUs cannot avoid; None without pairs."""
-        order = list(LINKS)
-
-        def rank(code: str) -> tuple[int, int]:
-            lanes = int(code[2:]) if code.startswith("NV") else 0
-            return (order.index("NV" if lanes else code), -lanes)
-
-        return max(self.pairs().values(), key=rank, default=None)
-
-
-def parse_matrix(text: str) -> Matrix:
-    """Read `nvidia-smi topo -m`: the links between GPUs; network cards and affinities are left aside.
-
-    Args:
-        text: What it printed, with or without the codes that underline the head.
+    A ring over all GPUs cannot avoid it.
 
     Raises:
         ValueError: If there is no such matrix, or a cell has an unknown link.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     head = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
-    names = [name for name in head.split() if re.fullmatch(r"GPU\d+", name)]
-    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
-    if not names or len(rows) != len(names):
-        raise ValueError(f"`nvidia-smi topo -m` printed {len(rows)} rows for {len(names)} GPUs")
-    links = tuple(tuple(row[1 : 1 + len(names)]) for row in rows)
-    for code in (code for row in links for code in row):
-        if code not in LINKS and code != "X" and not re.fullmatch(r"NV[1-9]\d*", code):
-            known = ", ".join(["X", "NV#", *list(LINKS)[1:]])
-            raise ValueError(f"`nvidia-smi topo -m` printed the link {code!r}; known are {known}")
-    return Matrix(links)
+    count = sum(bool(re.fullmatch(r"GPU\d+", name)) for name in head.split())
+    rows = [line.split()[1 : 1 + count] for line in lines if re.match(r"GPU\d+\s", line)]
+    if not count or len(rows) != count:
+        raise ValueError(f"`nvidia-smi topo -m` printed {len(rows)} rows for {count} GPUs")
+
+    def slowness(code: str) -> tuple[int, int]:
+        lanes = re.fullmatch(r"NV([1-9]\d*)", code)
+        if not lanes and (code == "NV" or code not in LINKS):
+            raise ValueError(
+                f"`nvidia-smi topo -m` printed the link {code!r}; known are NV#, {', '.join(list(LINKS)[1:])}"
+            )
+        return list(LINKS).index("NV" if lanes else code), -int(lanes[1]) if lanes else 0
+
+    codes = [code for a, row in enumerate(rows) for b, code in enumerate(row) if a != b]
+    return max(codes, key=slowness, default=None)
 
 
 def link_text(code: str) -> str:
-    """Return a link in words: "NV18" is "NVLink, 18 links".
-
-    Args:
-        code: A cell of the matrix.
-    """
+    """Return a link in words: "NV18" is "NVLink, 18 links"."""
     return f"NVLink, {code[2:]} links" if code.startswith("NV") else LINKS[code]
 
 
@@ -207,10 +124,6 @@ def pcie_bandwidth(generation: int, lanes: int) -> float:
     """Return bytes per second of a PCIe link, per direction, before protocol overhead.
 
     8, 16 and 32 GT/s a lane at 128 of 130 bits for generations 3 to 5, 5 and 2.5 GT/s at 8 of 10 bits before.
-
-    Args:
-        generation: 1 to 5.
-        lanes: 1 to 16.
 
     Raises:
         ValueError: For another generation.

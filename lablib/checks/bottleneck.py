@@ -1,7 +1,4 @@
-"""The check behind "you can explain DDP and where its bottleneck is": formulas first, then a recorded run.
-
-Chapter: book/02_data_parallelism.md
-"""
+"""The check behind "you can explain DDP and where its bottleneck is": formulas first, then a recorded run."""
 
 from __future__ import annotations
 

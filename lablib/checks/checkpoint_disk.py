@@ -3,28 +3,22 @@
 Ranks run one at a time, and change at each disk operation and barrier. So any order of events can be played, always
 the same way: rank 0 far ahead of the others, or far behind. A write takes two moments, and in between the file is
 torn. The disk remembers what it held after every moment; a power cut may come at any of them.
-
-Chapter: book/06_fsdp.md
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lablib.checks.report import Wrong, check
+from lablib.checks.turns import Turns
 
 _TORN = "torn"
 Files = dict[str, Any]
 
 
-class _Stopped(BaseException):
-    """Ends the thread of a rank that nobody will run again."""
-
-
-class World:
+class World(Turns):
     """Ranks that take turns; the first one in `order` that can run does.
 
     Args:
@@ -34,63 +28,27 @@ class World:
     """
 
     def __init__(self, ranks: int, order: Sequence[int], files: Files):
-        self.ranks, self.order, self.files = ranks, order, copy.deepcopy(files)
+        super().__init__(ranks)
+        self.order, self.files = order, copy.deepcopy(files)
         self.moments: list[Files] = [dict(self.files)]
-        self.turn = [threading.Semaphore(0) for _ in range(ranks)]
-        self.back = threading.Semaphore(0)
-        self.waiting: set[int] = set()
-        self.done: set[int] = set()
-        self.errors: dict[int, Exception] = {}
-        self.over = False
+        self.waiting: set[int] = set()  # at a barrier
+
+    def able(self) -> list[int]:
+        """Return who can go on, in order; a barrier opens when all ranks are there."""
+        if len(self.waiting) == self.ranks:
+            self.waiting.clear()
+        return [rank for rank in self.order if rank not in self.waiting | self.done]
 
     def run(self, act: Callable[[Disk, int, Callable[[], None]], None]) -> None:
         """Run `act(disk, rank, barrier)` on every rank to its end; raise what a rank raised."""
-        threads = [threading.Thread(target=self._rank, args=(act, r), daemon=True) for r in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        stuck = False
-        while len(self.done) < self.ranks and not self.errors and not stuck:
-            able = [r for r in self.order if r not in self.waiting | self.done]
-            if not able:
-                stuck = len(self.waiting) < self.ranks
-                self.waiting.clear()
-                continue
-            self.turn[able[0]].release()
-            self.back.acquire()
-        self.over = True
-        for rank in range(self.ranks):
-            self.turn[rank].release()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise next(iter(self.errors.values()))
-        if stuck:
+        if not self.play(lambda rank: act(Disk(self, rank), rank, lambda: self._barrier(rank))):
             raise Wrong(
                 "Some ranks wait at a barrier that the others never reach: all must call it equally often."
             )
 
-    def _rank(self, act: Callable[[Disk, int, Callable[[], None]], None], rank: int) -> None:
-        self.turn[rank].acquire()
-        try:
-            if not self.over:
-                act(Disk(self, rank), rank, lambda: self._barrier(rank))
-        except _Stopped:
-            return
-        except Exception as error:
-            self.errors[rank] = error
-        self.done.add(rank)
-        self.back.release()
-
     def _barrier(self, rank: int) -> None:
         self.waiting.add(rank)
         self.pause(rank)
-
-    def pause(self, rank: int) -> None:
-        """Give the turn back, and go on when it comes again."""
-        self.back.release()
-        self.turn[rank].acquire()
-        if self.over:
-            raise _Stopped
 
     def changed(self, rank: int) -> None:
         """Remember the disk as it is now, and give the turn back."""

@@ -1,7 +1,4 @@
-"""The check of a hand-written checkpoint: what it keeps, how often it runs, which gradients and random numbers.
-
-Chapter: book/09_activation_checkpointing.md
-"""
+"""The check of a hand-written checkpoint: what it keeps, how often it runs, which gradients and random numbers."""
 
 from __future__ import annotations
 

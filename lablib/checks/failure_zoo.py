@@ -1,7 +1,4 @@
-"""The check of the failure zoo: name every fault from its symptoms, and leave the healthy twins alone.
-
-Chapter: book/11_practical_fsdp.md
-"""
+"""The check of the failure zoo: name every fault from its symptoms, and leave the healthy twins alone."""
 
 from __future__ import annotations
 

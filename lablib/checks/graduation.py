@@ -3,29 +3,33 @@
     for outcome in examine(Path("work")):
         print(outcome)
 
-Each answer is judged in a process of its own, so one that hangs or crashes costs only itself.
-The five requirements are those that the course's syllabus names as the least to leave with.
-
-Chapter: book/11_practical_fsdp.md
+A notebook's cells are parsed, not run: one that stops half-way, or that trains for minutes, gives its functions all the
+same. What a function uses of the other cells, imports, helpers and constants, comes along, as deep as it goes.
+Each answer is judged in a process of its own, so one that hangs or crashes costs only itself:
+`python -m lablib.checks.graduation NOTEBOOK RUNG NAME RESULT`.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import linecache
 import os
+import re
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from lablib.calc.course_plan import RUN_GPU_LABS
-from lablib.checks.learner_answers import answer_source, is_untouched
+from lablib.checks.report import Verdict
 from lablib.launch.scaling_records import gpu_report
 
 TIMEOUT_S = 180.0
@@ -35,14 +39,9 @@ Status = Literal["passed", "passed on CPU ranks", "not attempted", "wrong", "no 
 
 @dataclass(frozen=True)
 class Goal:
-    """One rung's "Done when" and the checks that prove it.
+    """One rung's "Done when" sentence and the checks that prove it, all of which must pass.
 
-    Attributes:
-        rung: Two digits.
-        title: Of the rung.
-        done_when: The sentence.
-        checks: Names of the checks, all of which must pass.
-        rented: Whether its sentence speaks of a run on several GPUs, which a report must show.
+    If `rented`, its sentence speaks of a run on several GPUs, which a report must show.
     """
 
     rung: str
@@ -82,13 +81,7 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Requirement:
-    """One of the five things to leave with.
-
-    Attributes:
-        text: What it asks.
-        rungs: The rungs whose "Done when" proves it.
-        rented: Whether it also wants a report made on several GPUs.
-    """
+    """One of the five things to leave with, and the rungs that prove it; `rented` wants a report of GPUs besides."""
 
     text: str
     rungs: tuple[str, ...]
@@ -106,29 +99,12 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check.
-
-    Attributes:
-        rung: Two digits.
-        name: Of the check.
-        status: "passed", "passed on CPU ranks", "not attempted", "wrong" or "no lab".
-        message: One sentence.
-    """
+    """What became of one check, with one sentence."""
 
     rung: str
     name: str
     status: Status
     message: str
-
-
-def exercises(rung: str) -> list[str]:
-    """Return the names of all checks of a rung, in the order of their modules.
-
-    Args:
-        rung: Two digits.
-    """
-    checks = importlib.import_module(f"lablib.checks.rung{rung}")
-    return [name for name, value in vars(checks).items() if getattr(value, "is_check", False)]
 
 
 def examine(
@@ -153,64 +129,26 @@ def examine(
         raise ValueError(f"there is no rung {', '.join(unknown)}; there are {known[0]} to {known[-1]}")
     for goal in (goal for goal in GOALS if goal.rung in chosen):
         notebooks = sorted(p for p in work.glob(f"{goal.rung}_*.ipynb") if not p.name.endswith(".new.ipynb"))
-        names = exercises(goal.rung) if every else goal.checks
-        for name in names:
+        for name in exercises(goal.rung) if every else goal.checks:
             if not notebooks:
-                yield Outcome(
-                    goal.rung, name, "no lab", f"{work} has no lab {goal.rung}: `make lab` copies it there."
-                )
-            else:
-                outcome = _examine_one(notebooks[0], goal.rung, name, timeout)
-                here = goal.rented and name in goal.checks and outcome.status == "passed"
-                yield _not_yet_on_gpus(outcome) if here and gpu_report() is None else outcome
+                missing = f"{work} has no lab {goal.rung}: `make lab` copies it there."
+                yield Outcome(goal.rung, name, "no lab", missing)
+                continue
+            status, message = _judged(notebooks[0], goal.rung, name, timeout)
+            if goal.rented and name in goal.checks and status == "passed" and gpu_report() is None:
+                status = "passed on CPU ranks"
+                message = f"Not yet on GPUs, which its sentence asks for: {RUN_GPU_LABS}"
+            yield Outcome(goal.rung, name, status, message)
 
 
-def _not_yet_on_gpus(outcome: Outcome) -> Outcome:
-    told = f"Not yet on GPUs, which its sentence asks for: {RUN_GPU_LABS}"
-    return replace(outcome, status="passed on CPU ranks", message=told)
-
-
-def _examine_one(notebook: Path, rung: str, name: str, timeout: float) -> Outcome:
-    try:
-        source = answer_source(notebook, name)
-    except ValueError as error:
-        return Outcome(rung, name, "wrong", str(error))
-    if source is None or is_untouched(source, name):
-        return Outcome(rung, name, "not attempted", f"{name} in {notebook.name} is still a stub.")
-    with tempfile.TemporaryDirectory(prefix="graduate-") as folder:
-        result = Path(folder) / "verdict.json"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lablib.checks.run_answer", str(notebook), rung, name, str(result)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            errors = process.communicate(timeout=timeout)[1]
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return Outcome(rung, name, "wrong", f"It gave no result in {timeout:g} seconds: does it end?")
-        finally:
-            if process.poll() is None:
-                _end(process)
-        if not result.exists():
-            last = (errors.strip().splitlines() or ["no word"])[-1]
-            return Outcome(rung, name, "wrong", f"Its process ended with code {process.returncode}: {last}")
-        verdict = json.loads(result.read_text(encoding="utf-8"))
-    return Outcome(rung, name, verdict["status"], verdict["message"])
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and its session, what it left behind when it ended itself included; its ranks follow it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def exercises(rung: str) -> list[str]:
+    """Return the names of all checks of a rung, in the order of their modules."""
+    checks = importlib.import_module(f"lablib.checks.rung{rung}")
+    return [name for name, value in vars(checks).items() if getattr(value, "is_check", False)]
 
 
 def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) -> list[str]:
-    """Return what a requirement still wants, one phrase each; nothing if it is met.
+    """Return what a requirement still wants, one phrase each.
 
     Args:
         requirement: One of `REQUIREMENTS`.
@@ -221,3 +159,110 @@ def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) 
     if requirement.rented and report is None:
         left.append(f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}")
     return left
+
+
+def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Status, str]:
+    """Return status and message of one check, run in a process of its own."""
+    try:
+        source = answer_source(notebook, name)
+    except ValueError as error:
+        return "wrong", str(error)
+    if source is None or is_untouched(source, name):
+        return "not attempted", f"{name} in {notebook.name} is still a stub."
+    with tempfile.TemporaryDirectory(prefix="graduate-") as folder:
+        result = Path(folder) / "verdict.json"
+        command = [sys.executable, "-m", "lablib.checks.graduation", str(notebook), rung, name, str(result)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            errors = process.communicate(timeout=timeout)[1]
+        except subprocess.TimeoutExpired:
+            return "wrong", f"It gave no result in {timeout:g} seconds: does it end?"
+        finally:
+            if process.poll() is None:  # with all that it started; its ranks follow it
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if not result.exists():
+            last = (errors.strip().splitlines() or ["no word"])[-1]
+            return "wrong", f"Its process ended with code {process.returncode}: {last}"
+        verdict = json.loads(result.read_text(encoding="utf-8"))
+    return verdict["status"], verdict["message"]
+
+
+def judge(notebook: Path, rung: str, name: str) -> Verdict:
+    """Define an answer as the notebook does, and run its check."""
+    source = answer_source(notebook, name)
+    file = f"<{notebook.name}: {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    # As in a notebook: functions of `__main__` are sent to ranks by value.
+    answers: dict[str, object] = {"__name__": "__main__"}
+    try:
+        exec(compile(source, file, "exec"), answers)
+    except Exception as error:
+        return Verdict(name, "wrong", f"What {name} needs stopped with {type(error).__name__}: {error}")
+    return getattr(importlib.import_module(f"lablib.checks.rung{rung}"), name)(answers[name])
+
+
+def answer_source(notebook: str | Path, name: str) -> str | None:
+    """Return a program that defines a function as a notebook's last definition does, or None if there is none.
+
+    Raises:
+        ValueError: If the file is no notebook.
+    """
+    try:
+        cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None
+    statements: list[ast.stmt] = []
+    for source in sources:
+        with suppress(
+            SyntaxError
+        ):  # a broken cell defines nothing, nor do lines for the shell and IPython's own
+            statements += ast.parse(re.sub(r"(?m)^\s*[%!?].*$|\?$", "", source)).body
+    homes = {defined: place for place, each in enumerate(statements) for defined in _defines(each)}
+    if name not in homes or not isinstance(statements[homes[name]], ast.FunctionDef):
+        return None
+    wanted, places = [name], set()
+    while wanted:
+        place = homes.get(wanted.pop())
+        if place is not None and place not in places:
+            places.add(place)
+            wanted += _reads(symtable.symtable(ast.unparse(statements[place]), "cell", "exec"))
+    return "\n\n".join(ast.unparse(statements[place]) for place in sorted(places)) + "\n"
+
+
+def is_untouched(source: str, name: str) -> bool:
+    """Say whether a function of a program is still the stub that raises NotImplementedError."""
+    functions = [s for s in ast.parse(source).body if isinstance(s, ast.FunctionDef) and s.name == name]
+    body = [s for s in functions[-1].body if not isinstance(getattr(s, "value", None), ast.Constant)]
+    return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0])
+
+
+def _defines(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement of a cell defines."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [item.asname or item.name.split(".")[0] for item in statement.names]
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        nodes = ast.walk(statement)
+        return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return []
+
+
+def _reads(scope: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the notebook's names that a statement reads: a function's parameters and locals are none of them."""
+    for symbol in scope.get_symbols():
+        if symbol.is_referenced() and (symbol.is_global() or scope.get_type() == "module"):
+            yield symbol.get_name()
+    for inner in scope.get_children():
+        yield from _reads(inner)
+
+
+if __name__ == "__main__":
+    NOTEBOOK, RUNG, NAME, RESULT = sys.argv[1:]
+    Path(RESULT).write_text(json.dumps(asdict(judge(Path(NOTEBOOK), RUNG, NAME))), encoding="utf-8")

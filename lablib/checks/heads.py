@@ -1,7 +1,4 @@
-"""The check of head counts: which rows of the query, key and value weights each rank holds.
-
-Chapter: book/03_tensor_parallelism.md
-"""
+"""The check of head counts: which rows of the query, key and value weights each rank holds."""
 
 from __future__ import annotations
 

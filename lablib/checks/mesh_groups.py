@@ -1,7 +1,4 @@
-"""The checks of a layout's groups: where a rank is, and a sketch of all groups with those that leave a node.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""The checks of a layout's groups: where a rank is, and a sketch of all groups with those that leave a node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Situations in which somebody has to decide what to recompute, computed from real models, and the right choice.
-
-Chapter: book/09_activation_checkpointing.md
-"""
+"""Situations in which somebody has to decide what to recompute, computed from real models, and the right choice."""
 
 from __future__ import annotations
 

@@ -2,14 +2,12 @@
 
 Ranks are threads that run one at a time, each to its next exchange, so a check plays always the same way and sees at
 once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose numbers are in it.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
 
 import collections
-import threading
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,13 +16,10 @@ from torch import Tensor
 
 from lablib.calc.collective_costs import chunk_sizes, traffic
 from lablib.checks.report import Wrong, check
+from lablib.checks.turns import Turns
 
 #: Ranks and elements: even, odd, fewer elements than ranks, two ranks, and one.
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
-
-
-class _Stopped(BaseException):
-    """Ends the thread of a rank that nobody will run again."""
 
 
 class _Message(NamedTuple):
@@ -33,7 +28,7 @@ class _Message(NamedTuple):
     elements: int
 
 
-class World:
+class World(Turns):
     """Ranks whose only tool is an exchange: send to one rank while receiving from another.
 
     Args:
@@ -44,59 +39,27 @@ class World:
     """
 
     def __init__(self, ranks: int):
-        self.ranks = ranks
+        super().__init__(ranks)
         self.messages: list[_Message] = []
         self.mail: dict[tuple[int, int], collections.deque[Tensor]] = collections.defaultdict(
             collections.deque
         )
         self.waits: dict[int, int] = {}  # a rank, and whose message it needs
-        self.turn = [threading.Semaphore(0) for _ in range(ranks)]
-        self.back = threading.Semaphore(0)
-        self.done: set[int] = set()
-        self.errors: list[Exception] = []
-        self.over = False
+
+    def able(self) -> list[int]:
+        """Return who waits for no message, or whose message has come."""
+        left = [rank for rank in range(self.ranks) if rank not in self.done]
+        return [r for r in left if r not in self.waits or self.mail[self.waits[r], r]]
 
     def run(self, act: Callable[[int, Callable[..., None]], None]) -> None:
         """Run `act(rank, exchange)` on every rank to its end; raise what a rank raised first."""
-        threads = [threading.Thread(target=self._rank, args=(act, r), daemon=True) for r in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        stuck = False
-        while len(self.done) < self.ranks and not self.errors and not stuck:
-            able = [r for r in range(self.ranks) if r not in self.done and self._can_go_on(r)]
-            stuck = not able
-            for rank in able[:1]:
-                self.turn[rank].release()
-                self.back.acquire()
-        self.over = True
-        for turn in self.turn:
-            turn.release()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-        if stuck:
+        if not self.play(lambda rank: act(rank, functools.partial(self._exchange, rank))):
             raise Wrong("The ranks wait for each other for ever: in every step each rank sends to its right neighbour "
                         "and receives from its left one, and all take as many steps.")  # fmt: skip
         if any(self.mail.values()):
             raise Wrong(
                 "A message was sent that nobody received: all ranks must take the same number of steps."
             )
-
-    def _can_go_on(self, rank: int) -> bool:
-        return rank not in self.waits or bool(self.mail[self.waits[rank], rank])
-
-    def _rank(self, act: Callable[[int, Callable[..., None]], None], rank: int) -> None:
-        self.turn[rank].acquire()
-        try:
-            if not self.over:
-                act(rank, lambda send, to, receive, source: self._exchange(rank, send, to, receive, source))
-        except _Stopped:
-            return
-        except Exception as error:
-            self.errors.append(error)
-        self.done.add(rank)
-        self.back.release()
 
     def _exchange(self, rank: int, send: Tensor, to: int, receive: Tensor, source: int) -> None:
         for name, peer in (("to", to), ("source", source)):
@@ -106,10 +69,7 @@ class World:
         self.messages.append(_Message(rank, to, send.numel()))
         self.mail[rank, to].append(send.detach().clone().flatten())
         self.waits[rank] = source
-        self.back.release()
-        self.turn[rank].acquire()
-        if self.over:
-            raise _Stopped
+        self.pause(rank)
         del self.waits[rank]
         arrived = self.mail[source, rank].popleft()
         if arrived.numel() != receive.numel():

@@ -1,8 +1,6 @@
 """The checks of rung 01: bytes per parameter, what fits where, activations of a block, a whole run.
 
 Every check draws its cases from a seed that it prints, one or more for each idea, so that no slip can hide.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

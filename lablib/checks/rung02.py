@@ -1,7 +1,4 @@
-"""The checks of rung 02: all-reduce by hand, buckets, the bottleneck of DDP, faults from their symptoms.
-
-Chapter: book/02_data_parallelism.md
-"""
+"""The checks of rung 02: all-reduce by hand, buckets, the bottleneck of DDP, faults from their symptoms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The checks of rung 03: column- and row-parallel products, heads on ranks, cross-entropy over split logits.
 
 The first two and the last run the answer on two and on three real ranks and look at what autograd and the wire saw.
-
-Chapter: book/03_tensor_parallelism.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The checks of rung 04: two bubbles, micro-batches in flight, a 1F1B that runs, and a schedule that beats it.
-
-Chapter: book/04_pipeline_parallelism.md
-"""
+"""The checks of rung 04: two bubbles, micro-batches in flight, a 1F1B that runs, and a schedule that beats it."""
 
 from __future__ import annotations
 

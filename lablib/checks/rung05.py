@@ -1,7 +1,4 @@
-"""The checks of rung 05: bytes by stage, a ZeRO-2 step on real ranks, ZeRO-3's gather and release, the tradeoffs.
-
-Chapter: book/05_zero.md
-"""
+"""The checks of rung 05: bytes by stage, a ZeRO-2 step on real ranks, ZeRO-3's gather and release, the tradeoffs."""
 
 from __future__ import annotations
 

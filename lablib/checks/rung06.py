@@ -1,7 +1,4 @@
-"""The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping rule to take.
-
-Chapter: book/06_fsdp.md
-"""
+"""The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping rule to take."""
 
 from __future__ import annotations
 

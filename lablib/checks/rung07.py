@@ -1,7 +1,4 @@
-"""The checks of rung 07: coordinates, a sketch by its groups, what each group sends, and three clusters to plan.
-
-Chapter: book/07_3d_parallelism.md
-"""
+"""The checks of rung 07: coordinates, a sketch by its groups, what each group sends, and three clusters to plan."""
 
 from __future__ import annotations
 

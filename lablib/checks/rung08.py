@@ -1,7 +1,4 @@
-"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, and blocks in FP8.
-
-Chapter: book/08_mixed_precision.md
-"""
+"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, and blocks in FP8."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The checks of rung 09: bytes that a block keeps, a checkpoint by hand, segments, and what to recompute when.
-
-Chapter: book/09_activation_checkpointing.md
-"""
+"""The checks of rung 09: bytes that a block keeps, a checkpoint by hand, segments, and what to recompute when."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster.
-
-Chapter: book/10_communication.md
-"""
+"""The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster."""
 
 from __future__ import annotations
 

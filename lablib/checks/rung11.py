@@ -1,7 +1,4 @@
-"""The checks of rung 11: the order of samples, the noise scale, how often to save, the failure zoo, and scaling.
-
-Chapter: book/11_practical_fsdp.md
-"""
+"""The checks of rung 11: the order of samples, the noise scale, how often to save, the failure zoo, and scaling."""
 
 from __future__ import annotations
 

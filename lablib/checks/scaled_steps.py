@@ -1,7 +1,4 @@
-"""The checks of rung 08 that need tensors: a step with loss scaling, and a trip through FP8 block by block.
-
-Chapter: book/08_mixed_precision.md
-"""
+"""The checks of rung 08 that need tensors: a step with loss scaling, and a trip through FP8 block by block."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 First on timelines whose answer is known, then on the learner's report of a real model on GPUs, or, where there is none,
 on a small job that runs here and now on CPU ranks.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

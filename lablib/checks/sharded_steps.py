@@ -1,7 +1,4 @@
-"""The checks of a sharded training step: ZeRO-2 on real ranks, and the gather and release of ZeRO-3.
-
-Chapter: book/05_zero.md
-"""
+"""The checks of a sharded training step: ZeRO-2 on real ranks, and the gather and release of ZeRO-3."""
 
 from __future__ import annotations
 

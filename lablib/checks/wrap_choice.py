@@ -1,7 +1,4 @@
-"""The check of `choose_wrapping`: which wrapping rule to take, by formula and then measured.
-
-Chapter: book/06_fsdp.md
-"""
+"""The check of `choose_wrapping`: which wrapping rule to take, by formula and then measured."""
 
 from __future__ import annotations
 

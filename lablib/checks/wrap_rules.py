@@ -1,7 +1,4 @@
-"""The check of a size-based wrapping policy: which modules become units, and in which order.
-
-Chapter: book/06_fsdp.md
-"""
+"""The check of a size-based wrapping policy: which modules become units, and in which order."""
 
 from __future__ import annotations
 

@@ -77,11 +77,7 @@ def examine() -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
-    """Judge the Python version: 3.11 to 3.13.
-
-    Args:
-        version: What runs.
-    """
+    """Judge the Python version: 3.11 to 3.13."""
     text = ".".join(map(str, version))
     if (3, 11) <= version[:2] <= (3, 13):
         return Finding("Python", OK, text)
@@ -91,11 +87,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
 
 
 def check_machine(system: str = platform.system()) -> Finding:
-    """Judge the operating system: Linux and macOS run everything, Windows through WSL.
-
-    Args:
-        system: What `platform.system()` says.
-    """
+    """Judge the operating system: Linux and macOS run everything, Windows through WSL."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     detail = f"{system}, {cores} CPU cores"
     if system == "Windows":
@@ -122,12 +114,7 @@ def check_host_name() -> Finding:
 
 
 def check_disk(folder: Path, free: int | None = None) -> Finding:
-    """Judge the free disk space where labs write.
-
-    Args:
-        folder: Where.
-        free: Bytes; measured if None.
-    """
+    """Judge the free disk space where labs write."""
     free = shutil.disk_usage(folder).free if free is None else free
     detail = f"{free / 1e9:.0f} GB free"
     if free < DISK_GB * 1e9:
@@ -213,11 +200,7 @@ def check_tools() -> Finding:
 
 
 def verdicts(findings: list[Finding]) -> list[Finding]:
-    """Return what will and will not run here, from the findings.
-
-    Args:
-        findings: What was found.
-    """
+    """Return what will and will not run here, from the findings."""
     verdict = {finding.name: finding.verdict for finding in findings}
     broken = [name for name, value in verdict.items() if value == MISSING]
     repair = "mend " + ", ".join(broken) if broken else ""

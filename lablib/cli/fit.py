@@ -273,12 +273,7 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
 
 
 def command(have: Setup, model: str) -> str:
-    """Return the `rung memory` that prints a setup term by term.
-
-    Args:
-        have: The setup.
-        model: The model as it was written.
-    """
+    """Return the `rung memory` that prints a setup term by term."""
     from lablib.calc.memory import training_memory
 
     words = ["rung", "memory", shlex.quote(f"./{model}" if model.startswith("-") else model)]

@@ -159,12 +159,7 @@ def memory_table(
 
 
 def sentence(total: int, device: Accelerator) -> str:
-    """Return whether so many bytes fit on a card, and with what room.
-
-    Args:
-        total: Bytes that a rank needs.
-        device: The card.
-    """
+    """Return whether so many bytes fit on a card, and with what room."""
     room = device.memory_bytes - total
     holds = f"{device.name} holds {device.memory_gib:g} GiB ({device.memory_gb:.1f} GB): "
     if room < 0:
@@ -175,12 +170,7 @@ def sentence(total: int, device: Accelerator) -> str:
 
 
 def verdict(total: int, device: Accelerator | None) -> dict[str, object]:
-    """Return the same as fields of JSON; none without a card.
-
-    Args:
-        total: Bytes that a rank needs.
-        device: The card.
-    """
+    """Return the same as fields of JSON; none without a card."""
     if device is None:
         return {}
     room = device.memory_bytes - total
@@ -188,11 +178,7 @@ def verdict(total: int, device: Accelerator | None) -> dict[str, object]:
 
 
 def named_model(model: str) -> str | Path:
-    """Return a path if there is such a file or folder, else the name; a folder without a config.json hides no preset.
-
-    Args:
-        model: The model as it was written.
-    """
+    """Return a path if there is such a file or folder, else the name; a folder without a config.json hides no preset."""
     from lablib.calc.models import preset_names
 
     here = Path(model)

@@ -11,11 +11,7 @@ from lablib.calc.units import format_count
 
 
 def model_table(*, as_json: bool = False) -> str:
-    """Return the models as text: one line each, or JSON with every field of ModelConfig and the counts.
-
-    Args:
-        as_json: Whether to return JSON.
-    """
+    """Return the models as text: one line each, or JSON with every field of ModelConfig and the counts."""
     rows = [(preset(name), count_params(preset(name))) for name in preset_names()]
     if as_json:
         return json.dumps(

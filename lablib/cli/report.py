@@ -66,9 +66,6 @@ def compare(
 def build_report(folder: str | Path) -> Path:
     """Draw the figures and the page of a report from its records, and nothing else.
 
-    Args:
-        folder: Of the report.
-
     Returns:
         The page, report.html; the figures are beside it in figures/, and rows.json has the numbers.
 

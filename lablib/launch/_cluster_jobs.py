@@ -1,7 +1,4 @@
-"""Commands on several hosts at once: what one of them prints when it fails, and the end of all others.
-
-Chapter: book/10_communication.md
-"""
+"""Commands on several hosts at once: what one of them prints when it fails, and the end of all others."""
 
 from __future__ import annotations
 

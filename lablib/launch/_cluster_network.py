@@ -6,8 +6,6 @@ namespace with a cable to the switch. Then it waits until its standard input clo
 
 Whatever ends it (`close`, an interrupt, this process being killed) ends the process number 1 of its namespace; the
 kernel then kills every process in there, takes the cables down and forgets the names.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ def burst(rate: float) -> int:
 
 
 def build_script(hosts: int) -> str:
-    """Return the commands that make the switch, the hosts and their cables.
-
-    Args:
-        hosts: How many.
-    """
+    """Return the commands that make the switch, the hosts and their cables."""
     # `ip netns` keeps names in /run/netns; on a file system of their own they are gone with the holder.
     lines = [
         "mount -t tmpfs tmpfs /run",

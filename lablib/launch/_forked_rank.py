@@ -5,8 +5,6 @@ also has what torchrun set up for itself: its handlers of signals, which a rank 
 to run, and its session, so that Ctrl-C in a terminal would reach the rank as well.
 
 Usage: torchrun ... --run-path --start-method=fork _forked_rank.py SCRIPT ARGUMENTS
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ def like_a_new_process() -> None:
 
 
 def main(script: str, *args: str) -> None:
-    """Run a script as `python SCRIPT ARGUMENTS` does.
-
-    Args:
-        script: A Python file.
-        *args: Its arguments.
-    """
+    """Run a script as `python SCRIPT ARGUMENTS` does."""
     sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 

@@ -47,10 +47,6 @@ class _ResultPickler(_Pickler):
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle a function and its arguments for the ranks.
 
-    Args:
-        fn: Any function.
-        args: Its arguments.
-
     Raises:
         ValueError: If something in them belongs to this process alone.
     """
@@ -69,9 +65,6 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def pickle_result(result: Any) -> bytes:
     """Pickle a return value for the notebook.
 
-    Args:
-        result: What the function returned.
-
     Raises:
         TypeError: If it cannot leave the process.
     """
@@ -87,11 +80,7 @@ def pickle_result(result: Any) -> bytes:
 
 
 def is_installed(file: str) -> bool:
-    """Say whether a source file belongs to Python or an installed package.
-
-    Args:
-        file: Path of a source file.
-    """
+    """Say whether a source file belongs to Python or an installed package."""
     return file.startswith(_INSTALLED)
 
 

@@ -51,11 +51,7 @@ def standing(stacks: str) -> str | None:
 
 
 def enumerate_ranks(numbers: list[int]) -> str:
-    """Return "rank 2" or "ranks 0, 1 and 3".
-
-    Args:
-        numbers: At least one rank.
-    """
+    """Return "rank 2" or "ranks 0, 1 and 3"."""
     *before, last = map(str, sorted(numbers))
     return f"ranks {', '.join(before)} and {last}" if before else f"rank {last}"
 

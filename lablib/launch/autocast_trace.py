@@ -3,8 +3,6 @@
 Autocast stands between the model and the operators. Each operator is on one of four lists: run it in the low precision
 (matmuls), run it in fp32 (logarithms, powers, norms on a GPU), make its inputs agree on the widest dtype (bilinear,
 index_put), or leave it alone. A trace below autocast sees what came of it: the casts as operators of their own, `_to_copy`.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -76,11 +74,7 @@ class AutocastTrace:
         return table
 
     def dtypes(self, op: str) -> set[str]:
-        """Return the dtypes in which an operator computed in forward: those of its inputs.
-
-        Args:
-            op: Name of an operator.
-        """
+        """Return the dtypes in which an operator computed in forward: those of its inputs."""
         return {name for cast in self.forward if cast.op == op for name in cast.inputs}
 
     def casts(self, phase: str = "forward") -> int:
@@ -165,9 +159,6 @@ def gpu_policy() -> dict[str, str]:
 
 def differs_on_gpu(trace: AutocastTrace) -> dict[str, tuple[set[str], str]]:
     """Return the operators of a trace for which the lists of a GPU ask for another precision.
-
-    Args:
-        trace: Of a run on a CPU.
 
     Returns:
         By operator: the dtypes that it read on the CPU, and what a GPU would do: "lower" or "fp32".

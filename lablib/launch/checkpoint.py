@@ -8,8 +8,6 @@
 
 PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, whole, in pieces.
 A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
-
-Chapter: book/06_fsdp.md.
 """
 
 from __future__ import annotations
@@ -134,8 +132,6 @@ def save(
     Raises:
         ValueError: If the step is saved already, or a number is out of range.
         RuntimeError: If a rank could not write.
-
-    Chapter: book/06_fsdp.md.
     """
     global _pending
     if step < 0 or (keep is not None and keep < 1):
@@ -205,8 +201,6 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         ValueError: If the checkpoint is missing, damaged, or of another model; nothing is changed then.
         RuntimeError: If reading fails after all files were seen to be whole, as when one is deleted meanwhile; the
             model is then loaded in part.
-
-    Chapter: book/06_fsdp.md.
     """
     info = check_whole(path)
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata

@@ -1,7 +1,4 @@
-"""A sharded checkpoint as one safetensors file, for everything that knows nothing of ranks.
-
-Chapter: book/06_fsdp.md.
-"""
+"""A sharded checkpoint as one safetensors file, for everything that knows nothing of ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
 
     Raises:
         ValueError: If the checkpoint is missing or damaged, or the package safetensors is not installed.
-
-    Chapter: book/06_fsdp.md.
     """
     info = read_info(checkpoint)
     check_content(checkpoint, info)

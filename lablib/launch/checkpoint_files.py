@@ -9,8 +9,6 @@
 
 A rename within a file system happens or does not happen. So a crash in the middle of a save leaves a folder that
 `latest` never looks at, and the next save removes it.
-
-Chapter: book/06_fsdp.md.
 """
 
 from __future__ import annotations
@@ -90,9 +88,6 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
 def read_info(path: str | Path) -> dict[str, Any]:
     """Return what training.json says, once every file is seen to have its full size.
 
-    Args:
-        path: A checkpoint.
-
     Raises:
         ValueError: If it is no checkpoint, or a file is missing or cut short.
     """
@@ -146,9 +141,6 @@ def check_whole(path: str | Path) -> dict[str, Any]:
     """Return what training.json says, once all files are seen to be what was written; every rank must call.
 
     Every file is read by one of the ranks.
-
-    Args:
-        path: A checkpoint.
 
     Raises:
         ValueError: If it is no checkpoint, or damaged; on every rank.

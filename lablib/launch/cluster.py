@@ -10,8 +10,6 @@ each direction (tc tbf: a bucket of tokens, which lets a short burst through aft
 where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts.
 
 Needs Linux, and root or unprivileged user namespaces. `why_not()` says in one sentence what is missing.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

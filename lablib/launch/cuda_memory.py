@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from lablib.calc.cuda_snapshot import replay
-from lablib.calc.cuda_snapshot_file import checked
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_gpu import NAME, gpu_cases, on_one_gpu
 from lablib.launch.cuda_counters import MAX_EVENTS, Counters, CudaCounters
@@ -111,25 +110,21 @@ def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int =
         device: The GPU's number.
 
     Returns:
-        events; the peaks again; at the instant of the largest `allocated`: rounding, not_split, waiting, split_free
-        and cached (see `lablib.calc.cuda_snapshot_blocks.Held`), and the bytes of the largest sites; "disagrees": a
-        sentence, empty if the peaks are equal to the byte.
+        events; the peaks of requested and reserved bytes again; "sites", the bytes of the largest lines at the peak;
+        "disagrees", a sentence, empty if the peaks are equal to the byte.
     """
     try:
-        history = replay(checked(snapshot), device)
+        history = replay(snapshot, device)
     except ValueError as error:
         return {"disagrees": f"the snapshot cannot be replayed: {error}"}
-    held = history.peak()
-    found = {name: max(getattr(history, name)) for name in ("requested", "allocated", "reserved")}
+    found = {"requested": max(history.requested), "reserved": max(history.reserved)}
     wrong = [f"{name} {found[name]:,}, counted {peak[name]:,}" for name in found if found[name] != peak[name]]
     if len(history.events) >= MAX_EVENTS:
         wrong.append("the beginning of the trace is lost")
-    parts = ("rounding", "not_split", "waiting", "split_free", "cached")
     return {
         "events": len(history.events),
         **found,
-        **{name: getattr(held, name) for name in parts},
-        "sites": dict(list(held.by_site().items())[:SITES]),
+        "sites": dict(list(history.peak().by_line().items())[:SITES]),
         "disagrees": f"replayed: {'; '.join(wrong)}" if wrong else "",
     }
 

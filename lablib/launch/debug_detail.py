@@ -3,8 +3,6 @@
 At this level every collective is preceded by a small exchange: operation, shape and dtype of each rank. Where they
 differ, all ranks get an error that names both, in place of a hang or of wrong numbers. It costs messages for every
 call, so it is for looking, not for training.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -35,14 +33,7 @@ def detailed_group(timeout: float = 60.0) -> dist.ProcessGroup:
 
 
 def messages(work: Callable[[dist.ProcessGroup], object], ranks: int = 2) -> list[str]:
-    """Call `work(group)` on every rank with a detailed group, and return what each was told; "" where all is well.
-
-    Args:
-        work: What the ranks do with the group.
-        ranks: How many.
-
-    Chapter: book/11_practical_fsdp.md.
-    """
+    """Call `work(group)` on every rank with a detailed group, and return what each was told; "" where all is well."""
     return run_ranks(_told, ranks, work)
 
 

@@ -2,8 +2,6 @@
 
 A rank is told by whoever starts it, `run_ranks(..., device=...)` or `torchrun(..., device=...)`, and never finds out
 by looking around: what runs on the CPU of a laptop runs on the CPU of a rented machine as well.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ def hide_gpus(environ: MutableMapping[str, str]) -> None:
 
     PyTorch takes the accelerator that it sees where nobody names a device: `fully_shard` without a mesh would move
     the model there, and leave the batches on the CPU.
-
-    Args:
-        environ: Of the process.
     """
     environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -1,7 +1,4 @@
-"""Room for a checkpoint, asked for before it is written.
-
-Chapter: book/11_practical_fsdp.md
-"""
+"""Room for a checkpoint, asked for before it is written."""
 
 from __future__ import annotations
 
@@ -19,13 +16,8 @@ def check_room(folder: str | Path) -> None:
     A checkpoint is written beside the old ones, so `keep` of them and one more must fit. The first one is of unknown
     size, and passes.
 
-    Args:
-        folder: Of the checkpoints.
-
     Raises:
         ValueError: If it does not fit, on all ranks, before anything is written.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     agree(lambda: _check(Path(folder)) if own_rank() == 0 else None, "looking at the disk failed")
 

@@ -13,8 +13,6 @@ start in a fork of a process that has asked.
 
 A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
 `torchrun` here does, or the new ranks may look for the old ones.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -105,8 +103,6 @@ def torchrun(
         ValueError: If the script is not there, a number makes no sense, or there are fewer GPUs than ranks of "cuda",
             before anything starts.
         TimeoutError: If it has not ended in time; the last lines of its log are in the message.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     if not Path(script).is_file():
         raise ValueError(f"script={str(script)!r} is not a file")
@@ -167,9 +163,6 @@ def descendants(pid: int) -> set[int]:
     """Return the processes that a process has started, and theirs.
 
     Each rank is in a session of its own, so a signal to the agent's group does not reach them.
-
-    Args:
-        pid: Of the process.
     """
     with suppress(psutil.NoSuchProcess):
         return {process.pid for process in psutil.Process(pid).children(recursive=True)}

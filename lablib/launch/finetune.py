@@ -10,8 +10,6 @@ An example is one sequence, prompt and answer and an end, padded on the right to
 
 The prompt is read and not learned. The causal mask keeps every position from the padding after it, so no attention
 mask is needed.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -92,10 +90,6 @@ def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
 
 def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
     """Return inputs and targets of one example, each of length `seq`.
-
-    Args:
-        example: Prompt and answer.
-        seq: Length of a sequence, S.
 
     Raises:
         ValueError: If the example is longer, or has no prompt or no answer.
@@ -240,12 +234,7 @@ def export_merged(pretrained: str | Path, adapters: str | Path, target: str | Pa
 
 
 def copy_settings(pretrained: str | Path, target: str | Path) -> None:
-    """Copy what a pretrained model has besides its weights: its settings and its tokenizer.
-
-    Args:
-        pretrained: The folder of the pretrained model.
-        target: Folder to write to; made when missing.
-    """
+    """Copy what a pretrained model has besides its weights: its settings and its tokenizer."""
     Path(target).mkdir(parents=True, exist_ok=True)
     for file in Path(pretrained).glob("*"):
         if file.is_file() and ".safetensors" not in file.name:

@@ -1,7 +1,4 @@
-"""A pretrained model and a dataset that need no download: a tiny random Qwen2, and sums to learn.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""A pretrained model and a dataset that need no download: a tiny random Qwen2, and sums to learn."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@
 The recorder is a ring of the last calls of each process group. Each entry has the call's number in its group, its
 operation, sizes, state and the Python stack that issued it. Ranks of one group must have the same call under the same
 number; the first number where they do not is where the hang began.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -81,13 +79,8 @@ def settings(folder: str | Path, entries: int = 2000) -> dict[str, str]:
 def dump(folder: str | Path) -> Path:
     """Write this rank's recorder to a file, also while another thread of the process hangs.
 
-    Args:
-        folder: Made when missing.
-
     Raises:
         RuntimeError: If this PyTorch keeps no recorder for the backend.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     take = getattr(torch._C._distributed_c10d, name, None)  # private, as PyTorch's own tools use it
@@ -107,8 +100,6 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
 
     Raises:
         ValueError: If there is no dump, or one is something else.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     files = sorted(Path(folder).glob(f"{PREFIX}*"))
     if not files:
@@ -126,8 +117,6 @@ def compare(ranks: Mapping[int, list[Call]]) -> str:
 
     Returns:
         One sentence for the first call of a group that is not the same on all ranks that recorded the group.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     groups = dict.fromkeys(call.group for calls in ranks.values() for call in calls)
     for group in groups:

@@ -7,7 +7,7 @@ casts cost more than the matmuls gain.
 Needs compute capability 8.9 or more, `lablib.calc.format_support`. On a CPU everything runs too, slowly, which is how
 the tests see it.
 
-Chapter: book/08_mixed_precision.md. Source: torchao documentation, quantized training.
+Source: torchao documentation, quantized training.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Weights, activations and gradients spread differently. The error of a block comes from its largest value: all others
 are read relative to it, and those that are too small become zero.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -64,9 +62,6 @@ def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
 
     Yields:
         By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
-
-    Args:
-        model: With nn.Linear layers.
     """
     caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
 
@@ -133,14 +128,7 @@ def error_table(
 
 
 def with_outlier(x_MK: Tensor, factor: float, *, row: int = 0, column: int = 0) -> Tensor:
-    """Return a copy of a matrix with one value made `factor` times its largest.
-
-    Args:
-        x_MK: A matrix.
-        factor: How far outside.
-        row: Where.
-        column: Where.
-    """
+    """Return a copy of a matrix with one value made `factor` times its largest."""
     copy = x_MK.detach().clone()
     copy[row, column] = factor * x_MK.abs().max()
     return copy

@@ -10,8 +10,6 @@ are reduce-scattered. The module stays the same object with the same parameter n
 
 What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
 compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
-
-Chapter: book/06_fsdp.md.
 """
 
 from __future__ import annotations
@@ -90,8 +88,6 @@ def shard(
 
     Raises:
         ValueError: If the options contradict each other, the model or the ranks; before anything is changed.
-
-    Chapter: book/06_fsdp.md.
     """
     device_mesh = make_mesh(mesh)
     device, shards = device_mesh.device_type, device_mesh.size(device_mesh.ndim - 1)

@@ -2,7 +2,7 @@
 
 Nothing here is for use. It exists so that the page about FSDP1 says what was seen and not what was remembered.
 
-Chapter: book/fsdp1_history.md. Source: Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277).
+Source: Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -113,8 +113,5 @@ def _run_all() -> list[Seen]:
 
 
 def run_all() -> list[Seen]:
-    """Run every experiment on two CPU ranks and return what rank 0 saw, in the order of `EXPERIMENTS`.
-
-    Chapter: book/fsdp1_history.md.
-    """
+    """Run every experiment on two CPU ranks and return what rank 0 saw, in the order of `EXPERIMENTS`."""
     return run_ranks(_run_all, 2)[0]

@@ -5,8 +5,6 @@ process plays rank 0 of many, and a model of any size fits. It is a model of mem
 are those of the CPU's kernels, and an allocator's gaps are in no count.
 
 The tracker and the fake process group are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-Chapter: book/06_fsdp.md.
 """
 
 from __future__ import annotations
@@ -91,8 +89,6 @@ def forecast(
 
     Raises:
         ValueError: If a number is out of range, a process group is there already, or `shard` refuses.
-
-    Chapter: book/06_fsdp.md.
     """
     for name, number in (("world_size", world_size), ("batch", batch), ("seq", seq)):
         if number < 1:

@@ -1,7 +1,4 @@
-"""The options of `lablib.launch.fsdp.shard`, checked before anything is changed.
-
-Chapter: book/06_fsdp.md.
-"""
+"""The options of `lablib.launch.fsdp.shard`, checked before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a training step of a sharded model needs: accumulation without communication, clipping, whole tensors.
-
-Chapter: book/06_fsdp.md.
-"""
+"""What a training step of a sharded model needs: accumulation without communication, clipping, whole tensors."""
 
 from __future__ import annotations
 

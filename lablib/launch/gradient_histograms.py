@@ -1,7 +1,4 @@
-"""Where the magnitudes of gradients lie, power of two by power of two, and which of them fp16 would lose.
-
-Chapter: book/08_mixed_precision.md
-"""
+"""Where the magnitudes of gradients lie, power of two by power of two, and which of them fp16 would lose."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ class Histogram:
         return self.zeros / self.count
 
     def below(self, exponent: int) -> int:
-        """Return how many values are smaller than `2^exponent`, zeros not counted.
-
-        Args:
-            exponent: Of two.
-        """
+        """Return how many values are smaller than `2^exponent`, zeros not counted."""
         return sum(count for power, count in self.exponents.items() if power < exponent)
 
 
@@ -66,11 +59,7 @@ def histogram(x: Tensor) -> Histogram:
 
 
 def gradient_histograms(model: nn.Module) -> dict[str, Histogram]:
-    """Return a histogram of every gradient that a model has, by the name of its parameter.
-
-    Args:
-        model: After backward.
-    """
+    """Return a histogram of every gradient that a model has, by the name of its parameter."""
     return {name: histogram(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 

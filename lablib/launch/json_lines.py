@@ -6,8 +6,6 @@
 
 A process that is killed, or that meets a full disk, may leave half a line, its last. Who goes on with the file begins
 a new line, and who reads it leaves out what is no JSON.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -38,9 +36,6 @@ class JsonLines:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; it is with the operating system when this returns.
-
-        Args:
-            line: What JSON can write.
 
         Raises:
             OSError: If it does not fit on the disk.

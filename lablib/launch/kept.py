@@ -6,8 +6,6 @@
 
 Under `rung labs run` each sample is a file in the folder of that run, written whole or not at all; the same command
 finds it again. In a notebook of your own nothing is kept, because who runs a cell again wants to measure again.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

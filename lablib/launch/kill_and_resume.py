@@ -1,10 +1,8 @@
 """The proof of resilience: a run that loses a rank to kill -9 learns the same as one that does not.
 
-    hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
-    calm = undisturbed(other_folder, settings)
-    hit.losses == calm                      # on the same number of ranks bit for bit
-
-Chapter: book/11_practical_fsdp.md
+hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
+calm = undisturbed(other_folder, settings)
+hit.losses == calm                      # on the same number of ranks bit for bit
 """
 
 from __future__ import annotations
@@ -70,8 +68,6 @@ def kill_and_resume(
     Raises:
         ValueError: If nothing would be killed, or the settings make no sense, before anything starts.
         RuntimeError: If the job did not come through; its log is in the message.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     config = TrainConfig(folder=folder, **settings)
     config.batches_of(ranks)
@@ -112,8 +108,6 @@ def undisturbed(
         settings: As of `kill_and_resume`.
         ranks: How many.
         device: As of `kill_and_resume`.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
     return [step["loss"] for step in read_metrics(folder)]

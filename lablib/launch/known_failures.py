@@ -7,8 +7,6 @@
 
 A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. The order
 of the table is from causes to consequences, so the first match is the one to look at.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

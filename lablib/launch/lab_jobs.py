@@ -8,8 +8,6 @@
 
 A job that is done is never run again: its key is made of the lab's code, its parameters, the device and the versions.
 A job that is not done keeps its folder, and with it the samples and checkpoints that it goes on from.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -49,9 +47,6 @@ def runs_dir() -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file.
 
-    Args:
-        path: The file.
-
     Raises:
         ValueError: If it is no JSON, with its name.
     """
@@ -63,9 +58,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_job(path: Path) -> dict[str, Any]:
     """Return the content of a job.json.
-
-    Args:
-        path: The file.
 
     Raises:
         ValueError: If it is damaged; the job can be run again without it.

@@ -4,8 +4,6 @@ The executed notebook is saved after every cell, and every few seconds within on
 standard output, and `progress.json` says which cell runs.
 
 With the parameter `only_gpu` the sections between the set-up and the first one with a cell tagged `gpu` are left out.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -59,9 +57,6 @@ papermill_engines.register("rung", _Engine)
 
 def run(job_file: Path) -> str | None:
     """Execute the notebook of a job.
-
-    Args:
-        job_file: Its job.json.
 
     Returns:
         None, or what failed in one sentence.

@@ -3,8 +3,6 @@
 `python -m lablib.launch.lab_worker QUEUE` takes one job after the other, each in a process of its own, writes down
 what became of it, and stops everything when the budget is used up. Whatever a lab started and left behind, launchers
 with ranks included, is ended with it.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

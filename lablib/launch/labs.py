@@ -2,8 +2,6 @@
 
 Papermill only warns about a parameter that a notebook does not have; a paid hour spent on a misspelt
 parameter is lost, so unknown names and values of another kind are refused here before anything starts.
-
-Chapter: book/11_practical_fsdp.md; book/status.md shows what was recorded.
 """
 
 from __future__ import annotations
@@ -49,11 +47,7 @@ def find_lab(name: str, *, mine: bool = False) -> Path:
 
 
 def lab_parameters(path: Path) -> dict[str, Any]:
-    """Return the parameters of a lab and their defaults as text.
-
-    Args:
-        path: The notebook.
-    """
+    """Return the parameters of a lab and their defaults as text."""
     import papermill
 
     return {name: info["default"] for name, info in papermill.inspect_notebook(str(path)).items()}

@@ -7,7 +7,7 @@ place of W, and nothing is left of the adapters but what they learned.
 
 The layer keeps the names `weight` and `bias`, so a pretrained checkpoint fits it as it is.
 
-Chapter: book/11_practical_fsdp.md. Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1.
+Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1.
 """
 
 from __future__ import annotations
@@ -179,10 +179,6 @@ def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Pa
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
     """Put adapters beside a plain model's layers and fill them from a folder of `save_adapters` or of peft.
-
-    Args:
-        model: The pretrained model, not sharded.
-        folder: With adapter_model.safetensors and adapter_config.json.
 
     Raises:
         ValueError: If the folder holds no adapters, or those of another model.

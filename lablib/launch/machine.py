@@ -2,8 +2,6 @@
 
 A number without its machine is worth nothing. `machine` and `topology` go into every record; `label` says in one line
 what a reader must know, also that several ranks shared one GPU and so measured no scaling.
-
-Chapter: book/11_practical_fsdp.md; book/status.md shows the records.
 """
 
 from __future__ import annotations
@@ -76,11 +74,7 @@ def topology() -> dict[str, Any]:
 
 
 def smi(*arguments: str) -> str:
-    """Return what `nvidia-smi` prints, or nothing where there is none or it fails.
-
-    Args:
-        *arguments: Of the command.
-    """
+    """Return what `nvidia-smi` prints, or nothing where there is none or it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""

@@ -3,8 +3,6 @@
 `measure_states` adds up the tensors that exist between steps.
 `saved_activations` asks autograd: its saved-tensor hooks see every tensor that an operator keeps.
 Both count on any device, since they look at tensors and not at an allocator, which rounds and caches.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ rank. Only then does each rank allocate its own shards.
 
 The values: each module's parameters are made whole for a moment, filled, cut, and freed again. All ranks draw the
 same whole parameters from the same seed, so the result does not depend on the number of ranks.
-
-Chapter: book/06_fsdp.md.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ def materialize(
 
     Raises:
         ValueError: If a part of the model is not on the meta device, or a module cannot fill itself.
-
-    Chapter: book/06_fsdp.md.
     """
     home: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules():
@@ -83,11 +79,7 @@ def materialize(
 
 
 def init_transformer(config: ModelConfig) -> InitFn:
-    """Return an init function for `lablib.toys.transformer`: bit for bit the values of `Transformer.init_weights`.
-
-    Args:
-        config: Of the model.
-    """
+    """Return an init function for `lablib.toys.transformer`: bit for bit the values of `Transformer.init_weights`."""
 
     def fill(name: str, module: nn.Module) -> None:
         adds_to_stream = name.endswith(("attention.out", "mlp.down"))

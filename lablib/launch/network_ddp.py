@@ -164,12 +164,7 @@ def ddp_samples(step: Step, rate: str | None, *, turns: int, warm: int = 1) -> l
 
 
 def alone_samples(step: Step, *, turns: int) -> list[Sample]:
-    """Time a step without communication on rank 0 while all others wait.
-
-    Args:
-        step: Of the variant "compute".
-        turns: How many samples.
-    """
+    """Time a step without communication on rank 0 while all others wait."""
     rank = dist.get_rank()
     samples = timed(lambda: step() if rank == 0 else None, turns=turns, rate=None, **step.facts())
     return [{**sample, "variant": "alone"} for sample in samples]

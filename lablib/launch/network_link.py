@@ -99,11 +99,6 @@ def in_a_row(size: int, most: int = 20) -> int:
 
 
 def leading(rate: str | None, size: int) -> int:
-    """Return how many messages of this size use up what a link lets through at once; small ones never do.
-
-    Args:
-        rate: Of the link.
-        size: Bytes.
-    """
+    """Return how many messages of this size use up what a link lets through at once; small ones never do."""
     saved = 2 * burst(parse_bandwidth(rate)) if rate else 0  # the cards at both ends save as much
     return min(4, -(-saved // size)) if size >= 2**14 else 1

@@ -1,8 +1,6 @@
 """One archive to carry off a rented machine before it is stopped: experiments and records, without checkpoints.
 
 Unpacked at home in the folder of the course, everything lies where labs and reports look for it.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

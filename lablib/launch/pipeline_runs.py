@@ -7,8 +7,6 @@
 Four ranks on two cores cannot show what four accelerators do. With `seconds` every action lasts as long as it is told
 to, most of it asleep, so that the cores are free: the messages, the order and the waiting are real, and the compute
 time is emulated. Say so beside it.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -156,14 +154,7 @@ def watched_step(
 
 
 def microbatch_windows(count: int, batch: int, seq: int, seed: int = 0) -> list[Tensor]:
-    """Return micro-batches of English text, windows_BT, each in a storage of its own.
-
-    Args:
-        count: Micro-batches.
-        batch: Windows in each, B.
-        seq: Inputs in a window, S.
-        seed: Of the draw.
-    """
+    """Return micro-batches of English text, windows_BT, each in a storage of its own."""
     generator = torch.Generator().manual_seed(seed)
     return [sample_windows(_text(), count=batch, seq=seq, generator=generator) for _ in range(count)]
 
@@ -195,14 +186,7 @@ def measured_times(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def stage_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int, seq: int) -> list[int]:
-    """Return the bytes that each stage of the toy keeps for one micro-batch in fp32, from F until B.
-
-    Args:
-        config: The model.
-        layers: Layers of each stage.
-        batch: Windows in a micro-batch.
-        seq: Tokens in a window.
-    """
+    """Return the bytes that each stage of the toy keeps for one micro-batch in fp32, from F until B."""
     sizes = {"batch": batch, "seq": seq, "kernels": "toy", "bytes_per_value": FP32}
     layer = sum(layer_activations(config, attention="fused", **sizes).values())
     stages = [count * layer for count in layers]
@@ -219,12 +203,6 @@ def weight_half_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int,
 
     The input of every linear layer, once where q, k and v or gate and up read the same, and the gradient of its output.
     For GPT-2 that is 16 b s h values a layer, the 32 sbh bytes of Table 1 of the Zero Bubble paper (2401.10241).
-
-    Args:
-        config: The model.
-        layers: Layers of each stage.
-        batch: Windows in a micro-batch.
-        seq: Tokens in a window.
     """
     h, ups = config.hidden, 2 if config.gated_mlp else 1
     inputs = 2 * h + config.q_width + config.ffn

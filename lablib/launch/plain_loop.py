@@ -2,8 +2,6 @@
 
 It is what the trainer is held to: the same samples and the same losses, and a throughput to beat or to pay for. It
 shares the trainer's data order and learning rates, and none of its mechanism.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
 
     Yields:
         step, loss, grad_norm, lr, seconds, tokens_per_second.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     device = torch.device(device)
     shape = train_model(config.model)

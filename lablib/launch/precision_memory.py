@@ -1,7 +1,4 @@
-"""Where 16 bits save memory and where not: states and activations, counted in PyTorch beside the calculators.
-
-Chapter: book/08_mixed_precision.md
-"""
+"""Where 16 bits save memory and where not: states and activations, counted in PyTorch beside the calculators."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@
 
 All variants of a failure start from the same weights and read the same batches, so that their curves differ by
 precision alone. Each failure takes a second or two on one CPU core, and the same seed gives the same curves.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -66,20 +64,12 @@ class Training:
     frozen: dict[str, float] = field(default_factory=dict)
 
     def mean_loss(self, last: int = 10) -> float:
-        """Return the mean loss of the last steps.
-
-        Args:
-            last: How many.
-        """
+        """Return the mean loss of the last steps."""
         return math.fsum(self.losses[-last:]) / len(self.losses[-last:])
 
 
 def small_model(seed: int = 0) -> Transformer:
-    """Return the model of this rung's runs: GPT-2's kind, 2 layers of width 32, bytes as tokens.
-
-    Args:
-        seed: Of its weights.
-    """
+    """Return the model of this rung's runs: GPT-2's kind, 2 layers of width 32, bytes as tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Transformer(tiny_config("gpt2", num_layers=2, hidden=32, max_positions=SEQ))
@@ -149,11 +139,6 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 
     A batch of a million tokens makes gradients small: the loss is a mean, so each of 8192 micro-batches of 128 tokens
     is divided by 8192. AdamW does not mind, as it divides by the gradient's own size; fp16 does.
-
-    Args:
-        steps: Steps of each run.
-        lr: Learning rate.
-        accumulate: Micro-batches in a step.
 
     Returns:
         Runs "fp32", "fp16" and "fp16, loss scaling".

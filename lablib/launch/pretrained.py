@@ -6,8 +6,6 @@
     load_pretrained(model, folder, device)
 
 No rank ever holds the whole model, or a whole matrix of it.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -46,8 +44,6 @@ def load_pretrained(
     Raises:
         ValueError: If the folder has no safetensors, lacks a parameter, or has it in another shape; before anything
             is allocated.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     from safetensors import safe_open
 

@@ -1,7 +1,4 @@
-"""One line a step on the terminal, from rank 0.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""One line a step on the terminal, from rank 0."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
     read_logs("logs")[0][-1]                # {"time": ..., "event": "step", "step": 7, ...}
 
 After a restart the same file goes on; `lablib.launch.json_lines` says what a kill can leave in it.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ the first backward pass; a new interpreter for every rank would load torch every
 The server loads torch and never lablib, so every call runs lablib as it is on disk.
 In a notebook it starts when `lablib.launch` is imported, elsewhere with the first call.
 Linux and macOS; on Windows, use WSL or the devcontainer.
-
-Chapter: book/02_data_parallelism.md; every lab with ranks uses it.
 """
 
 from __future__ import annotations
@@ -115,8 +113,6 @@ def run_ranks(
         RuntimeError: If called inside a rank.
         RankError: If a rank fails; it names the one that failed first. All others are ended.
         RankTimeout: If a rank gives no result in time. All are ended.
-
-    Chapter: book/02_data_parallelism.md.
     """
     __tracebackhide__ = True  # a failed cell shows the rank's traceback, not this function's
     if _rank_process.inside_rank:

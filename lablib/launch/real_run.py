@@ -8,8 +8,6 @@
 
 Each measurement is kept by itself. One that fails is a result with its reason, and the next one runs; the same command
 tries it again, unless memory was too small.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -48,13 +46,7 @@ Sample = dict[str, Any]
 
 
 def on_gpus(work: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call a function on ranks that have a GPU each; all that lab 11 runs on GPUs is started here.
-
-    Args:
-        work: What each rank does.
-        ranks: How many.
-        *args: Of the function.
-    """
+    """Call a function on ranks that have a GPU each; all that lab 11 runs on GPUs is started here."""
     return run_ranks(work, ranks, *args, device="cuda", timeout=TIMEOUT_S)
 
 
@@ -274,11 +266,7 @@ def rate(sample: Sample) -> float:
 
 
 def what_can_be_measured(gpus: int) -> str:
-    """Return one sentence on what lab 11 can find out here.
-
-    Args:
-        gpus: GPUs of this machine.
-    """
+    """Return one sentence on what lab 11 can find out here."""
     if gpus == 0:
         return "no GPU here: sections 1 to 6 run on CPU ranks, section 7 replays a record or says that there is none"
     if gpus == 1:

@@ -1,7 +1,4 @@
-"""What lab 11 predicts for its run on GPUs: lablib's numbers for the GPU found, and the learner's, beside each other.
-
-Chapter: book/11_practical_fsdp.md
-"""
+"""What lab 11 predicts for its run on GPUs: lablib's numbers for the GPU found, and the learner's, beside each other."""
 
 from __future__ import annotations
 
@@ -107,12 +104,7 @@ _ASKED = {
 
 
 def lock(predictions: Predictions, yours: Yours) -> None:
-    """Store the learner's predictions before the run.
-
-    Args:
-        predictions: Of the lab.
-        yours: Those that there are.
-    """
+    """Store the learner's predictions before the run."""
     for name, value in yours.named().items():
         predictions.predict(_ASKED[name][0], value, _ASKED[name][1])
 

@@ -4,8 +4,6 @@
         model.loss(tokens).backward()
 
 Blocks get another `forward` for as long as the strategy is on: names of parameters and state dicts stay what they are.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -153,8 +151,6 @@ def apply_strategy(
     Raises:
         ValueError: If a name is unknown, a strategy is on already, "matmuls" is asked of an implementation without
             policies, or a block that joins a segment has hooks (FSDP's, for one), which would not see it run.
-
-    Chapter: book/09_activation_checkpointing.md
     """
     units = plan(strategy, len(model.blocks))
     if implementation == "toy":

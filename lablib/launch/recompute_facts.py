@@ -1,7 +1,4 @@
-"""What goes wrong with recomputation, and what its two ways do differently: small runs that return what happened.
-
-Chapter: book/09_activation_checkpointing.md
-"""
+"""What goes wrong with recomputation, and what its two ways do differently: small runs that return what happened."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Recomputation together with FSDP2, tensor parallelism, pipelines and DDP: what a replay communicates again, counted.
 
 Each function runs on every rank of an initialised process group: `run_ranks(fsdp_gathers, 2, "inside")`.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -161,10 +159,6 @@ def ddp_with(use_reentrant: bool, *, find_unused_parameters: bool = True) -> str
 
     With `find_unused_parameters` DDP walks the graph from the loss before backward. A reentrant checkpoint hides its
     parameters from that walk: DDP takes them for unused, marks them ready, and is told about them once more.
-
-    Args:
-        use_reentrant: PyTorch's two ways.
-        find_unused_parameters: DDP's option.
     """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

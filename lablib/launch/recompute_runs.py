@@ -2,8 +2,6 @@
 
 `measure_step` runs a step and counts; `predicted_cost` says beforehand what it will count, in the same words.
 `find_largest_batch` runs batches until one does not fit.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations

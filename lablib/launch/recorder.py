@@ -10,8 +10,6 @@ Every call of `torch.distributed`, of functional collectives (DTensor) and of Py
 TorchDispatchMode sees all of them, in backward too.
 Two things stay out: barriers, which carry no data, and what another Python thread sends, since a mode
 belongs to its thread; open `record_comms(log)` in that thread to count it in the same log.
-
-Chapter: book/02_data_parallelism.md.
 """
 
 from __future__ import annotations
@@ -110,8 +108,6 @@ def record_comms(log: CommLog | None = None) -> Iterator[CommLog]:
 
     Yields:
         The log, which can be read at any time and keeps its events after the block.
-
-    Chapter: book/02_data_parallelism.md.
     """
     log = CommLog() if log is None else log
     with _Recorder(log):

@@ -2,8 +2,6 @@
 
 A ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums the only rounding
 is the last one, of the result.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -145,12 +143,7 @@ def allreduce_error(
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Return `rms(x - exact) / rms(exact)`.
-
-    Args:
-        x: What was computed.
-        exact: What is true.
-    """
+    """Return `rms(x - exact) / rms(exact)`."""
     return ((x.double() - exact).square().mean() / exact.double().square().mean()).sqrt().item()
 
 
@@ -161,12 +154,6 @@ def gloo_error(
 
     The ranks sum the same numbers as `allreduce_error` with the same seed, once in the low precision and once in fp32.
     The backend chooses the order of the additions, so its error is near the ring's and not equal to it.
-
-    Args:
-        dtype: The low precision.
-        size: Values that are summed.
-        seed: Of the values.
-        mean: Of the values.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     values = rank_values(ranks, size=size, dtype=dtype, seed=seed, mean=mean)

@@ -4,8 +4,6 @@ Ranks find each other at a port (torchrun's --rdzv-endpoint, MASTER_PORT). What 
 a peer. A new job then waits for ranks that are gone, or joins a job that is over.
 
     python -m lablib.launch.rendezvous HOST:PORT        # exit code 1 and a sentence where something answers
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -21,13 +19,8 @@ def check_port(endpoint: str) -> None:
 
     torchrun would not complain: an agent that cannot open the port takes it for the store of its own job, and joins.
 
-    Args:
-        endpoint: "host:port", as --rdzv-endpoint has it.
-
     Raises:
         ValueError: If it is no endpoint, or something answers there.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     host, colon, port = endpoint.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):

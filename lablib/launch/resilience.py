@@ -14,8 +14,6 @@ Exit codes of a rank:
 
 torchrun turns every code but 0 into 1, and ends with 1 when it is told to stop itself. A scheduler that shall start a
 stopped job again should ask `finished(folder)`, not torchrun's code.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -164,16 +162,11 @@ def resume(trainer: Trainer) -> list[str]:
 
     A damaged one is renamed to "damaged-...", so that its step can be saved again.
 
-    Args:
-        trainer: Before its first step.
-
     Returns:
         What was done, in sentences: one for each damaged checkpoint, and where the run goes on.
 
     Raises:
         ValueError: If a checkpoint is of another run.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     chosen, told = _newest_whole(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
@@ -184,12 +177,7 @@ def resume(trainer: Trainer) -> list[str]:
 
 
 def finished(folder: str | Path, steps: int) -> bool:
-    """Say whether a run has a checkpoint of its last step.
-
-    Args:
-        folder: Of the run.
-        steps: Of the whole run.
-    """
+    """Say whether a run has a checkpoint of its last step."""
     newest = latest(Path(folder) / "checkpoints")
     return newest is not None and read_info(newest)["step"] >= steps
 

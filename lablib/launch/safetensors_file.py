@@ -1,7 +1,4 @@
-"""A safetensors file that is there whole or not at all.
-
-Chapter: book/06_fsdp.md.
-"""
+"""A safetensors file that is there whole or not at all."""
 
 from __future__ import annotations
 

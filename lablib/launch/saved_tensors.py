@@ -5,8 +5,6 @@
 
 Autograd's hooks get a tensor and no name. The module and the operator that keep it give one: what `norm1` keeps first
 is its input, what `softmax` keeps is its output. In other models a tensor is named by module and operator alone.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -92,8 +90,6 @@ def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) ->
     Args:
         model: Whose modules give names; `lablib.toys.transformer.Transformer` gives all of them.
         run: Windows of tokens for `model.loss`, or a function that runs forward.
-
-    Chapter: book/09_activation_checkpointing.md
     """
     paths = {module: path for path, module in model.named_modules()}
     existing = {

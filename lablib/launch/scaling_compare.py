@@ -1,7 +1,4 @@
-"""Two scaling reports side by side: what got faster, whether by more than the spread, and what else was not the same.
-
-Chapter: book/11_practical_fsdp.md
-"""
+"""Two scaling reports side by side: what got faster, whether by more than the spread, and what else was not the same."""
 
 from __future__ import annotations
 
@@ -15,10 +12,6 @@ from lablib.launch.scaling_report import rows
 
 def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:
     """Return one row per run that both reports have: times, their ratio, and whether their quartiles overlap.
-
-    Args:
-        a: Folder of the report to compare with.
-        b: Folder of the other one.
 
     Raises:
         ValueError: If they have no run in common.
@@ -45,12 +38,7 @@ def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:
 
 
 def differences(a: str | Path, b: str | Path) -> list[str]:
-    """Return what two reports do not have in common: settings, versions, machines, commits; one line each.
-
-    Args:
-        a: Folder of a report.
-        b: Folder of another.
-    """
+    """Return what two reports do not have in common: settings, versions, machines, commits; one line each."""
     lines = []
     first, second = records(a)[0], records(b)[0]
     for part in ("machine", "facts"):

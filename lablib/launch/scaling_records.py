@@ -1,9 +1,7 @@
 """The files of a scaling report: one record a run, and what each was made on.
 
-    distributed-experiments/<date>-<name>/runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
-                                          metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
-
-Chapter: book/11_practical_fsdp.md
+distributed-experiments/<date>-<name>/runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
+metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ REAL_PARAMS = 100e6
 
 
 def keep_metrics(run: str | Path, target: Path) -> None:
-    """Copy the metrics of every rank and run.json of a run, and nothing large, to another folder.
-
-    Args:
-        run: Folder of the trainer.
-        target: Where to; made when missing.
-    """
+    """Copy the metrics of every rank and run.json of a run, and nothing large, to another folder."""
     target.mkdir(parents=True, exist_ok=True)
     for path in (*Path(run).glob("metrics-rank*.jsonl"), *Path(run).glob("run.json")):
         shutil.copy(path, target)
@@ -39,9 +32,6 @@ def keep_metrics(run: str | Path, target: Path) -> None:
 
 def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
     """Return the steps of every rank of a run.
-
-    Args:
-        run: Folder of the trainer.
 
     Raises:
         ValueError: If the file of a rank is missing, or two of them disagree on the number of ranks.
@@ -61,9 +51,6 @@ def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
 
 def records(folder: str | Path) -> list[dict[str, Any]]:
     """Return the records of a report: one rank first, then weak and strong, by ranks.
-
-    Args:
-        folder: Of the report.
 
     Raises:
         ValueError: If there is no record, or none on one rank.
@@ -89,21 +76,13 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def on_gpus(record: Mapping[str, Any]) -> bool:
-    """Say whether every rank of a run had a GPU of its own; CPU ranks on a machine with GPUs had none.
-
-    Args:
-        record: Of a report.
-    """
+    """Say whether every rank of a run had a GPU of its own; CPU ranks on a machine with GPUs had none."""
     device = record.get("facts", {}).get("device", "cpu")
     return device.startswith("cuda") and record["ranks"] <= len(record["machine"]["gpus"])
 
 
 def where_of(record: Mapping[str, Any]) -> str:
-    """Return in one line what a run was made on.
-
-    Args:
-        record: Of a report.
-    """
+    """Return in one line what a run was made on."""
     on_cpu = record.get("facts", {}).get("device") == "cpu"
     return label(record["machine"] | ({"gpus": []} if on_cpu else {}), [record])
 

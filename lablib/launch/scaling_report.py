@@ -12,8 +12,6 @@ Two predictions may stand beside it: lablib's and yours.
 The trainer's clock does not tell transfer from computation. A rank is therefore taken to compute as long as the run on
 one rank did for the same work (for strong scaling the n-th part of it); what it took longer is communication or
 waiting. Lines with `communication_seconds`, from a profiler, are believed instead.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -124,12 +122,7 @@ class ScalingReport:
 
 
 def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> Loss:
-    """Return what a run lost against the run on one rank.
-
-    Args:
-        record: A run on several ranks.
-        one: The run on one rank.
-    """
+    """Return what a run lost against the run on one rank."""
     scaling = record["scaling"]
     alone = [[_phases(line, None)] for line in _counted(one)[0]]
     share = 1.0 if scaling == "weak" else 1 / record["ranks"]
@@ -139,11 +132,7 @@ def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> Loss:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Return one row per run: times with their spread, prediction, speedup, efficiency and the loss by part.
-
-    Args:
-        folder: Of a report.
-    """
+    """Return one row per run: times with their spread, prediction, speedup, efficiency and the loss by part."""
     found = records(folder)
     one = found[0]
     base = spread(_seconds(one))

@@ -1,7 +1,4 @@
-"""What `lablib.launch.fsdp.shard` did to a model, as data and as a short table.
-
-Chapter: book/06_fsdp.md.
-"""
+"""What `lablib.launch.fsdp.shard` did to a model, as data and as a short table."""
 
 from __future__ import annotations
 

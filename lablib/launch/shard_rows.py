@@ -1,7 +1,4 @@
-"""Which rows of a parameter a rank keeps.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""Which rows of a parameter a rank keeps."""
 
 from __future__ import annotations
 

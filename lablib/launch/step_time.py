@@ -3,8 +3,6 @@
 The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and
 nothing else. Every step is one forward and one backward pass; the optimizer does the same with or without
 other ranks and is left out.
-
-Chapter: book/02_data_parallelism.md.
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ MODES = ("compute", "communication", "after backward", "overlapped")
 
 
 def stack(width: int, layers: int = 4) -> nn.Sequential:
-    """Return `layers` square linear layers with ReLU between, layers * width * (width + 1) parameters.
-
-    Args:
-        width: Inputs and outputs of every layer.
-        layers: Number of layers.
-    """
+    """Return `layers` square linear layers with ReLU between, layers * width * (width + 1) parameters."""
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*parts[:-1])

@@ -1,7 +1,4 @@
-"""Do something on all ranks, and fail on all of them if it fails on one; works without ranks, too.
-
-Chapter: book/06_fsdp.md.
-"""
+"""Do something on all ranks, and fail on all of them if it fails on one; works without ranks, too."""
 
 from __future__ import annotations
 
@@ -69,10 +66,6 @@ def agree(work: Callable[[], Any], failure: str) -> None:
     """Do something on every rank; if it fails on any, raise on all of them.
 
     Without it the others would wait for ever for the rank that failed.
-
-    Args:
-        work: What to do.
-        failure: Begins the message of the error.
 
     Raises:
         ValueError: On the ranks where `work` raised one, and everywhere if the first rank that failed did.

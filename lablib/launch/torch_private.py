@@ -56,10 +56,6 @@ def __getattr__(name: str) -> Any:
 def must_have(thing: object, *names: str) -> None:
     """Say that an object of PyTorch has these private attributes.
 
-    Args:
-        thing: An instance.
-        *names: Its attributes.
-
     Raises:
         MissingPrivateNameError: If it lacks one, with what to do.
     """
@@ -70,11 +66,7 @@ def must_have(thing: object, *names: str) -> None:
 
 
 def missing(name: str) -> str:
-    """Return what to say when PyTorch does not have a name.
-
-    Args:
-        name: In full.
-    """
+    """Return what to say when PyTorch does not have a name."""
     return (
         f"torch {torch.__version__} has no {name}: it is a private part of PyTorch, which the course knows in torch "
         f"{SUPPORTED[0]} to {SUPPORTED[-1]}; install the version of constraints.txt: "

@@ -5,8 +5,6 @@
     for rank, part in split(events, window_of(events, "step")).items(): ...
 
 Inside a job of your own, `record_trace(step)` returns this rank's trace, on CPU or GPU.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command line of the training scripts: one option for each field of `TrainConfig`, and what the launch needs.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""The command line of the training scripts: one option for each field of `TrainConfig`, and what the launch needs."""
 
 from __future__ import annotations
 
@@ -43,12 +40,7 @@ _HELP = {
 
 
 def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser with an option for every field of TrainConfig, and the options of the launch.
-
-    Args:
-        description: Of the script.
-        **defaults: Defaults that differ from TrainConfig's.
-    """
+    """Return a parser with an option for every field of TrainConfig, and the options of the launch."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -4,8 +4,6 @@
 
 Batches: a step trains on `global_batch` sequences. Each of n ranks takes global_batch / n of them, in
 global_batch / (n * micro_batch) micro-batches. The step is the same on any number of ranks that divides it.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -185,9 +183,6 @@ class TrainConfig:
     def batches_of(self, ranks: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks.
 
-        Args:
-            ranks: How many ranks.
-
         Raises:
             ValueError: If the ranks or the micro-batch do not divide the global batch.
         """
@@ -224,12 +219,7 @@ class TrainConfig:
 
 
 def differences(saved: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return in words what differs between the settings of a checkpoint and of a run; "" where nothing does.
-
-    Args:
-        saved: From the checkpoint.
-        settings: Of the run.
-    """
+    """Return in words what differs between the settings of a checkpoint and of a run; "" where nothing does."""
     wrong = [key for key in settings if saved.get(key) != settings[key]]
     told = "; ".join(f"{key} was {saved.get(key)} and is {settings[key]}" for key in wrong)
     if wrong == ["lr_steps"]:  # nobody typed it: it follows --steps
@@ -238,12 +228,7 @@ def differences(saved: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def describe(config: TrainConfig, ranks: int) -> str:
-    """Return in one sentence what a step of a run is.
-
-    Args:
-        config: The run.
-        ranks: Ranks that take it.
-    """
+    """Return in one sentence what a step of a run is."""
     shape = train_model(config.model)
     micro, count = config.batches_of(ranks)
     flops = step_flops(shape, batch=config.global_batch, seq=config.seq).model

@@ -9,8 +9,6 @@ where it was, whatever the number of ranks is now:
 
     samples taken: 8, global batch 4     one rank     two ranks          four ranks
     ... 5 0 7 2 | 6 1 3 4 | 2 7 ...      6 1 3 4      6 3  and  1 4      6, 1, 3, 4
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -136,9 +134,6 @@ class TokenWindows:
     def read(self, samples: list[int]) -> Tensor:
         """Return some samples, `windows_BT` with T = S + 1, int64, on the CPU.
 
-        Args:
-            samples: Their numbers.
-
         Raises:
             ValueError: If a token is not in the model's vocabulary; a GPU would end with a memory error.
         """
@@ -167,12 +162,7 @@ class SampleOrder:
         self._epoch, self._shuffled = -1, torch.empty(0, dtype=torch.int64)
 
     def take(self, first: int, count: int) -> list[int]:
-        """Return the samples at places `first` to `first + count - 1`.
-
-        Args:
-            first: Samples taken before, of all epochs.
-            count: How many to take.
-        """
+        """Return the samples at places `first` to `first + count - 1`."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, place = divmod(first + len(taken), self.count)

@@ -2,8 +2,6 @@
 
 The file is only appended to. A run that is resumed takes the steps after its checkpoint again and writes them again;
 `read_metrics` returns each step as it counted in the end.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -88,11 +86,7 @@ class StepClock:
 
 
 def memory(device: torch.device) -> dict[str, int | None]:
-    """Return the step's memory, as `KEYS` says.
-
-    Args:
-        device: Where the step runs.
-    """
+    """Return the step's memory, as `KEYS` says."""
     if device.type == "cuda":
         return {
             "memory_bytes": torch.cuda.max_memory_allocated(device),

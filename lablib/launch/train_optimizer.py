@@ -1,7 +1,4 @@
-"""AdamW over the shards, and the norm of the whole gradient without waiting for it.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""AdamW over the shards, and the norm of the whole gradient without waiting for it."""
 
 from __future__ import annotations
 
@@ -50,11 +47,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters.
-
-    Args:
-        optimizer: Whose.
-        lr: The rate.
-    """
+    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr

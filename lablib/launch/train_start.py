@@ -1,7 +1,4 @@
-"""Become a rank of whatever started this process: torchrun, accelerate launch, or nobody.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""Become a rank of whatever started this process: torchrun, accelerate launch, or nobody."""
 
 from __future__ import annotations
 

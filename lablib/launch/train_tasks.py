@@ -1,7 +1,4 @@
-"""What is trained on what: a task gives the trainer a model, samples and logits.
-
-Chapter: book/11_practical_fsdp.md.
-"""
+"""What is trained on what: a task gives the trainer a model, samples and logits."""
 
 from __future__ import annotations
 

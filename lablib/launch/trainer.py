@@ -9,8 +9,6 @@ A step is the same on any number of ranks that divides the global batch: the sam
 their targets, the same update, but for the order in which numbers are added.
 
 Whatever else a run needs is a callback: checkpoints, signals, a live view.
-
-Chapter: book/11_practical_fsdp.md.
 """
 
 from __future__ import annotations
@@ -81,8 +79,6 @@ class Trainer:
 
     Raises:
         ValueError: If the configuration does not suit the ranks, or there are none.
-
-    Chapter: book/11_practical_fsdp.md.
     """
 
     def __init__(
@@ -158,9 +154,6 @@ class Trainer:
         """Ask all ranks to stop together after the step under way; safe in a signal handler.
 
         From inside `on_step` it takes effect after the next step, which the ranks have agreed to take.
-
-        Args:
-            reason: Why, in a few words.
         """
         self._asked = self._asked or reason
 

@@ -12,7 +12,7 @@ Whatever belongs to no unit belongs to the root, the model itself.
 A unit must own its parameters: one that is tied to another module's, such as an output head that shares the
 embedding, has to stay with that module, so the three named rules leave it to the root.
 
-Chapter: book/06_fsdp.md. Source: Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
+Source: Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
     Raises:
         ValueError: If the rule is unknown, finds nothing, or picks a module that shares a parameter with a
             module outside of it.
-
-    Chapter: book/06_fsdp.md.
     """
     uncalled = _uncalled(model)
     inside = {
@@ -90,8 +88,6 @@ def calc_units(model: nn.Module, rule: Rule = "block") -> list[Unit]:
 
     Raises:
         ValueError: As `wrap_units`.
-
-    Chapter: book/06_fsdp.md.
     """
     chosen = {"": model, **dict(wrap_units(model, rule))}
     order = [name for name, _ in model.named_modules() if name in chosen]

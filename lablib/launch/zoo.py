@@ -5,8 +5,6 @@
     seen.calls[1]                       # [("all_reduce", 712), ...]: what rank 1 communicated
 
 The programs stand in `lablib.launch.zoo_programs`, and their names give them away; a letter does not.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -122,8 +120,6 @@ def run(program: str, *, healthy: bool = False, setting: Setting | None = None) 
 
     Raises:
         ValueError: If there is no such program, or the setting makes no sense.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     return run_all([(program, healthy, setting or Setting())])[0]
 
@@ -166,8 +162,6 @@ def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, lis
 
     Raises:
         ValueError: If the program does not exist, or does not hang.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     setting = setting or Setting()
     _check(program, setting)

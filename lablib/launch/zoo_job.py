@@ -3,8 +3,6 @@
 Every rank writes a log (`lablib.launch.rank_log`): each collective before it waits for it, each step, its end.
 From the logs of all ranks a hang can be proven, without a clock: a rank waits for ever when another one has called
 something else in the same place, or has left without calling it. The watch looks for that, and ends the rank.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations
@@ -103,13 +101,7 @@ class Job:
         return loss.item(), torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
     def update(self, optimizer: torch.optim.Optimizer, loss: float, flat: Tensor) -> None:
-        """Log the step and take it, with a vector in the place of the gradients; they stay until they are zeroed.
-
-        Args:
-            optimizer: Of the model.
-            loss: Of this rank's batch.
-            flat: The mean gradient over all ranks.
-        """
+        """Log the step and take it, with a vector in the place of the gradients; they stay until they are zeroed."""
         self.set_gradient(flat)
         self.step(loss)
         optimizer.step()
@@ -126,9 +118,6 @@ class Job:
 
         Work is counted, 6 FLOPs for each weight and row in forward and backward: a clock would also count the time
         that this rank waits for others.
-
-        Args:
-            *losses: Of its batches.
         """
         local = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in local])).item()

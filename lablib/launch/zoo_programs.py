@@ -2,8 +2,6 @@
 
 Diagnose them from their symptoms (`lablib.launch.zoo`) before you read this file.
 In each program the lines under `if fault` are the fault, and nothing else differs between the twins.
-
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

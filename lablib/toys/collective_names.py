@@ -6,7 +6,7 @@
 
 Later versions warn at the old names, earlier ones do not know the new. The arguments are the same.
 
-Source: pull requests 186123 to 186125 of PyTorch.  Chapter: book/03_tensor_parallelism.md.
+Source: pull requests 186123 to 186125 of PyTorch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In step k every rank sends to the rank k places to its right and receives from the one k places to its left: nobody
 gets two messages at once, and every piece goes straight to where it belongs.
 
-Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005.
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations

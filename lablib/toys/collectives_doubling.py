@@ -10,7 +10,7 @@ In round k every rank meets the rank whose number differs from its own in bit k.
 Where n is no power of two, the first 2·(n - power) ranks pair up: the even ones hand their array to the odd ones,
 wait, and get the result.
 
-Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
+Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
 """
 
 from __future__ import annotations
@@ -29,16 +29,6 @@ def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | Non
     """Replace the tensor by its sum over the ranks; in each round everybody sends the whole array.
 
     Two ranks that meet add the same two numbers, so all ranks end with the same bits.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
     """
     row, wire = flat(tensor), Wire(group)
     theirs = torch.empty_like(row)
@@ -57,18 +47,7 @@ def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | Non
 
 
 def halving_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: a reduce-scatter by halving, an all-gather by doubling.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
-    """
+    """Replace the tensor by its sum over the ranks: a reduce-scatter by halving, an all-gather by doubling."""
     row, wire = flat(tensor), Wire(group)
 
     def halve_and_double(place: int | None, power: int, real: Callable[[int], int]) -> None:

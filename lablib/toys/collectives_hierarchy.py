@@ -5,8 +5,6 @@ With g ranks a node, each rank's share of a node's sum is S/g bytes, and only th
     reduce-scatter inside   rank i of every node has chunk i of its node's sum
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.collective_costs import Traffic
-from lablib.toys.collectives_ring import SEGMENT_BYTES, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lablib.toys.collectives_ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lablib.toys.wire import Wire, chunks, flat
 
 
@@ -43,9 +41,6 @@ class NodeTraffic(NamedTuple):
 def node_groups(ranks_per_node: int) -> NodeGroups:
     """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once.
 
-    Args:
-        ranks_per_node: g.
-
     Raises:
         ValueError: If g does not divide the number of ranks.
     """
@@ -59,9 +54,7 @@ def node_groups(ranks_per_node: int) -> NodeGroups:
     return NodeGroups(inside, across)
 
 
-def hierarchical_all_reduce(
-    tensor: Tensor, groups: NodeGroups, *, segment_bytes: int | None = SEGMENT_BYTES
-) -> NodeTraffic:
+def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
     """Replace the tensor by its sum over all ranks of all nodes.
 
     Inside a rank sends 2(g-1)/g · S bytes, across 2(m-1)/m · S/g for m nodes.
@@ -69,7 +62,6 @@ def hierarchical_all_reduce(
     Args:
         tensor: Any shape, contiguous, the same on all ranks.
         groups: As `node_groups` returns them.
-        segment_bytes: As in `ring_reduce_scatter`.
 
     Returns:
         What this rank sent inside its node and across nodes.
@@ -79,9 +71,8 @@ def hierarchical_all_reduce(
     """
     row, place = flat(tensor), Wire(groups.inside).rank
     own = chunks(row, dist.get_world_size(groups.inside))[place]
-    options = {"segment_bytes": segment_bytes}
     share = own.new_empty(own.shape)
-    scattered = ring_reduce_scatter(share, row, groups.inside, **options)
-    across = ring_all_reduce(share, groups.across, **options)
-    gathered = ring_all_gather(row, share, groups.inside, **options)
+    scattered = ring_reduce_scatter(share, row, groups.inside)
+    across = ring_all_reduce(share, groups.across)
+    gathered = ring_all_gather(row, share, groups.inside)
     return NodeTraffic(scattered + gathered, across)

@@ -5,7 +5,7 @@ after ⌈log2 n⌉ rounds all have it. A reduction is the same tree, walked from
 
 A tree sends whole arrays, so it is the choice for short messages, where the number of rounds is all that counts.
 
-Chapter: book/10_communication.md. Paper: Thakur, Rabenseifner and Gropp 2005.
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations
@@ -19,19 +19,7 @@ from lablib.toys.wire import Wire, flat
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Give the root's tensor to all ranks, in ⌈log2 n⌉ rounds.
-
-    Args:
-        tensor: Any shape, contiguous, the same shape on all ranks.
-        root: The rank in the group that has the data.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the root is not in the group or the tensor is not contiguous.
-    """
+    """Give the root's tensor to all ranks, in ⌈log2 n⌉ rounds."""
     row, wire = flat(tensor), Wire(group)
     place = _place(wire, root)
     for have in _powers(wire.size):  # the places below `have` have the data
@@ -45,19 +33,7 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | Non
 
 
 def tree_reduce(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Leave the sum over the ranks on the root, in ⌈log2 n⌉ rounds; the others keep sums of a part of the ranks.
-
-    Args:
-        tensor: Any shape, contiguous, the same shape on all ranks.
-        root: The rank in the group that gets the sum.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the root is not in the group or the tensor is not contiguous.
-    """
+    """Leave the sum over the ranks on the root, in ⌈log2 n⌉ rounds; the others keep sums of a part of the ranks."""
     row, wire = flat(tensor), Wire(group)
     place, theirs = _place(wire, root), None
     for left in reversed(_powers(wire.size)):  # afterwards the places below `left` have everything
@@ -73,18 +49,7 @@ def tree_reduce(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | None =
 
 
 def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: a reduction to rank 0, then a broadcast from there.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
-    """
+    """Replace the tensor by its sum over the ranks: a reduction to rank 0, then a broadcast from there."""
     return tree_reduce(tensor, 0, group) + tree_broadcast(tensor, 0, group)
 
 
@@ -92,16 +57,6 @@ def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     """Replace the tensor by its sum over the ranks: rank 0 receives all arrays in turn, and sends the sum to all.
 
     Every byte passes through rank 0: 2(n-1) steps of S bytes, while the other ranks wait.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
     """
     row, wire = flat(tensor), Wire(group)
     theirs = torch.empty_like(row) if wire.rank == 0 else None

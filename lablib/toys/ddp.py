@@ -5,7 +5,7 @@
     model.sync()                    # from here on every rank holds the same mean gradient
     optimizer.step()
 
-Chapter: book/02_data_parallelism.md. Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
+Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class NaiveDDP(nn.Module):
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, find_unused: bool = False):
         super().__init__()
         check_replica(module, group)
-        self.module, self.group, self.world_size = module, group, dist.get_world_size(group)
+        self.module, self.group, self.find_unused = module, group, find_unused
+        self.world_size = dist.get_world_size(group)
         self.wrapped = describe(module)
         self.params = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
-        self.find_unused, self.syncing, self.timeline = find_unused, True, []
+        self.syncing = True
+        self.timeline = []
         self._broadcast(*module.parameters(), *module.buffers())
 
     def _broadcast(self, *tensors: torch.Tensor) -> None:
@@ -101,10 +103,13 @@ class BucketedDDP(NaiveDDP):
         super().__init__(module, *args, **options)
         self.buckets, filling = [], {}
         for p in reversed(self.params):  # backward reaches the last layer first
-            (bucket := filling.setdefault((p.dtype, p.device), [])).append(p)  # one message has one dtype
+            kind = (p.dtype, p.device)  # one message has one dtype
+            bucket = filling.setdefault(kind, [])
+            bucket.append(p)
             # Full at bucket_bytes; the first one at first_bytes, which is small, so that it leaves early.
-            if sum(q.nbytes for q in bucket) >= (bucket_bytes if self.buckets else first_bytes):
-                self.buckets.append(filling.pop((p.dtype, p.device)))
+            full = bucket_bytes if self.buckets else first_bytes
+            if sum(q.nbytes for q in bucket) >= full:
+                self.buckets.append(filling.pop(kind))
         self.buckets += filling.values()
         self.flats = [torch.cat([torch.zeros_like(p).flatten() for p in bucket]) for bucket in self.buckets]
         self.home = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
@@ -114,23 +119,30 @@ class BucketedDDP(NaiveDDP):
             for p, part in zip(bucket, parts, strict=True):
                 # In the parameter's memory layout: fused optimizers walk through both as they lie in memory.
                 self.views[p] = part.as_strided(p.shape, torch.empty_like(p).stride())
-        self.missing, self.futures = [set(bucket) for bucket in self.buckets], []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.missing = [set(bucket) for bucket in self.buckets]
+        self.futures = []  # one for each bucket on its way
 
     def _put(self, p: nn.Parameter) -> None:
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         p.grad = torch.mul(grad, 1 / self.world_size, out=self.views[p])
         self.missing[self.home[p]].remove(p)
         # Full buckets leave strictly in order, so that ranks agree on it whatever their backward used.
-        while (index := len(self.futures)) < len(self.buckets) and not self.missing[index]:
-            self._note("launch", index)
-            work = dist.all_reduce(self.flats[index], group=self.group, async_op=True)
-            self.futures.append(work.get_future().then(lambda _, index=index: self._note("reduced", index)))
+        while len(self.futures) < len(self.buckets) and not self.missing[len(self.futures)]:
+            self._launch(len(self.futures))
+
+    def _launch(self, index: int) -> None:
+        self._note("launch", index)
+        work = dist.all_reduce(self.flats[index], group=self.group, async_op=True)
+        self.futures.append(work.get_future().then(lambda _: self._note("reduced", index)))
 
     def _reduce(self) -> None:
         for p in [p for missing in self.missing for p in missing]:  # if overlapped: what backward did not use
             self._put(p)
         torch.futures.wait_all(self.futures)
-        self.missing, self.futures = [set(bucket) for bucket in self.buckets], []
+        self._begin()
 
 
 class OverlappedDDP(BucketedDDP):
@@ -144,7 +156,8 @@ class OverlappedDDP(BucketedDDP):
     @torch.no_grad()
     def _on_gradient(self, p: nn.Parameter) -> None:
         if self.syncing and p.grad is not None:  # None: backward came by, and had nothing for it
-            self._note("gradient", index := self.home[p])
+            index = self.home[p]
+            self._note("gradient", index)
             if p not in self.missing[index]:
                 raise RuntimeError("second backward before sync(); accumulate inside no_sync()")
             self._put(p)

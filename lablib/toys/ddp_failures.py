@@ -3,8 +3,6 @@
 Every patient is a way to wrap a model and a way to share out the samples, with the interface of the right
 thing. `train` runs one on all ranks and returns its chart; which patient has what is for the reader of the
 chart to find. Loss curves are poor witnesses, so the chart has better ones.
-
-Chapter: book/02_data_parallelism.md.
 """
 
 from __future__ import annotations
@@ -79,22 +77,12 @@ class Patient:
         return _Model(module, group, factor=self._case == 1, start=self._case == 2)
 
     def sampler(self, length: int, *, ranks: int, rank: int, seed: int = 0) -> DistributedSampler:
-        """Return this rank's sampler over a data set, used as PyTorch's: `set_epoch`, then iterate.
-
-        Args:
-            length: Number of samples in the data set.
-            ranks: Number of ranks.
-            rank: This rank.
-            seed: Of the shuffle.
-        """
+        """Return this rank's sampler over a data set, used as PyTorch's: `set_epoch`, then iterate."""
         return _Sampler(length, ranks, 0 if self._case == 3 else rank, seed, deaf=self._case == 4)
 
 
 def patient(name: str) -> Patient:
     """Return a patient by letter.
-
-    Args:
-        name: "A" to "E".
 
     Raises:
         ValueError: For another name.
@@ -105,11 +93,7 @@ def patient(name: str) -> Patient:
 
 
 def diagnosis(name: str) -> str:
-    """Return what the patient has: one of `DIAGNOSES`. Decide before you look.
-
-    Args:
-        name: "A" to "E".
-    """
+    """Return what the patient has: one of `DIAGNOSES`. Decide before you look."""
     return DIAGNOSES[patient(name)._case]
 
 

@@ -9,7 +9,7 @@ A shard knows nothing of parameters: a piece may hold the end of one and the sta
 all-gather and reduce-scatter want, one message for many parameters is what a network wants, and an optimizer that
 treats every value alike (SGD, Adam, AdamW) cannot tell the difference.
 
-Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class FlatShards:
         self._missing, self._gathering, self._reducing = set(params), None, None
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of a padded array that have the parameters' places and shapes.
-
-        Args:
-            flat: N · width values.
-        """
+        """Return the views of a padded array that have the parameters' places and shapes."""
         parts = flat[: self.numel].split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
@@ -127,11 +123,7 @@ class FlatShards:
         return not self._missing
 
     def put(self, p: nn.Parameter) -> None:
-        """Move the gradient of a parameter into `grads`, or add it to what is there, and divide it by the ranks.
-
-        Args:
-            p: One of the parameters, with a gradient.
-        """
+        """Move the gradient of a parameter into `grads`, or add it to what is there, and divide it by the ranks."""
         if self.grads is None:
             self.grads = torch.empty_like(self.full)
             self._views = dict(zip(self.params, self.split(self.grads), strict=True))

@@ -3,7 +3,7 @@
 Scaling is in `fp8_scaling`, and its names are here too. Shapes: M rows (tokens), K columns (the dim that the forward
 sums over), N outputs.
 
-Chapter: book/08_mixed_precision.md. Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3
+Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3
 (arXiv 2412.19437), section 3.3.
 """
 

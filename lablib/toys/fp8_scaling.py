@@ -18,8 +18,6 @@ One value that is far too large costs all others that share its scale their bits
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
 
 Shapes: M rows (tokens), K columns (the dim summed over), N outputs.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -106,12 +104,7 @@ def quantize(
 
 
 def block_maxima(x_MK: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of every block, `largest_RC`.
-
-    Args:
-        x_MK: A matrix.
-        block: Rows and columns of a block.
-    """
+    """Return the largest magnitude of every block, `largest_RC`."""
     rows, columns = block
     short, narrow = -x_MK.shape[0] % rows, -x_MK.shape[1] % columns
     whole = F.pad(x_MK.abs(), (0, narrow, 0, short))  # zeros are no maximum
@@ -168,11 +161,7 @@ class DelayedScaling:
         return torch.tensor(largest * 2.0**self.margin / top if largest > 0 else 1.0)
 
     def quantize(self, x_MK: Tensor) -> Quantized:
-        """Return a matrix in FP8 with the scale of the steps before, then remember its own largest value.
-
-        Args:
-            x_MK: A matrix.
-        """
+        """Return a matrix in FP8 with the scale of the steps before, then remember its own largest value."""
         quantized = quantize(x_MK, "tensor", self.dtype, scale=self.scale())
         largest = x_MK.detach().abs().amax().item()
         if largest < float("inf"):  # neither infinite nor NaN: such a step is skipped, not remembered

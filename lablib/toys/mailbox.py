@@ -8,8 +8,6 @@ Three habits keep the ranks from waiting for each other for ever, or longer than
 
 A message is named by the action that reads it: `1F0` is what the forward of micro-batch 0 on stage 1 waits for, and
 `0B0` the gradient that the backward on stage 0 waits for, in one piece or in halves.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations

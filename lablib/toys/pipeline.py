@@ -8,7 +8,7 @@
 The schedule is data, and the executor knows none by name: a rank goes through its list, waits for the message that
 an action needs (`lablib.toys.mailbox`), computes (`lablib.toys.stages`), and lets the result leave.
 
-Chapter: book/04_pipeline_parallelism.md. Papers: GPipe (1811.06965), 1F1B and interleaving (2104.04473), Zero Bubble
+Papers: GPipe (1811.06965), 1F1B and interleaving (2104.04473), Zero Bubble
 (2401.10241).
 """
 

@@ -8,7 +8,7 @@ less than half of the gap to its neighbour, between 2^-9 and 2^-8 of the weight.
 (`MasterWeights`), or the rounding is by chance, so that many small updates move the weight as far as they should on
 average (`stochastic_round_bf16`).
 
-Chapter: book/08_mixed_precision.md. Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015
+Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015
 (arXiv 1502.02551), stochastic rounding.
 """
 
@@ -27,7 +27,6 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "RoundedWeights",
-    "half_ulp_share",
     "quantize",
     "stochastic_round_bf16",
 ]
@@ -171,15 +170,3 @@ class RoundedWeights(MasterWeights):
             return super().give_weights()
         for full, working in zip(self.master.parameters(), self.model.parameters(), strict=True):
             working.copy_(stochastic_round_bf16(full, generator=self.generator))
-
-
-def half_ulp_share(dtype: torch.dtype) -> tuple[float, float]:
-    """Return which share of a weight its update must reach to move it: the least and the most, over a binade.
-
-    A weight in [1, 2) has the gap `2^-M`; half of it is `2^-(M+1)` of 1, and `2^-(M+2)` of 2.
-
-    Args:
-        dtype: A float dtype.
-    """
-    gap = torch.finfo(dtype).eps
-    return gap / 4, gap / 2

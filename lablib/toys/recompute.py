@@ -18,8 +18,6 @@ Hence the name of this way: reentrant. It is PyTorch's `use_reentrant=True`, and
 
 `use_reentrant=False` has none of these: it leaves the graph as it is and puts a hook on every saved tensor, which
 forgets it in forward and computes it again when backward asks.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -108,8 +106,6 @@ def checkpoint(fn: Callable, *args: Any, preserve_rng_state: bool = True) -> Any
         fn: A function or module of tensors and other things, that returns a tensor or a tuple.
         *args: Its arguments; tensors in them get gradients.
         preserve_rng_state: Go back to forward's random numbers when `fn` runs again, so that dropout drops the same.
-
-    Chapter: book/09_activation_checkpointing.md
     """
     # Parameters inside fn are no arguments: without this ticket a frozen input would cut them off from backward.
     ticket = torch.empty(0, requires_grad=True)

@@ -2,8 +2,6 @@
 
 A message has no names. If two ranks hold different modules, their messages still meet, by their order alone, and the
 sums are of things that have nothing to do with each other; or one rank sends more of them, and the others wait.
-
-Chapter: book/02_data_parallelism.md.
 """
 
 from __future__ import annotations
@@ -16,11 +14,7 @@ from torch import Tensor, nn
 
 
 def describe(module: nn.Module) -> list[tuple]:
-    """Return what ranks must agree on: name, shape, dtype, memory layout and training of every parameter.
-
-    Args:
-        module: Any module.
-    """
+    """Return what ranks must agree on: name, shape, dtype, memory layout and training of every parameter."""
     return [
         (name, tuple(p.shape), p.dtype, p.stride(), p.requires_grad) for name, p in module.named_parameters()
     ]

@@ -10,8 +10,6 @@ GPT-2 ties the head to the embedding, and a cut puts the two uses of that one we
 copy, and half of the gradient: `lablib.toys.pipeline` adds the halves.
 
 Shapes: B sequences, S tokens in a sequence, H hidden width, V vocabulary, O and I outputs and inputs of a linear layer.
-
-Chapter: book/04_pipeline_parallelism.md
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Stage(nn.Module):
 
 
 def split_stages(model: Transformer, num_stages: int, layers: Sequence[int] | None = None) -> list[Stage]:
-    """Cut a transformer by depth. Chapter: book/04_pipeline_parallelism.md.
+    """Cut a transformer by depth.
 
     Args:
         model: The whole model; the stages share its weights.
@@ -127,7 +125,7 @@ class DeferWeights:
     for, and `grad_w = grad_y^T x`, which nobody waits for. Calling autograd twice, for the inputs and then for the
     weights, would repeat the first chain of products; here the second half is kept as a list of pairs (grad_y, x).
 
-    Zero Bubble (Qi et al. 2023, arXiv 2401.10241), section 2.1. Chapter: book/04_pipeline_parallelism.md
+    Zero Bubble (Qi et al. 2023, arXiv 2401.10241), section 2.1.
     """
 
     def __init__(self) -> None:

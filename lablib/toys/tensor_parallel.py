@@ -11,7 +11,6 @@ Per block f and g cost 2 all-reduces forward and 2 backward, 8·B·S·H·(t-1)/t
 Sequence parallelism also splits norms and stream; "keep" sends as much, "shard" 10·B·S·H·(t-1)/t.
 
 Papers: Shoeybi et al. 2019 (1909.08053); Korthikanti et al. 2022 (2205.05198).
-Chapter: book/03_tensor_parallelism.md.
 """
 
 from __future__ import annotations
@@ -57,10 +56,6 @@ __all__ = [
 
 def check_tp(config: ModelConfig, tp: int) -> None:
     """Raise if the model cannot be split so.
-
-    Args:
-        config: The model.
-        tp: Number of ranks.
 
     Raises:
         ValueError: If tp does not divide the heads, or neither divides nor is a multiple of the KV heads, or

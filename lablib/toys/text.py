@@ -8,8 +8,6 @@ A token is a byte, so the vocabulary is 256 and every text of every language wor
 Any other text takes its place through `path`.
 
 Shapes: B windows, T = S + 1 tokens each: S inputs, and the same moved by one as targets.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both halves are columns, then work that each rank does alone, then a row.
 
-Paper: Shoeybi et al. 2019 (1909.08053), figure 3.  Chapter: book/03_tensor_parallelism.md.
+Paper: Shoeybi et al. 2019 (1909.08053), figure 3.
 """
 
 from __future__ import annotations

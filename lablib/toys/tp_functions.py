@@ -10,7 +10,6 @@ In each pair, forward of the one is backward of the other.
 The whole sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
 
 Papers: Shoeybi et al. 2019 (1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), section 4.2.
-Chapter: book/03_tensor_parallelism.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `y = x W^T`. Column-parallel splits the output dim, row-parallel the input dim: for PyTorch's weight of shape
 (out, in) that is dim 0 and dim 1. The names are those of the matrix W^T, which stands to the right of x.
 
-Paper: Shoeybi et al. 2019 (1909.08053), section 3.  Chapter: book/03_tensor_parallelism.md.
+Paper: Shoeybi et al. 2019 (1909.08053), section 3.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ Shapes are suffixes, one letter for each dim:
     V  vocabulary                    2  cosine and sine
 
 A block adds twice to the stream `x_BSH`: `x + attention(norm1(x))`, then `x + mlp(norm2(x))`.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -171,8 +169,6 @@ class Transformer(nn.Module):
 
     Raises:
         ValueError: If the family or a feature is not one that this model has, or an argument is out of range.
-
-    Chapter: book/01_why_distributed.md
     """
 
     def __init__(self, config: ModelConfig, *, dropout: float = 0.0, attention: str = "fused") -> None:

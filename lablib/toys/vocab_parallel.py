@@ -3,7 +3,7 @@
 Rank r holds the rows `first ... first + v - 1` of the table and the same columns of the logits.
 No rank ever holds all the logits, which are the largest activation of a small model.
 
-Paper: Shoeybi et al. 2019 (1909.08053), section 3.  Chapter: book/03_tensor_parallelism.md.
+Paper: Shoeybi et al. 2019 (1909.08053), section 3.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ What each rank holds of N, and sends, for ψ parameters with gradients and optim
 
 Read `flat_shards` first, then `zero1`, `zero2` and `zero3` with `zero3_units`; `zero_state` is for checkpoints.
 
-Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5 and 7.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5 and 7.
 """
 
 from __future__ import annotations

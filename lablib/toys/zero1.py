@@ -6,7 +6,7 @@ DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer betwee
 
 The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state.
 
-Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1 and 7.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1 and 7.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Stage 1 has the whole gradient on every rank until its step. Here a bucket leaves as soon as backward has filled it, and
 what comes back is this rank's piece.
 
-Chapter: book/05_zero.md. Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ZeRO2(ZeRO1):
     stage = 2
 
     def __init__(self, *args: object, bucket_bytes: int = 25 * 2**20, **options: object):
-        self.__dict__["bucket_bytes"] = bucket_bytes  # needed before nn.Module is ready
+        self.bucket_bytes = bucket_bytes  # the constructor below makes the buckets
         super().__init__(*args, **options)
         self._sent = 0
 

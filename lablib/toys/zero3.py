@@ -12,7 +12,7 @@ Autograd keeps the weights that it needs by reference. Releasing therefore frees
 leaves the tensor in place; gathering again puts the same values under it. Hooks on a unit's inputs and outputs say when
 backward comes and goes. Where autograd takes another way, it finds its weight released, and has it gathered then.
 
-Chapter: book/05_zero.md. Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
+Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
 Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
 """
 
@@ -66,9 +66,9 @@ class ZeRO3(ZeRO1):
             )
         if containers := [type(unit).__name__ for unit in chosen if not has_forward(unit)]:
             raise ValueError(f"units {', '.join(containers)} have no forward; choose the modules inside")
-        # Set before nn.Module is ready, which keeps them from becoming its children.
-        self.__dict__.update(_chosen=[module, *dict.fromkeys(u for u in chosen if u is not module)])
-        self.__dict__.update(prefetch=prefetch)
+        # The constructor below makes a unit of each of them.
+        self._chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]
+        self.prefetch = prefetch
         super().__init__(module, *args, **options)
         for unit_module, unit in zip(self._chosen, self.units, strict=True):
             # First of all hooks, as old-style weight_norm computes its weight in one.

@@ -1,7 +1,4 @@
-"""Units of ZeRO stage 3: which modules are gathered as a whole, and whose parameters those are.
-
-Chapter: book/05_zero.md.
-"""
+"""Units of ZeRO stage 3: which modules are gathered as a whole, and whose parameters those are."""
 
 from __future__ import annotations
 
@@ -42,32 +39,19 @@ class Unit:
 
 
 def default_units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield every child of a list, a dict or a chain of modules, unless it is only a container itself.
-
-    Args:
-        module: Any module.
-    """
+    """Yield every child of a list, a dict or a chain of modules, unless it is only a container itself."""
     for m in module.modules():
         if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             yield from filter(has_forward, m.children())
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Tell whether a module can be called; an nn.ModuleList cannot, and so no hook would gather it.
-
-    Args:
-        module: Any module.
-    """
+    """Tell whether a module can be called; an nn.ModuleList cannot, and so no hook would gather it."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def assign(module: nn.Module, units: list[nn.Module]) -> dict[nn.Parameter, nn.Module]:
-    """Return the unit of every parameter: the innermost around it, or the root where those differ.
-
-    Args:
-        module: The root.
-        units: The root and modules inside it.
-    """
+    """Return the unit of every parameter: the innermost around it, or the root where those differ."""
     homes: dict[nn.Parameter, set[nn.Module]] = {}
 
     def walk(m: nn.Module, home: nn.Module) -> None:

@@ -1,8 +1,6 @@
 """The optimizer's state of a ZeRO model, whole and by parameter name, as checkpoints want it.
 
 Shards depend on the number of ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
-
-Chapter: book/05_zero.md.
 """
 
 from __future__ import annotations
@@ -20,13 +18,7 @@ MASTER = "master"
 def gather(
     module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the state of every parameter, on every rank.
-
-    Args:
-        module: Whose names to use.
-        flats: Its trained parameters.
-        optimizer: What updates their shards.
-    """
+    """Return the state of every parameter, on every rank."""
     names = {p: name for name, p in module.named_parameters()}
     states: dict[str, dict[str, Tensor]] = {}
     for flat in flats:

@@ -203,10 +203,6 @@ def predicted_and_measured(
 def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
     """Draw ratios around a line at 1, above which the other side is faster.
 
-    Args:
-        ratios: Name to ratio.
-        xlabel: What over what.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """

@@ -224,11 +224,6 @@ def kept_bars(
 def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw losses, or differences of losses, over optimizer steps.
 
-    Args:
-        steps: Optimizer steps done.
-        lines: Name to its values.
-        ylabel: What the values are.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """

@@ -162,9 +162,6 @@ def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure
 def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
     """Draw measured step times, one row per case: every sample a dot, the median a bar.
 
-    Args:
-        milliseconds: Name of the case to its samples.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """

@@ -10,7 +10,6 @@ from collections import Counter
 
 from tests.bench.harness import Result
 
-RECORD = "attacked_toys"
 #: Cases by ranks, and how many one start of the ranks takes.
 CASES = {1: 1500, 2: 2500, 3: 1000, 4: 700}
 AT_ONCE = 250

@@ -1,7 +1,8 @@
-"""Predicted against measured time of the ring all-reduce: on throttled links by the formula, on loopback by a fit.
+"""Predicted against measured time of the ring all-reduce: between two hosts over a throttled link, and on loopback.
 
-On a link of 500 Mb/s between two hosts (network namespaces) the time is 2(n-1)/n · S over what TCP can carry, with
-nothing fitted. On loopback no single line fits: three lines are fitted to every other size and judged on the rest.
+The hosts are network namespaces. The prediction is 2(n-1)/n · S over what TCP can carry, with nothing fitted.
+On loopback no single line fits: what is left is how far one line and three are off, fitted to every other size and
+judged on the rest.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from lablib.calc.topology import tcp_bandwidth
 from lablib.calc.units import parse_bandwidth
 from lablib.launch.cluster import Cluster, throttle, why_not
 from lablib.launch.ranks import run_ranks
-from tests.bench.bench_ddp import slowest
+from tests.bench.bench_toys import slowest
 from tests.bench.harness import Result, median
 
 LAUNCHES = 3  # the hosts are made anew; what is pooled are the rounds of all
 ROUNDS = 5
-LOOPBACK_ROUNDS = 14
 #: Bytes of the array by the links' bandwidth.
 SIZES = {"500 Mb/s": [2**20, 2**22, 2**24], "100 Mb/s": [2**20, 2**22]}
-ALLOWED_PERCENT = 10.0  # between predicted and measured on a throttled link
 LOOPBACK = [2**k for k in range(8, 27)]
-PIECES = 3
+LOOPBACK_ROUNDS, PIECES = 14, 3
+
+
+def missing() -> str:
+    """Return what keeps this machine from having two hosts, or ""."""
+    return f"network: {refused}" if (refused := why_not()) else ""
 
 
 def throttled() -> dict[str, list[float]]:
@@ -35,22 +39,19 @@ def throttled() -> dict[str, list[float]]:
     from lablib.toys.collectives import ring_all_reduce
 
     seconds: dict[str, list[float]] = {}
-    arrays = {
-        size: torch.ones(size // 4) for size in sorted({size for sizes in SIZES.values() for size in sizes})
-    }
-    # A slow moment of the machine lasts for seconds: bandwidths and sizes take turns within a round, so that it meets
-    # one round of each and not all rounds of one.
+    # A slow moment of the machine lasts for seconds: bandwidths and sizes take turns, so that it meets one round of each.
     for turn in range(ROUNDS + 1):
         for rate, sizes in SIZES.items():
             dist.barrier()
             if dist.get_rank() == 0:
                 throttle(rate)
             dist.barrier()
-            ring_all_reduce(arrays[2**20])  # TCP finds the new bandwidth
+            ring_all_reduce(torch.ones(2**18))  # TCP finds the new bandwidth
             for size in sizes:
+                array = torch.ones(size // 4)
                 dist.barrier()
                 start = time.perf_counter()
-                ring_all_reduce(arrays[size])
+                ring_all_reduce(array)
                 if turn:
                     seconds.setdefault(f"{rate} {size}", []).append(time.perf_counter() - start)
     return seconds
@@ -77,64 +78,39 @@ def loopback() -> dict[str, list[float]]:
     return seconds
 
 
-def results() -> list[Result]:
-    """Measure on two hosts, if this machine may have them, and on loopback."""
-    rows = []
-    if refused := why_not():
-        print(f"no throttled links: {refused}", flush=True)
-    else:
-        samples: dict[str, list[float]] = {}
-        for _ in range(LAUNCHES):
-            with Cluster(2) as cluster:
-                for name, times in slowest(cluster.run_ranks(throttled, timeout=300)).items():
-                    samples.setdefault(name, []).extend(times)
-        for rate, sizes in SIZES.items():
-            for size in sizes:
-                measured = samples[f"{rate} {size}"]
-                bandwidth = tcp_bandwidth(parse_bandwidth(rate))
-                predicted = collective_time("ring_all_reduce", size, 2, bandwidth=bandwidth)
-                error = 100 * abs(median(measured) / predicted - 1)
-                rows.append(_error(f"ring all_reduce, {size // 2**20} MiB, 2 hosts, {rate}", error, measured))
-                print(
-                    f"{rate}, {size // 2**20} MiB: {1e3 * predicted:.1f} ms predicted, {1e3 * median(measured):.1f} measured"
-                )
+def fitted() -> Result:
+    """Measure on loopback, and fit lines to every other size."""
     samples = slowest(run_ranks(loopback, 2, timeout=300))
-    times = {size: median(samples[str(size)]) for size in LOOPBACK}
-    fitted = {size: t for size, t in times.items() if LOOPBACK.index(size) % 2 == 0}
-    one, several = (
-        fit_line(list(fitted), list(fitted.values())),
-        fit_pieces(list(fitted), list(fitted.values()), PIECES),
+    times = [median(samples[str(size)]) for size in LOOPBACK]
+    fits = fit_pieces(LOOPBACK[::2], times[::2], PIECES), fit_line(LOOPBACK[::2], times[::2])
+    several, one = (
+        median(
+            [
+                100 * abs(fit.seconds(size) / t - 1)
+                for size, t in zip(LOOPBACK[1::2], times[1::2], strict=True)
+            ]
+        )
+        for fit in fits
     )
-    for size, t in times.items():
-        line, pieces = (100 * (fit.seconds(size) / t - 1) for fit in (one, several))
-        held = "" if size in fitted else ", held back"
-        print(
-            f"loopback {size} B: {1e6 * t:.0f} us; one line {line:+.0f} %, {PIECES} lines {pieces:+.0f} %{held}"
-        )
-    errors = {
-        name: median(
-            [100 * abs(fit.seconds(size) / t - 1) for size, t in times.items() if size not in fitted]
-        )
-        for name, fit in (("one", one), ("several", several))
-    }
-    rows.append(
-        Result(
-            name=f"loopback, {PIECES} lines, median error on held-back sizes",
-            ours=errors["several"],
-            reference=errors["one"],
-            unit="%",
-            against="one line",
-            samples=samples,
-        )
-    )
-    return rows
+    name = f"loopback, {PIECES} lines, median error on held-back sizes"
+    return Result(name, several, one, "%", "one line", at_most=None, samples=samples)
 
 
-def _error(name: str, percent: float, measured: list[float]) -> Result:
-    return Result(
-        name=f"{name}, error of the prediction",
-        ours=percent,
-        reference=ALLOWED_PERCENT,
-        unit="%",
-        samples={"measured": measured},
-    )
+def results() -> list[Result]:
+    """Measure on two hosts and on loopback."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(LAUNCHES):
+        with Cluster(2) as cluster:
+            for name, times in slowest(cluster.run_ranks(throttled, timeout=300)).items():
+                samples.setdefault(name, []).extend(times)
+    rows = []
+    for rate, sizes in SIZES.items():
+        for size in sizes:
+            measured = samples[f"{rate} {size}"]
+            told = collective_time("ring_all_reduce", size, 2, bandwidth=tcp_bandwidth(parse_bandwidth(rate)))
+            name = f"ring all_reduce, {size // 2**20} MiB, 2 hosts, {rate}"
+            seen, told = 1e3 * median(measured), 1e3 * told
+            rows.append(
+                Result(name, seen, told, "ms", "predicted", at_most=None, samples={"measured": measured})
+            )
+    return [*rows, fitted()]
