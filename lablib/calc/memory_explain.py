@@ -19,11 +19,10 @@ from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
 
-from lablib.calc.memory import run_config
 from lablib.calc.memory_timeline import MemoryMoment, MemoryTimeline, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.rank_memory import stage_tensors, unit_params
-from lablib.calc.run_config import RunConfig
+from lablib.calc.run_config import RunConfig, run_config, takes_settings
 from lablib.calc.stages import stage_layers
 from lablib.calc.timeline_walk import Walk
 
@@ -128,22 +127,33 @@ class Explained:
     proof: str
 
 
+@takes_settings
 def explain_memory(
-    model: ModelConfig | str | PathLike, *, at: str = "peak", **settings: object
+    model: RunConfig | ModelConfig | str | PathLike,
+    *,
+    at: str = "peak",
+    step: str = "foreach",
+    stage: int | None = None,
+    out_of_place: bool = False,
+    **settings: object,
 ) -> list[Explained]:
     """Return the terms of a moment, the largest first; their bytes sum to the moment's total.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        model: As in `memory_timeline`.
         at: "peak", or the name of a moment of `memory_timeline`.
-        **settings: Those of `lablib.calc.memory_timeline.memory_timeline`.
+        step: As in `memory_timeline`.
+        stage: As in `memory_timeline`.
+        out_of_place: As in `memory_timeline`.
+        **settings: Fields of `lablib.calc.run_config.RunConfig`, listed below.
 
     Raises:
         ValueError: As `memory_timeline`, and if there is no such moment.
     """
-    timeline = memory_timeline(model, **settings)
-    own = {k: v for k, v in settings.items() if k not in ("step", "stage", "out_of_place")}
-    return explain_moment(timeline, at, run_config(model, **own), str(settings.get("step", "foreach")))
+    run = run_config(model, **settings)
+    return explain_moment(
+        memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step
+    )
 
 
 def explain_moment(

@@ -9,7 +9,6 @@ Chapter: book/07_3d_parallelism.md
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import lru_cache
 
 from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS
@@ -124,8 +123,7 @@ def least_states(have: Setup) -> int:
 
 @lru_cache(maxsize=4096)
 def _kept(run: RunConfig) -> int:
-    settings = {field.name: getattr(run, field.name) for field in fields(run)}
-    return min(training_memory(**settings, stage=stage).activations for stage in range(run.pp))
+    return min(training_memory(run, stage=stage).activations for stage in range(run.pp))
 
 
 def _cluster(have: Setup) -> Cluster:

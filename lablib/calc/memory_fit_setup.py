@@ -22,12 +22,11 @@ from os import PathLike
 from lablib.calc.choices import check_whole, one_of
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.links import link_rate
-from lablib.calc.memory import run_config
 from lablib.calc.memory_timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan import RESERVE
 from lablib.calc.rank_memory import stage_memory
-from lablib.calc.run_config import RunConfig
+from lablib.calc.run_config import RunConfig, run_config
 from lablib.calc.units import GB, format_bytes
 
 
@@ -194,5 +193,4 @@ def size(n: float) -> str:
 def _forward(run: RunConfig, step: str, stage: int) -> int:
     if run.kernels == "paper":
         return stage_memory(run, stage).total
-    settings = {field.name: getattr(run, field.name) for field in fields(run)}
-    return memory_timeline(step=step, stage=stage, **settings).peak_bytes
+    return memory_timeline(run, step=step, stage=stage).peak_bytes

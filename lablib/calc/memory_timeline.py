@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from os import PathLike
 
 from lablib.calc.choices import check_flag, check_stage, one_of
-from lablib.calc.memory import run_config
 from lablib.calc.models import ModelConfig
 from lablib.calc.run_activations import gradients_meet
-from lablib.calc.run_config import RunConfig
+from lablib.calc.run_config import RunConfig, run_config, takes_settings
 from lablib.calc.timeline_walk import Walk
 
 STEPS = ("foreach", "for-loop", "fused")
@@ -127,8 +126,9 @@ class MemoryTimeline:
         }
 
 
+@takes_settings
 def memory_timeline(
-    model: ModelConfig | str | PathLike,
+    model: RunConfig | ModelConfig | str | PathLike,
     *,
     step: str = "foreach",
     stage: int | None = None,
@@ -138,16 +138,14 @@ def memory_timeline(
     """Return the moments of a steady training step: optimizer states exist, gradients were set to None after the last.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
         step: How the optimizer runs: "foreach" (PyTorch's default on a GPU: all tensors at once, so its temporaries
             are as large as the parameters), "for-loop" (its default on a CPU: one tensor at a time) or "fused"
             (one kernel, no temporaries).
         stage: Pipeline stage to describe; None means the one with the highest peak.
         out_of_place: Whether the second gradient of a tensor is added into a new one. PyTorch adds in place, except
             under a dispatch mode: set it to compare with MemTracker, FakeTensorMode or `lablib.launch.live_bytes`.
-        **settings: Those of `lablib.calc.memory.training_memory`, by name. Among them `kernels`: "paper", "toy", or
-            "hf" (Hugging Face's eager classes); and `sharding`: "flat" (ZeRO's one flat array), "fsdp2" (each tensor
-            by its rows; zero=3 reshards after forward, zero=2 does not), or "whole" (zero=1 by whole tensors).
+        **settings: Fields of `lablib.calc.run_config.RunConfig`, listed below.
 
     Raises:
         ValueError: As `training_memory`, and if `step` or the stage is unknown.

@@ -9,52 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.cli.settings import from_text, settings_as_options
+
 if TYPE_CHECKING:
     from lablib.calc.breakdown import MemoryBreakdown
     from lablib.calc.hardware import Accelerator
 
 
+@settings_as_options
 def memory(
     model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
-    recipe: Annotated[
-        str, typer.Option(help="Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...")
-    ] = "mixed-bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = "adamw",
-    tuning: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    lora_targets: Annotated[str, typer.Option(help="Matrices with an adapter: all or attention.")] = "all",
-    micro_batch: Annotated[int, typer.Option(help="Sequences in one forward pass of a replica.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
-    ] = None,
-    dp: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = False,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or interleaved.")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(help="Chunks in a stage, when interleaved.")] = 1,
-    num_microbatches: Annotated[int | None, typer.Option(help="Micro-batches in a step.")] = None,
-    layers_per_stage: Annotated[str | None, typer.Option(help="Uneven stages, for example 7,8,8,7.")] = None,
+    *,
     stage: Annotated[int | None, typer.Option(help="Pipeline stage, from 0; default: the largest.")] = None,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, within dp times cp.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
-    attention: Annotated[str, typer.Option(help="fused, or plain, which stores the scores.")] = "fused",
-    kernels: Annotated[
-        str, typer.Option(help="Whose kernels: paper, toy (ours) or hf (Hugging Face's eager classes).")
-    ] = "paper",
-    dropout: Annotated[float | None, typer.Option(help="Dropout probability; default: as published.")] = None,
-    offload: Annotated[
-        str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters.")
-    ] = "none",
-    gradient_as_bucket_view: Annotated[bool, typer.Option(help="DDP's option: no second copy.")] = False,
-    bucket_bytes: Annotated[str, typer.Option(help="Bucket of ZeRO stages 1 and 2.")] = "25 MiB",
-    prefetch: Annotated[int, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = 0,
-    sharding: Annotated[
-        str, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
-    ] = "flat",
-    torch: Annotated[str, typer.Option(help="PyTorch whose FSDP2 it is: 2.11 to 2.15.")] = "2.13",
     step: Annotated[
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",
@@ -68,40 +34,34 @@ def memory(
     gpu: Annotated[str | None, typer.Option(help="Accelerator to fit on, for example h100.")] = None,
     unit: Annotated[str, typer.Option(help="Unit of the table: GB, GiB, MB, MiB or B.")] = "GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **settings: object,
 ) -> None:
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
-    settings = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("model", "gpu", "unit", "as_json", "step", "at", "explain")
-    }
-
     from lablib.calc.choices import one_of, plural
     from lablib.calc.hardware import accelerator
     from lablib.calc.memory import training_memory
     from lablib.calc.memory_timeline import STEPS
-    from lablib.calc.units import parse_bytes
+    from lablib.calc.run_config import run_config
 
-    if layers_per_stage is not None:
-        settings["layers_per_stage"] = _numbers(layers_per_stage)
-    settings["bucket_bytes"] = parse_bytes(bucket_bytes)
-    named, device = named_model(model), None if gpu is None else accelerator(gpu)
+    assumed = settings["seq"] is None
+    run = run_config(named_model(model), **from_text(settings))
+    device = None if gpu is None else accelerator(gpu)
     if at is not None or explain:
         from lablib.cli.memory_moment import print_moment
 
         if explain and at == "all":
             raise ValueError("--explain is about one moment: leave --at all out, or name a moment")
-        how = settings | {"step": step}
         at = "peak" if at is None else at
-        print_moment(named, how, at=at, explain=explain, device=device, unit=unit, as_json=as_json)
+        how = {"step": step, "stage": stage, "at": at, "explain": explain}
+        print_moment(run, **how, device=device, unit=unit, as_json=as_json)
         return
     one_of("step", step, STEPS)
-    breakdown = training_memory(named, **settings)
+    breakdown = training_memory(run, stage=stage)
     if as_json:
         typer.echo(json.dumps(breakdown.as_dict() | verdict(breakdown.total, device), indent=1))
     else:
-        typer.echo(memory_table(breakdown, device=device, unit=unit, pp=pp))
-        if seq is None:
+        typer.echo(memory_table(breakdown, device=device, unit=unit, pp=run.pp))
+        if assumed:
             typer.echo(
                 f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
                 " add --seq with the length that you train at."
@@ -199,12 +159,3 @@ def named_model(model: str) -> str | Path:
     if model in preset_names() and not here.is_file() and not (here / "config.json").exists():
         return model
     return here if os.path.exists(model) else model
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--layers-per-stage={text!r} must be whole numbers with commas, like 7,8,8,7"
-        ) from None

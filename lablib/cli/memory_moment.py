@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
-from os import PathLike
 from typing import TYPE_CHECKING
 
 import typer
@@ -15,12 +13,14 @@ from lablib.cli.memory import sentence, verdict
 if TYPE_CHECKING:
     from lablib.calc.hardware import Accelerator
     from lablib.calc.memory_timeline import MemoryTimeline
+    from lablib.calc.run_config import RunConfig
 
 
 def print_moment(
-    model: str | PathLike,
-    settings: Mapping[str, object],
+    run: RunConfig,
     *,
+    step: str,
+    stage: int | None,
     at: str,
     explain: bool,
     device: Accelerator | None,
@@ -30,8 +30,9 @@ def print_moment(
     """Print one moment, or all of them.
 
     Args:
-        model: Name of a preset, or path of a config.json.
-        settings: Of `lablib.calc.memory_timeline.memory_timeline`.
+        run: The settings.
+        step: How the optimizer runs.
+        stage: Pipeline stage; None: the one with the highest peak.
         at: "peak", the name of a moment, or "all" for a line each.
         explain: Whether to print formula, numbers and source of each term.
         device: Accelerator to compare the peak with, at whatever moment.
@@ -42,13 +43,13 @@ def print_moment(
         ValueError: If a setting, the moment or the unit is unknown.
     """
     from lablib.calc.choices import one_of
-    from lablib.calc.memory_explain import explain_memory
+    from lablib.calc.memory_explain import explain_moment
     from lablib.calc.memory_timeline import memory_timeline
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
     digits = 0 if size == 1 else 2
-    timeline = memory_timeline(model, **settings)
+    timeline = memory_timeline(run, step=step, stage=stage)
     if at == "all":
         if as_json:
             typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
@@ -60,7 +61,7 @@ def print_moment(
         _compare(timeline, device)
         return
     moment = timeline.moment(at)
-    lines = explain_memory(model, at=at, **settings)
+    lines = explain_moment(timeline, at, run, step)
     if as_json:
         found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
         found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
