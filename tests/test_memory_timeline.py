@@ -22,14 +22,18 @@ from lablib.calc.activations import head_activations, layer_activations
 from lablib.calc.autocast_memory import autocast_activations
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_explain import explain_memory
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.calc.recompute import recompute_cost
+from lablib.calc.run_config import run_config
 from lablib.calc.saved_tensors import block_tensors
 from lablib.calc.tape import NONE, SHARED, Tape
-from lablib.calc.tape_blocks import BlockSetting, block_tape
+from lablib.calc.tape_blocks import block_tape
 from lablib.calc.tape_ends import head_tape
+from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.timeline_piece import Piece
+from lablib.calc.timeline_walk import Step
 from lablib.cli.main import app
 from lablib.launch.fsdp_memory import forecast
 from lablib.launch.measure import saved_activations
@@ -500,7 +504,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     }
 
     def cached(low: int, rank: int) -> int:
-        return Piece(block_tape(BlockSetting(low=low, lora_rank=rank, **how)), False, False).cached
+        return Piece(block_tape(BlockSetting(low=low, lora_rank=rank, **how))).cached
 
     # q, k, v, gate and up read a norm; attention's output and the MLP's inner values are in 16 bits already.
     outputs = config.q_width + 2 * config.kv_width + 2 * config.ffn
@@ -585,3 +589,11 @@ def test_the_command() -> None:
     data = json.loads(run.invoke(app, [*model, "--at", "peak", "--json"]).output)
     assert data["total"] == peak.total == sum(term["bytes"] for term in data["terms"])
     assert run.invoke(app, [*model, "--at", "noon"]).exit_code != 0
+
+
+def test_a_step_that_is_walked_through_twice_is_the_same() -> None:
+    run = run_config("gpt2", kernels="hf", seq=64, dp=8, zero=3, sharding="fsdp2")
+    step = Step(Stage(run, 0), "foreach", False)
+    assert list(step.instants()) == list(step.instants())
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        step.blocks[0].kept["weights"] = 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lablib.calc.fsdp_units import Shape, Unit, padded
+from lablib.calc.fsdp_units import Shape, padded
 from lablib.calc.run_config import RunConfig
 from lablib.calc.tensors import Tensor
 
@@ -83,22 +83,6 @@ def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
         ranks: Ranks that share each of them.
     """
     return padded(list(shapes), ranks) // ranks
-
-
-def fsdp_units(run: RunConfig, blocks: list[list[Tensor]], ends: list[Tensor]) -> list[Unit]:
-    """Return FSDP2's units with one for each block: the root, which has the ends, and "block 0", "block 1", ...
-
-    Args:
-        run: The run.
-        blocks: The tensors of each block.
-        ends: The tensors of embedding, final norm and head.
-    """
-    trained, frozen = unit_shapes(run, ends)
-    units = [Unit(name="", shapes=tuple(trained), frozen=tuple(frozen))]
-    for number, tensors in enumerate(blocks):
-        trained, frozen = unit_shapes(run, tensors)
-        units.append(Unit(name=f"block {number}", shapes=tuple(trained), frozen=tuple(frozen)))
-    return units
 
 
 def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:

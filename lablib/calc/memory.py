@@ -26,6 +26,7 @@ from os import PathLike
 
 from lablib.calc.breakdown import MemoryBreakdown
 from lablib.calc.choices import check_stage
+from lablib.calc.memory_stage import Stage
 from lablib.calc.models import ModelConfig
 from lablib.calc.rank_memory import stage_memory
 from lablib.calc.run_config import RunConfig, run_config, takes_settings
@@ -50,6 +51,6 @@ def training_memory(
     """
     run = run_config(model, **settings)
     if stage is None:
-        return max((stage_memory(run, i) for i in range(run.pp)), key=lambda memory: memory.total)
+        return max((stage_memory(Stage(run, i)) for i in range(run.pp)), key=lambda memory: memory.total)
     check_stage(stage, run.pp)
-    return stage_memory(run, stage)
+    return stage_memory(Stage(run, stage))

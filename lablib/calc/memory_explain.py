@@ -19,12 +19,11 @@ from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
 
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import MemoryMoment, MemoryTimeline, memory_timeline
 from lablib.calc.models import ModelConfig
-from lablib.calc.rank_memory import stage_tensors, unit_params
 from lablib.calc.run_config import RunConfig, run_config, takes_settings
-from lablib.calc.stages import stage_layers
-from lablib.calc.timeline_walk import Walk
+from lablib.calc.timeline_walk import Step
 
 ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
@@ -181,10 +180,8 @@ class _Facts:
 
     def __init__(self, run: RunConfig, stage: int, step: str, moment: MemoryMoment) -> None:
         self.run, self.moment = run, moment
-        self.walk = Walk(run, stage, step, False)
-        chunks = stage_layers(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage)[stage]
-        units = [unit_params(run, unit) for unit in stage_tensors(run, stage, chunks)]
-        self.params = sum(sum(unit.values()) for unit in units)
+        self.step = Step(Stage(run, stage), step, False)
+        self.params = sum(self.step.stage.total_params.values())
         self.ranks = run.replicas(False)
         self.tokens = run.micro_batch * run.seq // run.cp
         c = run.model
@@ -234,15 +231,16 @@ class _Facts:
         source = KORTHIKANTI if self.run.kernels == "paper" else f"{AUTOGRAD}; kernels={self.run.kernels!r}"
         proof = "measured" if self.run.kernels != "paper" else "exact"
         kind = term.removeprefix("activations.")
-        if kind in ("embedding", "tokens") or not self.walk.layers:
+        if kind in ("embedding", "tokens") or not self.step.blocks:
             what = "token ids" if kind == "tokens" else "positions or rotary tables"
             return Explained(term, size, what, f"{size:,}", source, proof)
         parts = []
-        for which, times in (("block", len(self.walk.layers)), ("head", 1)):
-            if which == "head" and not self.walk.last:
-                continue
+        pieces = [("block", len(self.step.blocks), self.step.blocks[-1])]
+        if "head" in self.step.ends:
+            pieces.append(("head", 1, self.step.ends["head"]))
+        for which, times, piece in pieces:
             tensors: Counter[str] = Counter()
-            for of, name, bytes_ in self.walk.piece(which, self.walk.layers[-1]).tape.kept():
+            for of, name, bytes_ in piece.tape.kept():
                 if (of or "input") == kind:
                     tensors[name] += bytes_
             if tensors:

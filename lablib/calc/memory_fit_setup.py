@@ -22,6 +22,7 @@ from os import PathLike
 from lablib.calc.choices import check_whole, one_of
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.links import link_rate
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan import RESERVE
@@ -192,5 +193,5 @@ def size(n: float) -> str:
 @lru_cache(maxsize=2**14)
 def _forward(run: RunConfig, step: str, stage: int) -> int:
     if run.kernels == "paper":
-        return stage_memory(run, stage).total
+        return stage_memory(Stage(run, stage)).total
     return memory_timeline(run, step=step, stage=stage).peak_bytes

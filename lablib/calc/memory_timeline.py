@@ -17,14 +17,16 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 
 from lablib.calc.choices import check_flag, check_stage, one_of
+from lablib.calc.memory_stage import Stage
 from lablib.calc.models import ModelConfig
 from lablib.calc.run_activations import gradients_meet
 from lablib.calc.run_config import RunConfig, run_config, takes_settings
-from lablib.calc.timeline_walk import Walk
+from lablib.calc.timeline_walk import Step
 
 STEPS = ("foreach", "for-loop", "fused")
 
@@ -154,25 +156,30 @@ def memory_timeline(
     check_flag("out_of_place", out_of_place)
     run = run_config(model, **settings)
     if stage is None:
-        found = [_timeline(run, number, step, out_of_place) for number in range(run.pp)]
+        found = [_timeline(Stage(run, number), step, out_of_place) for number in range(run.pp)]
         return max(found, key=lambda timeline: timeline.peak_bytes)
     check_stage(stage, run.pp)
-    return _timeline(run, stage, step, out_of_place)
+    return _timeline(Stage(run, stage), step, out_of_place)
 
 
-def _timeline(run: RunConfig, stage: int, step: str, out_of_place: bool) -> MemoryTimeline:
-    meet = gradients_meet(run, stage)
-    if meet == "fewer":  # all forwards first: either the first backward is fullest, or one behind it
-        found = [_walked(Walk(run, stage, step, out_of_place, later)) for later in (False, True)]
-        return max(found, key=lambda timeline: timeline.peak_bytes)
-    return _walked(Walk(run, stage, step, out_of_place, meet == "always"))
+def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
+    meet = gradients_meet(stage)
+    # All forwards first: either the first backward is fullest, or one behind it.
+    accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[meet]
+    found = [_walked(Step(stage, step, out_of_place, earlier)) for earlier in accumulates]
+    return max(found, key=lambda timeline: timeline.peak_bytes)
 
 
-def _walked(walk: Walk) -> MemoryTimeline:
-    run = walk.run
+def _walked(step: Step) -> MemoryTimeline:
+    run = step.run
     moments = tuple(
-        MemoryMoment(name, phase, block, tuple((term, size) for term, size in terms.items() if size), at)
-        for name, phase, block, terms, at in walk.moments()
+        MemoryMoment(name, phase, block, _listed(terms), at)
+        for name, phase, block, terms, at in step.instants()
     )
-    saved = tuple((term, size) for term, size in walk.saved().items() if size)
-    return MemoryTimeline(run.model.name, run.recipe.name, walk.stage, run.ranks, run.seq, moments, saved)
+    return MemoryTimeline(
+        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, moments, _listed(step.saved)
+    )
+
+
+def _listed(terms: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((term, size) for term, size in terms.items() if size)

@@ -17,8 +17,9 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from lablib.calc.tape import NEW, NONE, SHARED, Tape
-from lablib.calc.tape_blocks import BlockSetting
 from lablib.calc.tape_eager import FP32, Eager
+from lablib.calc.tape_paper import gathered_linear, paper_norm
+from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.tape_tensor import gathered_logits, read_by_all
 
 INT64 = 8
@@ -39,8 +40,6 @@ def head_tape(setting: BlockSetting) -> Tape:
     words = -(-c.vocab // s.tp)
     x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
     if s.kernels == "paper":
-        from lablib.calc.tape_paper import gathered_linear, paper_norm
-
         x = paper_norm(e, s, x, "final norm")
         logits = gathered_linear(e, s, [(x, words, "head", False)], c.hidden, "head", labels=["logits"])[0]
         e.tape.hold(logits)
