@@ -26,7 +26,7 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
         tensors: Some of its tensors.
     """
     shapes: list[Shape] = []
-    together = run.kernels == "hf" and run.model.family == "gpt2"
+    together = run.kernels.joins_qkv(run.model)
     for tensor in tensors:
         outputs, inputs = tensor.shape(run.tp)
         copies = tensor.local_copies(run.ep)
@@ -100,7 +100,7 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
     others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
     rest = _with_biases(unit_shapes(run, others)[0])
-    if run.kernels == "hf" and run.model.family != "gpt2":
+    if run.kernels.norms_last(run.model):
         return attention + rest + norms
     half = len(norms) // 2
     return norms[:half] + attention + norms[half:] + rest

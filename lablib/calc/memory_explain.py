@@ -127,7 +127,7 @@ class _Facts:
         numbers = self._state(size) if known.proof == "exact" else self._transient(known, size)
         proof = known.proof
         if proof != "exact":
-            walked = self.run.kernels != "paper" or term == "optimizer_temporaries"
+            walked = self.run.kernels.eager or term == "optimizer_temporaries"
             seen = proof == "measured" or (proof == "fsdp2" and self.run.sharding == "fsdp2")
             proof = "measured" if walked and seen else "unproven"
         return Explained(term, size, known.formula, numbers, known.source, proof)
@@ -151,8 +151,8 @@ class _Facts:
         return f"{size:,} bytes, ψ = {self.params:,}, N = {self.ranks}"
 
     def _activation(self, term: str, size: int) -> Explained:
-        source = KORTHIKANTI if self.run.kernels == "paper" else f"{AUTOGRAD}; kernels={self.run.kernels!r}"
-        proof = "measured" if self.run.kernels != "paper" else "exact"
+        source = f"{AUTOGRAD}; kernels={self.run.kernels!r}" if self.run.kernels.eager else KORTHIKANTI
+        proof = "measured" if self.run.kernels.eager else "exact"
         kind = term.removeprefix("activations.")
         if kind in ("embedding", "tokens") or not self.step.blocks:
             what = "token ids" if kind == "tokens" else "positions or rotary tables"

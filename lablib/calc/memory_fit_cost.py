@@ -116,7 +116,7 @@ def least_states(have: Setup) -> int:
     """
     run = have.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if run.kernels == "paper" or run.tuning != "full" or least > have.budget:
+    if not run.kernels.eager or run.tuning != "full" or least > have.budget:
         return least
     return least + _kept(run)
 

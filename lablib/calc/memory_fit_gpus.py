@@ -91,7 +91,7 @@ def shapes(have: Setup) -> Iterator[Shape]:
         have: The setup.
     """
     run, given = have.run, have.given
-    one_process = run.kernels != "paper"  # the other two count no tensor or context parallelism
+    one_process = run.kernels.eager  # the other two count no tensor or context parallelism
     stages = [n for n in range(1, MOST_STAGES + 1) if run.model.num_layers % n == 0]
     widths = divisors(gcd(have.gpus_per_node, run.model.num_kv_heads))  # tp divides both
     for tp in [run.tp] if one_process or "tp" in given else widths:
@@ -190,9 +190,9 @@ def _sentences(have: Setup, found: Setup | None, beyond: int | None, least: int 
 
 def _limits(have: Setup) -> Iterator[str]:
     """What the search leaves out: larger degrees may fit where they are given."""
-    if have.run.kernels == "paper" and "tp" not in have.given:
+    if not have.run.kernels.eager and "tp" not in have.given:
         yield "tp within a node"
-    if have.run.kernels == "paper" and "cp" not in have.given:
+    if not have.run.kernels.eager and "cp" not in have.given:
         yield f"cp up to {max(CONTEXT)}"
     if not {"pp", "layers_per_stage", "schedule"} & have.given:
         yield f"pp up to {MOST_STAGES}"

@@ -176,7 +176,7 @@ def counted(have: Setup) -> str:
     Args:
         have: The setup.
     """
-    if have.run.kernels == "paper":
+    if not have.run.kernels.eager:
         return "the total of training_memory: every term at its full size"
     return f"the peak of memory_timeline, {have.step} optimizer step"
 
@@ -192,6 +192,6 @@ def size(n: float) -> str:
 
 @lru_cache(maxsize=2**14)
 def _forward(run: RunConfig, step: str, stage: int) -> int:
-    if run.kernels == "paper":
+    if not run.kernels.eager:
         return stage_memory(Stage(run, stage)).total
     return memory_timeline(run, step=step, stage=stage).peak_bytes

@@ -77,7 +77,7 @@ def needs(have: Setup) -> str:
 
 def _parts_of(have: Setup) -> str:
     # Groups of terms add up to the sum of training_memory, not to the peak of the timeline.
-    return ": " if have.run.kernels == "paper" else "; term by term, before they are put in time: "
+    return ": " if not have.run.kernels.eager else "; term by term, before they are put in time: "
 
 
 def _changed(before: Setup, after: Setup, *names: str) -> bool:

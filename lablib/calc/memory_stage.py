@@ -98,7 +98,7 @@ class Stage:
         }
         if self.is_first:
             # Hugging Face's plan splits the head's vocabulary, and not the embedding's.
-            unsplit = self.run.kernels != "paper"
+            unsplit = self.run.kernels.eager
             table = embedding_tensors(config)
             found["embedding"] = tuple(replace(t, split="") if unsplit else t for t in table)
         if self.is_last:

@@ -76,9 +76,9 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if not first:
         tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
         embedding = {"positions": tables}
-    if run.kernels == "hf" and run.recompute == "full" and not run.model.learned_positions:
+    if run.kernels.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
-    if run.recipe.casts and run.kernels != "paper" and not run.model.learned_positions:
+    if run.recipe.casts and run.kernels.eager and not run.model.learned_positions:
         embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
     tokens = embedding.pop("tokens", 0)
     return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
 from lablib.calc.choices import check_flag, check_whole, must_divide, one_of
+from lablib.calc.implementations import Implementation, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.recipes import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.stages import SCHEDULES
@@ -21,7 +22,6 @@ TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("fused", "plain")
-KERNELS = ("paper", "toy", "hf")
 SHARDINGS = ("flat", "fsdp2", "whole")
 MOST_LAYERS = 100_000  # as of a config.json
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
@@ -119,11 +119,10 @@ class RunConfig:
         default="fused",
         metadata=_about("fused, which never stores the scores, or plain, which does.", choices=ATTENTION),
     )
-    kernels: str = field(
+    kernels: Implementation = field(
         default="paper",
         metadata=_about(
             "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes).",
-            choices=KERNELS,
         ),
     )
     dropout: float | None = field(
@@ -166,6 +165,7 @@ class RunConfig:
             "model": model,
             "recipe": recipe(self.recipe),
             "optimizer": find_optimizer(self.optimizer),
+            "kernels": find_implementation(self.kernels),
             "seq": model.max_positions if self.seq is None else self.seq,
             "layers_per_stage": _sizes(self.layers_per_stage),
             "torch": release(self.torch),
@@ -234,10 +234,10 @@ class RunConfig:
 
     def _check_tensor_parallel(self) -> None:
         """With eager kernels `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
-        if self.tp == 1 or self.kernels == "paper":
+        if self.tp == 1 or not self.kernels.eager:
             return
         how, m = f"kernels={self.kernels!r} with tp={self.tp}", self.model
-        if m.tied or (self.kernels == "hf" and m.family == "gpt2"):
+        if m.tied or self.kernels.joins_qkv(m):
             why = (
                 "its head and its embedding are one table"
                 if m.tied

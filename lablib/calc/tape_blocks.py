@@ -16,24 +16,12 @@ from __future__ import annotations
 
 from lablib.calc.tape import NONE, SHARED, Tape, Value
 from lablib.calc.tape_eager import FP32, Eager
-from lablib.calc.tape_paper import paper_block
 from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.tape_tensor import read_by_all, summed_up
 
 
-def block_tape(setting: BlockSetting) -> Tape:
-    """Return the tape of one block.
-
-    Args:
-        setting: How it runs.
-
-    Raises:
-        ValueError: If `kernels` is not one of the three.
-    """
-    if setting.kernels == "paper":
-        return paper_block(setting)
-    if setting.kernels not in ("toy", "hf"):
-        raise ValueError(f"kernels={setting.kernels!r} must be 'paper', 'toy' or 'hf'")
+def eager_block(setting: BlockSetting) -> Tape:
+    """Return the tape of one block as eager PyTorch runs it; the papers' is `tape_paper.paper_block`."""
     return _EagerBlock(setting).tape
 
 
@@ -44,7 +32,7 @@ class _EagerBlock:
         self.s, self.c = s, s.config
         self.e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
         self.tape = self.e.tape
-        self.hf = s.kernels == "hf"
+        self.hf = s.kernels.holds_variables
         self.weights: Value | None = None
         self.tape.recomputing = s.recompute == "full"
         item = FP32 if s.low else s.value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lablib.calc.models import ModelConfig
 
 if TYPE_CHECKING:
+    from lablib.calc.implementations import Implementation
     from lablib.calc.run_config import RunConfig
 
 
@@ -17,7 +18,7 @@ class BlockSetting:
 
     Attributes:
         config: The model.
-        kernels: "paper", "toy" or "hf".
+        kernels: Whose operators.
         batch: Sequences.
         seq: Tokens in a sequence.
         value: Bytes of a value of the model.
@@ -36,7 +37,7 @@ class BlockSetting:
     """
 
     config: ModelConfig
-    kernels: str
+    kernels: Implementation
     batch: int
     seq: int
     value: int = 2
@@ -75,7 +76,7 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
     """
     dropout = run.dropout
     if dropout is None:
-        dropout = 0.1 if run.kernels == "paper" and run.model.family == "gpt2" else 0.0
+        dropout = run.kernels.default_dropout(run.model)
     autocast = run.recipe.casts
     lora = run.tuning != "full"
     return BlockSetting(
@@ -83,9 +84,9 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
         kernels=run.kernels,
         batch=run.micro_batch,
         seq=run.seq,
-        value=run.recipe.weights if autocast and run.kernels != "paper" else run.recipe.activation,
+        value=run.recipe.weights if autocast and run.kernels.eager else run.recipe.activation,
         gradient=gradient,
-        low=autocast if run.kernels != "paper" else 0,
+        low=autocast if run.kernels.eager else 0,
         fused=run.attention == "fused",
         dropout=dropout > 0,
         recompute=run.recompute,
@@ -95,7 +96,8 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
         # One layer stands for all that are like it, so that its tape is written once.
         layer=run.model.num_layers - 1 if run.model.has_experts(layer) else 0,
         # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
-        input_needs_grad=not (lora and behind_embedding) or (run.kernels == "hf" and run.recompute == "full"),
+        input_needs_grad=not (lora and behind_embedding)
+        or (run.kernels.checkpoints_positions and run.recompute == "full"),
         lora_rank=run.lora_rank if lora else 0,
         lora_targets=run.lora_targets,
     )

@@ -9,12 +9,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lablib.calc.tape import Event, Item, Tape
-from lablib.calc.tape_blocks import block_tape
-from lablib.calc.tape_ends import LOSS_TERMS, embedding_tape, head_tape
+from lablib.calc.tape_ends import LOSS_TERMS
 from lablib.calc.tape_setting import BlockSetting
 
 FORWARD, BACKWARD = "forward", "backward"
-MAKERS = {"block": block_tape, "head": head_tape, "embedding": embedding_tape}
 MOST = 512  # pieces that are kept, of about 20 KB each
 Terms = Mapping[str, int]  # name of a term -> bytes
 
@@ -45,7 +43,7 @@ def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
         setting: How it runs.
         **how: As in `Piece`.
     """
-    return Piece(MAKERS[which](setting), **how)
+    return Piece(getattr(setting.kernels, f"{which}_tape")(setting), **how)
 
 
 class Piece:

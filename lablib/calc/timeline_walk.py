@@ -157,7 +157,7 @@ class Step:
             at, terms, weights = self.ends["head"].fullest(
                 BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i
             )
-            phase = "loss" if inside and self.run.kernels != "hf" else BACKWARD
+            phase = "loss" if inside and not self.run.kernels.loss_in_root else BACKWARD
             unsharded = self.reduction.unsharded_weights("", phase)
             gradients = self.reduction.during(None, made, weights)
             found.append((self._sum(kept, self.held_mask, terms, unsharded, gradients), at))
@@ -226,7 +226,7 @@ class Step:
         kept = plus(
             kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"}
         )
-        if self.run.kernels == "paper":  # its tape knows no casts: they are there from forward to backward
+        if not self.run.kernels.eager:  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         return kept
 
@@ -258,7 +258,7 @@ class Step:
 
     def variables(self, number: int) -> int:
         """Bytes of embeddings that variables of Hugging Face's model hold while block `number` goes forward."""
-        if self.run.kernels != "hf" or not self.stage.is_first:
+        if not self.run.kernels.holds_variables or not self.stage.is_first:
             return 0
         x = self.blocks[0].tape.inputs[0]
         if self.run.model.learned_positions:
@@ -287,7 +287,7 @@ class Step:
     def attention_mask(self) -> Terms:
         """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
         run = self.run
-        if run.kernels != "hf" or run.attention == "fused":
+        if not run.kernels.shares_mask or run.attention == "fused":
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
