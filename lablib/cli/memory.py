@@ -1,9 +1,10 @@
-"""`rung memory`: bytes per rank by term, and whether they fit."""
+"""`rung memory`: bytes per rank by term, and whether they fit; one instant of a step, and where its bytes come from."""
 
 from __future__ import annotations
 
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,8 @@ from lablib.cli.settings import from_text, settings_as_options
 if TYPE_CHECKING:
     from lablib.calc.breakdown import MemoryBreakdown
     from lablib.calc.hardware import Accelerator
+    from lablib.calc.memory_timeline import MemoryTimeline
+    from lablib.calc.run_config import RunConfig
 
 
 @settings_as_options
@@ -47,13 +50,11 @@ def memory(
     run = run_config(named_model(model), **from_text(settings))
     device = None if gpu is None else accelerator(gpu)
     if at is not None or explain:
-        from lablib.cli.memory_moment import print_moment
-
         if explain and at == "all":
             raise ValueError("--explain is about one moment: leave --at all out, or name a moment")
         at = "peak" if at is None else at
         how = {"step": step, "stage": stage, "at": at, "explain": explain}
-        print_moment(run, **how, device=device, unit=unit, as_json=as_json)
+        _print_instant(run, **how, device=device, unit=unit, as_json=as_json)
         return
     one_of("step", step, STEPS)
     breakdown = training_memory(run, stage=stage)
@@ -66,6 +67,74 @@ def memory(
                 f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
                 " add --seq with the length that you train at."
             )
+
+
+def _print_instant(
+    run: RunConfig,
+    *,
+    step: str,
+    stage: int | None,
+    at: str,
+    explain: bool,
+    device: Accelerator | None,
+    unit: str,
+    as_json: bool,
+) -> None:
+    """Print one instant of the step, or a line for each of them; a device is compared with the peak."""
+    from lablib.calc.choices import one_of
+    from lablib.calc.memory_explain import explain_moment
+    from lablib.calc.memory_timeline import memory_timeline
+    from lablib.calc.units import BYTE_UNITS
+
+    size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
+    digits = 0 if size == 1 else 2
+    timeline = memory_timeline(run, step=step, stage=stage)
+    if at == "all":
+        if as_json:
+            typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
+            return
+        typer.echo(_heading(timeline))
+        for moment in timeline.moments:
+            mark = "  <- peak" if moment is timeline.peak else ""
+            typer.echo(f"{moment.name:<32}{moment.total / size:>20,.{digits}f}{mark}")
+        _compare(timeline, device)
+        return
+    moment = timeline.moment(at)
+    lines = explain_moment(timeline, at, run, step)
+    if as_json:
+        found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
+        found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
+        typer.echo(json.dumps(found, indent=1))
+        return
+    typer.echo(_heading(timeline))
+    typer.echo(f"{'at ' + moment.name:<32}{unit:>20}{'share':>9}")
+    for line in lines:
+        share = line.bytes / moment.total
+        name = line.term.removeprefix("activations.").replace("_", " ")
+        name = f"kept: {name}" if line.term.startswith("activations.") else name
+        typer.echo(f"  {name:<30}{line.bytes / size:>20,.{digits}f}{share:>9.1%}")
+        if explain:
+            for text in (line.formula, line.numbers, f"{line.proof}; {line.source}"):
+                typer.echo(textwrap.fill(text, 96, initial_indent="      ", subsequent_indent="        "))
+    typer.echo(f"{'total':<32}{moment.total / size:>20,.{digits}f}")
+    if moment.at:
+        typer.echo(f"\nFullest while this operator runs: {moment.at}.")
+    _compare(timeline, device)
+
+
+def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
+    if device:
+        typer.echo(f"\nAt the peak:\n{sentence(timeline.peak_bytes, device)}")
+
+
+def _heading(timeline: MemoryTimeline) -> str:
+    from lablib.calc.choices import plural
+
+    ranks = plural(timeline.ranks, "rank")
+    place = f"; the peak is at {timeline.peak.name}"
+    return (
+        f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
+    )
 
 
 def memory_table(
