@@ -16,7 +16,8 @@ from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_seq
 from lablib.calc.memory_fit_changes import cheapest_change
 from lablib.calc.memory_fit_setup import setup, size
 from lablib.calc.memory_timeline import memory_timeline
-from lablib.cli.fit import OWN, SHOWN, command, fit
+from lablib.calc.run_config import SETTINGS
+from lablib.cli.fit import SHOWN, command, fit
 from lablib.cli.main import app
 
 RUN = ["fit", "llama-3-70b", "--gpu", "h100", "--gpus", "16"]
@@ -143,10 +144,9 @@ def test_the_command_says_all_that_is_not_the_default() -> None:
 
 
 def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
-    api, cli = inspect.signature(training_memory).parameters, inspect.signature(fit).parameters
-    assert set(cli) - set(OWN) <= set(api)
-    assert set(api) - set(cli) == {"layers_per_stage", "stage", "bucket_bytes", "torch"}
-    assert all(cli[name].default is None for name in cli if name not in OWN)
+    cli = inspect.signature(fit).parameters
+    assert SETTINGS.keys() - cli.keys() == {"layers_per_stage", "bucket_bytes", "torch"}
+    assert all(cli[name].default is None for name in SETTINGS.keys() & cli.keys())
     data = json.loads(rung(*RUN, "--tp", "8", "--json")[1])
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8
 

@@ -91,9 +91,9 @@ def test_it_stops_fitting_where_it_says():
 def test_the_roles_add_up_to_the_total():
     for state in filter(possible, at_random(TRAINING, 40)):
         memory = memory_of(state)
-        roles = explore_training.by_role(memory)
+        roles = memory.by_role()
         assert sum(roles.values()) == memory.total
-        assert roles["optimizer"] == memory.optimizer
+        assert roles["weights"] + roles["gradients"] + roles["optimizer"] == memory.states
         assert roles["activations"] == memory.activations
 
 

@@ -17,7 +17,7 @@ from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.plan_cluster import cluster
 from lablib.calc.stages import in_flight, layers_of_stage, stage_layers
-from lablib.calc.timeline_shared import _piece
+from lablib.calc.timeline_piece import piece
 from lablib.cli.main import app
 
 
@@ -98,7 +98,7 @@ def test_shared_pieces_say_what_pieces_of_their_own_say() -> None:
         {"kernels": "toy", "model": "gpt2", "recompute": "full", "num_microbatches": 3, "dp": 2, "zero": 2},
     ):
         shared = memory_timeline(seq=64, **how)
-        _piece.cache_clear()
+        piece.cache_clear()
         assert memory_timeline(seq=64, **how) == shared
 
 

@@ -7,15 +7,13 @@ import copy
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.fsdp_shards import in_order
 from lablib.calc.memory import run_config
 from lablib.calc.memory_cases import Case
 from lablib.calc.memory_grid import DRAWN, grid
 from lablib.calc.memory_headline import read_table
 from lablib.calc.memory_kinds import KINDS
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_verdict import PEAK_BOUND, compare, predict
-from lablib.calc.rank_memory import stage_tensors
-from lablib.calc.stages import layers_of_stage
 from lablib.calc.torch_versions import release
 from lablib.cli.main import app
 from lablib.launch import memory_table
@@ -163,8 +161,7 @@ def test_what_no_term_counts_has_a_name() -> None:
         assert measured.get("buffers", 0) == tables, case.name
         if case.optimizer == "adamw" and case.sharding != "zero1":  # there rank by rank
             run = run_config(**{k: v for k, v in case.settings().items() if k != "stage"})
-            chunks = layers_of_stage(run.model.num_layers, run.pp, 1, None, 0)
-            tensors = sum(len(in_order(run, unit)) for unit in stage_tensors(run, 0, chunks))
+            tensors = len(Stage(run, 0).trained_shapes)
             assert measured["optimizer"] - predicted["optimizer"] == 4 * tensors, case.name
 
 

@@ -20,16 +20,21 @@ from typer.testing import CliRunner
 
 from lablib.calc.activations import head_activations, layer_activations
 from lablib.calc.autocast_memory import autocast_activations
+from lablib.calc.implementations import find_implementation
 from lablib.calc.memory import training_memory
 from lablib.calc.memory_explain import explain_memory
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.calc.recompute import recompute_cost
+from lablib.calc.run_config import run_config
 from lablib.calc.saved_tensors import block_tensors
 from lablib.calc.tape import NONE, SHARED, Tape
-from lablib.calc.tape_blocks import BlockSetting, block_tape
-from lablib.calc.tape_ends import head_tape
+from lablib.calc.tape_blocks import eager_block
+from lablib.calc.tape_ends import eager_head
+from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.timeline_piece import Piece
+from lablib.calc.timeline_walk import Step
 from lablib.cli.main import app
 from lablib.launch.fsdp_memory import forecast
 from lablib.launch.measure import saved_activations
@@ -337,7 +342,7 @@ def compare(kernels, config, layer, tp, split, attention, dropout, recompute) ->
     )
     setting = BlockSetting(
         config=config,
-        kernels=kernels,
+        kernels=find_implementation(kernels),
         batch=2,
         seq=64,
         fused=attention == "fused",
@@ -347,10 +352,10 @@ def compare(kernels, config, layer, tp, split, attention, dropout, recompute) ->
         sequence_parallel=split,
         layer=layer,
     )
-    found = by_kind(block_tape(setting))
+    found = by_kind(setting.kernels.block_tape(setting))
     assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
     head = {k: v for k, v in head_activations(config, **sizes).items() if v}
-    assert by_kind(head_tape(setting)) == head, config.name
+    assert by_kind(setting.kernels.head_tape(setting)) == head, config.name
 
 
 def by_kind(tape: Tape) -> dict[str, int]:
@@ -448,9 +453,15 @@ def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
 def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     """It ran first in forward: x, both of its gradients and that of the r values are there at once."""
     setting = BlockSetting(
-        config=small("llama"), kernels="hf", batch=2, seq=16, value=4, gradient=4, lora_rank=5
+        config=small("llama"),
+        kernels=find_implementation("hf"),
+        batch=2,
+        seq=16,
+        value=4,
+        gradient=4,
+        lora_rank=5,
     )
-    tape, ran = block_tape(setting), ("A of down projection", "down projection", "B of down projection")
+    tape, ran = eager_block(setting), ("A of down projection", "down projection", "B of down projection")
     events = tape.play(out_of_place=True)
     for direction, order in (("forward", ran), ("backward", ran[::-1])):
         names = [event.operator for event in events if event.direction == direction]
@@ -460,9 +471,15 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     assert there["gradient of SiLU(gate) × up"] == 2
     assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
     more = BlockSetting(
-        config=small("llama"), kernels="hf", batch=2, seq=16, value=4, gradient=4, lora_rank=10
+        config=small("llama"),
+        kernels=find_implementation("hf"),
+        batch=2,
+        seq=16,
+        value=4,
+        gradient=4,
+        lora_rank=10,
     )
-    most = [max(e.total - e.weights for e in block_tape(s).play(out_of_place=True)) for s in (setting, more)]
+    most = [max(e.total - e.weights for e in eager_block(s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
     assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4
 
@@ -473,7 +490,7 @@ def test_variables_of_hugging_face_s_loss() -> None:
     how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
 
     def held(kernels: str, rank: int) -> dict[str, int]:
-        tape = head_tape(BlockSetting(kernels=kernels, lora_rank=rank, **how))
+        tape = eager_head(BlockSetting(kernels=find_implementation(kernels), lora_rank=rank, **how))
         loss = next(i for i, event in enumerate(tape.play()) if event.operator == "log-softmax")
         return {item.name: item.bytes for item in tape.alive(loss) if item.group == "passing"}
 
@@ -491,7 +508,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     config, rank = small("llama"), 5
     how = {
         "config": config,
-        "kernels": "hf",
+        "kernels": find_implementation("hf"),
         "batch": 2,
         "seq": 16,
         "value": 4,
@@ -500,7 +517,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     }
 
     def cached(low: int, rank: int) -> int:
-        return Piece(block_tape(BlockSetting(low=low, lora_rank=rank, **how)), False, False).cached
+        return Piece(eager_block(BlockSetting(low=low, lora_rank=rank, **how))).cached
 
     # q, k, v, gate and up read a norm; attention's output and the MLP's inner values are in 16 bits already.
     outputs = config.q_width + 2 * config.kv_width + 2 * config.ffn
@@ -585,3 +602,11 @@ def test_the_command() -> None:
     data = json.loads(run.invoke(app, [*model, "--at", "peak", "--json"]).output)
     assert data["total"] == peak.total == sum(term["bytes"] for term in data["terms"])
     assert run.invoke(app, [*model, "--at", "noon"]).exit_code != 0
+
+
+def test_a_step_that_is_walked_through_twice_is_the_same() -> None:
+    run = run_config("gpt2", kernels="hf", seq=64, dp=8, zero=3, sharding="fsdp2")
+    step = Step(Stage(run, 0), "foreach", False)
+    assert list(step.instants()) == list(step.instants())
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        step.blocks[0].kept["weights"] = 1

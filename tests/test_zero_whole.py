@@ -10,8 +10,8 @@ import torch
 
 from lablib.calc.memory import run_config, training_memory
 from lablib.calc.memory_cases import Case
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import memory_timeline
-from lablib.calc.rank_memory import stage_tensors
 from lablib.calc.zero_whole import greedy_partition, parts_of_ranks
 from lablib.launch.memory_oracle_models import build
 from lablib.launch.memory_oracle_zero import fullest_rank, states_of_every_rank
@@ -36,7 +36,7 @@ def test_every_rank_holds_what_the_partition_says(kernels: str, family: str, rec
     settings = case.settings() | {"dp": ranks, "zero": 1, "sharding": "whole"}
     del settings["stage"]
     run = run_config(settings.pop("model"), **settings)
-    parts = parts_of_ranks(run, stage_tensors(run, 0, [range(run.model.num_layers)]))
+    parts = parts_of_ranks(Stage(run, 0))
     assert [2 * sum(part) * run.recipe.moment for part in parts] == theirs
     states = training_memory(run.model, **settings).terms
     assert states["momentum"] + states["variance"] == max(theirs)

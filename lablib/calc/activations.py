@@ -32,12 +32,9 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from lablib.calc import hf_activations as hf
-from lablib.calc import paper_activations as paper
-from lablib.calc import toy_activations as toy
+from lablib.calc.implementations import IMPLEMENTATIONS, find_implementation
 from lablib.calc.models import ModelConfig
+from lablib.calc.paper_activations import Share
 
 
 def layer_activations(
@@ -87,12 +84,8 @@ def layer_activations(
     _choose("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
-    if kernels != "paper":
-        layer_of = hf.layer if kernels == "hf" else toy.layer
-        return layer_of(
-            one_rank(config, tp), batch, seq, bytes_per_value, recompute, attention, share.dropout
-        )
-    return paper.layer(share, experts=experts, recompute=recompute, attention=attention)
+    how = {"experts": experts, "recompute": recompute, "attention": attention}
+    return find_implementation(kernels).layer(share, **how)
 
 
 def embedding_activations(
@@ -126,11 +119,7 @@ def embedding_activations(
         ValueError: As `layer_activations`.
     """
     share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
-    if kernels == "hf":
-        return hf.embedding(config, batch, seq, bytes_per_value, share.dropout)
-    if kernels == "toy":
-        return toy.embedding(config, batch, seq, bytes_per_value, share.dropout)
-    return paper.embedding(share)
+    return find_implementation(kernels).embedding(share)
 
 
 def head_activations(
@@ -163,11 +152,7 @@ def head_activations(
         ValueError: As `layer_activations`.
     """
     share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, None)
-    if kernels == "hf":
-        return hf.head(config, batch, seq, bytes_per_value)
-    if kernels == "toy":
-        return toy.head(config, batch, seq, bytes_per_value)
-    return paper.head(share)
+    return find_implementation(kernels).head(share)
 
 
 def model_activations(
@@ -222,24 +207,25 @@ def _share(
     sequence_parallel: bool,
     cp: int,
     dropout: float | None,
-) -> paper.Share:
+) -> Share:
     """Check every factor and return what one rank holds."""
-    _choose("kernels", kernels, ("paper", "toy", "hf"))
+    _choose("kernels", kernels, tuple(IMPLEMENTATIONS))
     _choose("bytes_per_value", value, (2, 4))
     for name, number in (("batch", batch), ("seq", seq), ("tp", tp), ("cp", cp)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+    whose = find_implementation(kernels)
     if dropout is None:
-        dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
+        dropout = whose.default_dropout(config)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
-    if kernels != "paper":
+    if whose.eager:
         if cp > 1 or sequence_parallel:
             raise ValueError(
                 f"kernels={kernels!r} knows tp alone: cp={cp} must be 1 and sequence_parallel={sequence_parallel} "
                 "False; use kernels='paper' for more"
             )
-        (toy if kernels == "toy" else hf).check_config(config)
+        whose.check(config)
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}
     if config.is_moe:
         widths["expert_ffn"] = config.expert_ffn
@@ -248,7 +234,7 @@ def _share(
     _divides("cp", cp, "seq", seq)
     if sequence_parallel:
         _divides("tp", tp, "seq / cp", seq // cp)
-    return paper.Share(
+    return Share(
         config=config,
         seq=seq,
         tokens=batch * seq // cp,
@@ -257,19 +243,6 @@ def _share(
         stream_split=tp if sequence_parallel else 1,
         dropout=dropout > 0,
     )
-
-
-def one_rank(config: ModelConfig, tp: int) -> ModelConfig:
-    """Return a layer's sizes on one tensor-parallel rank: its heads, and its part of the MLP; the stream is whole.
-
-    Args:
-        config: The model, without experts.
-        tp: Tensor parallel ranks.
-    """
-    if tp == 1:
-        return config
-    heads = {"num_heads": config.num_heads // tp, "num_kv_heads": config.num_kv_heads // tp}
-    return replace(config, **heads, ffn=config.ffn // tp)
 
 
 def _divides(name: str, factor: int, of: str, number: int) -> None:

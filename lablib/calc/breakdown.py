@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.memory_terms import ROLES, TERMS, find_term
 
 Terms = tuple[tuple[str, int], ...]
-WEIGHT_TERMS = ("weights", "quantized_weights", "quantization_constants")
-GRADIENT_TERMS = ("gradients", "gradient_accumulation")
+WEIGHT_TERMS, GRADIENT_TERMS = (
+    tuple(name for name, term in TERMS.items() if term.role == role and term.proof == "exact")
+    for role in ("weights", "gradients")
+)
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,7 @@ class MemoryBreakdown:
     @property
     def optimizer(self) -> int:
         """Bytes of the states that the optimizer owns: master copy, its own gradient copy and moments."""
-        others = (
-            "weights",
-            "quantized_weights",
-            "quantization_constants",
-            "gradients",
-            "gradient_accumulation",
-        )
-        return sum(size for name, size in self.state_terms if name not in others)
+        return self.by_role()["optimizer"]
 
     @property
     def activations(self) -> int:
@@ -81,6 +77,13 @@ class MemoryBreakdown:
     def host(self) -> int:
         """Bytes that offload holds in CPU memory, for this rank."""
         return sum(dict(self.host_terms).values())
+
+    def by_role(self) -> dict[str, int]:
+        """Return the bytes of weights, gradients, optimizer, activations and buffers; they sum to the total."""
+        found = dict.fromkeys(ROLES, 0)
+        for name, size in self.terms.items():
+            found[find_term(name).role] += size
+        return found
 
     def headroom(self, device: Accelerator | str | int) -> int:
         """Return the bytes that stay free on a device; negative if it does not fit.

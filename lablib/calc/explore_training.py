@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
+from lablib.calc.breakdown import MemoryBreakdown
 from lablib.calc.explorer import (
     Answer,
     Control,
@@ -22,6 +22,7 @@ from lablib.calc.explorer import (
 )
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.memory import training_memory
+from lablib.calc.memory_terms import ROLES, find_term
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.optimizers import OPTIMIZERS
 from lablib.calc.params import count_params
@@ -53,27 +54,6 @@ RECOMPUTE = {
     "selective": "selective: the attention core",
     "full": "full: all but each block's input",
 }
-#: Roles from the bottom of the picture.
-ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")
-
-
-def role_of(term: str, memory: MemoryBreakdown) -> str:
-    """Return the role in the picture of a term of `training_memory`."""
-    if term in WEIGHT_TERMS:
-        return "weights"
-    if term in GRADIENT_TERMS:
-        return "gradients"
-    if term in dict(memory.state_terms):
-        return "optimizer"
-    return "activations" if term in dict(memory.activation_terms) else "buffers"
-
-
-def by_role(memory: MemoryBreakdown) -> dict[str, int]:
-    """Return the bytes of each role; they sum to the total."""
-    found = dict.fromkeys(ROLES, 0)
-    for term, size in memory.terms.items():
-        found[role_of(term, memory)] += size
-    return found
 
 
 def largest(bytes_at: Callable[[int], int], capacity: int) -> int:
@@ -154,7 +134,7 @@ def _picture(
     blocks: int,
 ) -> str:
     present, needs = config.num_layers, f"{memory.total / GB:,.1f} GB"
-    roles = {role: size / GB for role, size in by_role(memory).items()}
+    roles = {role: size / GB for role, size in memory.by_role().items()}
     limit, limit_text = card.memory_gb, f"{card.name}: {card.memory_gb:.1f} GB"
     title = f"{config.name}, {config.num_layers} blocks"
     head, below = bars(
@@ -167,7 +147,7 @@ def _picture(
     )
     # A device that holds very many blocks would squeeze the model into a corner: the caption says how many.
     span = 1.25 * max(present, min(blocks, 4 * present))
-    one, two = (by_role(breakdown) for breakdown in small)
+    one, two = (breakdown.by_role() for breakdown in small)
     edges = {}
     for role in ROLES:
         step = two[role] - one[role]
@@ -209,7 +189,7 @@ def _caption(
 
 def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], params: int) -> str:
     terms = {
-        name.replace("_", " ").replace(".", ": "): (role_of(name, memory), f"{size / GB:,.2f} GB")
+        name.replace("_", " ").replace(".", ": "): (find_term(name).role, f"{size / GB:,.2f} GB")
         for name, size in memory.terms.items()
     }
     terms["in all"] = ("", f"{memory.total / GB:,.2f} GB")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lablib.calc.fsdp_units import Shape, Unit, padded
+from lablib.calc.fsdp_units import Shape, padded
 from lablib.calc.run_config import RunConfig
 from lablib.calc.tensors import Tensor
 
@@ -26,7 +26,7 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
         tensors: Some of its tensors.
     """
     shapes: list[Shape] = []
-    together = run.kernels == "hf" and run.model.family == "gpt2"
+    together = run.kernels.joins_qkv(run.model)
     for tensor in tensors:
         outputs, inputs = tensor.shape(run.tp)
         copies = tensor.local_copies(run.ep)
@@ -85,22 +85,6 @@ def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
     return padded(list(shapes), ranks) // ranks
 
 
-def fsdp_units(run: RunConfig, blocks: list[list[Tensor]], ends: list[Tensor]) -> list[Unit]:
-    """Return FSDP2's units with one for each block: the root, which has the ends, and "block 0", "block 1", ...
-
-    Args:
-        run: The run.
-        blocks: The tensors of each block.
-        ends: The tensors of embedding, final norm and head.
-    """
-    trained, frozen = unit_shapes(run, ends)
-    units = [Unit(name="", shapes=tuple(trained), frozen=tuple(frozen))]
-    for number, tensors in enumerate(blocks):
-        trained, frozen = unit_shapes(run, tensors)
-        units.append(Unit(name=f"block {number}", shapes=tuple(trained), frozen=tuple(frozen)))
-    return units
-
-
 def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     """Return the shapes of trained tensors in the order in which a model registers them, which is the optimizer's.
 
@@ -116,7 +100,7 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
     others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
     rest = _with_biases(unit_shapes(run, others)[0])
-    if run.kernels == "hf" and run.model.family != "gpt2":
+    if run.kernels.norms_last(run.model):
         return attention + rest + norms
     half = len(norms) // 2
     return norms[:half] + attention + norms[half:] + rest

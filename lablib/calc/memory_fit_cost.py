@@ -7,7 +7,6 @@ host link's rate, and nothing hides either. LoRA is timed as if all weights were
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import lru_cache
 
 from lablib.calc.breakdown import GRADIENT_TERMS, WEIGHT_TERMS
@@ -142,15 +141,14 @@ def least_states(have: Setup) -> int:
     """
     run = have.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if run.kernels == "paper" or run.tuning != "full" or least > have.budget:
+    if not run.kernels.eager or run.tuning != "full" or least > have.budget:
         return least
     return least + _kept(run)
 
 
 @lru_cache(maxsize=4096)
 def _kept(run: RunConfig) -> int:
-    settings = {field.name: getattr(run, field.name) for field in fields(run)}
-    return min(training_memory(**settings, stage=stage).activations for stage in range(run.pp))
+    return min(training_memory(run, stage=stage).activations for stage in range(run.pp))
 
 
 def _cluster(have: Setup) -> Cluster:

@@ -20,12 +20,12 @@ from os import PathLike
 from lablib.calc.choices import check_whole, one_of
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.links import link_rate
-from lablib.calc.memory import run_config
+from lablib.calc.memory_stage import Stage
 from lablib.calc.memory_timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig
 from lablib.calc.plan import RESERVE
 from lablib.calc.rank_memory import stage_memory
-from lablib.calc.run_config import RunConfig
+from lablib.calc.run_config import RunConfig, run_config
 from lablib.calc.units import GB, format_bytes
 
 
@@ -175,7 +175,7 @@ def as_setup(model: Model, settings: dict[str, object]) -> Setup:
 
 def counted(have: Setup) -> str:
     """Return in words which number of the calculator is compared with the GPU's memory."""
-    if have.run.kernels == "paper":
+    if not have.run.kernels.eager:
         return "the total of training_memory: every term at its full size"
     return f"the peak of memory_timeline, {have.step} optimizer step"
 
@@ -204,7 +204,6 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
 
 @lru_cache(maxsize=2**14)
 def _forward(run: RunConfig, step: str, stage: int) -> int:
-    if run.kernels == "paper":
-        return stage_memory(run, stage).total
-    settings = {field.name: getattr(run, field.name) for field in fields(run)}
-    return memory_timeline(step=step, stage=stage, **settings).peak_bytes
+    if not run.kernels.eager:
+        return stage_memory(Stage(run, stage)).total
+    return memory_timeline(run, step=step, stage=stage).peak_bytes

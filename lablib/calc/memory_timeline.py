@@ -17,15 +17,16 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 
 from lablib.calc.choices import check_flag, check_stage, one_of
-from lablib.calc.memory import run_config
+from lablib.calc.memory_stage import Stage
 from lablib.calc.models import ModelConfig
 from lablib.calc.run_activations import gradients_meet
-from lablib.calc.run_config import RunConfig
-from lablib.calc.timeline_walk import Walk
+from lablib.calc.run_config import RunConfig, run_config, takes_settings
+from lablib.calc.timeline_walk import Step
 
 STEPS = ("foreach", "for-loop", "fused")
 
@@ -127,8 +128,9 @@ class MemoryTimeline:
         }
 
 
+@takes_settings
 def memory_timeline(
-    model: ModelConfig | str | PathLike,
+    model: RunConfig | ModelConfig | str | PathLike,
     *,
     step: str = "foreach",
     stage: int | None = None,
@@ -138,16 +140,14 @@ def memory_timeline(
     """Return the moments of a steady training step: optimizer states exist, gradients were set to None after the last.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
         step: How the optimizer runs: "foreach" (PyTorch's default on a GPU: all tensors at once, so its temporaries
             are as large as the parameters), "for-loop" (its default on a CPU: one tensor at a time) or "fused"
             (one kernel, no temporaries).
         stage: Pipeline stage to describe; None means the one with the highest peak.
         out_of_place: Whether the second gradient of a tensor is added into a new one. PyTorch adds in place, except
             under a dispatch mode: set it to compare with MemTracker, FakeTensorMode or `lablib.launch.live_bytes`.
-        **settings: Those of `lablib.calc.memory.training_memory`, by name. Among them `kernels`: "paper", "toy", or
-            "hf" (Hugging Face's eager classes); and `sharding`: "flat" (ZeRO's one flat array), "fsdp2" (each tensor
-            by its rows; zero=3 reshards after forward, zero=2 does not), or "whole" (zero=1 by whole tensors).
+        **settings: Fields of `lablib.calc.run_config.RunConfig`, listed below.
 
     Raises:
         ValueError: As `training_memory`, and if `step` or the stage is unknown.
@@ -156,25 +156,30 @@ def memory_timeline(
     check_flag("out_of_place", out_of_place)
     run = run_config(model, **settings)
     if stage is None:
-        found = [_timeline(run, number, step, out_of_place) for number in range(run.pp)]
+        found = [_timeline(Stage(run, number), step, out_of_place) for number in range(run.pp)]
         return max(found, key=lambda timeline: timeline.peak_bytes)
     check_stage(stage, run.pp)
-    return _timeline(run, stage, step, out_of_place)
+    return _timeline(Stage(run, stage), step, out_of_place)
 
 
-def _timeline(run: RunConfig, stage: int, step: str, out_of_place: bool) -> MemoryTimeline:
-    meet = gradients_meet(run, stage)
-    if meet == "fewer":  # all forwards first: either the first backward is fullest, or one behind it
-        found = [_walked(Walk(run, stage, step, out_of_place, later)) for later in (False, True)]
-        return max(found, key=lambda timeline: timeline.peak_bytes)
-    return _walked(Walk(run, stage, step, out_of_place, meet == "always"))
+def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
+    meet = gradients_meet(stage)
+    # All forwards first: either the first backward is fullest, or one behind it.
+    accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[meet]
+    found = [_walked(Step(stage, step, out_of_place, earlier)) for earlier in accumulates]
+    return max(found, key=lambda timeline: timeline.peak_bytes)
 
 
-def _walked(walk: Walk) -> MemoryTimeline:
-    run = walk.run
+def _walked(step: Step) -> MemoryTimeline:
+    run = step.run
     moments = tuple(
-        MemoryMoment(name, phase, block, tuple((term, size) for term, size in terms.items() if size), at)
-        for name, phase, block, terms, at in walk.moments()
+        MemoryMoment(name, phase, block, _listed(terms), at)
+        for name, phase, block, terms, at in step.instants()
     )
-    saved = tuple((term, size) for term, size in walk.saved().items() if size)
-    return MemoryTimeline(run.model.name, run.recipe.name, walk.stage, run.ranks, run.seq, moments, saved)
+    return MemoryTimeline(
+        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, moments, _listed(step.saved)
+    )
+
+
+def _listed(terms: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((term, size) for term, size in terms.items() if size)

@@ -11,7 +11,7 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lablib.calc.models import ModelConfig
 
@@ -40,6 +40,19 @@ class Share:
     tp: int
     stream_split: int
     dropout: bool
+
+    @property
+    def batch(self) -> int:
+        """Sequences, where context parallelism divides none."""
+        return self.tokens // self.seq
+
+    @property
+    def one_rank(self) -> ModelConfig:
+        """A layer's sizes on one tensor-parallel rank: its heads, its part of the MLP; the stream is not divided."""
+        if self.tp == 1:
+            return self.config
+        c, t = self.config, self.tp
+        return replace(c, num_heads=c.num_heads // t, num_kv_heads=c.num_kv_heads // t, ffn=c.ffn // t)
 
     def stream(self, width: int, size: int | None = None) -> int:
         """Return the bytes of so many values a token in the stream, of `size` bytes each."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from lablib.calc.activations import embedding_activations, head_activations
 from lablib.calc.flops import step_flops
+from lablib.calc.implementations import find_implementation
 from lablib.calc.models import ModelConfig
 from lablib.calc.recompute_plan import plan
 from lablib.calc.recompute_units import Blocks, UnitCost
@@ -156,7 +157,7 @@ def recompute_cost(
             "kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
         )
     if dropout is None:
-        dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
+        dropout = find_implementation(kernels).default_dropout(config)
     how = {**sizes, "attention": attention, "dropout": dropout}
     block = Blocks(config, how, early_stop and not reentrant, reentrant)
     units = tuple(block.cost(unit) for unit in plan(strategy, config.num_layers))

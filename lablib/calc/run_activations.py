@@ -8,59 +8,49 @@ from __future__ import annotations
 from collections import Counter
 
 from lablib.calc.activations import embedding_activations, head_activations, layer_activations
+from lablib.calc.memory_stage import Stage
 from lablib.calc.run_config import RunConfig
-from lablib.calc.stages import in_flight
 from lablib.calc.tensors import layer_tensors
 from lablib.calc.toy_activations import FP32, INT64
 
 
-def activation_terms(run: RunConfig, stage: int, chunks: list[range]) -> dict[str, int]:
+def activation_terms(stage: Stage) -> dict[str, int]:
     """Return the bytes that a stage keeps from forward to backward, by kind.
 
     A stage's peak holds `in_flight` micro-batches of each of its chunks; Korthikanti et al. (arXiv 2205.05198),
     equation 5 and section 4.2.3. The first stage adds the embedding's, the last the head's: norm, logits, loss.
     Adapters add the r values between their two matrices; that the frozen matrices' own inputs are still kept is
     exact where every matrix has an adapter, and an upper bound otherwise.
-
-    Args:
-        run: The run.
-        stage: Pipeline stage, from 0.
-        chunks: The layers of the stage.
     """
-    counts = in_flight(
-        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=run.num_microbatches
-    )
+    run, counts = stage.run, stage.in_flight
     terms: Counter[str] = Counter()
-    for chunk, count in zip(chunks, counts, strict=True):
+    for chunk, count in zip(stage.chunks, counts, strict=True):
         for layer, alike in alike_layers(run, chunk).items():
             for kind, size in layer_kinds(run, layer, run.recompute).items():
                 terms[f"activations.{kind}"] += count * alike * size
-    if stage == 0:
+    if stage.is_first:
         embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
         terms["activations.embedding"] += counts[0] * sum(embedding.values())
-    if stage == run.pp - 1:
+    if stage.is_last:
         for kind, size in head_activations(run.model, **_shape(run)).items():
             terms[f"activations.{kind}"] += counts[-1] * size
     return dict(terms)
 
 
-def recomputed_layer(run: RunConfig, chunks: list[range]) -> dict[str, int]:
+def recomputed_layer(stage: Stage) -> dict[str, int]:
     """Return what backward computes again for one layer before it can go through it: the largest layer's.
 
     It is what that layer would have kept without recomputation, less what it kept anyway. An estimate.
-
-    Args:
-        run: The run.
-        chunks: The layers of the stage.
     """
+    run = stage.run
     if run.recompute == "none":
         return {}
-    again = [
+    recomputed = [
         sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
-        for chunk in chunks
+        for chunk in stage.chunks
         for layer in alike_layers(run, chunk)
     ]
-    return {"recomputed_layer": max(again, default=0)}
+    return {"recomputed_layer": max(recomputed, default=0)}
 
 
 def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
@@ -86,9 +76,9 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if not first:
         tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
         embedding = {"positions": tables}
-    if run.kernels == "hf" and run.recompute == "full" and not run.model.learned_positions:
+    if run.kernels.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
-    if run.recipe.casts and run.kernels != "paper" and not run.model.learned_positions:
+    if run.recipe.casts and run.kernels.eager and not run.model.learned_positions:
         embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
     tokens = embedding.pop("tokens", 0)
     return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
@@ -139,22 +129,15 @@ def _adapter_values(run: RunConfig, layer: int) -> int:
     return round(tokens * visits) * run.lora_rank
 
 
-def gradients_meet(run: RunConfig, stage: int) -> str:
+def gradients_meet(stage: Stage) -> str:
     """Return how the gradients of earlier micro-batches meet the activations of later ones.
 
     "never" with one micro-batch; "always" if forwards go on behind the first backward, so that as many are in flight
     as before; "fewer" if all forwards come first, as in GPipe, so that one is gone when gradients are there.
-
-    Args:
-        run: The run.
-        stage: Pipeline stage.
     """
-    micro_batches = run.num_microbatches
+    micro_batches = stage.run.num_microbatches
     if micro_batches is None:
-        return "never" if run.pp == 1 else "always"
+        return "never" if stage.run.pp == 1 else "always"
     if micro_batches == 1:
         return "never"
-    counts = in_flight(
-        run.schedule, stage, run.pp, virtual_stages=run.virtual_stages, num_microbatches=micro_batches
-    )
-    return "always" if micro_batches * run.virtual_stages > sum(counts) else "fewer"
+    return "always" if micro_batches * stage.run.virtual_stages > sum(stage.in_flight) else "fewer"

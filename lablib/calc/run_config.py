@@ -5,63 +5,158 @@ Chapter: book/01_why_distributed.md
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
 from lablib.calc.choices import check_flag, check_whole, must_divide, one_of
+from lablib.calc.implementations import Implementation, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.recipes import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.stages import SCHEDULES
 from lablib.calc.torch_versions import PINNED, release
+from lablib.calc.units import MiB
 
 TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("fused", "plain")
-KERNELS = ("paper", "toy", "hf")
 SHARDINGS = ("flat", "fsdp2", "whole")
 MOST_LAYERS = 100_000  # as of a config.json
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 
 
+def _about(
+    text: str, *, choices: tuple[str, ...] = (), least: int | None = None, flag: bool = False
+) -> dict[str, object]:
+    """What a setting is, and what it may be."""
+    return {"help": text, "choices": choices, "least": least, "flag": flag}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings of a training run; `training_memory` documents each. It checks itself when it is made.
+    """Every setting of a training run, with its default and its meaning; it checks itself when it is made.
+
+    Functions, commands and the list in `training_memory`'s help are made from these fields.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, or two contradict each other.
+        ValueError: If a setting is out of range, sizes do not divide, or settings contradict each other.
     """
 
     model: ModelConfig
-    recipe: Recipe
-    optimizer: Optimizer
-    tuning: str
-    lora_rank: int
-    lora_targets: str
-    micro_batch: int
-    seq: int
-    dp: int
-    zero: int
-    tp: int
-    sequence_parallel: bool
-    pp: int
-    schedule: str
-    virtual_stages: int
-    num_microbatches: int | None
-    layers_per_stage: tuple[int, ...] | None
-    cp: int
-    ep: int
-    recompute: str
-    attention: str
-    kernels: str
-    dropout: float | None
-    offload: str
-    gradient_as_bucket_view: bool
-    bucket_bytes: int
-    prefetch: int
-    sharding: str = "flat"
-    torch: str = PINNED
+    recipe: Recipe = field(
+        default="mixed-bf16",
+        metadata=_about("Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`."),
+    )
+    optimizer: Optimizer = field(default="adamw", metadata=_about("adamw, adamw-8bit, sgd or sgd-momentum."))
+    tuning: str = field(
+        default="full",
+        metadata=_about(
+            "full; lora: frozen weights and trained adapters; qlora: the same with the blocks' matrices in NF4.",
+            choices=TUNINGS,
+        ),
+    )
+    lora_rank: int = field(default=16, metadata=_about("Rank of the adapters.", least=1))
+    lora_targets: str = field(
+        default="all",
+        metadata=_about(
+            "Matrices of a block with an adapter: all (QLoRA's advice) or attention.", choices=LORA_TARGETS
+        ),
+    )
+    micro_batch: int = field(
+        default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1)
+    )
+    seq: int = field(
+        default=None,
+        metadata=_about("Tokens in a sequence, before cp divides it; default: the model's longest.", least=1),
+    )
+    dp: int = field(default=1, metadata=_about("Data-parallel replicas.", least=1))
+    zero: int = field(
+        default=0,
+        metadata=_about(
+            "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.",
+            least=0,
+        ),
+    )
+    tp: int = field(
+        default=1,
+        metadata=_about(
+            "Tensor-parallel ranks. With kernels toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
+            least=1,
+        ),
+    )
+    sequence_parallel: bool = field(
+        default=False, metadata=_about("Split norms and residuals over tp too.", flag=True)
+    )
+    pp: int = field(default=1, metadata=_about("Pipeline stages.", least=1))
+    schedule: str = field(default="1f1b", metadata=_about("1f1b, gpipe or interleaved.", choices=SCHEDULES))
+    virtual_stages: int = field(
+        default=1, metadata=_about("Chunks of layers in each stage, when interleaved.", least=1)
+    )
+    num_microbatches: int | None = field(
+        default=None,
+        metadata=_about("Micro-batches in a step; default: enough to fill the pipeline.", least=1),
+    )
+    layers_per_stage: tuple[int, ...] | None = field(
+        default=None, metadata=_about("Layers of each stage, if uneven: 7,8,8,7.")
+    )
+    cp: int = field(
+        default=1,
+        metadata=_about(
+            "Context-parallel ranks, which split every sequence and hold the same weights.", least=1
+        ),
+    )
+    ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
+    recompute: str = field(
+        default="none",
+        metadata=_about(
+            "none, selective (the attention core runs again) or full (all but each block's input).",
+            choices=RECOMPUTE,
+        ),
+    )
+    attention: str = field(
+        default="fused",
+        metadata=_about("fused, which never stores the scores, or plain, which does.", choices=ATTENTION),
+    )
+    kernels: Implementation = field(
+        default="paper",
+        metadata=_about(
+            "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes).",
+        ),
+    )
+    dropout: float | None = field(
+        default=None, metadata=_about("Dropout probability; default: as published.")
+    )
+    offload: str = field(
+        default="none",
+        metadata=_about(
+            "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
+            "(all states; weights are gathered unit by unit).",
+            choices=OFFLOADS,
+        ),
+    )
+    gradient_as_bucket_view: bool = field(
+        default=False,
+        metadata=_about("DDP's option: gradients live in its buckets, with no second copy.", flag=True),
+    )
+    bucket_bytes: int = field(
+        default=25 * MiB,
+        metadata=_about("Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0),
+    )
+    prefetch: int = field(
+        default=0, metadata=_about("Units that ZeRO-3 gathers ahead of the one in use.", least=0)
+    )
+    sharding: str = field(
+        default="flat",
+        metadata=_about(
+            "flat: a shard is ceil(n / ranks) of one flat array; fsdp2: each tensor by its rows (fully_shard), with zero 3 "
+            "(reshards after forward) or 2 (does not); whole: each tensor's optimizer states on one rank "
+            "(ZeroRedundancyOptimizer), with zero 1, and the fullest rank is described.",
+            choices=SHARDINGS,
+        ),
+    )
+    torch: str = field(default=PINNED, metadata=_about("PyTorch whose FSDP2 it is: 2.11 to 2.15."))
 
     def __post_init__(self) -> None:
         # Names become what they name, once, before anybody reads a field.
@@ -70,14 +165,14 @@ class RunConfig:
             "model": model,
             "recipe": recipe(self.recipe),
             "optimizer": find_optimizer(self.optimizer),
+            "kernels": find_implementation(self.kernels),
             "seq": model.max_positions if self.seq is None else self.seq,
             "layers_per_stage": _sizes(self.layers_per_stage),
             "torch": release(self.torch),
         }
-        for field, value in resolved.items():
-            object.__setattr__(self, field, value)
-        self._check_choices()
-        self._check_numbers()
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        self._check_ranges()
         self._check_split()
         self._check_tensor_parallel()
         self._check_schedule()
@@ -96,30 +191,15 @@ class RunConfig:
         """
         return self.dp * self.cp // (self.ep if expert else 1)
 
-    def _check_choices(self) -> None:
-        for field, known in (
-            ("tuning", TUNINGS),
-            ("lora_targets", LORA_TARGETS),
-            ("schedule", SCHEDULES),
-            ("recompute", RECOMPUTE),
-            ("attention", ATTENTION),
-            ("kernels", KERNELS),
-            ("offload", OFFLOADS),
-            ("sharding", SHARDINGS),
-        ):
-            one_of(field, getattr(self, field), known)
-
-    def _check_numbers(self) -> None:
-        whole = {"zero": 0, "bucket_bytes": 0, "prefetch": 0}
-        whole |= dict.fromkeys(
-            ("lora_rank", "micro_batch", "seq", "dp", "tp", "pp", "virtual_stages", "cp", "ep"), 1
-        )
-        if self.num_microbatches is not None:
-            whole["num_microbatches"] = 1
-        for field, least in whole.items():
-            check_whole(field, getattr(self, field), least)
-        for field in ("sequence_parallel", "gradient_as_bucket_view"):
-            check_flag(field, getattr(self, field))
+    def _check_ranges(self) -> None:
+        for name, setting in SETTINGS.items():
+            value, allowed = getattr(self, name), setting.metadata
+            if allowed["choices"]:
+                one_of(name, value, allowed["choices"])
+            elif allowed["flag"]:
+                check_flag(name, value)
+            elif allowed["least"] is not None and (value is not None or setting.default is not None):
+                check_whole(name, value, allowed["least"])
         if self.model.num_layers > MOST_LAYERS:
             raise ValueError(
                 f"num_layers={self.model.num_layers:,} of {self.model.name} is more than anybody has: "
@@ -154,10 +234,10 @@ class RunConfig:
 
     def _check_tensor_parallel(self) -> None:
         """With eager kernels `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
-        if self.tp == 1 or self.kernels == "paper":
+        if self.tp == 1 or not self.kernels.eager:
             return
         how, m = f"kernels={self.kernels!r} with tp={self.tp}", self.model
-        if m.tied or (self.kernels == "hf" and m.family == "gpt2"):
+        if m.tied or self.kernels.joins_qkv(m):
             why = (
                 "its head and its embedding are one table"
                 if m.tied
@@ -228,6 +308,45 @@ class RunConfig:
             raise ValueError(
                 f"sharding='whole' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
             )
+
+
+#: The settings by name, in order: fields of `RunConfig` but the model.
+SETTINGS = {setting.name: setting for setting in fields(RunConfig) if setting.name != "model"}
+
+
+def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: object) -> RunConfig:
+    """Return the checked settings of a run; those not given have the defaults of `RunConfig`.
+
+    Args:
+        model: A ModelConfig, the name of a preset, or the path of a config.json; or a RunConfig, of which other
+            settings are wanted, if any.
+        **settings: Fields of `RunConfig`.
+
+    Raises:
+        ValueError: If a setting does not exist, or as `RunConfig`.
+    """
+    for name in settings:
+        one_of("setting", name, SETTINGS)
+    if isinstance(model, RunConfig):
+        return replace(model, **settings) if settings else model
+    return RunConfig(model=model, **settings)
+
+
+def takes_settings(function: Callable) -> Callable:
+    """Give a function with `**settings` the signature, and the text of help, that name every setting of a run."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type
+        )
+        for name, setting in SETTINGS.items()
+    ]
+    first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=[*first, *made, *own[len(first) :]])
+    listed = (f"    {name}: {setting.metadata['help']}" for name, setting in SETTINGS.items())
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *listed])
+    return function
 
 
 def _sizes(layers_per_stage: object) -> tuple[int, ...] | None:

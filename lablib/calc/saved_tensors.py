@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.activations import layer_activations
+from lablib.calc.implementations import find_implementation
 from lablib.calc.models import ModelConfig
 
 MASK = 1  # bytes of one value of a dropout mask on a GPU
@@ -107,11 +108,17 @@ def block_tensors(
     if config.is_moe or config.is_mla:
         what = "experts" if config.is_moe else "latent attention"
         raise ValueError(f"{config.name} has {what}: its tensors are summed by layer_activations, not listed")
-    if dropout is None:
-        dropout = 0.1 if kernels == "paper" and config.family == "gpt2" else 0.0
-    eager = kernels in ("toy", "hf")
+    whose = find_implementation(kernels)
+    dropout = whose.default_dropout(config) if dropout is None else dropout
     block = _Block(
-        config, batch, seq, bytes_per_value, eager, attention == "fused", dropout > 0, kernels == "hf"
+        config,
+        batch,
+        seq,
+        bytes_per_value,
+        whose.eager,
+        attention == "fused",
+        dropout > 0,
+        whose.loss_in_root,
     )
     return [*block.norm(1), *block.attention(), *block.norm(2), *block.mlp()]
 

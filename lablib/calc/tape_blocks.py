@@ -14,82 +14,14 @@ Chapter: book/09_activation_checkpointing.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lablib.calc.models import ModelConfig
 from lablib.calc.tape import NONE, SHARED, Tape, Value
 from lablib.calc.tape_eager import FP32, Eager
+from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.tape_tensor import read_by_all, summed_up
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSetting:
-    """How a block runs.
-
-    Attributes:
-        config: The model.
-        kernels: "paper", "toy" or "hf".
-        batch: Sequences.
-        seq: Tokens in a sequence.
-        value: Bytes of a value of the model.
-        gradient: Bytes of a parameter's gradient.
-        low: Bytes of a value in matmuls under autocast; 0 without.
-        fused: Whether attention is one kernel.
-        dropout: Whether there is dropout.
-        recompute: "none", "selective" or "full".
-        tp: Tensor parallel ranks.
-        sequence_parallel: Whether the stream is split over them.
-        cp: Context parallel ranks.
-        layer: Number of the layer.
-        input_needs_grad: Whether the block's input gets a gradient: not behind a frozen embedding.
-        lora_rank: Rank of adapters; 0 without.
-        lora_targets: "all" or "attention".
-    """
-
-    config: ModelConfig
-    kernels: str
-    batch: int
-    seq: int
-    value: int = 2
-    gradient: int = 2
-    low: int = 0
-    fused: bool = True
-    dropout: bool = False
-    recompute: str = "none"
-    tp: int = 1
-    sequence_parallel: bool = False
-    cp: int = 1
-    layer: int = 0
-    input_needs_grad: bool = True
-    lora_rank: int = 0
-    lora_targets: str = "all"
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of this rank where no sequence parallelism is."""
-        return self.batch * self.seq // self.cp
-
-    @property
-    def stream(self) -> int:
-        """Tokens of this rank in the stream."""
-        return self.tokens // (self.tp if self.sequence_parallel else 1)
-
-
-def block_tape(setting: BlockSetting) -> Tape:
-    """Return the tape of one block.
-
-    Args:
-        setting: How it runs.
-
-    Raises:
-        ValueError: If `kernels` is not one of the three.
-    """
-    if setting.kernels == "paper":
-        from lablib.calc.tape_paper import paper_block
-
-        return paper_block(setting)
-    if setting.kernels not in ("toy", "hf"):
-        raise ValueError(f"kernels={setting.kernels!r} must be 'paper', 'toy' or 'hf'")
+def eager_block(setting: BlockSetting) -> Tape:
+    """Return the tape of one block as eager PyTorch runs it; the papers' is `tape_paper.paper_block`."""
     return _EagerBlock(setting).tape
 
 
@@ -100,7 +32,7 @@ class _EagerBlock:
         self.s, self.c = s, s.config
         self.e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
         self.tape = self.e.tape
-        self.hf = s.kernels == "hf"
+        self.hf = s.kernels.holds_variables
         self.weights: Value | None = None
         self.tape.recomputing = s.recompute == "full"
         item = FP32 if s.low else s.value

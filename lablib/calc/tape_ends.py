@@ -17,8 +17,9 @@ Chapter: book/01_why_distributed.md
 from __future__ import annotations
 
 from lablib.calc.tape import NEW, NONE, SHARED, Tape
-from lablib.calc.tape_blocks import BlockSetting
 from lablib.calc.tape_eager import FP32, Eager
+from lablib.calc.tape_paper import gathered_linear, paper_norm
+from lablib.calc.tape_setting import BlockSetting
 from lablib.calc.tape_tensor import gathered_logits, read_by_all
 
 INT64 = 8
@@ -28,34 +29,29 @@ LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
 LOSS_OPERATORS = ("cast", "log-softmax", "negative log-likelihood", "cross-entropy")
 
 
-def head_tape(setting: BlockSetting) -> Tape:
-    """Return the tape of final norm, head and loss.
+def paper_head(setting: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss with the papers' kernels."""
+    s, c = setting, setting.config
+    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
+    words = -(-c.vocab // s.tp)
+    x = e.input("stream behind the last block", s.stream * c.hidden)
+    x = paper_norm(e, s, x, "final norm")
+    logits = gathered_linear(e, s, [(x, words, "head", False)], c.hidden, "head", labels=["logits"])[0]
+    e.tape.hold(logits)
+    probabilities = s.tokens * words * FP32  # which become the gradient in place
+    e.make("cross-entropy", [logits], 1, FP32, extra=probabilities, kind="logits")
+    return e.tape
 
-    Args:
-        setting: How the model runs; its layer and its recomputation do not matter.
-    """
+
+def eager_head(setting: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss in eager PyTorch; layer and recomputation do not matter."""
     s, c = setting, setting.config
     e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
     words = -(-c.vocab // s.tp)
     x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
-    if s.kernels == "paper":
-        from lablib.calc.tape_paper import gathered_linear, paper_norm
-
-        x = paper_norm(e, s, x, "final norm")
-        logits = gathered_linear(e, s, [(x, words, "head", False)], c.hidden, "head", labels=["logits"])[0]
-        e.tape.hold(logits)
-        e.make(
-            "cross-entropy",
-            [logits],
-            1,
-            FP32,
-            extra=s.tokens * words * FP32,  # probabilities, which become the gradient in place
-            kind="logits",
-        )
-        return e.tape
     norm = {"kind": "norms", "name": "final norm"}
     x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
-    if s.kernels == "hf":  # a variable of its forward until the loss is there, kept by a trained head or not
+    if s.kernels.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
         e.tape.hold(x)
     if s.tp == 1:
         logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
@@ -66,25 +62,32 @@ def head_tape(setting: BlockSetting) -> Tape:
         logits = gathered_logits(e, s, own, words)
     e.tape.hold(logits)
     full = e.cast(logits, FP32, "logits in fp32")
-    if s.kernels == "hf":
+    if s.kernels.holds_variables:
         # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
         e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
     scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
-    targets = s.tokens * INT64 if s.kernels == "hf" or (s.batch > 1 and s.seq > 1) else 0
+    targets = s.tokens * INT64 if s.kernels.holds_variables or (s.batch > 1 and s.seq > 1) else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
     return e.tape
 
 
-def embedding_tape(setting: BlockSetting) -> Tape:
-    """Return the tape of token and position embeddings and the dropout behind them.
+def paper_embedding(setting: BlockSetting) -> Tape:
+    """Return the tape of the embeddings with the papers' kernels: the table is split, a mask has 1 byte a value."""
+    return _embedding(setting, -(-setting.config.vocab // setting.tp), NEW)
 
-    Args:
-        setting: How the model runs.
-    """
-    s, c = setting, setting.config
+
+def eager_embedding(setting: BlockSetting) -> Tape:
+    """Return the tape of the embeddings in eager PyTorch."""
+    # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
+    same = setting.kernels.holds_variables and setting.batch == 1
+    return _embedding(setting, setting.config.vocab, SHARED if same else NEW)
+
+
+def _embedding(s: BlockSetting, words: int, position_gradient: str) -> Tape:
+    """The tape of token and position embeddings and the dropout behind them."""
+    c = s.config
     e = Eager(value=s.value, gradient=s.gradient, low=0, frozen=s.lora_rank > 0)
     item = FP32 if s.low else s.value
-    words = -(-c.vocab // s.tp) if s.kernels == "paper" else c.vocab
     trained = 0 if e.frozen else s.gradient
     indices = e.input("tokens", 1, 1, needs_grad=False, given=True)
     numbers = s.stream * c.hidden
@@ -108,13 +111,11 @@ def embedding_tape(setting: BlockSetting) -> Tape:
             weight_gradient=c.max_positions * c.hidden * trained,
             label="position embeddings",
         )
-        # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
-        same = s.kernels == "hf" and s.batch == 1
-        how = [SHARED, SHARED if same else NEW]
+        how = [SHARED, position_gradient]
         x = e.make("add positions", [x, places], numbers, item, gradient=how)
     if s.dropout:
-        if s.kernels == "paper":
-            x = e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")
+        if s.kernels.eager:
+            e.dropout(x, kind="embedding")
         else:
-            x = e.dropout(x, kind="embedding")
+            e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")
     return e.tape

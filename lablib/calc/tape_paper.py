@@ -13,8 +13,8 @@ Chapter: book/03_tensor_parallelism.md
 from __future__ import annotations
 
 from lablib.calc.tape import Tape, Value
-from lablib.calc.tape_blocks import BlockSetting
 from lablib.calc.tape_eager import FP32, NEW, NONE, Eager
+from lablib.calc.tape_setting import BlockSetting
 
 MASK = 1
 

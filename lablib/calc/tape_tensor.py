@@ -15,13 +15,9 @@ torch/distributed/tensor/_redistribute.py; transformers, models/llama/configurat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lablib.calc.tape import NEW, SHARED, Value
 from lablib.calc.tape_eager import Eager
-
-if TYPE_CHECKING:
-    from lablib.calc.tape_blocks import BlockSetting
+from lablib.calc.tape_setting import BlockSetting
 
 
 def read_by_all(e: Eager, s: BlockSetting, x: Value) -> Value:

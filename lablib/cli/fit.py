@@ -10,60 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.cli.settings import settings_as_options
+
 if TYPE_CHECKING:
     from lablib.calc.memory_fit import Answer
     from lablib.calc.memory_fit_changes import Change
     from lablib.calc.memory_fit_setup import Setup
 
-#: What is no setting of `lablib.calc.memory.training_memory`.
-OWN = ("model", "gpu", "gpus", "gpus_per_node", "reserve", "step", "nic", "intra", "show_all", "as_json")
 ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
 #: Without --all: changes of a kind, 1 where nothing else is said.
 SHOWN = {"same training": 2}
 
 
+@settings_as_options(optional=True, leave_out=("layers_per_stage", "bucket_bytes", "torch"))
 def fit(
     model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
+    *,
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")],
     gpus: Annotated[int | None, typer.Option(help="GPUs in all; default: dp x tp x cp x pp.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
     reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
-    ] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences in one forward pass.")] = None,
-    num_microbatches: Annotated[int | None, typer.Option(help="Micro-batches in a step.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Dtypes, as in `rung memory`.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = None,
-    tuning: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters.")] = None,
-    lora_targets: Annotated[str | None, typer.Option(help="all or attention.")] = None,
-    dp: Annotated[int | None, typer.Option(help="Replicas; default: what --gpus leaves.")] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
-    sharding: Annotated[
-        str | None, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
-    ] = None,
-    prefetch: Annotated[int | None, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Split norms and residuals over tp too.")
-    ] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks, within dp times cp.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="1f1b, gpipe or interleaved.")] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Chunks in a stage, interleaved.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
-    attention: Annotated[str | None, typer.Option(help="fused or plain.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="Whose: paper, toy or hf.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Dropout probability.")] = None,
-    offload: Annotated[
-        str | None, typer.Option(help="On the CPU: none, optimizer, gradients or parameters.")
-    ] = None,
-    gradient_as_bucket_view: Annotated[
-        bool | None, typer.Option(help="DDP's option: no second copy of gradients.")
-    ] = None,
     step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = (
         "foreach"
     ),
@@ -71,9 +38,10 @@ def fit(
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every change.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **settings: object,
 ) -> None:
     """Say whether a run fits, with what room, or which changes make it fit and what each one trades."""
-    given = {name: value for name, value in locals().items() if name not in OWN and value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
 
     from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_sequence
     from lablib.calc.memory_fit_changes import cheapest_change
@@ -96,12 +64,12 @@ def fit(
     best = have if have.fits else changes[0].at if changes else None
     answers = [] if best is None else [largest_micro_batch(best), longest_sequence(best)]
     fewest = [fewest_gpus(have)]
-    if recompute is None:
+    if "recompute" not in given:
         fewest.append(fewest_gpus(have.having(recompute="full")))
     if as_json:
         typer.echo(json.dumps(fit_dict(have, changes, answers, fewest), indent=1))
     else:
-        how = {"model": model, "assumed_seq": seq is None, "show_all": show_all}
+        how = {"model": model, "assumed_seq": "seq" not in given, "show_all": show_all}
         typer.echo(fit_text(have, changes, answers, fewest, **how))
 
 
@@ -274,19 +242,19 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
 
 def command(have: Setup, model: str) -> str:
     """Return the `rung memory` that prints a setup term by term."""
-    from lablib.calc.memory import training_memory
+    from lablib.calc.run_config import SETTINGS
 
     words = ["rung", "memory", shlex.quote(f"./{model}" if model.startswith("-") else model)]
-    for name, default in (training_memory.__kwdefaults__ or {}).items():
-        value = getattr(have.run, name, None)
+    for name, setting in SETTINGS.items():
+        value = getattr(have.run, name)
         value = getattr(value, "name", value)  # recipes and optimizers have names
-        if name == "stage" or value == default:
+        if value == setting.default:
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words.append(flag)
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if have.run.kernels != "paper":
+    if have.run.kernels.eager:
         words += ["--at", "peak", "--step", have.step]
     return " ".join(words)

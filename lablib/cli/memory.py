@@ -1,60 +1,29 @@
-"""`rung memory`: bytes per rank by term, and whether they fit."""
+"""`rung memory`: bytes per rank by term, and whether they fit; one instant of a step, and where its bytes come from."""
 
 from __future__ import annotations
 
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.cli.settings import from_text, settings_as_options
+
 if TYPE_CHECKING:
     from lablib.calc.breakdown import MemoryBreakdown
     from lablib.calc.hardware import Accelerator
+    from lablib.calc.memory_timeline import MemoryTimeline
+    from lablib.calc.run_config import RunConfig
 
 
+@settings_as_options
 def memory(
     model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
-    recipe: Annotated[
-        str, typer.Option(help="Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...")
-    ] = "mixed-bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = "adamw",
-    tuning: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    lora_targets: Annotated[str, typer.Option(help="Matrices with an adapter: all or attention.")] = "all",
-    micro_batch: Annotated[int, typer.Option(help="Sequences in one forward pass of a replica.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
-    ] = None,
-    dp: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = False,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or interleaved.")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(help="Chunks in a stage, when interleaved.")] = 1,
-    num_microbatches: Annotated[int | None, typer.Option(help="Micro-batches in a step.")] = None,
-    layers_per_stage: Annotated[str | None, typer.Option(help="Uneven stages, for example 7,8,8,7.")] = None,
+    *,
     stage: Annotated[int | None, typer.Option(help="Pipeline stage, from 0; default: the largest.")] = None,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, within dp times cp.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
-    attention: Annotated[str, typer.Option(help="fused, or plain, which stores the scores.")] = "fused",
-    kernels: Annotated[
-        str, typer.Option(help="Whose kernels: paper, toy (ours) or hf (Hugging Face's eager classes).")
-    ] = "paper",
-    dropout: Annotated[float | None, typer.Option(help="Dropout probability; default: as published.")] = None,
-    offload: Annotated[
-        str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters.")
-    ] = "none",
-    gradient_as_bucket_view: Annotated[bool, typer.Option(help="DDP's option: no second copy.")] = False,
-    bucket_bytes: Annotated[str, typer.Option(help="Bucket of ZeRO stages 1 and 2.")] = "25 MiB",
-    prefetch: Annotated[int, typer.Option(help="Units that ZeRO-3 gathers ahead.")] = 0,
-    sharding: Annotated[
-        str, typer.Option(help="flat, fsdp2 with --zero 3 or 2, or whole with --zero 1.")
-    ] = "flat",
-    torch: Annotated[str, typer.Option(help="PyTorch whose FSDP2 it is: 2.11 to 2.15.")] = "2.13",
     step: Annotated[
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",
@@ -68,44 +37,104 @@ def memory(
     gpu: Annotated[str | None, typer.Option(help="Accelerator to fit on, for example h100.")] = None,
     unit: Annotated[str, typer.Option(help="Unit of the table: GB, GiB, MB, MiB or B.")] = "GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **settings: object,
 ) -> None:
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
-    settings = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("model", "gpu", "unit", "as_json", "step", "at", "explain")
-    }
-
     from lablib.calc.choices import one_of, plural
     from lablib.calc.hardware import accelerator
     from lablib.calc.memory import training_memory
     from lablib.calc.memory_timeline import STEPS
-    from lablib.calc.units import parse_bytes
+    from lablib.calc.run_config import run_config
 
-    if layers_per_stage is not None:
-        settings["layers_per_stage"] = _numbers(layers_per_stage)
-    settings["bucket_bytes"] = parse_bytes(bucket_bytes)
-    named, device = named_model(model), None if gpu is None else accelerator(gpu)
+    assumed = settings["seq"] is None
+    run = run_config(named_model(model), **from_text(settings))
+    device = None if gpu is None else accelerator(gpu)
     if at is not None or explain:
-        from lablib.cli.memory_moment import print_moment
-
         if explain and at == "all":
             raise ValueError("--explain is about one moment: leave --at all out, or name a moment")
-        how = settings | {"step": step}
         at = "peak" if at is None else at
-        print_moment(named, how, at=at, explain=explain, device=device, unit=unit, as_json=as_json)
+        how = {"step": step, "stage": stage, "at": at, "explain": explain}
+        _print_instant(run, **how, device=device, unit=unit, as_json=as_json)
         return
     one_of("step", step, STEPS)
-    breakdown = training_memory(named, **settings)
+    breakdown = training_memory(run, stage=stage)
     if as_json:
         typer.echo(json.dumps(breakdown.as_dict() | verdict(breakdown.total, device), indent=1))
     else:
-        typer.echo(memory_table(breakdown, device=device, unit=unit, pp=pp))
-        if seq is None:
+        typer.echo(memory_table(breakdown, device=device, unit=unit, pp=run.pp))
+        if assumed:
             typer.echo(
                 f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
                 " add --seq with the length that you train at."
             )
+
+
+def _print_instant(
+    run: RunConfig,
+    *,
+    step: str,
+    stage: int | None,
+    at: str,
+    explain: bool,
+    device: Accelerator | None,
+    unit: str,
+    as_json: bool,
+) -> None:
+    """Print one instant of the step, or a line for each of them; a device is compared with the peak."""
+    from lablib.calc.choices import one_of
+    from lablib.calc.memory_explain import explain_moment
+    from lablib.calc.memory_timeline import memory_timeline
+    from lablib.calc.units import BYTE_UNITS
+
+    size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
+    digits = 0 if size == 1 else 2
+    timeline = memory_timeline(run, step=step, stage=stage)
+    if at == "all":
+        if as_json:
+            typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
+            return
+        typer.echo(_heading(timeline))
+        for moment in timeline.moments:
+            mark = "  <- peak" if moment is timeline.peak else ""
+            typer.echo(f"{moment.name:<32}{moment.total / size:>20,.{digits}f}{mark}")
+        _compare(timeline, device)
+        return
+    moment = timeline.moment(at)
+    lines = explain_moment(timeline, at, run, step)
+    if as_json:
+        found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
+        found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
+        typer.echo(json.dumps(found, indent=1))
+        return
+    typer.echo(_heading(timeline))
+    typer.echo(f"{'at ' + moment.name:<32}{unit:>20}{'share':>9}")
+    for line in lines:
+        share = line.bytes / moment.total
+        name = line.term.removeprefix("activations.").replace("_", " ")
+        name = f"kept: {name}" if line.term.startswith("activations.") else name
+        typer.echo(f"  {name:<30}{line.bytes / size:>20,.{digits}f}{share:>9.1%}")
+        if explain:
+            for text in (line.formula, line.numbers, f"{line.proof}; {line.source}"):
+                typer.echo(textwrap.fill(text, 96, initial_indent="      ", subsequent_indent="        "))
+    typer.echo(f"{'total':<32}{moment.total / size:>20,.{digits}f}")
+    if moment.at:
+        typer.echo(f"\nFullest while this operator runs: {moment.at}.")
+    _compare(timeline, device)
+
+
+def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
+    if device:
+        typer.echo(f"\nAt the peak:\n{sentence(timeline.peak_bytes, device)}")
+
+
+def _heading(timeline: MemoryTimeline) -> str:
+    from lablib.calc.choices import plural
+
+    ranks = plural(timeline.ranks, "rank")
+    place = f"; the peak is at {timeline.peak.name}"
+    return (
+        f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
+    )
 
 
 def memory_table(
@@ -185,12 +214,3 @@ def named_model(model: str) -> str | Path:
     if model in preset_names() and not here.is_file() and not (here / "config.json").exists():
         return model
     return here if os.path.exists(model) else model
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--layers-per-stage={text!r} must be whole numbers with commas, like 7,8,8,7"
-        ) from None

@@ -1,0 +1,343 @@
+"""Every term of the calculator, once: its name, what it is for, its formula, its source, and who can confirm it.
+
+A term is computed in `rank_memory`, `run_activations`, `step_buffers` or on a tape. Whoever lists, explains, compares or
+draws terms reads them here. A name may have a part behind a dot: "activations.norms", "recomputed.mlp".
+
+Kinds are those that PyTorch's trackers tell apart (`torch.distributed._tools`, MemTracker and FSDPMemTracker; source:
+mem_tracker.py and fsdp2_mem_tracker.py). They label a tensor when it is made, by who is running then: forward makes
+activations, backward makes temporaries, the optimizer makes optimizer states. Hooks relabel a few: a gradient once a
+parameter has it, FSDP2's buffers once a collective gets them. The calculator names what a tensor is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
+KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
+DETTMERS = "Dettmers et al. 2023 (arXiv 2305.14314), section 3"
+AUTOGRAD = "PyTorch, tools/autograd/derivatives.yaml"
+ENGINE = "PyTorch, torch/csrc/autograd/engine.cpp"
+LOSS = "PyTorch, torch.nn.functional.cross_entropy: log_softmax and nll_loss"
+FSDP = "PyTorch, torch/distributed/fsdp/_fully_shard"
+PIPELINING = "PyTorch, torch.distributed.pipelining"
+ADAM = "PyTorch, torch/optim/adam.py"
+
+
+class When(NamedTuple):
+    """What a tracker's label may depend on.
+
+    Attributes:
+        phase: Of the step.
+        at: The operator that runs.
+        recompute: "none", "selective" or "full".
+        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
+    """
+
+    phase: str
+    at: str
+    recompute: str
+    fsdp2: bool
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term.
+
+    Attributes:
+        name: As in breakdowns and timelines.
+        role: "weights", "gradients", "optimizer", "activations" or "buffers": its colour in pictures.
+        formula: How it is counted, in the letters of `lablib.calc.memory_explain`.
+        source: Where the formula can be checked.
+        kind: What PyTorch's trackers call it, or a function that says so; None where none was asked.
+        proof: "exact": it follows from counting. "measured": tests hold it to PyTorch; "fsdp2": under FSDP2 alone.
+            "unproven": no oracle on a CPU can see it.
+        running: Whether its size is that of what the running operator makes, or needs.
+    """
+
+    name: str
+    role: str
+    formula: str
+    source: str
+    kind: str | Callable[[When], str] | None = None
+    proof: str = "measured"
+    running: bool = False
+
+
+def _recomputed(when: When) -> str:
+    # MemTracker knows that forward runs again while a module of the block does. What a block's own forward makes
+    # between its modules, the stream, counts as backward's; so does selective recomputation, which runs a function.
+    # FSDPMemTracker asks FSDP2's units alone, whose hooks are outside of what runs again.
+    return "activations" if when.recompute == "full" and not when.fsdp2 else "temporary"
+
+
+def _reducing(during: str, else_: str) -> Callable[[When], str]:
+    return lambda when: during if when.at == "reduce-scatter" else else_
+
+
+def _made_now(when: When) -> str:
+    return "activations" if when.phase in ("forward", "loss") else "temporary"
+
+
+_TERMS = (
+    # States.
+    Term(
+        "weights",
+        "weights",
+        "bytes of a weight × ψ (/ N where weights are sharded)",
+        ZERO,
+        "weights",
+        "exact",
+    ),
+    Term("quantized_weights", "weights", "ψ / 2", DETTMERS, proof="exact"),
+    Term("quantization_constants", "weights", "ψ / 64 + 4 ψ / (64 × 256)", DETTMERS, proof="exact"),
+    Term(
+        "gradients",
+        "gradients",
+        "bytes of a gradient × parameters whose backward is done (/ N where sharded)",
+        ZERO,
+        "gradients",
+        "exact",
+    ),
+    Term(
+        "gradient_accumulation", "gradients", "4 ψ", "The Ultra-Scale Playbook (Hugging Face)", proof="exact"
+    ),
+    Term(
+        "gradient_copy",
+        "optimizer",
+        "4 ψ / N",
+        "Megatron-LM documentation, distributed optimizer",
+        proof="exact",
+    ),
+    # The master copy is a module of parameters like any other.
+    Term("master_weights", "optimizer", "4 ψ (/ N where the optimizer is sharded)", ZERO, "weights", "exact"),
+    *(
+        Term(
+            moment,
+            "optimizer",
+            "bytes of a moment × ψ (/ N)",
+            "Kingma and Ba 2014 (arXiv 1412.6980)",
+            "optimizer",
+            "exact",
+        )
+        for moment in ("momentum", "variance")
+    ),
+    # What forward keeps. The batch was there before forward began.
+    Term(
+        "activations",
+        "activations",
+        "what operators of a block keep for backward",
+        KORTHIKANTI,
+        "activations",
+    ),
+    Term("activations.tokens", "activations", "token ids", AUTOGRAD, "inputs"),
+    Term(
+        "weight_casts",
+        "buffers",
+        "bytes of a cast × matrices used so far, until their backward",
+        "PyTorch, torch.amp",
+        "activations",
+    ),
+    Term("logits", "activations", "bytes of a value × n V", LOSS, "activations"),
+    Term("logits_fp32", "activations", "4 n V: cross-entropy reads fp32", LOSS, "activations"),
+    Term(
+        "attention_mask",
+        "activations",
+        "bytes of a value × b s²",
+        "transformers, masking_utils",
+        "activations",
+    ),
+    Term(
+        "stage_outputs",
+        "activations",
+        "bytes of a value × n h × micro-batches in flight",
+        PIPELINING,
+        "activations",
+    ),
+    Term("stage_inputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING),
+    # Made in forward, kept or not.
+    Term(
+        "forward_values",
+        "activations",
+        "what forward holds and backward will not need",
+        AUTOGRAD,
+        "activations",
+        running=True,
+    ),
+    Term(
+        "recomputed",
+        "activations",
+        "what the replay of the block has made again for its backward",
+        AUTOGRAD,
+        _recomputed,
+        running=True,
+    ),
+    Term(
+        "recomputed_values",
+        "activations",
+        "what the replay holds and backward will not need",
+        AUTOGRAD,
+        _recomputed,
+        running=True,
+    ),
+    Term(
+        "recomputed_stream",
+        "activations",
+        "the stream behind attention, which the replay of the block made",
+        AUTOGRAD,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "operator_temporaries",
+        "buffers",
+        "what one operator's backward makes for itself",
+        AUTOGRAD,
+        _made_now,
+        running=True,
+    ),
+    # Outside of backward, before it begins: it is what the next stage sent.
+    Term(
+        "received_gradient",
+        "activations",
+        "bytes of a value × n h: held until the stage's backward ends",
+        PIPELINING,
+        "activations",
+    ),
+    # Made in backward.
+    Term(
+        "logits_gradients",
+        "activations",
+        "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back",
+        LOSS,
+        "temporary",
+    ),
+    Term(
+        "activation_gradients",
+        "activations",
+        "gradients of activations that wait for an operator",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "adapter_gradients",
+        "activations",
+        "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    # A gradient gets its label when a parameter gets it. Until then it was made in backward like any other tensor:
+    # while the operator that makes it runs, and while the first of two gradients of a tied table waits.
+    Term(
+        "new_gradients",
+        "gradients",
+        "gradients of parameters that the running operator makes",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "tied_gradient",
+        "gradients",
+        "bytes of a gradient × V h: the head's, the embedding's and their sum",
+        ENGINE,
+        "temporary",
+    ),
+    # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer.
+    Term(
+        "gathered_weights",
+        "buffers",
+        "root and unit in use, whole, at the bytes of a gathered value",
+        FSDP,
+        "gathered weights",
+        "fsdp2",
+    ),
+    Term(
+        "arriving_weights",
+        "buffers",
+        "the unit that is copied out of its buffer, at the bytes of a gathered value",
+        FSDP,
+        "activations",
+        "fsdp2",
+    ),
+    Term(
+        "all_gather_buffers",
+        "buffers",
+        "buffers of the unit in use and of the next, as large as they are",
+        FSDP,
+        "all-gather buffers",
+        "fsdp2",
+    ),
+    # FSDP2's gradients are labelled by the tracker when their unit's reduction begins, the root's at the very end.
+    Term(
+        "unsharded_gradients",
+        "gradients",
+        "whole gradients of the unit in use",
+        FSDP,
+        _reducing("unsharded gradients", "temporary"),
+        "fsdp2",
+    ),
+    Term(
+        "root_gradients",
+        "gradients",
+        "whole gradients of the root, which wait for the end of backward",
+        FSDP,
+        "temporary",
+        "fsdp2",
+    ),
+    # Its label comes with the collective; fullest is the instant when gradients have been copied into it.
+    Term(
+        "reduce_scatter_buffers",
+        "buffers",
+        "the last unit's gradients, padded, in the dtype of the reduction",
+        FSDP,
+        _reducing("temporary", "reduce-scatter buffers"),
+        "fsdp2",
+    ),
+    Term(
+        "gradient_buckets",
+        "buffers",
+        "DDP's buckets, as large as all gradients",
+        "PyTorch, DistributedDataParallel",
+        "gradient buckets",
+    ),
+    Term(
+        "communication_buckets", "buffers", "two buckets of ZeRO, or the largest unit", ZERO, proof="unproven"
+    ),
+    Term(
+        "dequantized_weights",
+        "buffers",
+        "the largest matrix in the compute dtype",
+        "arXiv 2305.14314, section 3",
+        proof="unproven",
+    ),
+    Term(
+        "recomputed_layer", "buffers", "what the largest layer computes again", KORTHIKANTI, proof="unproven"
+    ),
+    # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
+    Term(
+        "master_gradients",
+        "gradients",
+        "4 ψ / N: an fp32 copy for the optimizer",
+        "torch.optim: one dtype a parameter",
+        "gradients",
+    ),
+    Term(
+        "optimizer_temporaries",
+        "optimizer",
+        "√variance of all tensors (foreach), or of the largest ones (for-loop)",
+        ADAM,
+        "optimizer",
+    ),
+)
+TERMS = {term.name: term for term in _TERMS}
+ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+def find_term(name: str) -> Term:
+    """Return a term by its name, or by what stands before the dot."""
+    return TERMS[name] if name in TERMS else TERMS[name.partition(".")[0]]
