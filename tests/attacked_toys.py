@@ -548,7 +548,9 @@ def judge(case: Case) -> str:
 
 def judge_all(cases: list[Case], notes: str) -> None:
     """Write down the outcome of each case, line by line, so that an end of the process loses none."""
-    torch.use_deterministic_algorithms(True)  # with this, torch.empty is filled with NaN: nothing of a step is left
+    torch.use_deterministic_algorithms(
+        True
+    )  # with this, torch.empty is filled with NaN: nothing of a step is left
     torch.utils.deterministic.fill_uninitialized_memory = True
     with Path(notes, str(dist.get_rank())).open("w") as file:
         for case in cases:

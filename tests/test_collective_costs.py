@@ -46,7 +46,6 @@ def test_four_ranks_eight_numbers() -> None:
         "pairwise_all_to_all": Traffic(3, 3, 24),
     }
     assert {name: traffic(name, 8, 4) for name in ALGORITHMS} == expected
-    assert traffic("ring_all_reduce", 8, 4, segment_bytes=4) == Traffic(6, 12, 48)
     assert hierarchical_traffic(8, 4, ranks_per_node=2) == (Traffic(2, 2, 32), Traffic(2, 2, 16))
 
 
@@ -290,7 +289,6 @@ def test_pieces_find_where_the_line_breaks() -> None:
     ("call", "says"),
     [
         (lambda: traffic("gossip", 8, 2), "gossip"),
-        (lambda: traffic("ring_all_reduce", 8, 2, segment_bytes=0), "segment_bytes=0"),
         (lambda: rounds("ring_all_reduce", 8, 0), "ranks=0"),
         (lambda: collective_time("ring_all_reduce", 8, 2, bandwidth=0), "bandwidth=0"),
         (lambda: _two_nodes(cards=0), "cards=0"),
