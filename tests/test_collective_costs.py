@@ -289,7 +289,6 @@ def test_pieces_find_where_the_line_breaks() -> None:
     ("call", "says"),
     [
         (lambda: traffic("gossip", 8, 2), "gossip"),
-        (lambda: traffic("ring_all_reduce", 8, 2, segment_bytes=0), "segment_bytes=0"),
         (lambda: rounds("ring_all_reduce", 8, 0), "ranks=0"),
         (lambda: collective_time("ring_all_reduce", 8, 2, bandwidth=0), "bandwidth=0"),
         (lambda: _two_nodes(cards=0), "cards=0"),
