@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from docutils import nodes
 from jinja2 import Environment, FileSystemLoader
 from livecalc import livecalc
-from sources import Cells, Link, Place, Source, Sources, UnknownName, highlighted, read_cells
+from sources import NAME, Cells, Link, Place, Source, Sources, UnknownName, highlighted, read_cells
 from sphinx.application import Sphinx
 from sphinx.builders import Builder
 from sphinx.util import logging
@@ -29,8 +29,6 @@ from sphinx.util.docutils import SphinxDirective
 from lablib.calc.explorer import find_explorer
 
 _LOG = logging.getLogger(__name__)
-#: A name of this repository, as a dotted name or as a path.
-_NAME = r"(?:lablib|labs/(?:scripts|solutions))(?:[./]\w+)+"
 #: What `show` of lablib.view.style writes.
 _FIGURE, _CAPTION = '<figure class="house-figure">', "<figcaption>"
 #: The page with the {codemap}, to which the pages of the sources lead back.
@@ -93,7 +91,7 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
     """Make links of the names in the prose."""
     sources = _sources(Path(app.srcdir))
     for literal in list(doctree.findall(nodes.literal)):
-        match = re.search(rf"(?<![\w./]){_NAME}", literal.astext())
+        match = re.search(NAME, literal.astext())
         if not match or isinstance(literal.parent, nodes.reference):
             continue
         try:
@@ -182,7 +180,7 @@ def _read(app: Sphinx, doctree: nodes.document) -> None:
 
 
 class CodeMap(SphinxDirective):
-    """The directive {codemap}: a section for each page of book/ that draws something."""
+    """The directive {codemap}: a section for each page of book/ that draws something, labelled `code-NN_slug`."""
 
     def run(self) -> list[nodes.Node]:
         """Return the sections, which are filled when all pages are read."""
@@ -191,9 +189,9 @@ class CodeMap(SphinxDirective):
             text = Path(self.env.doc2path(page)).read_text(encoding="utf-8")
             if page.startswith("book/") and ("{livecalc}" in text or _cells_of(self.env.app, page).draws()):
                 title = document.title or re.search(r"(?m)^# (.+)$", text)[1]
-                name = nodes.fully_normalize_name(title)
+                name = f"code-{PurePosixPath(page).name}".lower()
                 section = nodes.section("", nodes.title("", title), codemap(page=page), names=[name])
-                self.state.document.note_implicit_target(section, section)
+                self.state.document.note_explicit_target(section, section)
                 sections.append(section)
         return sections
 
@@ -224,7 +222,7 @@ def _modules(app: Sphinx, page: str) -> dict[str, list[Place]]:
     sources, found, rooms = _sources(Path(app.srcdir)), set(), {}
     for name in {page, page.replace("book/", "labs/")} & app.env.found_docs:
         text = Path(app.env.doc2path(name)).read_text(encoding="utf-8")
-        named = map(sources.find, re.findall(_NAME, text))
+        named = map(sources.find, re.findall(NAME, text))
         found |= {place.file for place in named if place} | _cells_of(app, name).files()
     for file in sorted(found):
         rooms.setdefault("/".join(file.split("/")[:2]), []).append(Place(file))

@@ -20,6 +20,8 @@ from pygments.token import STANDARD_TYPES
 
 #: What becomes a page.
 SHOWN = ("lablib/**/*.py", "labs/scripts/*.py", "labs/solutions/*.py")
+#: A name of it in a text, as a dotted name or as a path.
+NAME = r"(?<!\w)(?<!\w[./])(?:lablib|labs/(?:scripts|solutions))(?:[./]\w+)+"
 
 
 class UnknownName(ValueError):
@@ -418,13 +420,17 @@ class Cells:
         return Place(self.source.file, "", "cell", self._ranges[number][0])
 
     def links(self, number: int) -> list[Link]:
-        """Return the links in a cell, counting its lines from 1.
+        """Return the links in a cell, counting its lines from 1; those to the cell itself are left out.
 
         Args:
             number: The cell, from 0.
         """
-        first = self._ranges[number][0]
-        return [replace(link, line=link.line - first + 1) for link in self._within(*self._ranges[number])]
+        first, last = self._ranges[number]
+        return [
+            replace(link, line=link.line - first + 1)
+            for link in self._within(first, last)
+            if link.place.file != self.source.file or not first <= link.place.line <= last
+        ]
 
     def _within(self, first: int, last: int) -> list[Link]:
         return [link for link in self._links if first <= link.line <= last]
