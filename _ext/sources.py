@@ -7,11 +7,10 @@ re-exports a function, the link goes to the function.
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -56,7 +55,9 @@ class Place:
 
     @property
     def dotted(self) -> str:
-        """Its full name, as Python imports it."""
+        """Its full name, as Python imports it; the path of a file that nothing imports."""
+        if not self.file.startswith("lablib/"):
+            return self.file
         module = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return f"{module}.{self.name}" if self.name else module
 
@@ -78,33 +79,27 @@ class Link:
     place: Place
 
 
-@dataclass
 class Source:
     """One file, or the code cells of one page, as a program.
 
-    Attributes:
+    Args:
         file: Its path from the root of the repository.
         text: The program.
-        defined: Where a name is bound on the module's own level, each time: line and kind. Methods are `Class.method`.
+
+    Attributes:
+        defined: Line and kind of each binding of a name outside functions; in classes the name is `Class.method`.
         imported: What a name stands for that an import binds, as a dotted name.
         exported: The same without imports inside functions.
     """
 
-    file: str
-    text: str
-    defined: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    imported: dict[str, str] = field(default_factory=dict)
-    exported: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text, self.tree = file, text, ast.parse(text)
+        self.defined: dict[str, list[tuple[int, str]]] = {}
+        self.imported: dict[str, str] = {}
+        self.exported: dict[str, str] = {}
         self._note(self.tree.body, "")
         for node in ast.walk(self.tree):
             self.imported |= _imports(node, self.package)
-
-    @functools.cached_property
-    def tree(self) -> ast.Module:
-        """Its syntax tree."""
-        return ast.parse(self.text)
 
     @property
     def summary(self) -> str:
@@ -150,27 +145,24 @@ def _assigned(node: ast.stmt) -> set[str]:
     return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
 
 
-def _origin(node: ast.ImportFrom, package: str) -> str:
-    """Return the dotted name of the module from which an import takes names."""
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".")[: len(package.split(".")) - node.level + 1]
-    return ".".join([*parts, *([node.module] if node.module else [])])
+def _origin(node: ast.AST, package: str) -> str:
+    """Return the dotted name of the module from which an import takes names; "" for a plain import."""
+    if not isinstance(node, ast.ImportFrom):
+        return ""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*above, *filter(None, [node.module])])
 
 
 def _imports(node: ast.AST, package: str) -> dict[str, str]:
     """Return what one statement imports: the bound name, and the dotted name that it stands for."""
-    if isinstance(node, ast.ImportFrom):
-        origin = _origin(node, package)
-        return {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
-    if isinstance(node, ast.Import):
-        return {
-            alias.asname or alias.name.partition(".")[0]: alias.name
-            if alias.asname
-            else alias.name.partition(".")[0]
-            for alias in node.names
-        }
-    return {}
+    names, origin = {}, _origin(node, package)
+    for alias in node.names if isinstance(node, ast.ImportFrom | ast.Import) else ():
+        if origin:
+            names[alias.asname or alias.name] = f"{origin}.{alias.name}"
+        else:
+            bound = alias.asname or alias.name.partition(".")[0]
+            names[bound] = alias.name if alias.asname else bound
+    return names
 
 
 class Sources:
@@ -290,7 +282,7 @@ class _Names:
             yield from self._walk(child, local)
 
     def _import(self, node: ast.ImportFrom | ast.Import) -> Iterator[Link]:
-        origin = _origin(node, self.source.package) if isinstance(node, ast.ImportFrom) else ""
+        origin = _origin(node, self.source.package)
         if origin and not node.level and (place := self.sources.find(origin)):
             begin = node.col_offset + len("from ")
             yield self._link(node.lineno, begin, begin + len(origin), place)
@@ -325,7 +317,6 @@ _SCOPES = (
 )  # fmt: skip
 
 
-@functools.cache
 def _bound(node: ast.AST) -> frozenset[str]:
     """Return the names that a function or a comprehension binds for itself."""
     parts = list(ast.walk(node))

@@ -104,7 +104,7 @@ def test_a_link_counts_characters_not_bytes(repository):
     assert _linked(repository, sources.Source("book/a.md", text))[1:] == [
         ("zero", "lablib.calc.zero"),
         ("zero.shard", "lablib.calc.zero.states.shard"),
-        ("ψ", "book.a.md.ψ"),
+        ("ψ", "book/a.md"),
         ("zero.STAGES", "lablib.calc.zero.STAGES"),
     ]
 
