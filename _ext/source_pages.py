@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape, unescape
 from pathlib import Path, PurePosixPath
 
@@ -71,8 +71,15 @@ def _address(builder: Builder, here: str, place: Place) -> str:
 
 
 def _reference(builder: Builder, here: str, place: Place, shown: nodes.Node | None = None) -> nodes.reference:
-    shown = shown or nodes.literal(text=place.dotted)
+    shown = shown or nodes.literal("", "", *_breakable(place.dotted))
     return nodes.reference("", "", shown, internal=True, refuri=_address(builder, here, place))
+
+
+def _breakable(name: str) -> Iterator[nodes.Node]:
+    """Yield a name that a narrow page may break after its dots."""
+    for part in re.split(r"(?<=[./])", name):
+        yield nodes.Text(part)
+        yield nodes.raw("", "<wbr>", format="html")
 
 
 def _listed(builder: Builder, here: str, places: Iterable[Place]) -> list[nodes.Node]:
@@ -170,6 +177,11 @@ def _name_explorers(app: Sphinx, doctree: nodes.document) -> None:
         below.append(drawn(figures=[figure], drawn_by=[place], computed_by=[]))
         below.append(_line("Computed and drawn by ", _listed(app.builder, app.env.docname, [place])))
         node.parent.insert(node.parent.index(node) + 1, below)
+
+
+def _load(app: Sphinx) -> None:
+    """Read the repository before the processes part that read pages."""
+    _sources(Path(app.srcdir))
 
 
 def _read(app: Sphinx, doctree: nodes.document) -> None:
@@ -307,6 +319,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_node(drawn, html=(_skip, None), **others)
     app.add_node(codemap, html=(_skip, None), **others)
     app.add_directive("codemap", CodeMap)
+    app.connect("builder-inited", _load)
     app.connect("doctree-read", _read)
     app.connect("doctree-resolved", _fill_maps)
     app.connect("build-finished", _write_pages)
