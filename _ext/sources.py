@@ -389,9 +389,14 @@ class Cells:
         Args:
             text: Code of a cell.
             least: Where to begin.
+
+        Raises:
+            ValueError: If there is none.
         """
-        numbers = range(least, len(self._ranges))
-        return next(number for number in numbers if self.text(number) == text.strip("\n"))
+        for number in range(least, len(self._ranges)):
+            if self.text(number) == text.strip("\n"):
+                return number
+        raise ValueError(f"{self.source.file} has no such cell: {text}")
 
     def text(self, number: int) -> str:
         """Return a cell's code.
