@@ -172,8 +172,12 @@ def _prose():
 
 @pytest.mark.parametrize(("path", "prose"), [pytest.param(*pair, id=pair[0].stem) for pair in _prose()])
 def test_names_in_the_prose_exist(path, prose):
-    names = [name for code in re.findall(r"`([^`\n]+)`", prose) for name in re.findall(sources.NAME, code)]
+    codes = re.findall(r"`([^`\n]+)`", prose)
+    names = [name for code in codes for name in re.findall(sources.NAME, code)]
     assert [name for name in names if REPOSITORY.find(name) is None] == []
+    # A file's name alone is no link, and nobody notices when the file goes.
+    files = {file.rpartition("/")[2] for file in REPOSITORY.files}
+    assert [code for code in codes if code in files] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
