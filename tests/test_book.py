@@ -88,7 +88,7 @@ def test_a_figure_leads_to_the_function_that_drew_it_and_the_map_has_both(page):
         assert cell.select(".code-fold pre") or cell.select(".cell_input")
         number = figure.select_one(".figure-number").get_text()
         [entry] = parsed(MAP).select(f"a[href='{page.removeprefix('book/')}.html#{figure['id']}']")
-        item = entry.find_parent("li").get_text(" ")
+        item = entry.find_parent("li").get_text()
         assert number in item
         assert figure.select_one("figcaption").get_text().partition(". ")[2] in item
         assert all(link.get_text() in item for link in makers)
