@@ -357,6 +357,8 @@ def highlighted(text: str, links: Iterable[tuple[Link, str]]) -> list[str]:
 _PLAIN = {"", "n", "nn", "p", "w"}
 
 
+#: The rooms whose functions draw.
+VIEWS = ("lablib/view/", "lablib/live/")
 #: Serves every figure and draws none.
 STYLE = "lablib.view.style"
 #: Serves every number and computes none.
@@ -461,21 +463,21 @@ class Cells:
         raise ValueError(f"{self.source.file}: no statement on line {line} of its cells")
 
     def drawn_by(self, number: int) -> list[Place]:
-        """Return the functions of lablib.view that draw what a cell shows.
+        """Return the functions that draw what a cell shows.
 
         Args:
             number: The cell, from 0.
         """
-        views = [place for place in self.uses(number) if place.file.startswith("lablib/view/")]
+        views = [place for place in self.uses(number) if place.file.startswith(VIEWS)]
         return [place for place in views if place.kind == "function" and place.file != self._style]
 
     def computed_by(self, number: int) -> list[Place]:
-        """Return the functions of the other rooms, which compute what a cell shows.
+        """Return the functions and classes that compute what a cell shows.
 
         Args:
             number: The cell, from 0.
         """
-        others = [place for place in self.uses(number) if not place.file.startswith("lablib/view/")]
+        others = [place for place in self.uses(number) if not place.file.startswith(VIEWS)]
         return [place for place in others if place.file != self._units]
 
     def draws(self) -> bool:

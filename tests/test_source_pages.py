@@ -25,16 +25,18 @@ REPOSITORY = sources.Sources(ROOT)
 FILES = {
     "lablib/__init__.py": "",
     "lablib/calc/__init__.py": "",
-    "lablib/calc/units.py": "GB = 10**9\n\n\ndef gb(size):\n    return size / GB\n",
-    "lablib/calc/zero/__init__.py": "from lablib.calc.zero.states import plan, shard\n\nSTAGES = 4\n",
-    "lablib/calc/zero/states.py": (
-        "from ..units import GB as billion\n\n\ndef shard(params, ranks):\n    return params // ranks * billion\n\n\n"
+    "lablib/calc/flour.py": "GB = 10**9\n\n\ndef gb(size):\n    return size / GB\n",
+    "lablib/calc/cake/__init__.py": "from lablib.calc.cake.states import plan, shard\n\nSTAGES = 4\n",
+    "lablib/calc/cake/states.py": (
+        "from ..flour import GB as billion\n\n\ndef shard(params, ranks):\n    return params // ranks * billion\n\n\n"
         "class plan:\n    size: int = 0\n\n    def best(self, shard):\n        return shard(self.size, 2)\n"
     ),
-    "lablib/calc/zero/plan.py": "",
+    "lablib/calc/cake/plan.py": "",
     "lablib/view/__init__.py": "",
+    # These two are known by name.
+    "lablib/calc/units.py": "",
     "lablib/view/style.py": "def show(figure):\n    pass\n",
-    "lablib/view/zero.py": "def bars(sizes):\n    pass\n",
+    "lablib/view/cake.py": "def bars(sizes):\n    pass\n",
 }
 
 
@@ -50,17 +52,17 @@ def repository(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file", "defined", "line"),
     [
-        ("lablib.calc.units.gb", "lablib/calc/units.py", "gb", 4),
-        ("lablib.calc.units.GB", "lablib/calc/units.py", "GB", 1),
-        ("lablib.calc.zero.shard", "lablib/calc/zero/states.py", "shard", 4),
-        ("lablib.calc.zero.states.billion", "lablib/calc/units.py", "GB", 1),
-        ("lablib.calc.zero.STAGES", "lablib/calc/zero/__init__.py", "STAGES", 3),
+        ("lablib.calc.flour.gb", "lablib/calc/flour.py", "gb", 4),
+        ("lablib.calc.flour.GB", "lablib/calc/flour.py", "GB", 1),
+        ("lablib.calc.cake.shard", "lablib/calc/cake/states.py", "shard", 4),
+        ("lablib.calc.cake.states.billion", "lablib/calc/flour.py", "GB", 1),
+        ("lablib.calc.cake.STAGES", "lablib/calc/cake/__init__.py", "STAGES", 3),
         # As in Python, what a package's __init__ imports hides a module of the same name.
-        ("lablib.calc.zero.plan", "lablib/calc/zero/states.py", "plan", 8),
-        ("lablib.calc.zero.plan.best", "lablib/calc/zero/states.py", "plan.best", 11),
-        ("lablib/calc/zero/plan.py", "lablib/calc/zero/plan.py", "", 0),
-        ("lablib.calc.zero", "lablib/calc/zero/__init__.py", "", 0),
-        ("lablib/calc/zero", "lablib/calc/zero/__init__.py", "", 0),
+        ("lablib.calc.cake.plan", "lablib/calc/cake/states.py", "plan", 8),
+        ("lablib.calc.cake.plan.best", "lablib/calc/cake/states.py", "plan.best", 11),
+        ("lablib/calc/cake/plan.py", "lablib/calc/cake/plan.py", "", 0),
+        ("lablib.calc.cake", "lablib/calc/cake/__init__.py", "", 0),
+        ("lablib/calc/cake", "lablib/calc/cake/__init__.py", "", 0),
     ],
 )
 def test_a_name_leads_to_its_definition(repository, name, file, defined, line):
@@ -72,10 +74,10 @@ def test_a_name_leads_to_its_definition(repository, name, file, defined, line):
     "name",
     [
         "lablib.calc.one",
-        "lablib.calc.zero.shards",
-        "lablib.calc.zero.shard.size",
-        "lablib.calc.units.zero",
-        "lablib/calc/zero/shard.py",
+        "lablib.calc.cake.shards",
+        "lablib.calc.cake.shard.size",
+        "lablib.calc.flour.cake",
+        "lablib/calc/cake/shard.py",
         "torch.nn",
     ],
 )
@@ -93,26 +95,26 @@ def _linked(repository, source):
 
 
 def test_names_of_a_source_are_links_and_local_names_are_none(repository):
-    assert _linked(repository, repository.files["lablib/calc/zero/states.py"]) == [
-        ("GB", "lablib.calc.units.GB"),
-        ("billion", "lablib.calc.units.GB"),
+    assert _linked(repository, repository.files["lablib/calc/cake/states.py"]) == [
+        ("GB", "lablib.calc.flour.GB"),
+        ("billion", "lablib.calc.flour.GB"),
     ]
 
 
 def test_a_link_counts_characters_not_bytes(repository):
-    text = "from lablib.calc import zero\nψ = zero.shard(8, 2)\n'ψψ', ψ, [ψ for ψ in (1, zero.STAGES)]\n"
+    text = "from lablib.calc import cake\nψ = cake.shard(8, 2)\n'ψψ', ψ, [ψ for ψ in (1, cake.STAGES)]\n"
     assert _linked(repository, sources.Source("book/a.md", text))[1:] == [
-        ("zero", "lablib.calc.zero"),
-        ("zero.shard", "lablib.calc.zero.states.shard"),
+        ("cake", "lablib.calc.cake"),
+        ("cake.shard", "lablib.calc.cake.states.shard"),
         ("ψ", "book/a.md"),
-        ("zero.STAGES", "lablib.calc.zero.STAGES"),
+        ("cake.STAGES", "lablib.calc.cake.STAGES"),
     ]
 
 
 CELLS = [
     (
         "",
-        "from lablib.calc.units import GB\nfrom lablib.calc.zero import shard\nfrom lablib.view import zero as draw\n",
+        "from lablib.calc.flour import GB\nfrom lablib.calc.cake import shard\nfrom lablib.view import cake as draw\n",
     ),
     ("", "from lablib.view.style import show\n\ndef size(ranks):\n    return shard(8, ranks) / GB\n"),
     ("First", "show(draw.bars([size(n) for n in (1, 2)]))\n"),
@@ -123,10 +125,10 @@ CELLS = [
 def test_what_a_cell_uses_is_followed_through_earlier_cells(repository):
     cells = sources.Cells(repository, "book/a.md", CELLS)
     first = cells.number("show(draw.bars([size(n) for n in (1, 2)]))")
-    assert [place.dotted for place in cells.drawn_by(first)] == ["lablib.view.zero.bars"]
-    assert [place.dotted for place in cells.computed_by(first)] == ["lablib.calc.zero.states.shard"]
+    assert [place.dotted for place in cells.drawn_by(first)] == ["lablib.view.cake.bars"]
+    assert [place.dotted for place in cells.computed_by(first)] == ["lablib.calc.cake.states.shard"]
     # The last cell binds the name again, to a number.
-    assert [place.dotted for place in cells.drawn_by(first + 1)] == ["lablib.view.zero.bars"]
+    assert [place.dotted for place in cells.drawn_by(first + 1)] == ["lablib.view.cake.bars"]
     assert cells.computed_by(first + 1) == []
     assert cells.draws()
     assert not sources.Cells(repository, "book/a.md", CELLS[:1]).draws()
@@ -189,9 +191,9 @@ def test_a_cell_that_shows_something_shows_its_code(path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("lablib.calc.zero.shard", 'href="code/lablib/calc/zero/states.html#shard"'),
-        ("lablib/calc/units.py", 'href="code/lablib/calc/units.html"'),
-        ("lablib.calc.units.TB", "lablib/calc/units.py has no TB"),
+        ("lablib.calc.cake.shard", 'href="code/lablib/calc/cake/states.html#shard"'),
+        ("lablib/calc/flour.py", 'href="code/lablib/calc/flour.html"'),
+        ("lablib.calc.flour.TB", "lablib/calc/flour.py has no TB"),
     ],
 )
 def test_a_name_in_a_page_is_a_link_or_fails_the_build(repository, tmp_path, name, sentence):
