@@ -112,7 +112,7 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
 
 def _show_code(app: Sphinx, doctree: nodes.document) -> None:
     """Link the names in the cells of a page, fold the cells that say so, and say who drew its figures."""
-    here, figures, number = app.env.docname, 0, 0
+    here, figures, number = app.env.docname, 0, -1
     for container in list(doctree.findall(nodes.container)):
         parts = {
             child.get("nb_element"): child for child in container.children if isinstance(child, nodes.Element)
@@ -120,15 +120,14 @@ def _show_code(app: Sphinx, doctree: nodes.document) -> None:
         if (shown := parts.get("cell_code_source")) is None:
             continue
         cells = _cells_of(app, here)
-        number = cells.number(shown.astext(), number)
+        number = cells.number(shown.astext(), number + 1)
         below = block(tag="div", classes=["figure-code"])
         if found := _number_figures(parts.get("cell_code_output"), figures):
             figures += len(found)
             makers = cells.drawn_by(number)
             below.append(drawn(figures=found, drawn_by=makers, computed_by=cells.computed_by(number)))
             below.append(_line("Drawn by ", _listed(app.builder, here, makers) or [nodes.Text("this cell")]))
-        lines = highlighted(cells.text(number), _addressed(app.builder, here, cells.links(number)))
-        html = '<div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div>\n"
+        html = _cell_html(app.builder, here, cells, number)
         if container.attributes.pop("hide_mode", "") == "input":
             container.remove(shown)
             shown.children = [code(html=html)]
@@ -137,6 +136,14 @@ def _show_code(app: Sphinx, doctree: nodes.document) -> None:
             shown.children = [nodes.raw("", html, format="html")]
         if below.children:
             container.append(below)
+
+
+def _cell_html(builder: Builder, here: str, cells: Cells, number: int) -> str:
+    lines = highlighted(cells.text(number), _addressed(builder, here, cells.links(number)))
+    # As Sphinx writes a block of code.
+    return (
+        '<div class="notranslate"><div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div></div>\n"
+    )
 
 
 def _number_figures(output: nodes.Element | None, before: int) -> list[tuple[str, str, str]]:
@@ -256,18 +263,11 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
         lines = highlighted(source.text, _addressed(builder, page, sources.links(source)))
         html = template.render(
             file=source.file,
-            folders=[
-                (folder.name, _address(builder, page, place) if (place := sources.find(f"{folder}/")) else "")
-                for folder in reversed(PurePosixPath(source.file).parents[:-1])
-            ],
+            folders=_folders(sources, builder, source),
             name=PurePosixPath(source.file).name,
             lines=zip(_anchors(source), lines, strict=True),
             inside=[
-                (
-                    inner.file.removeprefix(f"{PurePosixPath(source.file).parent}/"),
-                    _address(builder, page, Place(inner.file)),
-                    inner.summary,
-                )
+                (inner.file, _address(builder, page, Place(inner.file)), inner.summary)
                 for inner in sources.inside(source)
             ],
             title=app.config.html_title,
@@ -276,6 +276,15 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
             static=builder.get_relative_uri(page, "_static/x").removesuffix("x.html"),
         )
         path.write_text(html, encoding="utf-8")
+
+
+def _folders(sources: Sources, builder: Builder, source: Source) -> list[tuple[str, str]]:
+    """Return the folders above a file, each with the address of its package, if it is one."""
+    page, found = Place(source.file).page, []
+    for folder in reversed(PurePosixPath(source.file).parents[:-1]):
+        package = sources.find(f"{folder}/")
+        found.append((folder.name, _address(builder, page, package) if package else ""))
+    return found
 
 
 def _anchors(source: Source) -> list[list[str]]:
