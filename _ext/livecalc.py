@@ -137,7 +137,7 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
     pyodide = f"{FOLDER}/" if local_pyodide() else CDN.format(version=pyodide_version())
     controls = "".join(_control(explorer, control, first[control.name]) for control in explorer.controls)
     return f"""
-<div class="livecalc" data-module="{module}" data-name="{explorer.name}"
+<div class="livecalc" id="livecalc-{explorer.name}" data-module="{module}" data-name="{explorer.name}"
  data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={calc_digest()}">
 <form class="livecalc-controls" aria-label="{escape(explorer.title, quote=True)}" autocomplete="off" hidden>
 {controls}<button type="reset" class="livecalc-reset">First state again</button>

@@ -1,6 +1,7 @@
 """The built site, as its tests see it: pages in the order of the table of contents, parsed once."""
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ CONTENTS = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
 PAGES = [CONTENTS["root"], *_files(CONTENTS["parts"])]
 CHAPTERS = [page for page in PAGES if page.startswith("book/") and page[5:7].isdigit()]
 LABS = [page for page in PAGES if page.startswith("labs/")]
+#: Lists every figure with its code.
+MAP = "book/where_is_the_code"
 
 
 def source(page):
@@ -49,4 +52,6 @@ def parsed(page):
 @functools.cache
 def ids(page):
     """Return the ids on a page."""
+    if page.startswith("code/"):  # a page of a source is long, and has ids on lines alone
+        return frozenset(re.findall(r' id="([^"]+)"', source(page)))
     return frozenset(tag["id"] for tag in parsed(page).find_all(id=True))

@@ -6,7 +6,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tests.built_site import CHAPTERS, LABS, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, SITE, parsed, source
+from tests.built_site import CHAPTERS, LABS, MAP, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, SITE, parsed, source
 
 pytestmark = pytest.mark.site
 
@@ -65,6 +65,54 @@ def test_every_figure_has_its_message_and_its_description(page):
         assert figure.select_one("svg[role=img]")["aria-label"].strip()
     for image in parsed(page).select("article img"):
         assert image.get("alt", "").strip(), image
+
+
+def _made_by(page, link):
+    """Return the line of the source to which a link on a page leads."""
+    file, _, anchor = link["href"].partition("#")
+    text = (SITE / page).parent.joinpath(file).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if f'id="{anchor}"' in line]
+    return re.sub(r"<[^>]+>", "", lines[0])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("book/")])
+def test_a_figure_leads_to_the_function_that_drew_it_and_the_map_has_both(page):
+    figures = parsed(page).select("div.cell figure.house-figure")
+    assert [figure["id"] for figure in figures] == [f"figure-{n}" for n in range(1, len(figures) + 1)]
+    for figure in figures:
+        cell = figure.find_parent(class_="cell")
+        makers = cell.select(".figure-code > .figure-maker a")
+        assert makers, figure["id"]
+        for link in makers:
+            assert f"def {link.get_text().rpartition('.')[2]}(" in _made_by(page, link)
+        assert cell.select(".code-fold pre") or cell.select(".cell_input")
+        number = figure.select_one(".figure-number").get_text()
+        [entry] = parsed(MAP).select(f"a[href='{page.removeprefix('book/')}.html#{figure['id']}']")
+        item = entry.find_parent("li").get_text()
+        assert number in item
+        assert figure.select_one("figcaption").get_text().partition(". ")[2] in item
+        assert all(link.get_text() in item for link in makers)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("book/")])
+def test_the_map_has_every_explorer(page):
+    for explorer in parsed(page).select(".livecalc"):
+        [entry] = parsed(MAP).select(f"a[href='{page.removeprefix('book/')}.html#{explorer['id']}']")
+        assert explorer["data-module"] in entry.find_parent("li").get_text()
+
+
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_the_map_has_the_modules_of_a_chapter(page):
+    label = page.removeprefix("book/").replace("_", "-")
+    section = parsed(MAP).find(id=f"code-{label}")
+    named = {link.get_text() for link in section.select("ul:last-of-type a")}
+    assert f"lablib.checks.rung{label[:2]}" in named
+    assert f"labs/solutions/rung{label[:2]}.py" in named
+    assert any(name.startswith("lablib.calc.") for name in named)
+
+
+def test_the_search_knows_no_source():
+    assert '"code/' not in (SITE / "searchindex.js").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES)

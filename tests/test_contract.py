@@ -158,7 +158,8 @@ def problems_of_chapter(text, stem):
     guide = "".join(part for title, part in sections.items() if title.startswith("Reading guide"))
     hold(guide.count("{cite") >= 2, "the reading guide leads to the papers")
     hold(f"labs/{stem}" in prose, "the chapter leads to its lab")
-    hold("lablib/" in prose, "the chapter leads to its module")
+    hold(re.search(r"`lablib[./]\w", prose), "the chapter leads to its module")
+    hold(f"<code-{stem}>" in prose, "the chapter leads to the map of its code")
     hold(f"../labs/solutions/rung{stem[:2]}.py" in prose, "the solutions are folded into the chapter")
 
     # A result is computed where it stands; a number with a fraction and a unit in plain text was typed in.
@@ -263,6 +264,7 @@ BROKEN_CHAPTERS = {
     "folded answers": (":class: dropdown", ""),
     "names the check": ("rung", "step"),
     "leads to the papers": ("{cite}", ""),
+    "map of its code": ("<code-", "<no-"),
     "typed-in result": ("## Problems", "It takes 12.8 GB.\n\n## Problems"),
 }
 

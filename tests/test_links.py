@@ -1,5 +1,6 @@
 """Every link inside the built site leads to a file that is there, and every fragment to an id on its page."""
 
+import re
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -37,6 +38,20 @@ def broken_links(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_inside_the_site_lead_somewhere(page):
     assert broken_links(page) == []
+
+
+def test_links_of_the_sources_lead_somewhere():
+    broken, links = set(), 0
+    for path in sorted((SITE / "code").rglob("*.html")):
+        for target in set(re.findall(r'<a href="([^"]+)"', path.read_text(encoding="utf-8"))):
+            file, _, fragment = unquote(target).partition("#")
+            page = (path.parent / file).resolve() if file else path
+            name = str(page.relative_to(SITE))[: -len(".html")]
+            links += 1
+            if not page.is_file() or (fragment and fragment not in ids(name)):
+                broken.add((str(path.relative_to(SITE)), target))
+    assert broken == set()
+    assert links > 5000
 
 
 def test_a_broken_link_is_found(tmp_path, monkeypatch):

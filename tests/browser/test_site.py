@@ -107,6 +107,7 @@ def test_a_page_reads_well(context, address, page):
         if page in CHAPTERS:
             figures_stand_on_the_page(visit, "light", "dark")
             a_solution_is_folded_until_it_is_asked_for(visit)
+            the_code_of_a_figure_is_folded_until_it_is_asked_for(visit)
         if page in LABS:
             a_lab_leads_back_to_its_chapter(visit, page)
 
@@ -189,6 +190,13 @@ def a_solution_is_folded_until_it_is_asked_for(visit):
     answer.wait_for(state="visible", timeout=5000)
 
 
+def the_code_of_a_figure_is_folded_until_it_is_asked_for(visit):
+    fold = visit.page.locator(".code-fold").first
+    assert not fold.locator("pre").is_visible()
+    fold.locator("summary").click()
+    fold.locator("pre").wait_for(state="visible", timeout=5000)
+
+
 def a_lab_leads_back_to_its_chapter(visit, page):
     chapter = page.replace("labs/", "book/")
     visit.page.locator(f"article a[href$='{chapter}.html']").first.click()
@@ -211,6 +219,21 @@ def test_the_theme_can_be_switched(context, address):
             seen.add(visit.page.locator("html").get_attribute("data-theme"))
             button.click()
         assert seen == {"light", "dark"}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_formula_is_two_clicks_behind_a_figure(context, address, theme):
+    with Visit(context, address, "book/05_zero", theme) as visit:
+        figure = visit.page.locator("div.cell:has(#figure-2)")
+        figure.locator(".code-fold > summary").click()
+        figure.locator(".code-fold a[href*='code/lablib/calc/']").first.click()
+        visit.page.wait_for_url("**/code/lablib/calc/**", wait_until="load")
+        assert visit.page.locator("html").get_attribute("data-theme") == theme
+        assert visit.page.locator(".line:has(:target)").is_visible()
+        for size in (DESK, PHONE):
+            visit.page.set_viewport_size(size)
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert visit.errors == []
 
 
 def test_the_search_finds_a_chapter(context, address):
