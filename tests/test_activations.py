@@ -29,7 +29,7 @@ def gpt(hidden: int, heads: int, layers: int = 1, vocab: int = 51_200) -> ModelC
 
 
 def total(config: ModelConfig, **arguments) -> int:
-    return sum(layer_activations(config, **arguments).values())
+    return sum(layer_activations(config, attention="plain", **arguments).values())
 
 
 # --- the paper ----------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_the_papers_formulas_exactly():
         assert total(config, **split, recompute="selective") == 10 * sbh + 24 * sbh // t
         assert total(config, **both, recompute="selective") == 34 * sbh // t
         assert total(config, **split, recompute="full") == 2 * sbh
-        assert layer_activations(config, **shape) == {
+        assert layer_activations(config, attention="plain", **shape) == {
             "norms": 4 * sbh,
             "attention": 11 * sbh,
             "scores": scores,
@@ -99,7 +99,7 @@ def test_the_papers_percentages(a, h, b, percent):
 def test_without_dropout_masks_vanish_and_the_softmax_is_kept_once():
     s, b, h, a = 128, 3, 256, 4
     config, shape = gpt(h, a), {"batch": b, "seq": s, "dropout": 0.0}
-    kinds = layer_activations(config, **shape)
+    kinds = layer_activations(config, attention="plain", **shape)
     assert kinds["scores"] == 2 * a * s * s * b
     assert kinds["attention"] == 10 * s * b * h
     assert kinds["mlp"] == 18 * s * b * h
@@ -108,7 +108,7 @@ def test_without_dropout_masks_vanish_and_the_softmax_is_kept_once():
 
 def test_fused_attention_keeps_statistics_and_no_scores():
     s, b, h, a = 128, 3, 256, 4
-    plain = layer_activations(gpt(h, a), batch=b, seq=s)
+    plain = layer_activations(gpt(h, a), batch=b, seq=s, attention="plain")
     fused = layer_activations(gpt(h, a), batch=b, seq=s, attention="fused")
     assert fused == plain | {"scores": 0, "attention": plain["attention"] + 4 * a * s * b}
     again = layer_activations(gpt(h, a), batch=b, seq=s, attention="fused", recompute="selective")
@@ -126,11 +126,11 @@ def test_llama_by_hand():
 
 def test_head_width_apart_from_hidden_and_norms_on_heads():
     config = tiny_config("llama", hidden=100, num_heads=6, num_kv_heads=2, head_dim=8)
-    attention = layer_activations(config, batch=1, seq=1)["attention"]
+    attention = layer_activations(config, batch=1, seq=1, attention="plain")["attention"]
     assert attention == 2 * (100 + 48 + 16 + 16 + 48)
-    normed = layer_activations(replace(config, qk_norm=True), batch=1, seq=1)["attention"]
+    normed = layer_activations(replace(config, qk_norm=True), batch=1, seq=1, attention="plain")["attention"]
     assert normed - attention == 2 * (48 + 16)
-    four = layer_activations(replace(config, norms_per_layer=4), batch=1, seq=1)["norms"]
+    four = layer_activations(replace(config, norms_per_layer=4), batch=1, seq=1, attention="plain")["norms"]
     assert four == 4 * 2 * 100
 
 
@@ -159,8 +159,8 @@ def test_latent_attention_and_dense_first_layers_by_hand():
 
 def test_context_parallelism_divides_tokens_and_one_side_of_the_scores():
     config = preset("llama-3-8b")
-    whole = layer_activations(config, batch=2, seq=4096)
-    part = layer_activations(config, batch=2, seq=4096, cp=4)
+    whole = layer_activations(config, batch=2, seq=4096, attention="plain")
+    part = layer_activations(config, batch=2, seq=4096, cp=4, attention="plain")
     assert {kind: 4 * size for kind, size in part.items()} == whole
 
 
@@ -311,6 +311,6 @@ def test_bad_input_is_named(change, words):
 def test_the_toy_says_which_models_it_has():
     for name, words in (("mixtral-8x7b", "'mixtral'"), ("qwen2.5-7b", "'qwen2'")):
         with pytest.raises(ValueError, match=words):
-            model_activations(preset(name), batch=1, seq=8, kernels="toy")
+            model_activations(preset(name), batch=1, seq=8, kernels="toy", attention="plain")
     with pytest.raises(ValueError, match="head_dim=7 must be even"):
-        model_activations(tiny_config("llama", head_dim=7), batch=1, seq=8, kernels="toy")
+        model_activations(tiny_config("llama", head_dim=7), batch=1, seq=8, kernels="toy", attention="plain")

@@ -40,7 +40,7 @@ def test_the_papers_block_tensor_by_tensor():
     """Korthikanti et al., section 4.1: 34 sbh + 5 a s² b with dropout, 32 sbh + 2 a s² b without."""
     s, b, h, a = 2048, 4, 6144, 64
     sbh, pairs = s * b * h, a * s * s * b
-    tensors = {t.name: t.bytes for t in block_tensors(gpt(h, a), batch=b, seq=s)}
+    tensors = {t.name: t.bytes for t in block_tensors(gpt(h, a), batch=b, seq=s, attention="plain")}
     assert tensors == {
         "input of norm 1": 2 * sbh,
         "output of norm 1": 2 * sbh,
@@ -59,7 +59,7 @@ def test_the_papers_block_tensor_by_tensor():
         "dropout mask of the MLP": sbh,
     }
     assert sum(tensors.values()) == 34 * sbh + 5 * pairs
-    without = block_tensors(gpt(h, a), batch=b, seq=s, dropout=0.0)
+    without = block_tensors(gpt(h, a), batch=b, seq=s, dropout=0.0, attention="plain")
     assert sum(t.bytes for t in without) == 32 * sbh + 2 * pairs
 
 
@@ -96,7 +96,7 @@ def test_tensors_sum_to_the_layer_and_differences_to_the_difference(family, atte
 
 def test_eager_gpt_in_16_bit_differs_by_masks_and_norm_statistics_alone():
     s, b, h, a = 64, 2, 96, 4
-    found = {d.name: d.toy - d.paper for d in differences(gpt(h, a), batch=b, seq=s)}
+    found = {d.name: d.toy - d.paper for d in differences(gpt(h, a), batch=b, seq=s, attention="plain")}
     statistic = 2 * s * b
     assert found == {
         "mean of norm 1": statistic,
@@ -114,10 +114,10 @@ def test_every_preset_is_listed_or_says_why_not():
         config = preset(name)
         if config.is_moe or config.is_mla:
             with pytest.raises(ValueError, match="summed by layer_activations"):
-                block_tensors(config, batch=1, seq=8)
+                block_tensors(config, batch=1, seq=8, attention="plain")
         else:
-            listed = sum(t.bytes for t in block_tensors(config, batch=2, seq=8))
-            assert listed == sum(layer_activations(config, batch=2, seq=8).values())
+            listed = sum(t.bytes for t in block_tensors(config, batch=2, seq=8, attention="plain"))
+            assert listed == sum(layer_activations(config, batch=2, seq=8, attention="plain").values())
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_three_layers_by_hand():
     s, b, h, a = 128, 2, 256, 4
     config, sbh, pairs = gpt(h, a, layers=3), s * b * h, a * s * s * b
     layer, edge = 34 * sbh + 5 * pairs, 2 * sbh
-    how = {"batch": b, "seq": s}
+    how = {"batch": b, "seq": s, "attention": "plain"}
     ends = model_activations(config, **how)
     outside = ends["embedding"] + ends["head"]
     saved = {
@@ -186,7 +186,7 @@ def test_flops_are_those_of_the_flop_formulas():
 
 def test_stopping_early_saves_a_third_of_a_gpt_block():
     """Of 24 n h² FLOPs the down projection takes 8: without dropout nothing asks for its output."""
-    config, how = gpt(64, 4, layers=6), {"batch": 3, "seq": 10, "dropout": 0.0}
+    config, how = gpt(64, 4, layers=6), {"batch": 3, "seq": 10, "dropout": 0.0, "attention": "plain"}
     n = 30
     whole = recompute_cost(config, "full", **how)
     early = recompute_cost(config, "full", **how, early_stop=True)
@@ -227,7 +227,7 @@ def test_the_ideal_segment_is_within_one_of_the_best_by_trial():
 
 
 def test_the_frontier_names_what_is_beaten():
-    points = {p.strategy: p for p in frontier(preset("gpt3-175b"), batch=1, seq=2048)}
+    points = {p.strategy: p for p in frontier(preset("gpt3-175b"), batch=1, seq=2048, attention="plain")}
     assert points["none"].bytes_saved == 0
     assert points["none"].dominated_by == "matmuls"  # no products run again, and less is kept
     assert points["full"].bytes_saved > points["selective"].bytes_saved > 0
@@ -264,17 +264,17 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 )
 def test_unknown_strategies_are_named(strategy, words):
     with pytest.raises(ValueError, match=words):
-        recompute_cost(tiny_config("gpt2"), strategy, batch=1, seq=8)
+        recompute_cost(tiny_config("gpt2"), strategy, batch=1, seq=8, attention="plain")
 
 
 def test_other_bad_input():
     config = tiny_config("gpt2")
     with pytest.raises(ValueError, match="bandwidth=0"):
-        recompute_cost(config, "full", batch=1, seq=8, bandwidth=0)
+        recompute_cost(config, "full", batch=1, seq=8, bandwidth=0, attention="plain")
     with pytest.raises(ValueError, match="must not be negative"):
-        largest_batch(-1, config, "full", seq=8)
+        largest_batch(-1, config, "full", seq=8, attention="plain")
     with pytest.raises(ValueError, match="has experts"):
-        recompute_cost(preset("mixtral-8x7b"), "matmuls", batch=1, seq=8)
+        recompute_cost(preset("mixtral-8x7b"), "matmuls", batch=1, seq=8, attention="plain")
     with pytest.raises(ValueError, match="k=5"):
         chen_cost(4, 5)
     with pytest.raises(ValueError, match="must be positive"):

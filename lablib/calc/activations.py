@@ -48,7 +48,7 @@ def layer_activations(
     sequence_parallel: bool = False,
     cp: int = 1,
     recompute: str = "none",
-    attention: str = "plain",
+    attention: str = "fused",
     dropout: float | None = None,
     layer: int | None = None,
 ) -> dict[str, int]:
@@ -163,7 +163,7 @@ def model_activations(
     kernels: str = "paper",
     bytes_per_value: int = 2,
     recompute: str = "none",
-    attention: str = "plain",
+    attention: str = "fused",
     dropout: float | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.

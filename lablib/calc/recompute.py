@@ -119,7 +119,7 @@ def recompute_cost(
     seq: int,
     kernels: str = "paper",
     bytes_per_value: int = 2,
-    attention: str = "plain",
+    attention: str = "fused",
     dropout: float | None = None,
     early_stop: bool = False,
     reentrant: bool = False,

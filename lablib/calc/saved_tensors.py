@@ -1,6 +1,6 @@
 """Every tensor that one block keeps for backward, by name: what `lablib.calc.activations` sums up.
 
-    for tensor in block_tensors(config, batch=1, seq=2048):
+    for tensor in block_tensors(config, batch=1, seq=2048, attention="plain"):
         print(tensor.name, tensor.count, tensor.bytes)
 
 Three ways of counting, as everywhere in the course.
@@ -76,7 +76,7 @@ def block_tensors(
     seq: int,
     kernels: str = "paper",
     bytes_per_value: int = 2,
-    attention: str = "plain",
+    attention: str = "fused",
     dropout: float | None = None,
 ) -> list[SavedTensor]:
     """Return the tensors that one block keeps, in the order of the forward pass; they sum to `layer_activations`.
@@ -256,7 +256,7 @@ def differences(
     batch: int,
     seq: int,
     bytes_per_value: int = 2,
-    attention: str = "plain",
+    attention: str = "fused",
     dropout: float | None = None,
 ) -> list[Difference]:
     """Return each tensor that the paper's counting and eager PyTorch on a CPU do not agree on.

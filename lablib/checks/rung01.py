@@ -162,7 +162,9 @@ def block_activations(answer: Callable[..., float], seed: int = 1) -> str:
         config = _gpt(layers=1, hidden=hidden, heads=heads, vocab=256, positions=seq)
         # Without its scores a fused block is what selective recomputation keeps: 34 s b h.
         kept = "full" if recompute == "full" else "selective" if attention == "fused" else "none"
-        truth = sum(layer_activations(config, batch=batch, seq=seq, recompute=kept).values())
+        truth = sum(
+            layer_activations(config, batch=batch, seq=seq, recompute=kept, attention="plain").values()
+        )
         given = answer(seq, batch, hidden, heads, attention, recompute)
         if not close(given, truth, rel=2e-3):
             _wrong_activations(given, truth, seq, batch, hidden, heads, attention, recompute)
@@ -273,8 +275,12 @@ def _judge_run(given: Mapping[str, float], config: ModelConfig, optimizer: str, 
         forgot = (memory.optimizer - 4 * params, "The fp32 master copy is missing, 4 bytes a parameter")
         idea = "Count this optimizer's own moments, and the master copy"
         _explain(given["optimizer"], [forgot], idea, case)
-    layer = sum(layer_activations(config, batch=batch, seq=seq, recompute="selective").values())
-    with_scores = sum(layer_activations(config, batch=batch, seq=seq, recompute="none").values())
+    layer = sum(
+        layer_activations(config, batch=batch, seq=seq, recompute="selective", attention="plain").values()
+    )
+    with_scores = sum(
+        layer_activations(config, batch=batch, seq=seq, recompute="none", attention="plain").values()
+    )
     truth = config.num_layers * layer
     # A fused kernel's statistics are below this tolerance, so counting them is right too.
     if not close(given["activations"], truth, rel=2e-3):
