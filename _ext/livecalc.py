@@ -1,6 +1,6 @@
 """Live pages: {livecalc} runs an explorer of `lablib.calc` in the reader's browser.
 
-    ```{livecalc} lablib.calc.explore_training
+    ```{livecalc} lablib.live.training
     seq: 4096
     ```
 
@@ -30,7 +30,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 import lablib
-from lablib.calc.explorer import Control, Explorer, Value, find_explorer
+from lablib.live.explorer import Control, Explorer, Value, find_explorer
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What the browser needs of the npm package `pyodide`.
@@ -65,7 +65,10 @@ def local_pyodide(root: Path = ROOT) -> Path | None:
 def calc_sources() -> dict[str, bytes]:
     """Return the files of lablib.calc, which needs the standard library only, by their place in the package."""
     package = Path(lablib.__file__).parent
-    files = (package / "__init__.py", *sorted((package / "calc").rglob("*.py")))
+    files = (
+        package / "__init__.py",
+        *(p for room in ("calc", "live") for p in sorted((package / room).rglob("*.py"))),
+    )
     return {f"lablib/{file.relative_to(package).as_posix()}": file.read_bytes() for file in files}
 
 

@@ -1,6 +1,6 @@
 """The code behind the pages: every file of the repository as a page of the site, and links that lead there.
 
-- A name in the prose such as `lablib.calc.zero.shard`, or a path such as `lablib/calc/zero.py`, written as code, is a
+- A name in the prose such as `lablib.calc.parallel.zero.shard_size`, or a path such as `lablib/calc/parallel/zero.py`, written as code, is a
   link to where it is defined. One that does not exist is a warning, and warnings fail the build.
 - Under a figure stands which function drew it. A cell tagged `hide-input` is folded below what it shows. In every
   cell, names of this repository are links.
@@ -26,7 +26,7 @@ from sphinx.builders import Builder
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from lablib.calc.explorer import find_explorer
+from lablib.live.explorer import find_explorer
 
 _LOG = logging.getLogger(__name__)
 #: What `show` of lablib.view.style writes.

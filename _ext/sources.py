@@ -181,7 +181,7 @@ class Sources:
         """Return where a name is defined.
 
         Args:
-            name: `lablib.calc.zero.shard`, or the path of a file or folder.
+            name: `lablib.calc.parallel.zero.shard_size`, or the path of a file or folder.
 
         Raises:
             UnknownName: If there is no such thing.

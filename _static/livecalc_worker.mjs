@@ -16,7 +16,7 @@ async function start({ pyodide, zip }) {
   return python.runPython(`
 import sys
 sys.path.insert(0, "/lablib.zip")
-from lablib.calc.explorer import answer_json
+from lablib.live.explorer import answer_json
 answer_json
 `);
 }

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
-from lablib.toys import ddp
+from lablib.toys.data_parallel import ddp
 from lablib.toys.zero import STAGES
 
 W = 12  # width of every layer; an image of 3 channels of 2 x 2 to a convolution

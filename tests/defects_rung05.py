@@ -5,7 +5,7 @@
 import torch
 import torch.distributed as dist
 
-from lablib.toys.collective_names import all_gather, reduce_scatter
+from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import listed
 
 

@@ -5,7 +5,7 @@
 import math
 from itertools import product
 
-from lablib.calc.challenge import CASES, score
+from lablib.calc.layouts import CASES, score
 from tests.planted import listed
 
 

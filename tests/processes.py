@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from lablib.launch.elastic import descendants
+from lablib.launch.runs.elastic import descendants
 
 
 @contextmanager

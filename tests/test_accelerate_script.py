@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lablib.launch.elastic import torchrun
 from lablib.launch.fsdp import shard
+from lablib.launch.runs import torchrun
 from lablib.launch.torch_private import FakeStore
 from lablib.toys.text import batches, text, tokens
 

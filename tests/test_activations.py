@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.activations import (
+from lablib.calc.memory.activations import (
     embedding_activations,
     head_activations,
     layer_activations,

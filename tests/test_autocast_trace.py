@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lablib.calc.memory import training_memory
-from lablib.launch.autocast_trace import OpCast, gpu_policy, trace_autocast
+from lablib.launch.precision import gpu_policy, trace_autocast
+from lablib.launch.precision.autocast import OpCast
 from lablib.toys.transformer import Transformer, tiny_config
 
 WINDOWS = torch.arange(36).view(2, 18) % 256

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from lablib.calc.challenge import CASES, planner, score
+from lablib.calc.layouts import CASES, plan_case, score
+from lablib.calc.layouts.planner import LLAMA3, MEASURED_RUNS, RESERVE, Layout, predict_run
+from lablib.calc.layouts.published import read_layout, reading_names
 from lablib.calc.params import count_params
-from lablib.calc.plan import RESERVE
-from lablib.calc.plan_fit import predict
-from lablib.calc.plan_layout import Layout
-from lablib.calc.plan_runs import LLAMA3, RUNS
-from lablib.calc.published_layouts import read_layout, reading_names
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_published_layout_runs_and_is_its_own_measure(name: str) -> None:
     case = CASES[name]
     judged = score(case.published, case)
-    assert case.run in RUNS
+    assert case.run in MEASURED_RUNS
     assert judged.verdict == "runs"
     assert judged.to_published == pytest.approx(1)
-    assert judged.step == pytest.approx(sum(predict(case.run).seconds.values()))
+    assert judged.step == pytest.approx(sum(predict_run(case.run).seconds.values()))
     assert judged.to_planner >= 1
     assert 50 < judged.points <= 100
     assert sum(judged.memory.values()) <= judged.capacity
@@ -29,14 +26,14 @@ def test_the_published_layout_runs_and_is_its_own_measure(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_planners_best_has_all_points(name: str) -> None:
-    best = planner(name).best
+    best = plan_case(name).best
     judged = score(best.layout.as_dict(), name)
     assert judged.points == 100
     assert judged.to_planner == pytest.approx(1)
     assert judged.memory == best.memory
     assert judged.seconds == pytest.approx(best.seconds)
     # No layout that fits is faster, so nobody has more.
-    assert all(candidate.step >= judged.step for candidate in planner(name).candidates)
+    assert all(candidate.step >= judged.step for candidate in plan_case(name).candidates)
 
 
 def test_what_cannot_be_says_why() -> None:
@@ -86,7 +83,7 @@ def test_slow_layouts_hear_the_idea() -> None:
 def test_readings_are_what_the_papers_print() -> None:
     assert reading_names() == ["llama-3.1-405b", "deepseek-v3"]
     llama, deepseek = map(read_layout, reading_names())
-    row = next(run for run in RUNS if run.name == "405B on 16384, 8K")
+    row = next(run for run in MEASURED_RUNS if run.name == "405B on 16384, 8K")
     for fact, value in (
         ("GPUs", row.gpus), ("tp", row.tp), ("cp", row.cp), ("pp", row.pp), ("dp", row.dp),
         ("tokens of a sequence", row.seq), ("tokens of a step", row.seq * row.global_batch),

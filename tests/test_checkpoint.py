@@ -23,9 +23,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from lablib.launch import checkpoint_files
-from lablib.launch.checkpoint import export_safetensors, latest, load, save
-from lablib.launch.fsdp import full_state_dict, shard
+from lablib.launch.fsdp import checkpoint as checkpoint_files
+from lablib.launch.fsdp import (
+    export_safetensors,
+    full_state_dict,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+)
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 
@@ -77,7 +83,7 @@ def first(folder: str) -> dict[str, object]:
     warnings.simplefilter("error")
     model, optimizer = build()
     steps(model, optimizer, 0, 3)
-    saving = save(folder, model, optimizer, 3, data={"sample": 24}, wait=False)
+    saving = save_checkpoint(folder, model, optimizer, 3, data={"sample": 24}, wait=False)
     result = {"state": full_state_dict(model), "moments": moments(optimizer), "loss": whole_loss(model)}
     result["random"] = torch.rand(3)
     result["later"] = steps(model, optimizer, 3, 2)
@@ -93,18 +99,18 @@ def first(folder: str) -> dict[str, object]:
         dcp.FileSystemWriter.write_data = full
     for wait in (True, False):
         with pytest.raises(RuntimeError, match=r"saving step-00000005 failed.*no space left on device"):
-            save(folder, model, optimizer, 5, wait=wait).result()
-        assert str(latest(folder)) == result["path"]
+            save_checkpoint(folder, model, optimizer, 5, wait=wait).result()
+        assert str(latest_checkpoint(folder)) == result["path"]
     result["left"] = sorted(path.name[:17] for path in Path(folder).iterdir())
     dcp.FileSystemWriter.write_data = write
     dist.barrier()
     with pytest.raises(ValueError, match="step-00000003 is there already"):
-        save(folder, model, optimizer, 3)
+        save_checkpoint(folder, model, optimizer, 3)
     with pytest.raises(ValueError, match="keep=0 must be None or at least 1"):
-        save(folder, model, optimizer, 6, keep=0)
+        save_checkpoint(folder, model, optimizer, 6, keep=0)
     pruned, (layer, _) = Path(folder) / "pruned", shard(nn.Linear(3, 2), wrap="none")
     for step in (1, 2, 3):
-        save(pruned, layer, torch.optim.SGD(layer.parameters()), step, keep=2, wait=step == 3)
+        save_checkpoint(pruned, layer, torch.optim.SGD(layer.parameters()), step, keep=2, wait=step == 3)
     result["kept"] = sorted(path.name for path in pruned.iterdir())
     return result
 
@@ -113,9 +119,9 @@ def second(folder: str, path: str) -> dict[str, object]:
     """On 4 ranks: load, save at once, and take two steps."""
     warnings.simplefilter("error")
     model, optimizer = build(wrap="linear", mesh=(2, 2))  # sharded in another way, too
-    progress = load(path, model, optimizer)
+    progress = load_checkpoint(path, model, optimizer)
     result = {"state": full_state_dict(model), "moments": moments(optimizer), "loss": whole_loss(model)}
-    save(Path(folder) / "four", model, optimizer, progress.step, data=progress.data)
+    save_checkpoint(Path(folder) / "four", model, optimizer, progress.step, data=progress.data)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     return result | {"progress": progress, "random": torch.rand(3), "later": steps(model, optimizer, 3, 2)}
 
@@ -123,9 +129,9 @@ def second(folder: str, path: str) -> dict[str, object]:
 def third(folder: str, path: str) -> None:
     """On 2 ranks again, from both checkpoints; then rank 0 is killed in a save, so results go by file."""
     result = {}
-    for name, where in (("same", path), ("back", latest(Path(folder) / "four"))):
+    for name, where in (("same", path), ("back", latest_checkpoint(Path(folder) / "four"))):
         model, optimizer = build()
-        progress = load(where, model, optimizer)
+        progress = load_checkpoint(where, model, optimizer)
         result[name] = {"random": torch.rand(3), "rng": progress.rng, "loss": whole_loss(model)}
         result[name]["later"] = steps(model, optimizer, 3, 2)
     torch.save(result, Path(folder) / f"third-{dist.get_rank()}")
@@ -136,7 +142,7 @@ def third(folder: str, path: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint_files.write_json = half
-    save(folder, model, optimizer, 5)
+    save_checkpoint(folder, model, optimizer, 5)
 
 
 @pytest.fixture(scope="module")
@@ -201,16 +207,16 @@ def test_killed_in_the_middle_of_a_save(runs: dict) -> None:
         "__1_0.distcp",
         "training.json",
     }
-    assert latest(folder) == older
+    assert latest_checkpoint(folder) == older
     model, optimizer = build()
-    assert load(latest(folder), model, optimizer).step == 3
+    assert load_checkpoint(latest_checkpoint(folder), model, optimizer).step == 3
     model.loss(batch(3)).backward()
     optimizer.step()
-    again = save(folder, model, optimizer, 5).result()  # the very step that was lost
-    assert latest(folder) == again
+    again = save_checkpoint(folder, model, optimizer, 5).result()  # the very step that was lost
+    assert latest_checkpoint(folder) == again
     assert not dead.exists()
     fresh, other = build()
-    assert load(again, fresh, other).step == 5
+    assert load_checkpoint(again, fresh, other).step == 5
     assert equal(fresh.state_dict(), model.state_dict())
     assert not equal(fresh.state_dict(), runs["first"][0]["state"])
     assert equal(dict(enumerate(moments(other))), dict(enumerate(moments(optimizer))))
@@ -234,51 +240,51 @@ def test_export_and_load_without_ranks(runs: dict, tmp_path: Path) -> None:
 
     model, optimizer = build()
     nn.init.zeros_(model.embed.weight)
-    progress = load(path, model, optimizer)
+    progress = load_checkpoint(path, model, optimizer)
     assert equal(model.state_dict(), saved["state"])
     assert model.head.weight is model.embed.weight
     assert progress.rng == "reseeded"
     assert all(state["step"] == 3 for state in optimizer.state.values())
-    again = save(tmp_path / "alone", model, optimizer, 4).result()
-    load(again, build()[0])
+    again = save_checkpoint(tmp_path / "alone", model, optimizer, 4).result()
+    load_checkpoint(again, build()[0])
     assert equal(model.state_dict(), saved["state"])
 
 
 def test_clear_errors(runs: dict, tmp_path: Path) -> None:
     model, optimizer = build()
-    path = save(tmp_path, model, optimizer, 1).result()
-    assert latest(tmp_path) == path
-    assert latest(tmp_path / "nowhere") is None
+    path = save_checkpoint(tmp_path, model, optimizer, 1).result()
+    assert latest_checkpoint(tmp_path) == path
+    assert latest_checkpoint(tmp_path / "nowhere") is None
     with pytest.raises(ValueError, match=r"nowhere is no complete checkpoint: it has no training.json"):
-        load(tmp_path / "nowhere", model)
+        load_checkpoint(tmp_path / "nowhere", model)
     with pytest.raises(ValueError, match=r"did you mean .*step-00000001\?"):
-        load(tmp_path, model)
+        load_checkpoint(tmp_path, model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = Transformer(tiny_config("gpt2", **SIZES | {"hidden": 24}))
     with pytest.raises(
         ValueError, match=r"of another model: blocks.0.attention.k.bias is \(18,\) there and \(24,\)"
     ):
-        load(path, other)
+        load_checkpoint(path, other)
     llama = Transformer(tiny_config("llama", hidden=18, num_heads=3, num_layers=1, vocab=64))
     with pytest.raises(
         ValueError, match=r"it lacks blocks.0.mlp.gate.weight.*; the model has no blocks.0.attention"
     ):
-        load(path, llama)
+        load_checkpoint(path, llama)
     shards = path / "__0_0.distcp"
     content = shards.read_bytes()
     shards.write_bytes(content[:-100])
-    for use in (lambda: load(path, model), lambda: export_safetensors(path, tmp_path / "x")):
+    for use in (lambda: load_checkpoint(path, model), lambda: export_safetensors(path, tmp_path / "x")):
         with pytest.raises(
             ValueError, match=rf"__0_0.distcp has {len(content) - 100} bytes and was written with"
         ):
             use()
     shards.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing; use an older one"):
-        load(path, model)
+        load_checkpoint(path, model)
     assert equal(model.state_dict(), before)
     half = tmp_path / "step-00000009"
     half.mkdir()
-    assert latest(tmp_path) == path  # a folder with a good name and nothing in it
+    assert latest_checkpoint(tmp_path) == path  # a folder with a good name and nothing in it
     assert json.loads((path / "training.json").read_text())["tied"] == [["embed.weight", "head.weight"]]
 
 
@@ -293,14 +299,14 @@ def test_a_gpu_has_a_random_state_of_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: on_gpu["state"].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", keep)
     model, optimizer = build()
-    path = save(tmp_path, model, optimizer, 1).result()
+    path = save_checkpoint(tmp_path, model, optimizer, 1).result()
     drawn, on_gpu["state"] = torch.rand(3), torch.zeros(16, dtype=torch.uint8)
-    assert load(path, model, optimizer).rng == "restored"
+    assert load_checkpoint(path, model, optimizer).rng == "restored"
     assert torch.equal(on_gpu["state"], torch.arange(16, dtype=torch.uint8))
     assert torch.equal(torch.rand(3), drawn)
     # The same checkpoint on a CPU is whole; one of a CPU has nothing for a GPU, and says so.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert load(path, model, optimizer).rng == "restored"
-    path = save(tmp_path, model, optimizer, 2).result()
+    assert load_checkpoint(path, model, optimizer).rng == "restored"
+    path = save_checkpoint(tmp_path, model, optimizer, 2).result()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert load(path, model, optimizer).rng == "reseeded"
+    assert load_checkpoint(path, model, optimizer).rng == "reseeded"

@@ -11,9 +11,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lablib.launch import checkpoint
-from lablib.launch.checkpoint import export_safetensors, latest, load, save
-from lablib.launch.fsdp import full_state_dict, shard
+from lablib.launch.fsdp import (
+    checkpoint,
+    export_safetensors,
+    full_state_dict,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+)
 from lablib.launch.ranks import run_ranks
 
 
@@ -50,20 +56,20 @@ def from_the_start(folder: str, kind: str) -> dict[str, torch.Tensor]:
         if name == "between":
             model(torch.ones(2, 4)).square().mean().backward()
         gradients = [p.grad for p in model.parameters()]
-        path = save(Path(folder) / name, model, optimizer, 0).result()
+        path = save_checkpoint(Path(folder) / name, model, optimizer, 0).result()
         assert not optimizer.state
         assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
         optimizer.zero_grad()
         train(model, optimizer)
         result[name] = weights(model)
         model, optimizer = build(kind, seed=1)
-        load(path, model, optimizer)
+        load_checkpoint(path, model, optimizer)
         train(model, optimizer)
         result[f"from {name}"] = weights(model)
-    path = save(Path(folder) / "later", *build_trained(kind), 3).result()
+    path = save_checkpoint(Path(folder) / "later", *build_trained(kind), 3).result()
     model, optimizer = build(kind)
     model(torch.ones(2, 4)).square().mean().backward()  # gradients that are in the way of a state
-    load(path, model, optimizer)
+    load_checkpoint(path, model, optimizer)
     optimizer.zero_grad()
     train(model, optimizer)
     result["resumed"] = weights(model)
@@ -106,7 +112,7 @@ def damaged(folder: str) -> str:
     warnings.simplefilter("ignore")
     model, optimizer = build()
     train(model, optimizer)
-    path = save(folder, model, optimizer, 3).result()
+    path = save_checkpoint(folder, model, optimizer, 3).result()
     if dist.get_rank() == 0:
         flip(path)
     dist.barrier()
@@ -114,7 +120,7 @@ def damaged(folder: str) -> str:
     before = weights(model), [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
     random = torch.get_rng_state()
     with pytest.raises(ValueError, match="is not what was written; use an older one") as caught:
-        load(path, model, optimizer)
+        load_checkpoint(path, model, optimizer)
     assert torch.equal(weights(model), before[0])
     after = [s["exp_avg"].to_local() for s in optimizer.state.values()]
     assert all(map(torch.equal, after, before[1]))
@@ -135,7 +141,7 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(tmp_path: Path) -> Non
 def test_what_breaks_after_the_check_is_an_exception_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(tmp_path, *build_trained("AdamW"), 3).result()
+    path = save_checkpoint(tmp_path, *build_trained("AdamW"), 3).result()
     whole = checkpoint.check_whole
 
     def then_gone(path: Path) -> dict:
@@ -149,29 +155,29 @@ def test_what_breaks_after_the_check_is_an_exception_that_says_so(
     with pytest.raises(
         RuntimeError, match="step-00000003 failed on the way, and the model is loaded in part"
     ):
-        load(path, model, optimizer)
+        load_checkpoint(path, model, optimizer)
     assert not optimizer.state
 
 
 def test_steps_of_many_digits_are_found_in_their_order(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (99_999_999, 100_000_000, 1_000_000_000, 999_999_999):
-        saved = save(tmp_path, model, optimizer, step, keep=None).result()
+        saved = save_checkpoint(tmp_path, model, optimizer, step, keep=None).result()
         assert saved.name == f"step-{step}"
-    assert latest(tmp_path).name == "step-1000000000"
-    save(tmp_path, model, optimizer, 20_000_000_000, keep=2)
+    assert latest_checkpoint(tmp_path).name == "step-1000000000"
+    save_checkpoint(tmp_path, model, optimizer, 20_000_000_000, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000000", "step-20000000000"]
-    assert load(latest(tmp_path), model, optimizer).step == 20_000_000_000
+    assert load_checkpoint(latest_checkpoint(tmp_path), model, optimizer).step == 20_000_000_000
 
 
 def test_a_save_that_fails_says_what_failed_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"^saving step 1 failed. rank 0: (NotADirectory|FileExists)Error"):
-        save(tmp_path / "file" / "folder", *build(), 1)
+        save_checkpoint(tmp_path / "file" / "folder", *build(), 1)
 
     def full(*_: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     with pytest.raises(RuntimeError, match=r"^saving step-00000001 failed. rank 0: .*the disk is full"):
-        save(tmp_path, *build(), 1)
+        save_checkpoint(tmp_path, *build(), 1)

@@ -14,10 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from lablib.calc.hardware import accelerator
-from lablib.calc.memory import training_memory
+from lablib.calc.memory import SETTINGS, training_memory
 from lablib.calc.models import preset_names
 from lablib.calc.params import count_params
-from lablib.calc.run_config import SETTINGS
 from lablib.cli import doctor
 from lablib.cli.main import app
 from lablib.cli.memory import memory, memory_table

@@ -11,12 +11,16 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.memory import training_memory
-from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_sequence
-from lablib.calc.memory_fit_changes import cheapest_change
-from lablib.calc.memory_fit_setup import setup, size
-from lablib.calc.memory_timeline import memory_timeline
-from lablib.calc.run_config import SETTINGS
+from lablib.calc.layouts.fit import (
+    cheapest_change,
+    fewest_gpus,
+    largest_micro_batch,
+    longest_sequence,
+    setup,
+    size,
+)
+from lablib.calc.memory import SETTINGS, training_memory
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.cli.fit import SHOWN, command, fit
 from lablib.cli.main import app
 

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.plan import plan
+from lablib.calc.layouts.planner import plan
 from lablib.cli.main import app
 
 RUN = ["plan", "llama-3-8b", "--gpus", "16", "--seq", "8192", "--global-batch", "64"]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from lablib.calc.topology import tcp_bandwidth
-from lablib.launch import _cluster_network
-from lablib.launch.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
+from lablib.calc.communication import tcp_bandwidth
+from lablib.launch.communication import cluster as _cluster_network
+from lablib.launch.communication.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
 from tests.processes import ended
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def test_two_hosts_talk_as_fast_as_their_link(user: bool) -> None:
             if rate == "80 Mb/s":
                 cluster.throttle(rate)
             else:  # from one of the hosts, as a rank does it
-                inside = f"from lablib.launch.cluster import throttle; throttle({rate!r})"
+                inside = f"from lablib.launch.communication.cluster import throttle; throttle({rate!r})"
                 cluster.run_all([(1, [sys.executable, "-c", inside])], env={"LABLIB_HOSTS": "3"})
             jobs = [(0, [*talk, "listen", address, str(count)]), (2, [*talk, "send", address, str(count)])]
             for _ in range(5):
@@ -139,8 +139,9 @@ def job(rates: list[str]) -> dict:
     import torch
     import torch.distributed as dist
 
-    from lablib.launch.network_clock import card_bytes
-    from lablib.toys.collectives import hierarchical_all_reduce, node_groups, ring_all_reduce
+    from lablib.launch.communication.link import card_bytes
+    from lablib.toys.collectives import hierarchical_all_reduce, node_groups
+    from lablib.toys.collectives.ring import ring_all_reduce
 
     groups = node_groups(2)
     seconds, sent = {}, {}
@@ -247,7 +248,7 @@ LIVE = """
 import signal, sys
 # What a shell starts in the background ignores SIGINT, and so would this, started there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from lablib.launch.cluster import Cluster
+from lablib.launch.communication.cluster import Cluster
 with Cluster(2, rate="1 Gb/s") as cluster:
     for host in range(2):
         print(cluster.run(host, "readlink", "/proc/self/ns/net").strip(), flush=True)

@@ -12,13 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lablib.calc.collective_costs import ALGORITHMS, Traffic, chunk_sizes, hierarchical_traffic, traffic
-from lablib.calc.collective_rounds import Send, hierarchical_rounds, rounds
-from lablib.calc.collective_times import all_reduce_bound, collective_time, crossover, fastest
-from lablib.calc.comm import ring_all_reduce_time
-from lablib.calc.line_fit import fit_line, fit_pieces
-from lablib.calc.nccl_tests import parse, recomputed
-from lablib.calc.topology import Topology
+from lablib.calc.communication import (
+    Topology,
+    Traffic,
+    algorithm_rounds,
+    all_reduce_bound,
+    chunk_sizes,
+    collective_time,
+    crossover,
+    fastest_algorithm,
+    fit_line,
+    fit_pieces,
+    hierarchical_rounds,
+    hierarchical_traffic,
+    parse_nccl_tests,
+    recomputed_bandwidths,
+    ring_all_reduce_time,
+    traffic,
+)
+from lablib.calc.communication.algorithms import ALGORITHMS, Send
 
 ALL_REDUCES = [name for name in ALGORITHMS if name.endswith("all_reduce")]
 sizes = st.floats(1, 1e12)
@@ -57,7 +69,7 @@ def counted(all_rounds: list[list[Send]], rank: int, itemsize: int = 4) -> Traff
 @given(st.sampled_from(ALGORITHMS), st.integers(0, 100), st.integers(1, 19))
 def test_formulas_count_what_the_rounds_send(name: str, numel: int, n: int) -> None:
     for rank in range(n):
-        assert traffic(name, numel, n, rank=rank) == counted(rounds(name, numel, n), rank)
+        assert traffic(name, numel, n, rank=rank) == counted(algorithm_rounds(name, numel, n), rank)
 
 
 @given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 5))
@@ -84,13 +96,13 @@ def test_every_number_arrives_once(n: int, numel: int) -> None:
     everybody = sum(100**rank for rank in range(n))
     starts = list(itertools.accumulate(chunk_sizes(numel, n), initial=0))
     for name in ALL_REDUCES:
-        assert follow(rounds(name, numel, n), numel, n) == [[everybody] * numel] * n, name
+        assert follow(algorithm_rounds(name, numel, n), numel, n) == [[everybody] * numel] * n, name
     for g in [g for g in range(1, n + 1) if n % g == 0]:
         assert follow(hierarchical_rounds(numel, n, g), numel, n) == [[everybody] * numel] * n
-    assert follow(rounds("tree_reduce", numel, n), numel, n)[0] == [everybody] * numel
-    assert follow(rounds("tree_broadcast", numel, n), numel, n) == [[1] * numel] * n
-    scattered = follow(rounds("ring_reduce_scatter", numel, n), numel, n)
-    gathered = follow(rounds("ring_all_gather", numel, n), numel, n)
+    assert follow(algorithm_rounds("tree_reduce", numel, n), numel, n)[0] == [everybody] * numel
+    assert follow(algorithm_rounds("tree_broadcast", numel, n), numel, n) == [[1] * numel] * n
+    scattered = follow(algorithm_rounds("ring_reduce_scatter", numel, n), numel, n)
+    gathered = follow(algorithm_rounds("ring_all_gather", numel, n), numel, n)
     for rank, (start, stop) in enumerate(itertools.pairwise(starts)):
         assert scattered[rank][start:stop] == [everybody] * (stop - start)
         assert all(row[start:stop] == [100**rank] * (stop - start) for row in gathered)
@@ -98,9 +110,11 @@ def test_every_number_arrives_once(n: int, numel: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_all_to_all_sends_each_piece_once(n: int) -> None:
-    sent = Counter((s.source, s.target) for sends in rounds("pairwise_all_to_all", 3 * n, n) for s in sends)
+    sent = Counter(
+        (s.source, s.target) for sends in algorithm_rounds("pairwise_all_to_all", 3 * n, n) for s in sends
+    )
     assert sent == Counter(itertools.permutations(range(n), 2))
-    for sends in rounds("pairwise_all_to_all", 3 * n, n):
+    for sends in algorithm_rounds("pairwise_all_to_all", 3 * n, n):
         assert len({s.target for s in sends}) == n  # nobody gets two messages at once
 
 
@@ -167,9 +181,9 @@ def test_crossover_by_hand() -> None:
     """8 ranks, 10 us, 1 GB/s: 14 against 3 rounds, 3 against 1.75 passes: 110 us = 1.25 S/W, S = 88 kB."""
     link = {"bandwidth": 1e9, "latency": 10e-6}
     assert crossover("recursive_doubling_all_reduce", "ring_all_reduce", 8, **link) == pytest.approx(88e3)
-    assert fastest(1e3, 8, **link) == "recursive_doubling_all_reduce"
-    assert fastest(1e8, 8, **link) == "halving_doubling_all_reduce"
-    assert fastest(1e8, 7, **link) == "ring_all_reduce"
+    assert fastest_algorithm(1e3, 8, **link) == "recursive_doubling_all_reduce"
+    assert fastest_algorithm(1e8, 8, **link) == "halving_doubling_all_reduce"
+    assert fastest_algorithm(1e8, 7, **link) == "ring_all_reduce"
 
 
 # Topologies
@@ -189,7 +203,7 @@ def test_slow_links_by_hand() -> None:
     cards = _two_nodes(cards=2)
     assert cards.collective_time("ring_all_reduce", 800) == pytest.approx(6 * 200 / 10)  # one flow, one card
     assert cards.collective_time("hierarchical_all_reduce", 800) == pytest.approx(inside + 2 * 200 / 10)
-    assert two.bytes_across(rounds("ring_all_reduce", 200, 4), 4) == 6 * 200
+    assert two.bytes_across(algorithm_rounds("ring_all_reduce", 200, 4), 4) == 6 * 200
     assert two.bytes_across(hierarchical_rounds(200, 4, 2), 4) == 800
 
 
@@ -229,7 +243,7 @@ def _printed(collective: str, n: int, rows: list[tuple[int, float, float]], root
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
 def test_printed_bandwidths_are_computed_from_size_and_time(collective: str, root: bool) -> None:
     text = _printed(collective, 8, [(2**20, 71.25, 70.5), (2**30, 4700.0, 4712.0)], root)
-    runs = parse(text)
+    runs = parse_nccl_tests(text)
     assert [(run.size, run.in_place) for run in runs] == [
         (2**20, False),
         (2**20, True),
@@ -237,7 +251,9 @@ def test_printed_bandwidths_are_computed_from_size_and_time(collective: str, roo
         (2**30, True),
     ]
     for run in runs:
-        for ours, printed in zip(recomputed(run, collective, 8), (run.algbw, run.busbw), strict=True):
+        for ours, printed in zip(
+            recomputed_bandwidths(run, collective, 8), (run.algbw, run.busbw), strict=True
+        ):
             assert ours == pytest.approx(printed, abs=0.005e9)  # two decimals of GB/s
         assert run.wrong == 0
 
@@ -251,8 +267,8 @@ def test_printed_bandwidths_are_computed_from_size_and_time(collective: str, roo
     ],
 )
 def test_lines_that_others_have_published(collective: str, ranks: int, line: str) -> None:
-    for run in parse(line):
-        algbw, busbw = recomputed(run, collective, ranks)
+    for run in parse_nccl_tests(line):
+        algbw, busbw = recomputed_bandwidths(run, collective, ranks)
         assert algbw == pytest.approx(run.algbw, rel=2e-3)  # the printed time has four digits
         assert busbw == pytest.approx(run.busbw, rel=2e-3)
 
@@ -289,7 +305,7 @@ def test_pieces_find_where_the_line_breaks() -> None:
     ("call", "says"),
     [
         (lambda: traffic("gossip", 8, 2), "gossip"),
-        (lambda: rounds("ring_all_reduce", 8, 0), "ranks=0"),
+        (lambda: algorithm_rounds("ring_all_reduce", 8, 0), "ranks=0"),
         (lambda: collective_time("ring_all_reduce", 8, 2, bandwidth=0), "bandwidth=0"),
         (lambda: _two_nodes(cards=0), "cards=0"),
         (

@@ -28,8 +28,9 @@ def new_seed() -> int:
 
 def everything(seed: int) -> int:
     """Run every collective on this rank in every way, and return how many were compared."""
-    from lablib.calc.collective_costs import ALGORITHMS, chunk_sizes, hierarchical_traffic, traffic
-    from lablib.launch.recorder import record_comms
+    from lablib.calc.communication import chunk_sizes, hierarchical_traffic, traffic
+    from lablib.calc.communication.algorithms import ALGORITHMS
+    from lablib.launch.measure import record_comms
     from lablib.toys import collectives
 
     n, rank = dist.get_world_size(), dist.get_rank()

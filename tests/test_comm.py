@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lablib.calc.comm import (
+from lablib.calc.communication import (
     amdahl_speedup,
     bus_bandwidth,
     data_parallel_bytes,
@@ -17,7 +17,7 @@ from lablib.calc.comm import (
     ring_all_reduce_time,
     speedup,
 )
-from lablib.calc.overlap import DDPStep, ddp_step_time
+from lablib.calc.parallel import DDPStep, ddp_step_time
 
 sizes = st.floats(1, 1e13)
 ranks_ = st.integers(1, 4096)
@@ -127,8 +127,8 @@ def test_equal_buckets_have_a_closed_form(step: dict, m: int) -> None:
 
 @given(steps, st.lists(st.integers(1, 10**9), min_size=1, max_size=12))
 def test_any_buckets_agree_with_the_simulation_of_transfers(step: dict, sent: list[int]) -> None:
-    """`lablib.calc.overlap` follows every gradient; the two must see the same exposed time."""
-    from lablib.calc.overlap import backward_transfers, exposed_time
+    """`lablib.calc.parallel.data` follows every gradient; the two must see the same exposed time."""
+    from lablib.calc.parallel import backward_transfers, exposed_time
 
     step = {**step, "gradient_bytes": sum(sent)}
     result = ddp_step_time(**step, buckets=sent)

@@ -18,10 +18,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from lablib.calc.miniature import AxisTraffic, Miniature, predicted_traffic
-from lablib.launch.composition import Composition, RankRun, run_miniature, train, train_alone
-from lablib.launch.composition_torch import make_mesh
-from lablib.launch.composition_toys import make_groups
+from lablib.calc.layouts import AxisTraffic, Miniature, predicted_traffic
+from lablib.launch.layouts import run_miniature
+from lablib.launch.layouts.composition import train, train_alone
+from lablib.launch.layouts.job import Composition, RankRun
+from lablib.launch.layouts.variants import make_groups, make_mesh
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from lablib.launch.composition_order import VERDICTS, Outcome, case_names, try_orders
+from lablib.launch.layouts import try_orders
+from lablib.launch.layouts.orders import VERDICTS, Outcome, case_names
 
 REFUSED = {
     "fsdp-tp": "ValueError: Cannot distribute a DTensor",

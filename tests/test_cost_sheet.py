@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.cost_sheet import LABS, budgets, expect, parse_machine
-from lablib.calc.hardware import accelerator
-from lablib.calc.links import link
+from lablib.calc.hardware import accelerator, link
+from lablib.calc.runs import LABS, budgets, expect_step, parse_machine
 from lablib.cli.main import app
 
 A10, H100 = parse_machine("2xa10@0.75"), parse_machine("2 x h100 @ 3")
@@ -58,17 +57,17 @@ def test_what_makes_no_sense_is_refused():
         with pytest.raises(ValueError, match="must not be negative or infinite"):
             A10.cost(minutes)
     with pytest.raises(ValueError, match="nothing fits"):
-        expect(parse_machine("2xa10@1"), model="llama-3-8b", seq=2048, batch=1)
+        expect_step(parse_machine("2xa10@1"), model="llama-3-8b", seq=2048, batch=1)
 
 
 def test_pcie_and_nvlink_are_told_apart():
-    slow, fast = (expect(machine, model="llama-3.2-1b", seq=2048, batch=1) for machine in (A10, H100))
+    slow, fast = (expect_step(machine, model="llama-3.2-1b", seq=2048, batch=1) for machine in (A10, H100))
     assert slow.bandwidth == link("pcie4-x16").bandwidth
     assert fast.bandwidth == link("nvlink4").bandwidth
     assert slow.efficiency < fast.efficiency
     assert slow.tokens_per_second == pytest.approx(2 * 2048 / slow.seconds)
     assert slow.cost_of(3600 * slow.tokens_per_second) == pytest.approx(1.5)
-    assert expect(parse_machine("1xa10@1"), batch=2).efficiency == pytest.approx(1)
+    assert expect_step(parse_machine("1xa10@1"), batch=2).efficiency == pytest.approx(1)
 
 
 def test_the_command_adds_up():

@@ -5,18 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lablib.calc.cost_sheet import LABS, SETUP_MINUTES
-from lablib.calc.course_plan import (
-    BRING_HOME,
-    BUDGET_MINUTES,
-    GPU_LABS,
-    MINUTES,
-    RUN_GPU_LABS,
-    hours,
-    rented_minutes,
-    study_minutes,
-)
-from lablib.launch import gpu_records
+from lablib.calc.runs import LABS, MINUTES, RUN_GPU_LABS, hours, rented_minutes, study_minutes
+from lablib.calc.runs.rental import BRING_HOME, BUDGET_MINUTES, GPU_LABS, SETUP_MINUTES
+from lablib.launch.records import samples as gpu_records
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

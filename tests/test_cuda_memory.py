@@ -9,8 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_gpu import (
+from lablib.calc.layouts.planner import RESERVE
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.calc.units import GiB
+from lablib.cli.main import app
+from lablib.launch.measure import LiveBytes
+from lablib.launch.records import experiments
+from lablib.launch.records import samples as gpu_records
+from lablib.proof import gpu_measure as cuda_memory
+from lablib.proof.cases import Case
+from lablib.proof.gpu_measure import CpuCounters, counters_of, measure_on_gpu, measured_samples, replayed
+from lablib.proof.gpu_rows import (
     NOT_RECORDED,
     gpu_cases,
     gpu_proven,
@@ -21,16 +30,8 @@ from lablib.calc.memory_gpu import (
     on_one_gpu,
     predicted_peak,
 )
-from lablib.calc.memory_timeline import memory_timeline
-from lablib.calc.plan import RESERVE
-from lablib.calc.units import GiB
-from lablib.cli.main import app
-from lablib.launch import cuda_memory, experiments, gpu_records
-from lablib.launch.cuda_counters import CpuCounters, counters_of
-from lablib.launch.cuda_memory import measure_on_gpu, measured_samples, replayed
-from lablib.launch.live_bytes import LiveBytes
-from lablib.launch.memory_oracle_changes import nothing_packed
-from lablib.launch.memory_oracle_models import build
+from lablib.proof.oracles import build_model
+from lablib.proof.oracles.measurement import nothing_packed
 from tests.caching_allocator import Simulated, snapshot
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -108,7 +109,7 @@ def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
     assert sum(found.states.values()) == said.moment("states").total == sum(states.values())
     # What else is there are the tokens, of 8 bytes, and a step number of 4 for each tensor where the kernel is fused.
     tokens = case.micro_batch * (case.seq + (case.kernels == "toy")) * 8
-    counters = 4 * len(list(build(case).model.parameters())) if case.step == "fused" else 0
+    counters = 4 * len(list(build_model(case).model.parameters())) if case.step == "fused" else 0
     assert found.before == sum(found.states.values()) + found.buffers + tokens + counters
     assert found.peak["requested"] == max(found.moments.values())
     assert abs(found.peak["requested"] / said.peak_bytes - 1) < 1e-3

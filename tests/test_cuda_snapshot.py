@@ -11,7 +11,8 @@ import pytest
 from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
-from lablib.calc.cuda_snapshot import BEFORE, NO_FRAMES, Block, load_snapshot, replay
+from lablib.calc.runs import load_snapshot, replay
+from lablib.calc.runs.cuda_snapshot import BEFORE, NO_FRAMES, Block
 from lablib.cli.main import app
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.calc.overlap import bucket_sizes
+from lablib.calc.parallel import bucket_sizes
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
-from lablib.launch.recorder import record_comms
-from lablib.toys.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
+from lablib.toys.data_parallel import BucketedDDP, NaiveDDP, OverlappedDDP
 
 TOLERANCE = 1e-7
 STEPS = 3

@@ -8,14 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lablib.launch.ranks import run_ranks
-from lablib.toys.ddp_failures import DIAGNOSES, Chart, diagnosis, patient, train
+from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
+from lablib.toys.data_parallel.failures import patient
 
 LETTERS = "ABCDE"
 RANKS = 4
 
 
 def charts_of_all(epochs: int) -> dict[str, Chart]:
-    return {letter: train(letter, epochs=epochs) for letter in LETTERS}
+    return {letter: train_regression(letter, epochs=epochs) for letter in LETTERS}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_patients_look_alike() -> None:
 
 def does_not_divide() -> None:
     with pytest.raises(ValueError, match="ranks=3 does not divide global_batch=8"):
-        train("A")
+        train_regression("A")
 
 
 def test_bad_input() -> None:

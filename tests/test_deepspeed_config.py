@@ -11,21 +11,19 @@ import random
 
 import pytest
 
-from lablib.calc.deepspeed import (
-    OFFLOADS,
-    as_json,
+from lablib.calc.models import preset
+from lablib.calc.parallel import (
+    arithmetic_intensity,
+    as_deepspeed_json,
+    deepspeed_settings,
+    offload_efficiency,
+    offload_step,
     persistent_params,
-    settings,
+    swap_seconds,
     zero2_estimate,
     zero3_estimate,
 )
-from lablib.calc.models import preset
-from lablib.calc.offload import (
-    arithmetic_intensity,
-    efficiency,
-    offload_step,
-    swap_seconds,
-)
+from lablib.calc.parallel.deepspeed import OFFLOADS
 from lablib.calc.params import count_params
 from lablib.calc.units import GiB
 
@@ -50,11 +48,11 @@ def every_choice() -> list[dict[str, object]]:
 @pytest.mark.parametrize("choice", every_choice(), ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_every_key_stands_once_and_has_a_reason(choice, precision):
-    found = settings(XL, ranks=8, micro_batch=2, accumulation=3, precision=precision, **choice)
+    found = deepspeed_settings(XL, ranks=8, micro_batch=2, accumulation=3, precision=precision, **choice)
     keys = [setting.key for setting in found]
     assert len(set(keys)) == len(keys)
     assert all(setting.why.endswith(".") and len(setting.why) > 15 for setting in found)
-    tree = json.loads(json.dumps(as_json(found)))
+    tree = json.loads(json.dumps(as_deepspeed_json(found)))
     for setting in found:
         node = tree
         for name in setting.key.split("."):
@@ -69,7 +67,7 @@ def test_every_key_stands_once_and_has_a_reason(choice, precision):
 
 
 def test_sizes_follow_the_hidden_size_as_in_accelerate():
-    zero = as_json(settings(XL, ranks=8, stage=3))["zero_optimization"]
+    zero = as_deepspeed_json(deepspeed_settings(XL, ranks=8, stage=3))["zero_optimization"]
     assert zero["reduce_bucket_size"] == 1600 * 1600
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 1600 * 1600)
     assert zero["stage3_param_persistence_threshold"] == 10 * 1600
@@ -98,7 +96,7 @@ def test_what_persists_is_bounded_by_the_model(name):
 )
 def test_bad_input_is_named(wrong, says):
     with pytest.raises(ValueError, match=says):
-        settings(XL, **({"ranks": 8} | wrong))
+        deepspeed_settings(XL, **({"ranks": 8} | wrong))
 
 
 # The estimators, against the tables of DeepSpeed's documentation, which print two decimals of a GiB
@@ -136,11 +134,11 @@ def test_zero2_documentation_and_code_disagree(offload, variant, gpu):
 
 def test_zero_infinity_s_bandwidths():
     weights = arithmetic_intensity("weights", seq=1024, batch=1)
-    assert efficiency(weights, 70e9, 70e12) > 0.5 > efficiency(weights, 60e9, 70e12)
+    assert offload_efficiency(weights, 70e9, 70e12) > 0.5 > offload_efficiency(weights, 60e9, 70e12)
     optimizer = arithmetic_intensity("optimizer", seq=1024, batch=2)
-    assert efficiency(optimizer, 1.5e12, 70e12) > 0.9
+    assert offload_efficiency(optimizer, 1.5e12, 70e12) > 0.9
     assert arithmetic_intensity("optimizer", seq=1024, batch=4) == weights  # four times the bandwidth
-    assert efficiency(arithmetic_intensity("checkpoints", hidden=2048), 2e9, 70e12) > 0.5
+    assert offload_efficiency(arithmetic_intensity("checkpoints", hidden=2048), 2e9, 70e12) > 0.5
 
 
 def test_offload_step_adds_up():
@@ -168,7 +166,7 @@ def test_deepspeed_s_own_parser_takes_it(choice, monkeypatch):
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    tree = as_json(settings(XL, ranks=1, **choice))["zero_optimization"]
+    tree = as_deepspeed_json(deepspeed_settings(XL, ranks=1, **choice))["zero_optimization"]
     known = set(DeepSpeedZeroConfig.model_fields)
     known |= {field.alias for field in DeepSpeedZeroConfig.model_fields.values() if field.alias}
     assert set(tree) <= known

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc import nvidia_smi as smi
-from lablib.calc.cost_sheet import LABS
-from lablib.cli import doctor_gpu as doctor
+from lablib.calc.runs import LABS
+from lablib.calc.runs import nvidia_smi as smi
+from lablib.cli import doctor
 from lablib.cli.main import app
-from lablib.launch import machine_probe
 from lablib.launch.ranks import run_ranks
+from lablib.launch.records import machine as machine_probe
 
 #: In the form of the drivers since R535: an underlined head, tabs, network cards, affinities, a legend.
 MATRIX_8 = (
@@ -84,7 +84,7 @@ def test_the_head_says_which_cuda_the_driver_runs():
 
 
 def test_pcie_rates_are_those_of_the_table():
-    from lablib.calc.links import link
+    from lablib.calc.hardware import link
 
     for generation in (3, 4, 5):
         # The table has them rounded to a part of a GB/s.
@@ -196,7 +196,9 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     """A machine of two A10 that CUDA numbers the other way round than nvidia-smi does; only the copies are made up."""
     import torch
 
-    from lablib.launch import float8, machine, ranks
+    from lablib.launch.precision import fp8 as float8
+    from lablib.launch.ranks import run as ranks
+    from lablib.launch.records import machine
 
     properties = [
         SimpleNamespace(uuid="bb", name="NVIDIA A10", total_memory=24e9),
@@ -328,7 +330,7 @@ def test_the_kernels_log_where_it_may_be_read(tmp_path, monkeypatch, code, log):
 
 
 def test_an_all_reduce_is_as_fast_as_its_slowest_rank_and_says_nothing_to_json(monkeypatch, capsys):
-    from lablib.launch import ranks
+    from lablib.launch.ranks import run as ranks
 
     def played(work, count, *, device, timeout):
         print(f"{count} ranks on {device}")

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from lablib.launch import experiments
-from lablib.launch.experiments import Predictions, recorded, run_or_replay, write_json
+from lablib.launch.records import Predictions, experiments, recorded, run_or_replay, write_json
 
 
 @pytest.fixture(autouse=True)

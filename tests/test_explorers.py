@@ -11,19 +11,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lablib.calc import explore_training, explore_zero, svg
-from lablib.calc.comm import data_parallel_bytes
-from lablib.calc.explorer import PARTS, Control, answer_json, find_explorer
+from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.hardware import accelerator
 from lablib.calc.memory import training_memory
 from lablib.calc.models import preset
+from lablib.calc.parallel import max_params, zero_state_bytes
 from lablib.calc.params import count_params
-from lablib.calc.zero import max_params, zero_state_bytes
+from lablib.live import svg
+from lablib.live import training as explore_training
+from lablib.live import zero as explore_zero
+from lablib.live.explorer import PARTS, Control, answer_json, find_explorer
 from lablib.view.style import COLORS
 from tests.test_tools import _tool
 
 TRAINING, ZERO = explore_training.EXPLORER, explore_zero.EXPLORER
-EXPLORERS = {"lablib.calc.explore_training": TRAINING, "lablib.calc.explore_zero": ZERO}
+EXPLORERS = {"lablib.live.training": TRAINING, "lablib.live.zero": ZERO}
 
 
 def around(explorer):
@@ -206,10 +208,10 @@ def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
     state = {"ranks": "48", "stage": "3"}
     program = (
         "import sys; sys.path = [sys.argv[1], *(p for p in sys.path if 'site-packages' not in p)]\n"
-        "from lablib.calc.explorer import answer_json\n"
+        "from lablib.live.explorer import answer_json\n"
         "import lablib; assert lablib.__file__.startswith(sys.argv[1]), lablib.__file__\n"
         "print(answer_json(sys.argv[2], sys.argv[3]))"
     )
-    arguments = [sys.executable, "-I", "-S", "-c", program, str(archive), "lablib.calc.explore_zero"]
+    arguments = [sys.executable, "-I", "-S", "-c", program, str(archive), "lablib.live.zero"]
     done = subprocess.run([*arguments, json.dumps(state)], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip("\n") == answer_json("lablib.calc.explore_zero", json.dumps(state))
+    assert done.stdout.rstrip("\n") == answer_json("lablib.live.zero", json.dumps(state))

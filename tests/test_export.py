@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from lablib.calc.export_accelerate import accelerate_yaml, deepspeed_json
-from lablib.calc.export_job import ExportJob, export_job
-from lablib.calc.export_layout import EXPORTERS, export_layout
-from lablib.calc.export_megatron import megatron_arguments, megatron_script
-from lablib.calc.export_torchtitan import torchtitan_config, torchtitan_toml
+from lablib.calc.layouts import export_job, export_layout
+from lablib.calc.layouts.export import (
+    EXPORTERS,
+    ExportJob,
+    accelerate_yaml,
+    deepspeed_json,
+    megatron_arguments,
+    megatron_script,
+    torchtitan_config,
+    torchtitan_toml,
+)
+from lablib.calc.layouts.planner import WORKED_EXAMPLES, Layout
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
-from lablib.calc.plan_exam import WORKED_EXAMPLES
-from lablib.calc.plan_layout import Layout
 
 #: Options of torchtitan/config/job_config.py (2025) that the exporter may use, and the values of those with a list.
 TORCHTITAN = {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lablib.checks import failure_zoo
-from lablib.launch import flight_recorder, zoo
+from lablib.checks import rung11 as failure_zoo
+from lablib.launch.failures import FAULTS, Setting, Symptoms, zoo
+from lablib.launch.measure import flight_recorder
 from lablib.launch.ranks import RankError
-from lablib.launch.zoo import FAULTS, Symptoms
-from lablib.launch.zoo_job import Setting
 
 LETTER = {fault: letter for letter, fault in FAULTS.items()}
 
@@ -116,10 +115,12 @@ def test_symptoms_do_not_name_the_fault(seen):
 
 def test_the_flight_recorder_says_where_a_hang_began():
     setting = Setting(culprit=1, steps=4)
-    told = flight_recorder.compare(zoo.recorded_hang(LETTER["mismatched collectives"], setting))
+    told = flight_recorder.compare_flight_records(
+        zoo.recorded_hang(LETTER["mismatched collectives"], setting)
+    )
     assert told.startswith("call 1 is not the same on all ranks: rank 0: all_reduce of [178] Float")
     assert "rank 1: broadcast of [3] Float (zoo_programs.py, line" in told
-    told = flight_recorder.compare(zoo.recorded_hang(LETTER["skipped batch"], setting))
+    told = flight_recorder.compare_flight_records(zoo.recorded_hang(LETTER["skipped batch"], setting))
     assert told.startswith("rank 1 never came to call 4, where rank 0 waits in all_reduce of [178] Float")
 
 

@@ -12,15 +12,8 @@ from statistics import mean, stdev
 
 import pytest
 
-from lablib.calc.failure_log import LLAMA3, Cause, FailureLog
-from lablib.calc.failures import (
-    best_interval,
-    daly_interval,
-    lost_share,
-    lost_time,
-    wall_time,
-    young_interval,
-)
+from lablib.calc.runs import LLAMA3, best_interval, daly_interval, lost_share, lost_time, young_interval
+from lablib.calc.runs.failures import Cause, FailureLog, wall_time
 
 MINUTE, HOUR = 60.0, 3600.0
 

@@ -18,20 +18,24 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
 from lablib.calc.flops import step_flops
-from lablib.launch.finetune import Example, FineTuning, encode, export_merged, pair_of, read_examples
-from lablib.launch.finetune_demo import sums, tiny_qwen2
+from lablib.launch.finetuning import (
+    FineTuning,
+    add_lora,
+    addition_examples,
+    export_merged,
+    read_examples,
+    save_adapters,
+    tiny_qwen2,
+)
+from lablib.launch.finetuning.finetune import Example, encode, load_pretrained, pair_of, write_safetensors
+from lablib.launch.finetuning.lora import adapters, load_adapters, merge
 from lablib.launch.fsdp import full_state_dict, shard
-from lablib.launch.lora import adapters, add_lora, load_adapters, merge, save_adapters
-from lablib.launch.pretrained import load_pretrained, write_safetensors
 from lablib.launch.ranks import run_ranks
-from lablib.launch.train_config import TrainConfig
-from lablib.launch.train_metrics import read_metrics
-from lablib.launch.train_start import launched_ranks
-from lablib.launch.train_tasks import IGNORE
-from lablib.launch.trainer import Trainer
+from lablib.launch.runs import launched_ranks
+from lablib.launch.training import IGNORE_INDEX, TrainConfig, Trainer, read_metrics
 
 TOLERANCE = 2e-5
-EXAMPLES = sums(
+EXAMPLES = addition_examples(
     40, largest=9, seed=2
 )  # answers of one or two digits: samples differ in their number of targets
 SEQ = 12
@@ -167,8 +171,8 @@ def test_one_example_by_hand() -> None:
     """What the module's head draws."""
     inputs, targets = pair_of(Example((1, 2, 3), (4, 5, 9)), seq=7)
     assert inputs == [1, 2, 3, 4, 5, 9, 0]
-    assert targets == [IGNORE, IGNORE, 4, 5, 9, IGNORE, IGNORE]
-    assert pair_of(Example((1, 2), (3, 4)), seq=3) == ([1, 2, 3], [IGNORE, 3, 4])
+    assert targets == [IGNORE_INDEX, IGNORE_INDEX, 4, 5, 9, IGNORE_INDEX, IGNORE_INDEX]
+    assert pair_of(Example((1, 2), (3, 4)), seq=3) == ([1, 2, 3], [IGNORE_INDEX, 3, 4])
     for example, says in (
         (Example((1, 2), (3, 4, 5)), "an example has 5 tokens and seq=3 takes 4"),
         (Example((), (3,)), "needs a prompt and an answer"),

@@ -8,7 +8,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from lablib.calc import scaling_laws
+from lablib.calc import flops as scaling_laws
 from lablib.calc.flops import flops_per_token, forward_flops, hfu, mfu, step_flops
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params

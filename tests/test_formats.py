@@ -8,10 +8,9 @@ import random
 import pytest
 import torch
 
-from lablib.calc import fp8
-from lablib.calc.format_support import support, support_table
-from lablib.calc.formats import FORMATS, find_format
 from lablib.calc.models import preset
+from lablib.calc.precision import FORMATS, find_format, fp8, support_table
+from lablib.calc.precision.formats import support
 from lablib.calc.torch_versions import torch_facts
 
 SEED = random.randrange(2**31)

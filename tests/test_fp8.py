@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from lablib.calc.formats import FORMATS
-from lablib.calc.fp8 import BLOCKS, scale_count
+from lablib.calc.precision import FORMATS, scale_count
+from lablib.calc.precision.fp8 import BLOCKS
 from lablib.calc.torch_versions import torch_facts
-from lablib.launch import float8
-from lablib.launch.fp8_errors import (
+from lablib.launch.precision import fp8 as float8
+from lablib.launch.precision import rounding_noise
+from lablib.launch.precision.fp8 import (
     delayed_scaling_run,
     error_table,
     fp8_error,
     trained_tensors,
     with_outlier,
 )
-from lablib.launch.reduced_sums import rounding_noise
-from lablib.toys import fp8
-from lablib.toys.fp8 import E4M3, E5M2, SCALINGS, DelayedScaling, Fp8Linear, quantize, swap_linears
+from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, fp8, quantize, swap_linears
+from lablib.toys.precision.fp8 import Fp8Linear
 from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = random.randrange(2**31)
@@ -239,7 +239,7 @@ def test_float8_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown recipe"):
         float8.to_float8(model, recipe="blockwise")
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
-    assert "torchao is not installed" in float8.missing()
+    assert "torchao is not installed" in float8.missing_for_float8()
     with pytest.raises(ValueError, match="torchao is not installed"):
         float8.to_float8(model)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lablib.launch.fsdp import (
     clip_grad_norm,
+    forecast,
     full_state_dict,
     init_transformer,
     make_mesh,
@@ -27,9 +28,8 @@ from lablib.launch.fsdp import (
     no_sync,
     shard,
 )
-from lablib.launch.fsdp_memory import forecast
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recorder import record_comms
 from lablib.toys.transformer import Transformer, tiny_config
 from lablib.toys.zero import ZeRO3
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from lablib.calc.comm import data_parallel_bytes, hybrid_shard_bytes
-from lablib.calc.fsdp import Unit, fsdp_traffic, gathered_timeline, padded, peak_unsharded_bytes
+from lablib.calc.communication import data_parallel_bytes, hybrid_shard_bytes
+from lablib.calc.parallel import Unit, fsdp_traffic, gathered_timeline, padded, peak_unsharded_bytes
 
 
 def test_padding_by_hand() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.launch.fsdp_memory import forecast
+from lablib.launch.fsdp import forecast
 from lablib.toys.transformer import Transformer, tiny_config
 
 CONFIG = tiny_config("gpt2", hidden=18, num_heads=3, ffn=50, num_layers=2, vocab=50, max_positions=16)

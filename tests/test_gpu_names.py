@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lablib.calc.gpu_names import known_accelerator
-from lablib.calc.hardware import ACCELERATORS
-from lablib.launch import train_metrics
-from lablib.launch.print_steps import PrintSteps
+from lablib.calc.hardware import ACCELERATORS, known_accelerator
+from lablib.launch.training import PrintSteps
+from lablib.launch.training import metrics as train_metrics
 
 
 @pytest.mark.parametrize(

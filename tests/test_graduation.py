@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.course_plan import RUN_GPU_LABS
+from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks import graduation
 from lablib.checks.graduation import (
     GOALS,
@@ -20,7 +20,7 @@ from lablib.checks.graduation import (
     unmet,
 )
 from lablib.cli.main import app
-from lablib.launch.scaling_records import gpu_report, where_of
+from lablib.launch.runs import gpu_report, where_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lablib.calc.hardware import ACCELERATORS, ALIASES, accelerator
-from lablib.calc.links import LINKS, link
+from lablib.calc.hardware import ACCELERATORS, ALIASES, LINKS, accelerator, link
 
 
 @pytest.mark.parametrize("key", ACCELERATORS)

@@ -9,8 +9,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lablib.calc.hf_config import _GEMMA3_TEXT, _KNOWN
 from lablib.calc.models import ModelConfig, from_hf
+from lablib.calc.models.hf_config import _GEMMA3_TEXT, _KNOWN
 from lablib.calc.params import count_params
 from lablib.cli.main import app
 

@@ -20,15 +20,20 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import experiments, gpu_records, lab_jobs, lab_notebook, lab_worker, labs, pack
-from lablib.launch.lab_worker import start
+from lablib.launch.labs import labs, start_worker
+from lablib.launch.labs import labs as lab_jobs
+from lablib.launch.labs import notebook as lab_notebook
+from lablib.launch.labs import worker as lab_worker
+from lablib.launch.labs import worker as pack
+from lablib.launch.records import experiments
+from lablib.launch.records import samples as gpu_records
 from tests.processes import ended
 
 #: The lab says when it has begun, keeps a sample, and then waits for a file.
 WORK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from lablib.launch.kept import Kept, lab_folder
+from lablib.launch.records.samples import Kept, lab_folder
 kept = Kept("speed")
 print(steps, os.environ["LABLIB_RECORD"], os.environ["CUDA_VISIBLE_DEVICES"] == "")
 sample = kept.sample({"steps": steps}, lambda: {"pid": os.getpid()})
@@ -140,7 +145,7 @@ def test_a_lab_for_gpus_runs_its_gpu_section_alone_where_there_are_some(house, m
     monkeypatch.setattr(lab_jobs, "device", lambda gpus: {"gpus": ["H100"] * len(gpus)})
 
     def parameters(given, gpus):
-        queue = lab_jobs.read_json(lab_jobs.prepare(["9", "7"], given, gpus=gpus))
+        queue = lab_jobs.read_json(lab_jobs.prepare_queue(["9", "7"], given, gpus=gpus))
         return [lab_jobs.read_json(Path(job))["parameters"] for job in queue["jobs"]]
 
     assert parameters({}, [0, 1]) == [{"only_gpu": True}, {}]
@@ -157,12 +162,14 @@ def test_a_lab_for_gpus_runs_its_gpu_section_alone_where_there_are_some(house, m
 
 def test_my_own_copy_is_run_where_i_say_so(house):
     _write(house / "work" / "07_small.ipynb", ("steps = 9", ["parameters"]))
-    queue = lab_jobs.read_json(lab_jobs.prepare(["7"], {"7.steps": 5}, mine=True))
+    queue = lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"7.steps": 5}, mine=True))
     job = lab_jobs.read_json(Path(queue["jobs"][0]))
     assert (job["path"], job["lab"]) == (str(house / "work" / "07_small.ipynb"), "07_small")
     assert job["parameters"] == {"steps": 5}
     # Its code is another, so it is another run than the course's.
-    other = lab_jobs.read_json(Path(lab_jobs.read_json(lab_jobs.prepare(["7"], {"steps": 5}))["jobs"][0]))
+    other = lab_jobs.read_json(
+        Path(lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"steps": 5}))["jobs"][0])
+    )
     assert other["key"] != job["key"]
 
 
@@ -202,8 +209,8 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     gate = house / "gate"
     os.mkfifo(gate)
     chosen = ["-p", f"7.wait={gate}", "-p", "7.steps=5", "--gpus", "cpu", "--record"]
-    queue = lab_jobs.prepare(["7"], {"wait": str(gate), "steps": 5}, record=True, budget_minutes=10)
-    pid = start(queue)
+    queue = lab_jobs.prepare_queue(["7"], {"wait": str(gate), "steps": 5}, record=True, budget_minutes=10)
+    pid = start_worker(queue)
     _until(lambda: Path(f"{gate}.left").exists() and "waiting" in queue.with_suffix(".log").read_text())
 
     # The terminal goes: SIGHUP reaches its own session, which this process left, and it ignores one even so.
@@ -216,8 +223,8 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     assert _alive(pid)
     assert _alive(left)
     # Two `rung labs run` in the same moment: the second is refused, and neither hides the first nor ends it.
-    late = lab_jobs.prepare(["8"])
-    start(late)
+    late = lab_jobs.prepare_queue(["8"])
+    start_worker(late)
     _until(lambda: lab_jobs.read_json(late)["state"] == "refused")
     _until(lambda: _job(house, "08_other")[1]["status"] == "stopped")  # it waits for nothing
     assert lab_jobs.latest_queue() == queue
@@ -293,14 +300,14 @@ def test_looking_writes_nothing(house):
 
 @pytest.mark.parametrize("content", ["", '{"lab": "07_small"}'])
 def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
-    damaged, whole = (Path(lab_jobs.read_json(lab_jobs.prepare([lab]))["jobs"][0]) for lab in "78")
+    damaged, whole = (Path(lab_jobs.read_json(lab_jobs.prepare_queue([lab]))["jobs"][0]) for lab in "78")
     damaged.write_text(content)
     result = rung("status")
     assert result.exit_code == 0
     assert re.search(r"^waiting +08_other", result.output, re.M)
     assert re.search(rf"^damaged +{damaged} is damaged \(.*\): delete it", result.output, re.M)
     assert str(damaged) in json.loads(rung("status", "--json").output)["damaged"][0]
-    again = lab_jobs.read_json(lab_jobs.prepare(["7", "8"]))["jobs"]
+    again = lab_jobs.read_json(lab_jobs.prepare_queue(["7", "8"]))["jobs"]
     assert again[1] == str(whole)
     assert lab_jobs.read_job(Path(again[0]))["status"] == "waiting"
     (house / "mine" / "runs" / "9999.json").write_text(content)
@@ -309,7 +316,7 @@ def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
 
 def test_a_kernel_that_dies_is_a_sentence(house):
     _lab(house / "labs", "09_dies", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    job = Path(lab_jobs.read_json(lab_jobs.prepare(["9"]))["jobs"][0])
+    job = Path(lab_jobs.read_json(lab_jobs.prepare_queue(["9"]))["jobs"][0])
     assert re.fullmatch(
         r"the kernel died in cell \d: .*want of memory \(dmesg says so\)", lab_notebook.run(job)
     )
@@ -319,7 +326,7 @@ def test_a_full_disk_is_a_sentence_with_its_reason(house, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    queue = lab_jobs.prepare(["7"])
+    queue = lab_jobs.prepare_queue(["7"])
     (job,) = lab_jobs.read_json(queue)["jobs"]
     monkeypatch.setattr(lab_notebook.papermill, "execute_notebook", full)
     assert lab_notebook.run(Path(job)).startswith("The disk is full: free some room")
@@ -346,13 +353,13 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
 
 def test_large_files_stay_behind_and_are_named(house, monkeypatch):
     with pytest.raises(FileNotFoundError, match="run a lab first"):
-        pack.pack()
+        pack.pack_results()
     (house / "mine" / "x").mkdir(parents=True)
     (house / "mine" / "x" / "a.json").write_text("{}")
     (house / "mine" / "x" / "w.safetensors").write_text("weights")
     monkeypatch.setattr(pack, "LARGEST", 10)
     (house / "mine" / "x" / "big.bin").write_text("more than ten")
-    with tarfile.open(pack.pack()) as content:
+    with tarfile.open(pack.pack_results()) as content:
         left = "distributed-experiments/LEFT_OUT.txt"
         assert sorted(content.getnames()) == [left, "distributed-experiments/x/a.json"]
         assert content.extractfile(left).read().decode() == "13\tx/big.bin\n7\tx/w.safetensors\n"
@@ -366,7 +373,7 @@ def test_an_archive_unpacks_where_reports_and_records_are_looked_for(house, monk
     record["machine"]["cpu"] = "another machine's"
     (house / "labs" / "recorded" / "02_other.json").write_text(json.dumps(record))
     home = tmp_path / "home"
-    with tarfile.open(pack.pack()) as content:
+    with tarfile.open(pack.pack_results()) as content:
         # Debian 12's Python 3.11.2 has no filters, and Python 3.12 warns where none is named.
         content.extractall(home, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     assert (home / "distributed-experiments" / "x" / "runs" / "one-1.json").exists()

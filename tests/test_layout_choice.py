@@ -7,23 +7,23 @@ import random
 
 import pytest
 
-from lablib.calc.layout_audit import MODELS, audited_rows, pipeline_formula
-from lablib.calc.layout_choice import FAMILIES, PATIENCE, choose, family
-from lablib.calc.layout_rules import (
-    ORDERS,
-    axis_bytes,
+from lablib.calc.layouts import (
+    FAMILIES,
+    PATIENCE,
+    audited_rows,
+    choose,
     enough_microbatches,
+    mesh,
     microbatch_rule,
     order_rule,
+    pipeline_formula,
     tensor_rule,
 )
-from lablib.calc.mesh import mesh
-from lablib.calc.parallelism import data_traffic, tensor_traffic
+from lablib.calc.layouts.choice import family
+from lablib.calc.layouts.planner import Layout, check_layout, cluster, layout_memory, plan
+from lablib.calc.layouts.rules import MODELS, ORDERS, axis_bytes
+from lablib.calc.parallel.traffic import data_traffic, tensor_traffic
 from lablib.calc.params import count_params
-from lablib.calc.plan import plan
-from lablib.calc.plan_cluster import cluster
-from lablib.calc.plan_layout import Layout, check_layout
-from lablib.calc.plan_memory import layout_memory
 
 
 @pytest.fixture(scope="module")

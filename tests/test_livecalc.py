@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
-from lablib.calc.explore_zero import EXPLORER
+from lablib.live.zero import EXPLORER
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = f"import sys\nsys.path.insert(0, {str(ROOT / '_ext')!r})\nextensions = ['livecalc']\nhtml_theme = 'basic'\n"
@@ -35,7 +35,7 @@ def build(tmp_path):
 
 
 def test_a_page_has_the_first_state_and_alone_loads_the_script(build):
-    done, site = build(".. livecalc:: lablib.calc.explore_zero\n\n   ranks: 16\n   stage: 3\n")
+    done, site = build(".. livecalc:: lablib.live.zero\n\n   ranks: 16\n   stage: 3\n")
     assert done.returncode == 0, done.stderr
     page = BeautifulSoup((site / "index.html").read_text(), "html.parser")
     box = page.select_one(".livecalc")
@@ -49,7 +49,7 @@ def test_a_page_has_the_first_state_and_alone_loads_the_script(build):
     # What the browser will ask for lies where the page says.
     archive = site / "_static" / box["data-package"].partition("?")[0]
     names = zipfile.ZipFile(archive).namelist()
-    assert "lablib/calc/explore_zero.py" in names
+    assert "lablib/live/zero.py" in names
     assert all(name == "lablib/__init__.py" or name.startswith("lablib/calc/") for name in names)
     assert box["data-pyodide"].startswith("https://") or (site / "_static" / box["data-pyodide"]).is_dir()
 
@@ -62,7 +62,7 @@ def test_a_page_has_the_first_state_and_alone_loads_the_script(build):
             "index: livecalc lablib.calc.units: lablib.calc.units has no EXPLORER",
         ),
         (
-            ".. livecalc:: lablib.calc.explore_zero\n\n   rank 7",
+            ".. livecalc:: lablib.live.zero\n\n   rank 7",
             "'rank 7' is not a setting: write it like 'seq: 4096'",
         ),
     ],

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from lablib.calc.matrix import COMBINATIONS, PARTS, PYTHONS, RUNS, combination, last_runs, read_runs
-from lablib.calc.torch_versions import PINNED, SUPPORTED, release
+from lablib.calc.torch_versions import (
+    COMBINATIONS,
+    PARTS,
+    PINNED,
+    PYTHONS,
+    RUNS,
+    SUPPORTED,
+    combination,
+    last_runs,
+    read_runs,
+    release,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("matrix_tool", ROOT / "tools" / "matrix.py")

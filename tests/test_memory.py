@@ -11,15 +11,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lablib.calc.activations import layer_activations
 from lablib.calc.hardware import accelerator
 from lablib.calc.memory import MemoryBreakdown, training_memory
-from lablib.calc.models import ModelConfig, preset, preset_names
+from lablib.calc.memory.activations import layer_activations
+from lablib.calc.memory.states import nf4_bytes
+from lablib.calc.models import (
+    ModelConfig,
+    embedding_tensors,
+    head_tensors,
+    layer_tensors,
+    preset,
+    preset_names,
+)
 from lablib.calc.params import count_params
-from lablib.calc.rank_memory import nf4_bytes
-from lablib.calc.recipes import optimizer_names, recipe, recipe_names
-from lablib.calc.stages import in_flight, stage_layers
-from lablib.calc.tensors import embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.precision import recipe
+from lablib.calc.precision.recipes import optimizer_names, recipe_names
+from lablib.calc.schedules import in_flight, stage_layers
 from lablib.calc.units import GB, MiB
 
 

@@ -8,25 +8,26 @@ from itertools import combinations, product
 
 import pytest
 
-from lablib.calc.hardware import ACCELERATORS, accelerator
-from lablib.calc.links import LINKS
-from lablib.calc.memory import training_memory
-from lablib.calc.memory_fit import (
-    _last,
+from lablib.calc.hardware import ACCELERATORS, LINKS, accelerator
+from lablib.calc.layouts.fit import (
+    Setup,
+    cheapest_change,
     fewest_gpus,
     largest_micro_batch,
-    layouts,
     longest_sequence,
+    setup,
+    size,
 )
-from lablib.calc.memory_fit_changes import SAME, SLOW, TIE, cheapest_change, knobs
-from lablib.calc.memory_fit_cost import host_bytes, least_states, predicted_seconds, step_seconds
-from lablib.calc.memory_fit_setup import Setup, setup, size
-from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.layouts.fit.answers import _last, layouts
+from lablib.calc.layouts.fit.changes import SAME, SLOW, TIE, knobs
+from lablib.calc.layouts.fit.settings import host_bytes, least_states, predicted_seconds, step_seconds
+from lablib.calc.layouts.planner import RESERVE, plan
+from lablib.calc.memory import training_memory
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset, preset_names
-from lablib.calc.offload import CPU_ADAM_BYTES
+from lablib.calc.parallel import CPU_ADAM_BYTES
 from lablib.calc.params import count_params
-from lablib.calc.plan import RESERVE, plan
-from lablib.calc.recipes import recipe_names
+from lablib.calc.precision.recipes import recipe_names
 
 TINY = ModelConfig(
     name="tiny", num_layers=4, hidden=48, num_heads=4, num_kv_heads=2, ffn=100, vocab=211, max_positions=512

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_grid import grid
-from lablib.calc.memory_kinds import KINDS, by_kind
-from lablib.calc.memory_timeline import MemoryMoment, MemoryTimeline, memory_timeline
-from lablib.calc.memory_verdict import predict
-from lablib.calc.tape import Tape
-from lablib.launch import memory_tracker
-from lablib.launch.memory_oracles import measure
-from lablib.launch.memory_tracker import MomentTracker
+from lablib.calc.memory.tape import Tape
+from lablib.calc.memory.timeline import MemoryMoment, MemoryTimeline, memory_timeline
+from lablib.proof.cases import Case
+from lablib.proof.grid import grid
+from lablib.proof.oracles import measure_case
+from lablib.proof.oracles import measurement as memory_tracker
+from lablib.proof.oracles.measurement import MomentTracker
+from lablib.proof.verdict import KINDS, by_kind, predict
 
 
 def timeline_of(case: Case) -> MemoryTimeline:
@@ -119,7 +118,7 @@ def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
 )
 def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
     """Not the peak alone: who is right at one moment by chance is wrong at the others."""
-    found, timeline = measure(case), timeline_of(case)
+    found, timeline = measure_case(case), timeline_of(case)
     assert found.peak_terms == found.moments[found.peak_at]
     # Counters of the optimizer, 4 bytes a tensor, buffers of a model, loss and its gradient: below two kilobytes.
     slack = 2048
@@ -141,7 +140,7 @@ def test_a_loss_over_frozen_weights_holds_what_hugging_face_has_variables_for() 
     case = Case(kernels="hf", family="qwen2", recipe="autocast-bf16", recompute="full", tuning="lora")
     loss = timeline_of(case).moment("loss").total
     # Counters of 56 adapters, two tables of frequencies, and the loss.
-    assert 0 <= measure(case).totals["loss"] - loss <= 4 * 56 + 24 + 8
+    assert 0 <= measure_case(case).totals["loss"] - loss <= 4 * 56 + 24 + 8
 
 
 def test_a_replay_waits_for_who_needs_it_and_stops_when_nobody_does() -> None:

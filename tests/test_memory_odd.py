@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.choices import must_divide, plural
-from lablib.calc.links import LINKS, link_rate
+from lablib.calc.errors import must_divide, plural
+from lablib.calc.hardware import LINKS, link_rate
+from lablib.calc.layouts.fit import MEANING, cheapest_change, setup, unproven
+from lablib.calc.layouts.fit.changes import SHORT, knobs
+from lablib.calc.layouts.planner import cluster
 from lablib.calc.memory import run_config, training_memory
-from lablib.calc.memory_fit_changes import SHORT, cheapest_change, knobs
-from lablib.calc.memory_fit_setup import MEANING, setup, unproven
-from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.calc.memory.timeline.step import piece
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.plan_cluster import cluster
-from lablib.calc.stages import in_flight, layers_of_stage, stage_layers
-from lablib.calc.timeline_piece import piece
+from lablib.calc.schedules import in_flight, layers_of_stage, stage_layers
 from lablib.cli.main import app
 
 

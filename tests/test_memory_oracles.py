@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.calc.memory_cases import Case, case_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.torch_versions import release
-from lablib.launch.fsdp_memory import forecast
-from lablib.launch.live_bytes import LiveBytes
-from lablib.launch.memory_oracle_models import build, make_optimizer
-from lablib.launch.memory_oracles import measure, one_forward_one_backward
-from lablib.launch.paper_kernels import PaperTransformer
+from lablib.launch.fsdp import forecast
+from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeStore, MemTracker
+from lablib.proof.cases import Case, case_model
+from lablib.proof.oracles import build_model, make_optimizer, measure_case
+from lablib.proof.oracles.measurement import one_forward_one_backward
+from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.transformer import Transformer
 from tests import torch_schedules
 
@@ -47,7 +47,7 @@ def group():
     ids=lambda case: case.name,
 )
 def test_fake_tensors_hold_what_real_ones_hold(case: Case) -> None:
-    real, fake = measure(case, real=True), measure(case, real=False)
+    real, fake = measure_case(case, real=True), measure_case(case, real=False)
     assert real.states == fake.states
     assert real.groups == fake.groups
     # Transformers looks at a few values that fake tensors do not have, and makes some numbers less of them.
@@ -65,7 +65,7 @@ def test_fake_tensors_hold_what_real_ones_hold(case: Case) -> None:
 def test_the_peak_is_that_of_pytorch_s_tracker_without_ours() -> None:
     """MemTracker as it comes, over the same step."""
     case = Case(family="gpt2", micro_batch=2, recipe="pure-bf16")
-    subject = build(case)
+    subject = build_model(case)
     optimizer = make_optimizer(case, subject.model)
     for parameter in subject.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -78,7 +78,7 @@ def test_the_peak_is_that_of_pytorch_s_tracker_without_ours() -> None:
         subject.loss(subject.model, tokens).backward()
         optimizer.step()
     (kinds,) = tracker.get_tracker_snapshot("peak").values()
-    found = measure(case)
+    found = measure_case(case)
     # We hold the loss, one bf16 number, while backward runs.
     assert 0 <= found.peak - kinds["Total"] <= 2
 
@@ -93,14 +93,14 @@ def test_a_sharded_peak_is_that_of_two_steps_in_pytorch_s_tracker() -> None:
         seq=64,
         precision="bf16",
     )
-    assert abs(measure(case).peak - two_steps.total) <= 4
+    assert abs(measure_case(case).peak - two_steps.total) <= 4
 
 
 def test_the_peak_is_that_of_our_own_profiler() -> None:
     """LiveBytes shares nothing with MemTracker but the idea; it counts what is made, and not what was there."""
     case = Case(family="llama", micro_batch=2)
-    found = measure(case)
-    subject = build(case)
+    found = measure_case(case)
+    subject = build_model(case)
     tokens = subject.tokens()
     gc.collect()
     with LiveBytes() as live:
@@ -112,7 +112,7 @@ def test_the_peak_is_that_of_our_own_profiler() -> None:
 @pytest.mark.parametrize("kernels", ["toy", "hf"])
 def test_hooks_and_tracker_count_the_same(kernels: str) -> None:
     """Autograd's hooks see what is saved; the tracker sees what is alive. With nothing else alive they agree."""
-    found = measure(Case(kernels=kernels, family="qwen2", micro_batch=2))
+    found = measure_case(Case(kernels=kernels, family="qwen2", micro_batch=2))
     assert sum(found.groups.values()) == pytest.approx(found.saved, abs=16 if kernels == "hf" else 0)
 
 
@@ -128,7 +128,7 @@ def test_the_order_of_a_stage_is_pytorch_s(stages: int) -> None:
 
 
 def test_a_stage_is_as_full_as_its_micro_batches() -> None:
-    one, two, four = (measure(Case(family="gpt2", pp=pp)) for pp in (1, 2, 4))
+    one, two, four = (measure_case(Case(family="gpt2", pp=pp)) for pp in (1, 2, 4))
     per_block = (
         one.moments["forward of block 1"]["activations"] - one.moments["forward of block 0"]["activations"]
     )
@@ -140,7 +140,7 @@ def test_a_stage_is_as_full_as_its_micro_batches() -> None:
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_gradients_that_add_up_are_there_in_the_next_forward(sharding: str) -> None:
     how = {"recipe": "fp32", "sharding": sharding, "dp": 4 if sharding == "fsdp2" else 1}
-    one, three = measure(Case(**how)), measure(Case(**how, accumulate=3))
+    one, three = measure_case(Case(**how)), measure_case(Case(**how, accumulate=3))
     assert three.states == one.states
     assert three.saved == one.saved
     for moment in ("forward of the embedding", "forward of block 2", "loss"):
@@ -151,7 +151,7 @@ def test_gradients_that_add_up_are_there_in_the_next_forward(sharding: str) -> N
 
 def test_ddp_adds_gradients_up_before_it_sends_them() -> None:
     case = Case(sharding="ddp", dp=4, accumulate=3, optimizer="sgd")
-    found = measure(case)
+    found = measure_case(case)
     assert found.states["gradients"] == found.states["weights"]
     # One reduction a step: its buckets hold every gradient once.
     assert found.moments["optimizer step"]["gradient buckets"] == found.states["gradients"]
@@ -195,7 +195,7 @@ def test_the_paper_s_kernels_keep_what_the_paper_says(variant: str, group) -> No
 
 def test_buckets_of_ddp_are_a_second_copy_of_the_gradients() -> None:
     alone, replicated = (
-        measure(Case(family="gpt2", sharding=s, dp=dp)) for s, dp in (("none", 1), ("ddp", 4))
+        measure_case(Case(family="gpt2", sharding=s, dp=dp)) for s, dp in (("none", 1), ("ddp", 4))
     )
     assert replicated.moments["loss"]["gradient buckets"] == replicated.states["gradients"]
     assert replicated.saved == alone.saved
@@ -204,6 +204,6 @@ def test_buckets_of_ddp_are_a_second_copy_of_the_gradients() -> None:
 
 def test_bad_input(group) -> None:
     with pytest.raises(ValueError, match="a process group is there already"):
-        measure(Case())
+        measure_case(Case())
     with pytest.raises(ValueError, match="kernels='paper' needs a tensor-parallel group"):
-        build(replace(Case(), kernels="paper"))
+        build_model(replace(Case(), kernels="paper"))

@@ -11,9 +11,10 @@ import matplotlib.pyplot as plt
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_grid import DRAWN, RULES, grid
-from lablib.calc.memory_headline import (
+from lablib.cli.main import app
+from lablib.proof.cases import Case
+from lablib.proof.grid import COUNTS, DRAWN, RULES, SEED, grid, held_out
+from lablib.proof.headline import (
     CAUSES,
     EARLIER,
     HELD_OUT,
@@ -23,11 +24,9 @@ from lablib.calc.memory_headline import (
     read_table,
     step_moments,
 )
-from lablib.calc.memory_held_out import COUNTS, SEED, held_out
-from lablib.calc.memory_kinds import KINDS
-from lablib.cli.main import app
-from lablib.launch.memory_table import broken, drifted, measured_row, predicted_anew
-from lablib.view import memory_step as draw
+from lablib.proof.table import broken, drifted, measured_row, predicted_anew
+from lablib.proof.verdict import KINDS
+from lablib.view import memory as draw
 from lablib.view.style import COLORS
 
 ROWS = read_table()["rows"]

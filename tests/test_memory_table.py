@@ -7,17 +7,14 @@ import copy
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.memory import run_config
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_grid import DRAWN, grid
-from lablib.calc.memory_headline import read_table
-from lablib.calc.memory_kinds import KINDS
-from lablib.calc.memory_stage import Stage
-from lablib.calc.memory_verdict import PEAK_BOUND, compare, predict
+from lablib.calc.memory import Stage, run_config
 from lablib.calc.torch_versions import release
 from lablib.cli.main import app
-from lablib.launch import memory_table
-from lablib.launch.memory_table import (
+from lablib.proof import table as memory_table
+from lablib.proof.cases import Case
+from lablib.proof.grid import DRAWN, grid
+from lablib.proof.headline import read_table
+from lablib.proof.table import (
     broken,
     comparisons,
     drifted,
@@ -27,6 +24,7 @@ from lablib.launch.memory_table import (
     text,
     worst_by_kind,
 )
+from lablib.proof.verdict import KINDS, PEAK_BOUND, compare, predict
 
 TABLE = read_table()
 ROWS = TABLE["rows"]

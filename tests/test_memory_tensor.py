@@ -9,14 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lablib.calc.memory import training_memory
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_timeline import memory_timeline
-from lablib.calc.memory_verdict import PEAK_BOUND, SAVED_BOUND
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.torch_versions import release
-from lablib.launch.memory_oracle_models import build
-from lablib.launch.memory_oracle_tensor import optimizer_groups, split_model
-from lablib.launch.memory_oracles import measure
 from lablib.launch.torch_private import FakeStore
+from lablib.proof.cases import Case
+from lablib.proof.oracles import build_model, measure_case
+from lablib.proof.oracles.models import optimizer_groups, split_model
+from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND
 
 CASES = (
     Case(kernels="hf", tensor="2", attention="plain", micro_batch=3),
@@ -31,7 +30,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_holds_what_the_calculator_says(case: Case) -> None:
     """Every moment is held to the bound, not the fullest one alone: which one that is depends on the sizes."""
-    found = measure(case)
+    found = measure_case(case)
     step = memory_timeline(step=case.step, out_of_place=True, **case.settings())
     states = training_memory(**case.settings())
     assert {term: states.terms[term] for term in found.states} == found.states
@@ -63,7 +62,7 @@ def test_it_holds_what_the_calculator_says(case: Case) -> None:
 def test_what_is_split_and_what_stays_whole() -> None:
     """The 7 matrices of each block and the head are cut in two; the embedding and the norms are not."""
     case = Case(kernels="hf")
-    model = build(case).model
+    model = build_model(case).model
     whole = {name: p.numel() for name, p in model.named_parameters()}
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
@@ -121,4 +120,4 @@ def test_what_nobody_measured_is_refused_by_name(how: dict, message: str) -> Non
 def test_a_tied_table_cannot_be_split_in_one_place() -> None:
     case = Case(kernels="toy", family="gpt2")
     with pytest.raises(ValueError, match="here both are one table"):
-        split_model(build(case).model, None, "toy")
+        split_model(build_model(case).model, None, "toy")

@@ -18,25 +18,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lablib.calc.activations import head_activations, layer_activations
-from lablib.calc.autocast_memory import autocast_activations
-from lablib.calc.implementations import find_implementation
-from lablib.calc.memory import training_memory
-from lablib.calc.memory_explain import explain_memory
-from lablib.calc.memory_stage import Stage
-from lablib.calc.memory_timeline import memory_timeline
+from lablib.calc.memory import Stage, autocast_activations, run_config, training_memory
+from lablib.calc.memory.activations import (
+    block_tensors,
+    find_implementation,
+    head_activations,
+    layer_activations,
+    recompute_cost,
+)
+from lablib.calc.memory.tape import BlockSetting, Tape, eager_block, eager_head
+from lablib.calc.memory.tape.tape import NONE, SHARED
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.calc.memory.timeline.explain import explain_memory
+from lablib.calc.memory.timeline.step import Piece, Step
 from lablib.calc.models import ModelConfig, preset, preset_names
-from lablib.calc.recompute import recompute_cost
-from lablib.calc.run_config import run_config
-from lablib.calc.saved_tensors import block_tensors
-from lablib.calc.tape import NONE, SHARED, Tape
-from lablib.calc.tape_blocks import eager_block
-from lablib.calc.tape_ends import eager_head
-from lablib.calc.tape_setting import BlockSetting
-from lablib.calc.timeline_piece import Piece
-from lablib.calc.timeline_walk import Step
 from lablib.cli.main import app
-from lablib.launch.fsdp_memory import forecast
+from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 from lablib.toys.transformer import Transformer, tiny_config

@@ -8,9 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from lablib.calc.mesh import AXES, Mesh, mesh
-from lablib.calc.mesh_text import group_line, mesh_text
-from lablib.calc.plan_cluster import cluster
+from lablib.calc.layouts import AXES, Mesh, group_line, mesh, mesh_text
+from lablib.calc.layouts.planner import cluster
 
 
 def seeded() -> random.Random:

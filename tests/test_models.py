@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from lablib.calc.models import FAMILIES, ModelConfig, from_hf, preset, preset_names
+from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
+from lablib.calc.models.config import FAMILIES
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

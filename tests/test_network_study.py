@@ -11,21 +11,24 @@ import math
 import pytest
 import torch
 
-from lablib.calc.collective_times import collective_time
-from lablib.calc.network_ddp_rows import VARIANTS, predicted_step, savings_rows, scaling_rows
-from lablib.calc.network_placement import LAYOUTS, layout_bytes, placement_rows
-from lablib.calc.network_rows import (
-    all_reduce_rows,
-    crossing,
+from lablib.calc.communication import collective_time
+from lablib.calc.runs import (
+    LAYOUTS,
+    VARIANTS,
+    Settings,
+    layout_bytes,
     link_bandwidth,
-    link_fit,
-    seconds_of,
-    two_hosts,
+    placement_rows,
+    predicted_step,
+    savings_rows,
+    scaling_rows,
 )
-from lablib.launch import network_study as study_module
-from lablib.launch.cluster import why_not
-from lablib.launch.experiments import RECORD_SWITCH, recorded
-from lablib.launch.network_study import NAME, Settings, measure, network_study
+from lablib.calc.runs.network_study import all_reduce_rows, crossing, link_fit, seconds_of, two_hosts
+from lablib.launch.communication import network_study
+from lablib.launch.communication import study as study_module
+from lablib.launch.communication.cluster import why_not
+from lablib.launch.communication.study import NAME, measure
+from lablib.launch.records import RECORD_SWITCH, recorded
 from lablib.toys.transformer import Transformer, tiny_config
 
 REFUSED = why_not()

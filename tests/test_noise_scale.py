@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.calc.batch_size import (
+from lablib.calc.runs import (
     examples_needed,
     linear_rule,
     noise_rule,
+    noise_scale,
     sqrt_rule,
     step_gain,
     steps_needed,
 )
-from lablib.calc.noise_scale import noise_scale
 from lablib.launch.fsdp import shard
-from lablib.launch.noise_scale import between_micro_batches, between_ranks, measure
+from lablib.launch.measure import measure_noise_scale
+from lablib.launch.measure.noise_scale import between_micro_batches, between_ranks
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 
@@ -128,8 +129,8 @@ def _three_ways():
     micro = between_micro_batches(sharded, _loss, mine)
     whole = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()])
     scales = (
-        measure(sharded, _loss, [mine, mine[::-1]], examples=2),
-        measure(_model(), _loss, [mine], examples=2),
+        measure_noise_scale(sharded, _loss, [mine, mine[::-1]], examples=2),
+        measure_noise_scale(_model(), _loss, [mine], examples=2),
     )
     try:
         between_ranks(sharded, _loss, _tokens(0))

@@ -9,12 +9,18 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc import other_calculators as others
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_grid import grid
-from lablib.calc.memory_headline import OTHERS, read_table
 from lablib.calc.models import preset
-from lablib.calc.other_calculators import (
+from lablib.calc.params import count_params
+from lablib.calc.units import GB, GiB, MiB
+from lablib.cli.main import app
+from lablib.launch.records import repository_root
+from lablib.proof import comparison
+from lablib.proof import other_calculators as others
+from lablib.proof.cases import Case
+from lablib.proof.comparison import deepspeed_record, drifted, held_bytes, meta_model, summary
+from lablib.proof.grid import grid
+from lablib.proof.headline import OTHERS, read_table
+from lablib.proof.other_calculators import (
     CALCULATORS,
     QUANTITIES,
     Calculator,
@@ -24,12 +30,6 @@ from lablib.calc.other_calculators import (
     symbols,
     zero_states,
 )
-from lablib.calc.params import count_params
-from lablib.calc.units import GB, GiB, MiB
-from lablib.cli.main import app
-from lablib.launch import other_calculators as comparison
-from lablib.launch.experiments import repository_root
-from lablib.launch.other_calculators import deepspeed_record, drifted, held_bytes, meta_model, summary
 
 TABLE = read_table()
 COMMITTED = read_table(OTHERS)
@@ -280,7 +280,7 @@ def test_the_command_prints_the_committed_comparison() -> None:
 def test_the_picture_has_a_line_for_every_summary() -> None:
     import matplotlib.pyplot as plt
 
-    from lablib.view.other_calculators import calculator_ratios
+    from lablib.view.memory import calculator_ratios
 
     fig = calculator_ratios(COMMITTED["summary"])
     (ax,) = fig.axes

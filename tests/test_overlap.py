@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.calc.overlap import backward_transfers, bucket_sizes, exposed_time
-from lablib.calc.ring import ring_states
+from lablib.calc.communication import ring_states
+from lablib.calc.parallel import backward_transfers, bucket_sizes, exposed_time
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

@@ -8,9 +8,8 @@ from itertools import combinations, product
 
 import pytest
 
-from lablib.calc.memory_cases import FACTORS, Case
-from lablib.calc.memory_grid import LANDMARKS, RULES, grid
-from lablib.calc.pairwise import Pair, Rule, allowed_pairs, choose, pairs_of
+from lablib.proof.cases import FACTORS, Case
+from lablib.proof.grid import LANDMARKS, RULES, Pair, Rule, allowed_pairs, choose, grid, pairs_of
 
 
 def everything(factors: dict, rules: list[Rule]) -> list[dict]:

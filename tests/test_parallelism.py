@@ -2,8 +2,8 @@
 
 import pytest
 
-from lablib.calc import parallelism as p
 from lablib.calc.models import ModelConfig, preset
+from lablib.calc.parallel import traffic as p
 from lablib.calc.params import count_params
 
 #: Two layers, width 8, four heads of which two hold keys: small enough to count by hand.

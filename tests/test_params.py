@@ -7,10 +7,7 @@ import torch
 import transformers
 
 from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
-from lablib.calc.params import (
-    COMPONENTS,
-    count_params,
-)
+from lablib.calc.params import COMPONENTS, count_params
 
 # Totals of the released checkpoints. Where "active" is published only in words, tests below give it a tolerance.
 PUBLISHED = {

@@ -29,12 +29,12 @@ from lablib.calc.schedules import (
     peak_activations,
     schedule,
 )
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recorder import record_comms
-from lablib.toys import pipeline
-from lablib.toys.ddp import BucketedDDP
-from lablib.toys.mailbox import Mailbox
+from lablib.toys.data_parallel import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, split_stages
+from lablib.toys.pipeline import executor as pipeline
+from lablib.toys.pipeline.mailbox import Mailbox
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
 from lablib.toys.zero import ZeRO1
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lablib.calc.schedules import Timeline, schedule, simulate
-from lablib.launch.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
+from lablib.launch.layouts import measured_times, microbatch_windows, predicted_peaks, watched_step
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config
 

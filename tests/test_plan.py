@@ -11,20 +11,27 @@ from dataclasses import replace
 import pytest
 
 from lablib.calc.flops import step_flops
+from lablib.calc.layouts.planner import (
+    EFFICIENCY,
+    RESERVE,
+    Cluster,
+    Layout,
+    Workload,
+    check_layout,
+    chunk_layers,
+    cluster,
+    layers_per_stage,
+    layout_memory,
+    plan,
+    plan_reasons,
+    step_time,
+)
+from lablib.calc.layouts.planner.time import Efficiency, Job, Passes, Stage, Work
 from lablib.calc.memory import training_memory
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.parallelism import context_traffic, expert_traffic, tensor_traffic
+from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
-from lablib.calc.plan import RESERVE, plan
-from lablib.calc.plan_cluster import Cluster, cluster
-from lablib.calc.plan_fit import EFFICIENCY
-from lablib.calc.plan_job import Workload
-from lablib.calc.plan_layout import Layout, check_layout, chunk_layers, layers_per_stage
-from lablib.calc.plan_memory import layout_memory
-from lablib.calc.plan_time import Efficiency, Job, Stage, step_time
-from lablib.calc.plan_why import why
-from lablib.calc.plan_work import Passes, Work
-from lablib.calc.recipes import recipe
+from lablib.calc.precision import recipe
 from lablib.calc.schedules import schedule, simulate
 
 FULL = Efficiency(1.0, 1.0, 0.0)
@@ -277,7 +284,7 @@ def test_405b_on_16384_gpus_in_under_2_seconds() -> None:
     assert spent < 2.0
     assert result.valid > 50_000
     assert (8, 1, 16, 128) in [candidate.layout.shape for candidate in result.distinct(5)]
-    lines = why(result)
+    lines = plan_reasons(result)
     assert lines[0].startswith(str(result.best.layout))
     assert lines[1].startswith("Its time: matrix products")
     assert lines[2].startswith("Its memory: ")

@@ -7,15 +7,25 @@ from dataclasses import replace
 
 import pytest
 
+from lablib.calc.layouts.planner import (
+    EFFICIENCY,
+    LLAMA3,
+    MEASURED_RUNS,
+    NARAYANAN,
+    UNFITTED,
+    Run,
+    judge_runs,
+    place_of_published,
+    plan_run,
+    predict_run,
+    step_time,
+)
+from lablib.calc.layouts.planner.calibration import KORTHIKANTI, Prediction, choices, fit
 from lablib.calc.params import count_params
-from lablib.calc.plan_exam import place, plan_run
-from lablib.calc.plan_fit import EFFICIENCY, Prediction, choices, fit, judge, predict
-from lablib.calc.plan_runs import KORTHIKANTI, LLAMA3, NARAYANAN, RUNS, UNFITTED, Run
-from lablib.calc.plan_time import step_time
 
 
 def of(paper: str) -> list[Run]:
-    return [run for run in RUNS if run.paper == paper]
+    return [run for run in MEASURED_RUNS if run.paper == paper]
 
 
 def table(rows: list[Prediction]) -> str:
@@ -28,12 +38,12 @@ def table(rows: list[Prediction]) -> str:
 
 @pytest.fixture(scope="module")
 def judged() -> list[Prediction]:
-    return judge()
+    return judge_runs()
 
 
 def test_rows_are_what_the_papers_print() -> None:
     assert [len(of(paper)) for paper in (NARAYANAN, KORTHIKANTI, LLAMA3)] == [14, 4, 3]
-    for run in RUNS:
+    for run in MEASURED_RUNS:
         assert run.tp * run.cp * run.pp * run.dp == run.gpus
         assert run.global_batch % run.dp == 0
     sizes = [count_params(run.model).total / 1e9 for run in of(NARAYANAN)]
@@ -57,7 +67,7 @@ def test_the_constants_are_the_fit_and_are_three() -> None:
 
 def test_the_fit_is_a_minimum() -> None:
     """No neighbour along an axis explains the rows better."""
-    options = [(run.tflops * 1e12, choices(run)) for run in RUNS]
+    options = [(run.tflops * 1e12, choices(run)) for run in MEASURED_RUNS]
 
     def loss(rates) -> float:
         total = 0.0
@@ -73,7 +83,7 @@ def test_the_fit_is_a_minimum() -> None:
 
 
 def test_errors_on_the_rows_it_was_fitted_to() -> None:
-    rows = [predict(run) for run in RUNS]
+    rows = [predict_run(run) for run in MEASURED_RUNS]
     print(table(rows))
     errors = [abs(row.error) for row in rows]
     assert statistics.median(errors) <= 0.06
@@ -83,11 +93,11 @@ def test_errors_on_the_rows_it_was_fitted_to() -> None:
 def test_errors_on_papers_that_were_held_back(judged: list[Prediction]) -> None:
     """Median at most 10 percent and worst at most 25, each row predicted without its own paper."""
     print(table(judged))
-    assert [row.run for row in judged] == list(RUNS)
+    assert [row.run for row in judged] == list(MEASURED_RUNS)
     for paper in (NARAYANAN, KORTHIKANTI, LLAMA3):
         rates = {row.efficiency for row in judged if row.run.paper == paper}
         assert len(rates) == 1
-        assert rates.pop() == fit([run for run in RUNS if run.paper != paper])
+        assert rates.pop() == fit([run for run in MEASURED_RUNS if run.paper != paper])
     errors = [abs(row.error) for row in judged]
     assert statistics.median(errors) <= 0.10
     assert max(errors) <= 0.25
@@ -104,17 +114,17 @@ def test_the_drop_of_zero_3_on_many_devices_is_seen(judged: list[Prediction]) ->
 
 def test_a_paper_that_nothing_was_fitted_to() -> None:
     """FSDP's 175B runs: right with all cards of a node in use, and far off at the rate of one, as the page must say."""
-    rows = [predict(run) for run in UNFITTED]
+    rows = [predict_run(run) for run in UNFITTED]
     print(table(rows))
     assert max(abs(row.error) for row in rows) <= 0.10
-    flat = [predict(replace(run, rails=False)) for run in UNFITTED]
+    flat = [predict_run(replace(run, rails=False)) for run in UNFITTED]
     print(table(flat))
     assert max(row.error for row in flat) < -0.25
 
 
 def test_most_published_layouts_are_among_the_first_five() -> None:
     """Rows that are not: two that our memory says need something else, and one where tp=4 is preferred."""
-    found = [place(run) for run in RUNS]
+    found = [place_of_published(run) for run in MEASURED_RUNS]
     for one in found:
         where = "does not fit" if one.place is None else f"{one.place} of {one.of}, {one.slower:.1%} slower"
         print(f"{one.run.paper.split(' (')[0]:<24}{one.run.name:<24}{where}")
@@ -125,7 +135,7 @@ def test_most_published_layouts_are_among_the_first_five() -> None:
 
 def test_why_two_of_them_are_missed() -> None:
     """Their memory by our count is above the card, at least interleaved."""
-    by_name = {run.name: run for run in RUNS}
+    by_name = {run.name: run for run in MEASURED_RUNS}
     row = by_name["ZeRO-3 640"]
     (dropped,) = [one for one in plan_run(row).dropped if one.layout.shape == (1, 1, 1, 640)]
     assert dropped.term == "activations"
@@ -135,6 +145,6 @@ def test_why_two_of_them_are_missed() -> None:
     # Interleaved, it fits only if gradients are sharded too, and scattered after every micro-batch.
     assert all(c.layout.virtual_stages == 1 or c.layout.zero >= 2 for c in fits)
     # With more memory it comes near the front: no further behind than the planner's own error.
-    larger = place(replace(llama, gpu="h200"))
+    larger = place_of_published(replace(llama, gpu="h200"))
     assert larger.place is not None
     assert larger.slower < 0.05

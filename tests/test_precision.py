@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lablib.calc.formats import FORMATS
-from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights, stochastic_round_bf16
+from lablib.calc.precision import FORMATS
+from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
+from lablib.toys.precision.master import stochastic_round_bf16
 
 SEED = random.randrange(2**31)
 

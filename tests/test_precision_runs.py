@@ -9,19 +9,18 @@ from statistics import fmean
 import pytest
 import torch
 
-from lablib.calc.formats import FORMATS
-from lablib.launch import precision_runs as runs
-from lablib.launch.gradient_histograms import lost_to_fp16
-from lablib.launch.precision_memory import precision_memory
-from lablib.launch.ranks import run_ranks
-from lablib.launch.reduced_sums import (
+from lablib.calc.precision import FORMATS
+from lablib.launch.precision import (
     allreduce_error,
     expected_error,
     gloo_error,
-    rank_values,
-    ring_sum,
+    precision_memory,
     rounding_noise,
+    runs,
 )
+from lablib.launch.precision.fp8 import rank_values, ring_sum
+from lablib.launch.precision.runs import lost_to_fp16
+from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config
 
 
@@ -109,7 +108,7 @@ def test_frozen_share_is_what_half_a_gap_predicts() -> None:
             parameter.copy_(parameter.bfloat16())
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = runs.RoundedWeights(model, stochastic=False)
-    run = runs.train(weights, steps=1, lr=lr)
+    run = runs.train_watched(weights, steps=1, lr=lr)
     bf16 = FORMATS["bf16"]
     for name in ("blocks.0.mlp.up.weight", "blocks.1.norm1.weight"):
         values = start[name].double().flatten().tolist()

@@ -71,9 +71,9 @@ def test_the_pretended_machine_is_as_strict_as_cuda(gpus, variables, seen, fork_
 RANKS = """
 import json, torch
 from torch import nn
-from lablib.launch.devices import rank_device, rank_mesh
-from lablib.launch.fsdp import shard
-from lablib.launch.ranks import run_ranks
+from lablib.launch.ranks.devices import rank_device, rank_mesh
+from lablib.launch.fsdp.sharding import shard
+from lablib.launch.ranks.run import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 
 def on_cpu():
@@ -109,14 +109,14 @@ def test_ranks_are_on_the_cpu_unless_they_are_asked_onto_gpus(gpus, tmp_path):
 ELASTIC = """
 import json
 from pathlib import Path
-from lablib.launch.elastic import torchrun
+from lablib.launch.runs.elastic import torchrun
 
 if __name__ == "__main__":
     folder = Path({folder!r})
     rank = folder / "rank.py"
     rank.write_text('''
 import os, torch
-from lablib.launch.machine import machine
+from lablib.launch.records.machine import machine
 number = int(os.environ["LOCAL_RANK"])
 if torch.cuda.is_available():
     torch.cuda.set_device(number)
@@ -146,9 +146,9 @@ def test_no_rank_is_forked_off_an_agent_that_has_asked_for_cuda(gpus, tmp_path):
 
 PROGRAMS = """
 import json
-from lablib.launch.ranks import run_ranks
-from lablib.launch.recompute_parallel import fsdp_gathers
-from lablib.launch.trace import step_traces
+from lablib.launch.ranks.run import run_ranks
+from lablib.launch.recompute.runs import fsdp_gathers
+from lablib.launch.measure.step_time import step_traces
 from lablib.checks import failure_zoo, rung11
 import sys
 sys.path.insert(0, "labs")

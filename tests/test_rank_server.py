@@ -50,7 +50,7 @@ def test_the_server_starts_in_a_kernel_only_and_ends_with_it():
 
 RANKS = """
 import tempfile
-from lablib.launch.ranks import run_ranks
+from lablib.launch.ranks.run import run_ranks
 print(run_ranks(tempfile.gettempdir, 2))
 """
 

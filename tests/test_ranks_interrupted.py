@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from lablib.launch import ranks
-from lablib.launch._rank_server import server_pid, uninterrupted
+from lablib.launch.rank_server import server_pid, uninterrupted
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+from lablib.launch.ranks import run as ranks
 from tests.bench.bench_ranks import interrupted_at_random, kernel
 from tests.processes import ended
 
@@ -125,7 +125,7 @@ def test_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch):
 
 IN_C = """
 import ctypes, os, sys
-from lablib.launch.ranks import run_ranks
+from lablib.launch.ranks.run import run_ranks
 
 def work(path):
     os.open(path, os.O_WRONLY)

@@ -10,17 +10,15 @@ import nbformat
 import pytest
 import torch
 
-from lablib.calc.trace import Event, Trace
+from lablib.calc.runs import Trace
+from lablib.calc.runs.trace import Event
 from lablib.checks import rung11
-from lablib.launch import real_run
-from lablib.launch.kept import FOLDER_SWITCH
-from lablib.launch.lab_notebook import without_rehearsals
+from lablib.launch.labs.notebook import without_rehearsals
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
-from lablib.launch.real_run import NO_MEMORY, RealRun
-from lablib.launch.real_run_predictions import Yours, predicted_run
-from lablib.launch.scaling_records import gpu_report, records
-from lablib.launch.scaling_report import rows
-from lablib.launch.train_metrics import KEYS
+from lablib.launch.records import FOLDER_SWITCH
+from lablib.launch.runs import LearnerPredictions, RealRun, gpu_report, real_run, report_rows, scaling_records
+from lablib.launch.runs.real_run import NO_MEMORY, predicted_run
+from lablib.launch.training import METRIC_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "labs" / "11_practical_fsdp.ipynb"
@@ -61,7 +59,7 @@ class Machine:
         for rank in range(ranks):
             lines = []
             for step in range(1, config.steps + 1):
-                line = dict.fromkeys(KEYS, 0) | {
+                line = dict.fromkeys(METRIC_KEYS, 0) | {
                     "step": step, "rank": rank, "world_size": ranks, "seconds": seconds, "targets": tokens,
                     "tokens_per_second": tokens / seconds, "loss": 10.0 - 0.01 * step + 1e-4 * ranks,
                     "mfu": 0.4, "hfu": 0.4, "memory_bytes": micro * 10**9,
@@ -150,7 +148,7 @@ def test_the_report_comes_first_with_both_predictions_and_what_a_page_points_to_
     folder = gpu_report()
     assert folder == names["real"].report.folder
     assert folder.parent == tmp_path / "mine"
-    one, weak, strong = rows(folder)
+    one, weak, strong = report_rows(folder)
     assert (one["predicted"], strong["predicted_memory"]) == (
         pytest.approx(predicted_run("gpt2-124m", 1, batch, 8, 1024)["step"]),
         pytest.approx(predicted_run("gpt2-124m", gpus, batch, 8, 1024)["memory_bytes"]),
@@ -300,7 +298,7 @@ def test_an_interrupted_lab_goes_on_in_its_report_and_repeats_nothing(machine, m
     again = RealRun(2, steps=3)
     again.scaling()
     assert [ranks for _, ranks, _ in made.started] == [1, 2, 2, 2]
-    assert len(records(again.report.folder)) == 3
+    assert len(scaling_records(again.report.folder)) == 3
     assert [p.name for p in (tmp_path / "mine").iterdir()] == [again.report.folder.name]
     # Another run on the same day has a folder of its own.
     monkeypatch.setenv(FOLDER_SWITCH, str(tmp_path / "other"))
@@ -315,7 +313,7 @@ def test_observe_scaling_takes_the_report_where_there_is_one(machine, monkeypatc
     RealRun(8, steps=3).scaling()
     capsys.readouterr()
     started = []
-    monkeypatch.setattr("lablib.checks.scaling_run.run_ranks", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("lablib.launch.ranks.run.run_ranks", lambda *args, **_: started.append(args))
     verdict = rung11.observe_scaling(solutions.observe_scaling)
     assert verdict.status == "passed", verdict
     assert (
@@ -332,7 +330,7 @@ def test_the_functions_of_the_ranks_run_as_they_are(monkeypatch, tmp_path, capsy
     real = RealRun(2, model="tiny", steps=2, micro_batches=(1,), seq=16)
     samples = real.scaling()
     assert [len(sample["loss"]) for sample in samples] == [2, 2, 2]
-    one, _, strong = rows(real.report.folder)
+    one, _, strong = report_rows(real.report.folder)
     assert one["predicted"] is strong["predicted"] is None
     assert (
         strong["loss_apart"] < 0.03
@@ -345,11 +343,11 @@ def test_the_functions_of_the_ranks_run_as_they_are(monkeypatch, tmp_path, capsy
 
 
 def test_predictions_that_are_none_are_refused_and_none_is_no_prediction():
-    assert Yours().named() == {}
+    assert LearnerPredictions().named() == {}
     for value in (0, -1, math.nan, math.inf, "12", True):
         with pytest.raises(ValueError, match=r"predicted_step_ms=.* must be a number above 0"):
-            Yours(predicted_step_ms=value)
-    yours = Yours(predicted_step_ms=50, predicted_speedup_strong=1.5)
+            LearnerPredictions(predicted_step_ms=value)
+    yours = LearnerPredictions(predicted_step_ms=50, predicted_speedup_strong=1.5)
     assert yours.of("one", 2) == {}
     assert yours.of("one", 1) == {"step": 0.05}
     assert yours.of("strong", 2) == {"step": 0.05, "speedup": 1.5}

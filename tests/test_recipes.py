@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lablib.calc.recipes import find_optimizer, optimizer_names, recipe, recipe_names
+from lablib.calc.parallel import max_params, state_terms, zero_state_bytes
+from lablib.calc.precision import find_optimizer, recipe
+from lablib.calc.precision.recipes import optimizer_names, recipe_names
 from lablib.calc.units import GB
-from lablib.calc.zero import max_params, state_terms, zero_state_bytes
 
 # Rajbhandari et al. 2019, table 1: parameters, ranks, then GB per device for the stages 1, 2 and 3.
 ZERO_TABLE_1 = [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lablib.launch.recompute_facts import (
+from lablib.launch.recompute.saved_tensors import (
     WAYS,
     changed_function,
     compiled,

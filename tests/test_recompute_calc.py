@@ -7,12 +7,23 @@ import random
 
 import pytest
 
-from lablib.calc.activations import layer_activations, model_activations
 from lablib.calc.flops import step_flops
+from lablib.calc.memory.activations import (
+    best_segment,
+    block_tensors,
+    chen_cost,
+    differences,
+    frontier,
+    ideal_segment,
+    largest_batch,
+    largest_that_fits,
+    layer_activations,
+    model_activations,
+    recompute_cost,
+    recompute_units,
+    sqrt_segment,
+)
 from lablib.calc.models import preset, preset_names
-from lablib.calc.recompute import best_segment, frontier, largest, largest_batch, recompute_cost
-from lablib.calc.recompute_plan import chen_cost, ideal_segment, plan, sqrt_segment
-from lablib.calc.saved_tensors import block_tensors, differences
 from lablib.toys.transformer import tiny_config
 
 SEED = 9
@@ -128,12 +139,12 @@ def test_plans_cover_every_block_once():
         names = ["none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload"]
         names += [f"{kind}:{k}" for kind in ("every", "first", "one-in") for k in range(1, layers + 1)]
         for name in names:
-            units = plan(name, layers)
+            units = recompute_units(name, layers)
             assert [unit.first + i for unit in units for i in range(unit.length)] == list(range(layers))
-    assert [unit.length for unit in plan("every:3", 7)] == [3, 3, 1]
-    assert [unit.name for unit in plan("every:3", 7)][1:] == ["blocks 3 to 5", "block 6"]
-    assert [unit.kind for unit in plan("first:2", 3)] == ["full", "full", "none"]
-    assert [unit.kind for unit in plan("one-in:2", 3)] == ["full", "none", "full"]
+    assert [unit.length for unit in recompute_units("every:3", 7)] == [3, 3, 1]
+    assert [unit.name for unit in recompute_units("every:3", 7)][1:] == ["blocks 3 to 5", "block 6"]
+    assert [unit.kind for unit in recompute_units("first:2", 3)] == ["full", "full", "none"]
+    assert [unit.kind for unit in recompute_units("one-in:2", 3)] == ["full", "none", "full"]
 
 
 def test_three_layers_by_hand():
@@ -249,7 +260,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
         assert recompute_cost(config, strategy, batch=batch + 1, **how).peak_bytes > budget - fixed
     assert largest_batch(10**6, config, "full", seq=2048) == 0
     for limit in (0, 1, 2, 3, 7, 8, 100):
-        assert largest(lambda n, limit=limit: n <= limit) == limit
+        assert largest_that_fits(lambda n, limit=limit: n <= limit) == limit
 
 
 @pytest.mark.parametrize(
@@ -280,4 +291,4 @@ def test_other_bad_input():
     with pytest.raises(ValueError, match="must be positive"):
         ideal_segment(4, 0, 1)
     with pytest.raises(ValueError, match="num_layers=0"):
-        plan("full", 0)
+        recompute_units("full", 0)

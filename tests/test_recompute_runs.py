@@ -7,10 +7,18 @@ import random
 import pytest
 import torch
 
-from lablib.calc.recompute import largest_batch
+from lablib.calc.memory.activations import largest_batch
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recompute_parallel import ddp_with, fsdp_gathers, pipeline_error, tensor_parallel_reduces
-from lablib.launch.recompute_runs import apply_strategy, find_largest_batch, measure_step, predicted_cost
+from lablib.launch.recompute import (
+    apply_strategy,
+    ddp_with,
+    find_largest_batch,
+    fsdp_gathers,
+    measure_step,
+    pipeline_error,
+    predicted_cost,
+    tensor_parallel_reduces,
+)
 from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = 29

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lablib.calc.torch_versions import torch_facts
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recorder import record_comms
-from lablib.toys import collective_names
+from lablib.toys import torch_names as collective_names
 
 N = 3
 X = 12 * 4  # bytes of the twelve float32 that every rank holds

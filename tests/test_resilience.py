@@ -26,27 +26,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lablib.launch import disk_room
-from lablib.launch.checkpoint_files import complete, latest, read_info
-from lablib.launch.disk_room import check_room
-from lablib.launch.elastic import descendants, torchrun
-from lablib.launch.kill_and_resume import kill_and_resume
-from lablib.launch.known_failures import explain
-from lablib.launch.rank_log import read_logs
-from lablib.launch.ranks import RankError, run_ranks
-from lablib.launch.rendezvous import check_port
-from lablib.launch.resilience import (
-    STOPPED,
+from lablib.launch.fsdp import complete_checkpoints, latest_checkpoint, read_info
+from lablib.launch.ranks import RankError, explain, run_ranks
+from lablib.launch.records import read_logs
+from lablib.launch.runs import kill_and_resume, torchrun
+from lablib.launch.runs.elastic import descendants
+from lablib.launch.runs.rendezvous import check_port
+from lablib.launch.training import (
+    Callback,
     LogEvents,
     SaveEvery,
     StopOnSignal,
+    TrainConfig,
+    Trainer,
     exit_code,
-    finished,
     resume,
 )
-from lablib.launch.straggler_watch import StragglerWatch
-from lablib.launch.train_config import TrainConfig
-from lablib.launch.trainer import Callback, Trainer
+from lablib.launch.training import resilience as disk_room
+from lablib.launch.training.monitors import StragglerWatch
+from lablib.launch.training.resilience import STOPPED, check_room, finished
 from tests.processes import ended, free_port
 
 STEPS = 8
@@ -98,7 +96,7 @@ def trained(folder: str, *callbacks: Callback) -> tuple[Trainer, Losses, list[st
 def cut_newest(folder: Path) -> None:
     """Take the last byte from a shard of the newest checkpoint."""
     if dist.get_rank() == 0:
-        shard = sorted(latest(folder).glob("*.distcp"))[-1]
+        shard = sorted(latest_checkpoint(folder).glob("*.distcp"))[-1]
         shard.write_bytes(shard.read_bytes()[:-1])
     dist.barrier()
 
@@ -113,12 +111,12 @@ def scenarios(top: str) -> dict[str, Any]:
     seen["calm"] = losses.losses
     seen["norms"], seen["params"] = losses.norms, calm.report.params
     seen["calm told"], seen["calm code"] = told, exit_code(calm)
-    seen["saved"] = [path.name for path in complete(calm.checkpoints)]
+    seen["saved"] = [path.name for path in complete_checkpoints(calm.checkpoints)]
 
     before = signal.getsignal(signal.SIGTERM)
     stopped, first, _ = trained(f"{top}/term", StopOnSignal(), SignalAt(rank=1, step=3), LogEvents())
     seen["stop"] = (stopped.step, stopped.outcome, stopped.stop_reason, exit_code(stopped))
-    seen["stop saved"] = latest(stopped.checkpoints).name
+    seen["stop saved"] = latest_checkpoint(stopped.checkpoints).name
     seen["handler back"] = signal.getsignal(signal.SIGTERM) == before
     seen["unfinished"] = finished(f"{top}/term", STEPS)
     went_on, second, told = trained(f"{top}/term", SaveEvery(100))
@@ -131,7 +129,7 @@ def scenarios(top: str) -> dict[str, Any]:
     seen["after damage saved"] = sorted(path.name for path in calm.checkpoints.iterdir())
 
     if dist.get_rank() == 0:
-        for path in complete(went_on.checkpoints):
+        for path in complete_checkpoints(went_on.checkpoints):
             next(path.glob("*.distcp")).unlink()
     dist.barrier()
     nothing = Trainer(TrainConfig(folder=f"{top}/term", **SETTINGS))
@@ -250,7 +248,7 @@ def _until_full(folder: str) -> tuple[list[str], str | None, int]:
             trainer.train_step()
             trainer.save(wait=False)
             trainer.finish_saving()
-            whole = [path.name for path in complete(trainer.checkpoints)]
+            whole = [path.name for path in complete_checkpoints(trainer.checkpoints)]
     except RuntimeError as error:
         said.append(str(error))
     again = Trainer(TrainConfig(folder=folder, **SETTINGS))
@@ -263,7 +261,7 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoints_before_it_load(small_di
         (text,) = said
         assert text.startswith("saving step-0000000")
         assert "the disk is full" in meaning.lower()
-        whole = complete(small_disk / "checkpoints")
+        whole = complete_checkpoints(small_disk / "checkpoints")
         assert step == len(whole) > 0
 
 
@@ -350,7 +348,7 @@ def test_what_is_not_known_is_not_explained():
 def test_one_sentence_ends_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom lablib.launch.known_failures import one_sentence\n"
+        "import sys\nfrom lablib.launch.ranks.agreement import one_sentence\n"
         "with one_sentence():\n    raise [OSError(28, 'No space left on device'), ValueError('steps=0'), "
         "KeyError('x')][int(sys.argv[1])]\n"
     )
@@ -455,7 +453,7 @@ def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path):
         pytest.skip("another host name needs unshare and the right to a namespace")
     (tmp_path / "meet.py").write_text(MEET)
     start = (
-        "import sys\nfrom lablib.launch.elastic import torchrun\n"
+        "import sys\nfrom lablib.launch.runs.elastic import torchrun\n"
         "job = torchrun(sys.argv[1], ranks=2, timeout=60)\nprint(job.log)\nsys.exit(job.returncode)\n"
     )
     command = [*nameless, sys.executable, "-c", start, str(tmp_path / "meet.py")]

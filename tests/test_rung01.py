@@ -2,8 +2,8 @@
 
 import pytest
 
-from lablib.calc.recipes import recipe
-from lablib.calc.zero import zero_state_bytes
+from lablib.calc.parallel import zero_state_bytes
+from lablib.calc.precision import recipe
 from lablib.checks import rung01
 from tests import defects_rung01
 

@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from lablib.calc.fsdp_gathered import peak_unsharded_bytes
-from lablib.calc.fsdp_schedule import TimedUnit, fsdp_step
-from lablib.checks import rung06, wrap_choice
-from lablib.checks.checkpoint_disk import World
+from lablib.calc.parallel import TimedUnit, fsdp_step, peak_unsharded_bytes
+from lablib.checks import rung06
+from lablib.checks import rung06 as wrap_choice
 from lablib.checks.report import Wrong
+from lablib.checks.rung06 import World
 from tests import defects_rung06
 
 # --- the timeline of a step --------------------------------------------------------------------------------
@@ -202,9 +202,10 @@ def test_an_error_of_a_rank_reaches_the_learner():
 
 
 def test_the_page_about_fsdp1_says_what_happens():
-    from lablib.launch.fsdp1_history import EXPERIMENTS, run_all
+    from lablib.launch.fsdp import run_history
+    from lablib.launch.fsdp.history import EXPERIMENTS
 
-    seen = {result.name: result for result in run_all()}
+    seen = {result.name: result for result in run_history()}
     assert list(seen) == list(EXPERIMENTS)
     fails = {name for name, result in seen.items() if result.error}
     assert fails >= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names"}

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lablib.calc.challenge import CASES, score
-from lablib.calc.mesh import mesh
-from lablib.calc.miniature import Miniature, predicted_traffic
+from lablib.calc.layouts import CASES, Miniature, mesh, predicted_traffic, score
 from lablib.checks import rung07
 from lablib.toys.transformer import tiny_config
 

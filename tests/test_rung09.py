@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
-from lablib.calc.recompute import recompute_cost
-from lablib.checks.recompute_jobs import best_choice, job_of, jobs, moments_of_first, selective_peak
+from lablib.checks.rung09 import best_choice, job_of, jobs, moments_of_first, selective_peak
 
 CASES = [("gpt3-175b", 2048, "plain"), ("llama-3-8b", 4096, "fused"), ("llama-2-7b", 1024, "plain")]
 

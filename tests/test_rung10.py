@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lablib.calc.collective_costs import traffic
+from lablib.calc.communication import traffic
 from lablib.checks import rung10
 from lablib.checks.report import Wrong
-from lablib.checks.ring_world import World
+from lablib.checks.rung10 import World
 from tests import defects_rung10
 
 DRAWN = ("choose_algorithm", "place")

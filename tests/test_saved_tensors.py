@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lablib.calc.saved_tensors import block_tensors
+from lablib.calc.memory.activations import block_tensors
 from lablib.launch.measure import saved_activations
-from lablib.launch.saved_tensors import bytes_by_name, named_saved_tensors
+from lablib.launch.recompute import bytes_by_name, named_saved_tensors
 from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = 19

@@ -4,14 +4,8 @@ import random
 
 import pytest
 
-from lablib.calc.scaling_loss import (
-    PARTS,
-    middle_half,
-    predicted_step,
-    scaling_loss,
-    split_step,
-    spread,
-)
+from lablib.calc.runs import predicted_step, scaling_loss, spread
+from lablib.calc.runs.scaling import PARTS, middle_half, split_step
 
 
 def _rank(**phases):

@@ -9,10 +9,14 @@ from typer.testing import CliRunner
 
 from lablib.cli.main import app
 from lablib.cli.report import summary
-from lablib.launch.scaling_compare import compare_reports, differences
-from lablib.launch.scaling_records import records
-from lablib.launch.scaling_report import ScalingReport, rows
-from lablib.launch.train_metrics import KEYS
+from lablib.launch.runs import (
+    ScalingReport,
+    compare_reports,
+    report_differences,
+    report_rows,
+    scaling_records,
+)
+from lablib.launch.training import METRIC_KEYS
 
 
 def _run(folder, ranks, seconds, data=0.0, *, tokens=1000, steps=8, slow_data=0.0, settings=None, **more):
@@ -23,7 +27,7 @@ def _run(folder, ranks, seconds, data=0.0, *, tokens=1000, steps=8, slow_data=0.
         for step in range(1, steps + 1):
             factor = 10 if step <= 2 else 1
             reading = data + (slow_data if rank else 0.0)
-            line = dict.fromkeys(KEYS, 0) | {
+            line = dict.fromkeys(METRIC_KEYS, 0) | {
                 "step": step, "rank": rank, "world_size": ranks, "seconds": factor * seconds,
                 "data_seconds": factor * reading, "tokens_per_second": tokens / seconds,
                 "mfu": None, "memory_bytes": 2 * 10**9, **more,
@@ -32,7 +36,7 @@ def _run(folder, ranks, seconds, data=0.0, *, tokens=1000, steps=8, slow_data=0.
         (folder / f"metrics-rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
     machine = {"gpus": [], "cpu": "a <CPU>", "cpus": 2, "torch": "2.13.0", "python": "3.11.2"}
     config = {"model": "10m", "seq": 64} | (settings or {})
-    (folder / "run.json").write_text(json.dumps({"config": config, "machine": machine, "keys": KEYS}))
+    (folder / "run.json").write_text(json.dumps({"config": config, "machine": machine, "keys": METRIC_KEYS}))
     return folder
 
 
@@ -47,7 +51,7 @@ def report(tmp_path):
 
 
 def test_the_rows_are_what_was_put_in(report):
-    one, weak, strong = rows(report)
+    one, weak, strong = report_rows(report)
     assert [row["run"] for row in (one, weak, strong)] == ["1 rank", "2 ranks, weak", "2 ranks, strong"]
     assert one["seconds"] == pytest.approx({"median": 0.1, "low": 0.1, "high": 0.1, "count": 6})
     # 2 x 100 / 140; 40 of 140 ms are lost, all of it communication.
@@ -76,7 +80,7 @@ def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compare
     told = {"step": 0.06, "memory_bytes": 1.5e9}
     yours = {"step": 0.055, "speedup": 1.8, "memory_bytes": 1e9}
     made.add(_run(tmp_path / "two", 2, 0.065, loss=4.25), scaling="strong", predicted=told, yours=yours)
-    one, strong = rows(made.folder)
+    one, strong = report_rows(made.folder)
     assert (one["yours"], strong["yours"]) == ({}, yours)
     assert strong["predicted_speedup"] == pytest.approx(1.5)
     assert strong["loss_apart"] == pytest.approx(0.25)
@@ -107,16 +111,16 @@ def test_communication_that_was_measured_is_believed(tmp_path):
     made = ScalingReport("profiled", tmp_path / "a")
     made.add(_run(tmp_path / "one", 1, 0.100), scaling="one")
     made.add(_run(tmp_path / "two", 2, 0.130, communication_seconds=0.010), scaling="weak", warm_up=3)
-    loss = rows(made.folder)[1]["loss_seconds"]
+    loss = report_rows(made.folder)[1]["loss_seconds"]
     assert loss == pytest.approx(
         {"communication": 0.01, "compute": 0.02, "imbalance": 0, "bubble": 0, "data": 0}, abs=1e-9
     )
 
 
 def test_a_record_has_every_raw_line_and_where_it_came_from(report):
-    record = records(report)[1]
+    record = scaling_records(report)[1]
     assert [len(lines) for lines in record["samples"]] == [8, 8]
-    assert set(KEYS) <= set(record["samples"][1][0])
+    assert set(METRIC_KEYS) <= set(record["samples"][1][0])
     assert {"command", "commit", "date", "machine", "topology", "lablib", "warm_up"} <= set(record)
 
 
@@ -125,7 +129,7 @@ def test_the_page_is_drawn_from_the_records_alone_stands_alone_and_follows_the_t
     result = CliRunner().invoke(app, ["report", str(report)])
     assert result.exit_code == 0
     assert "2 ranks, weak: 140.0 ms a step, predicted 126.0 (-10%); speedup 1.43" in result.output
-    assert json.loads((report / "rows.json").read_text())["rows"] == rows(report)
+    assert json.loads((report / "rows.json").read_text())["rows"] == report_rows(report)
     text = (report / "report.html").read_text()
     soup = BeautifulSoup(text, "html.parser")
     assert not soup.find_all(["script", "link", "img", "iframe"])
@@ -150,7 +154,7 @@ def test_two_reports_are_compared_with_what_is_not_the_same(report, tmp_path):
     assert row["run"] == "1 rank"
     assert row["ratio"] == pytest.approx(1.1)
     assert row["apart"]
-    assert differences(report, other.folder) == ["config.seq: 64 and 128"]
+    assert report_differences(report, other.folder) == ["config.seq: 64 and 128"]
     result = CliRunner().invoke(app, ["compare", str(report), str(other.folder)])
     assert "1.100  differs" in result.output
     assert "config.seq: 64 and 128" in result.output
@@ -169,10 +173,10 @@ def test_what_makes_no_report_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             made.add(run, **options)
     with pytest.raises(ValueError, match="holds no report"):
-        records(made.folder)
+        scaling_records(made.folder)
     made.add(run, scaling="weak")
     with pytest.raises(ValueError, match=r"runs/one-1\.json is missing"):
-        rows(made.folder)
+        report_rows(made.folder)
     (run / "metrics-rank1.jsonl").unlink()
     with pytest.raises(ValueError, match="metrics-rank1"):
         made.add(run, scaling="weak")

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lablib.calc.schedule_chart import check_chart
 from lablib.calc.schedules import (
     Action,
-    Overlap,
     Schedule,
     ScheduleError,
+    check_chart,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -23,12 +22,13 @@ from lablib.calc.schedules import (
     schedule,
     schedule_names,
     simulate,
-    step_grid,
     time_grid,
     validate,
     zb_h1,
-    zb_v,
 )
+from lablib.calc.schedules.actions import Overlap
+from lablib.calc.schedules.generators import zb_v
+from lablib.calc.schedules.text import step_grid
 from tests.test_schedules import made
 
 some = settings(max_examples=40, deadline=None)

@@ -4,28 +4,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lablib.calc import stages
 from lablib.calc.schedules import (
     Action,
     Schedule,
-    dualpipe_v,
-    from_csv,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
-    parse_action,
     parse_schedule,
     peak_activations,
     schedule,
     schedule_names,
     simulate,
+    stages,
     to_csv,
     validate,
     zb_h1,
     zb_h2,
-    zb_v,
 )
+from lablib.calc.schedules.actions import parse_action
+from lablib.calc.schedules.generators import dualpipe_v, zb_v
+from lablib.calc.schedules.text import from_csv
 
 some = settings(max_examples=40, deadline=None)
 ranks, factors, microbatches = st.integers(1, 9), st.integers(2, 5), st.integers(1, 24)

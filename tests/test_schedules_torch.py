@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from lablib.calc.schedules import from_csv, schedule, schedule_names, to_csv
+from lablib.calc.schedules import schedule, schedule_names, to_csv
+from lablib.calc.schedules.text import from_csv
 from lablib.calc.torch_versions import torch_facts
 from tests import torch_schedules
 

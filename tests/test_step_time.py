@@ -2,12 +2,13 @@
 
 import pytest
 
-from lablib.launch.step_time import MODES, medians, stack, step_times, trace_spans
+from lablib.launch.measure import linear_stack, medians, step_times, trace_spans
+from lablib.launch.measure.step_time import MODES
 
 
 def test_every_mode_of_every_configuration_is_sampled():
     samples = step_times(widths=[16, 32], tokens=[4], ranks=[1, 2], repeats=2)
-    params = [sum(p.numel() for p in stack(width).parameters()) for width in (16, 32)]
+    params = [sum(p.numel() for p in linear_stack(width).parameters()) for width in (16, 32)]
     assert params == [4 * 16 * 17, 4 * 32 * 33]
     expected = {(1, p, "compute", i) for p in params for i in range(2)}
     expected |= {(2, p, mode, i) for p in params for mode in MODES for i in range(2)}

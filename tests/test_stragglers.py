@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from lablib.calc.stragglers import chance_of_any, expected_slowest
+from lablib.calc.communication import chance_of_any, expected_slowest
 
 
 def test_the_example_of_the_paper():

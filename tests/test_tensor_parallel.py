@@ -22,17 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recorder import record_comms
 from lablib.launch.torch_private import TorchDispatchMode
-from lablib.toys import collective_names
-from lablib.toys.tensor_parallel import (
-    check_tp,
-    full_state_dict,
-    load_full_state_dict,
-    parallelize,
-)
-from lablib.toys.tp_blocks import ParallelBlock, Plan
+from lablib.toys import torch_names as collective_names
+from lablib.toys.tensor_parallel import ParallelBlock, Plan, parallelize
+from lablib.toys.tensor_parallel.model import check_tp, full_state_dict, load_full_state_dict
 from lablib.toys.transformer import Block, Transformer, rotary, tiny_config
 
 TOLERANCE = 1e-5

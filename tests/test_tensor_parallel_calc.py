@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lablib.calc.memory.activations import paper_activations, toy_activations
 from lablib.calc.models import preset
-from lablib.calc.params import count_params
-from lablib.calc.tensor_parallel import (
+from lablib.calc.parallel import (
     VARIANTS,
     layer_collectives,
     layer_elements,
@@ -18,7 +18,7 @@ from lablib.calc.tensor_parallel import (
     split_heads,
     tp_degrees,
 )
-from lablib.calc.tensor_parallel_memory import paper_activations, toy_activations
+from lablib.calc.params import count_params
 from lablib.launch.measure import saved_activations
 from lablib.launch.ranks import run_ranks
 from lablib.toys.tensor_parallel import parallelize

@@ -21,16 +21,16 @@ HOME = "lablib/launch/torch_private.py"
 #: Private names elsewhere, by file and name, each with the reason why it stays there.
 REVIEWED = {
     (
-        "lablib/launch/recompute_runs.py",
+        "lablib/launch/recompute/runs.py",
         "torch.ops.aten._scaled_dot_*",
     ): "operators keep their names: files hold them",
     (
-        "lablib/launch/flight_recorder.py",
+        "lablib/launch/measure/flight_recorder.py",
         "torch._C",
     ): "the function itself says what is missing",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
     (
-        "lablib/launch/real_run.py",
+        "lablib/launch/runs/real_run.py",
         "torch._inductor",
     ): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from lablib.calc.fsdp import gathered_timeline, peak_unsharded_bytes
 from lablib.calc.memory import training_memory
+from lablib.calc.parallel import gathered_timeline, peak_unsharded_bytes
 from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFacts, release, torch_facts
-from lablib.launch.memory_tracker import MomentTracker
 from lablib.launch.torch_private import FakeStore, MemTracker
+from lablib.proof.oracles.measurement import MomentTracker
 
 HERE = torch_facts(torch.__version__)
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.calc.trace import Event, Trace, merge, parse, split, union, window_of
+from lablib.calc.runs import Trace, annotated_window, merge_intervals, merge_traces, parse_trace, split_time
+from lablib.calc.runs.trace import Event
+from lablib.launch.measure import record_trace, step_traces
+from lablib.launch.measure.step_time import traced_step
 from lablib.launch.ranks import run_ranks
-from lablib.launch.trace import record_trace, step_traces, traced_step
 
 LAYERS = 3
 
@@ -55,7 +57,7 @@ BY_HAND = chrome(
 
 def test_the_parts_of_a_step_by_hand() -> None:
     """Computing 0-30 and 40-60, on the wire 50-90, the step 0-100: 40 + 30 + 10 + 20 us."""
-    trace = parse(BY_HAND)
+    trace = parse_trace(BY_HAND)
     kinds = {event.name: event.kind for event in trace.events}
     assert kinds == {
         "step": "annotation",
@@ -65,18 +67,18 @@ def test_the_parts_of_a_step_by_hand() -> None:
         "c10d::allreduce_": "launch",
         "gloo:all_reduce": "communication",
     }
-    events = merge([trace])
-    part = split(events, window_of(events, "step"))[0]
+    events = merge_traces([trace])
+    part = split_time(events, annotated_window(events, "step"))[0]
     measured = (part.compute, part.communication, part.both, part.idle)
     assert measured == pytest.approx((40e-6, 30e-6, 10e-6, 20e-6))
     assert part.window == pytest.approx(100e-6)
     # Without a window: from the first computation to the end of the last message.
-    assert split(events)[0].idle == pytest.approx(10e-6)
+    assert split_time(events)[0].idle == pytest.approx(10e-6)
 
 
 def test_on_a_gpu_kernels_count_and_operators_do_not() -> None:
     """The processor hands over in 10 us what the GPU does in 80; NCCL's kernel runs beside a product."""
-    trace = parse(
+    trace = parse_trace(
         chrome(
             ("cpu_op", "aten::mm", 0, 10, 1),
             ("user_annotation", "nccl:all_reduce", 12, 5, 1),
@@ -85,25 +87,25 @@ def test_on_a_gpu_kernels_count_and_operators_do_not() -> None:
             ("gpu_memcpy", "Memcpy HtoD", 100, 5, 7),
         )
     )
-    part = split(merge([trace]))[0]
+    part = split_time(merge_traces([trace]))[0]
     assert (part.compute, part.communication, part.both, part.idle) == pytest.approx((25e-6, 40e-6, 20e-6, 0))
 
 
 def test_ranks_are_put_on_one_clock() -> None:
     """The second trace counts from a millisecond later; what it calls 0 is 1000 us of the first."""
-    first = parse(chrome(("cpu_op", "aten::mm", 500, 10, 1), rank=0, base=10**18))
-    second = parse(chrome(("cpu_op", "aten::mm", 0, 10, 1), rank=1, base=10**18 + 10**6))
-    one, other = merge([second, first])
+    first = parse_trace(chrome(("cpu_op", "aten::mm", 500, 10, 1), rank=0, base=10**18))
+    second = parse_trace(chrome(("cpu_op", "aten::mm", 0, 10, 1), rank=1, base=10**18 + 10**6))
+    one, other = merge_traces([second, first])
     assert (one.rank, one.start) == (0, 0)
     assert (other.rank, other.start) == (1, pytest.approx(500e-6))
-    both = split([one, other])
+    both = split_time([one, other])
     assert [part.idle for part in both.values()] == pytest.approx([500e-6, 500e-6])
 
 
 def test_clocks_of_two_machines_meet_at_an_annotation() -> None:
     """A clock that is three hours off matters no more."""
     traces = [
-        parse(
+        parse_trace(
             chrome(
                 ("user_annotation", "step", start, 50, 1),
                 ("cpu_op", "aten::mm", start + late, 10, 1),
@@ -113,10 +115,10 @@ def test_clocks_of_two_machines_meet_at_an_annotation() -> None:
         )
         for rank, start, late, base in ((0, 100, 5, 10**18), (1, 900, 7, 10**18 + 3 * 3600 * 10**9))
     ]
-    starts = {e.rank: e.start for e in merge(traces, align="step") if e.kind == "compute"}
+    starts = {e.rank: e.start for e in merge_traces(traces, align="step") if e.kind == "compute"}
     assert starts == pytest.approx({0: 5e-6, 1: 7e-6})
     with pytest.raises(ValueError, match="rank 0 has no annotation 'epoch'"):
-        merge(traces, align="epoch")
+        merge_traces(traces, align="epoch")
 
 
 def test_any_events_split_into_the_whole_window() -> None:
@@ -139,7 +141,7 @@ def check_random_events(seed: int) -> None:
     busy: dict[tuple[int, str], set[int]] = {}
     for event in events:
         busy.setdefault((event.rank, event.kind), set()).update(range(int(event.start), int(event.end)))
-    for rank, part in split(events, (low, high)).items():
+    for rank, part in split_time(events, (low, high)).items():
         compute, wire = (busy.get((rank, kind), set()) for kind in ("compute", "communication"))
         whole = set(range(low, high))
         expected = (compute - wire, wire - compute, compute & wire, whole - compute - wire)
@@ -151,25 +153,25 @@ def check_random_events(seed: int) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Each with the mend."""
     with pytest.raises(ValueError, match="export_chrome_trace"):
-        parse({"events": []})
+        parse_trace({"events": []})
     with pytest.raises(ValueError, match="rank="):
-        parse(chrome(rank=None))
+        parse_trace(chrome(rank=None))
     with pytest.raises(ValueError, match="a rank has two traces"):
-        merge([Trace(0, 0, ()), Trace(0, 0, ())])
+        merge_traces([Trace(0, 0, ()), Trace(0, 0, ())])
     with pytest.raises(ValueError, match="no events"):
-        merge([Trace(0, 0, ())])
+        merge_traces([Trace(0, 0, ())])
     with pytest.raises(ValueError, match="neither computation nor communication"):
-        split([])
+        split_time([])
     with pytest.raises(ValueError, match="window="):
-        split(merge([parse(BY_HAND)]), (3.0, 3.0))
+        split_time(merge_traces([parse_trace(BY_HAND)]), (3.0, 3.0))
     with pytest.raises(ValueError, match="'epoch'"):
-        window_of([], "epoch")
+        annotated_window([], "epoch")
     with pytest.raises(ValueError, match="wrapper='fsdp1'"):
         step_traces("fsdp1")
-    assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
+    assert merge_intervals([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(BY_HAND), encoding="utf-8")
-    assert parse(file, rank=5).rank == 5
+    assert parse_trace(file, rank=5).rank == 5
 
 
 def both_wrappers(folder: str) -> dict[str, Trace]:
@@ -186,11 +188,11 @@ def test_real_steps_hold_what_the_wrappers_do(tmp_path: Path) -> None:
     """DDP: a bucket for each layer. FSDP2: every layer gathered twice, and its gradients scattered."""
     by_rank = run_ranks(both_wrappers, 2, str(tmp_path))
     for name in ("ddp", "fsdp2", "message"):
-        events = merge([traces[name] for traces in by_rank])
+        events = merge_traces([traces[name] for traces in by_rank])
         assert [trace[name].rank for trace in by_rank] == [0, 1]
         annotation = "message" if name == "message" else "step"
-        window = window_of(events, annotation)
-        parts = split(events, window)
+        window = annotated_window(events, annotation)
+        parts = split_time(events, window)
         for rank in range(2):
             mine = [e for e in events if e.rank == rank and e.kind == "communication"]
             names = sorted(e.name for e in mine)
@@ -214,5 +216,5 @@ def test_real_steps_hold_what_the_wrappers_do(tmp_path: Path) -> None:
         for here, there in (spans, spans[::-1]):
             assert max(end for _, end in there) > max(start for start, _ in here)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
-    again = [parse(path) for path in sorted(tmp_path.iterdir())]
+    again = [parse_trace(path) for path in sorted(tmp_path.iterdir())]
     assert [trace.events for trace in again] == [traces["ddp"].events for traces in by_rank]

@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from lablib.calc.lr_schedule import cosine_lr
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
-from lablib.launch.train_arguments import config_of, train_parser
-from lablib.launch.train_config import MODELS, SAME_RUN, TrainConfig, describe, differences, train_model
-from lablib.launch.train_data import SampleOrder, TokenWindows, open_tokens, text_tokens, write_tokens
-from lablib.launch.train_metrics import MetricsFile, read_metrics
+from lablib.calc.runs import cosine_lr
+from lablib.launch.training import (
+    SampleOrder,
+    TokenWindows,
+    TrainConfig,
+    config_of,
+    open_tokens,
+    read_metrics,
+    text_tokens,
+    train_model,
+    train_parser,
+)
+from lablib.launch.training.config import MODELS, SAME_RUN, describe, differences
+from lablib.launch.training.data import write_tokens
+from lablib.launch.training.metrics import MetricsFile
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 

@@ -27,8 +27,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lablib.launch import elastic
-from lablib.launch._rank_server import ensure_server, no_main_module
+from lablib.launch.rank_server import ensure_server, no_main_module
+from lablib.launch.runs import elastic
 from tests.processes import ended, free_port
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"

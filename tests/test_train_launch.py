@@ -27,12 +27,10 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from lablib.calc.params import count_params
-from lablib.launch.checkpoint_files import latest, read_info
-from lablib.launch.plain_loop import plain_loop
-from lablib.launch.train_arguments import config_of, train_parser
-from lablib.launch.train_config import train_model
-from lablib.launch.train_metrics import read_metrics
-from lablib.launch.train_start import check_alone
+from lablib.launch.fsdp import latest_checkpoint, read_info
+from lablib.launch.runs import plain_loop
+from lablib.launch.runs.start import check_alone
+from lablib.launch.training import config_of, read_metrics, train_model, train_parser
 from tests.processes import end, ended, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +179,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
     # As torchrun ends when it is told to stop.
     assert (code, asked) == (1, ["scontrol requeue 4711"])
     run = tmp_path / "run"
-    assert read_info(latest(run / "checkpoints"))["step"] == read_metrics(run)[-1]["step"] < 50000
+    assert read_info(latest_checkpoint(run / "checkpoints"))["step"] == read_metrics(run)[-1]["step"] < 50000
 
 
 @pytest.mark.parametrize(

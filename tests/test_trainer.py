@@ -22,14 +22,19 @@ import torch.distributed as dist
 
 from lablib.calc.flops import hfu, mfu, step_flops
 from lablib.launch.fsdp import full_state_dict
-from lablib.launch.plain_loop import plain_loop, race
-from lablib.launch.print_steps import PrintSteps
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.recorder import record_comms
-from lablib.launch.train_config import TrainConfig, train_model
-from lablib.launch.train_metrics import KEYS, read_metrics
-from lablib.launch.train_start import check_alone, choose_device, launched_ranks
-from lablib.launch.trainer import Callback, Trainer
+from lablib.launch.runs import compare_loops, launched_ranks, plain_loop
+from lablib.launch.runs.start import check_alone, choose_device
+from lablib.launch.training import (
+    METRIC_KEYS,
+    Callback,
+    PrintSteps,
+    TrainConfig,
+    Trainer,
+    read_metrics,
+    train_model,
+)
 
 TOLERANCE = 2e-5
 STEPS = 6
@@ -240,7 +245,7 @@ def test_metrics_mean_what_they_say(runs: dict) -> None:
     flops = step_flops(train_model("tiny"), batch=8, seq=16)
     for number, rank in enumerate(runs[2]):
         for step, metrics in enumerate(rank["stopped"]["metrics"], start=1):
-            assert list(metrics) == list(KEYS)
+            assert list(metrics) == list(METRIC_KEYS)
             assert (metrics["step"], metrics["samples"], metrics["tokens"], metrics["targets"]) == (
                 step,
                 8 * step,
@@ -258,7 +263,7 @@ def test_metrics_mean_what_they_say(runs: dict) -> None:
             assert metrics["memory_bytes"] > 10**7
             assert metrics["lr"] == config("x").learning_rate(step)
     facts = json.loads(Path(runs["folder"], "stopped", "run.json").read_text())
-    assert (facts["world_size"], facts["params"], facts["keys"]) == (2, 221_760, KEYS)
+    assert (facts["world_size"], facts["params"], facts["keys"]) == (2, 221_760, METRIC_KEYS)
     assert facts["config"]["global_batch"] == 8
 
 
@@ -267,9 +272,9 @@ def test_metrics_mean_what_they_say(runs: dict) -> None:
 
 def test_the_race_takes_turns(tmp_path: Path) -> None:
     with launched_ranks("cpu"):
-        samples = race(config(str(tmp_path)), rounds=2, steps=1, warmup=1)
+        samples = compare_loops(config(str(tmp_path)), rounds=2, steps=1, warmup=1)
         with pytest.raises(ValueError, match="rounds=0"):
-            race(config(str(tmp_path)), rounds=0)
+            compare_loops(config(str(tmp_path)), rounds=0)
     assert [(s["round"], s["loop"]) for s in samples] == [
         (0, "plain"),
         (0, "trainer"),

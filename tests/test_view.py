@@ -9,26 +9,20 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 
-from lablib.calc.mesh import mesh
-from lablib.calc.ring import ring_states
-from lablib.calc.schedules import dualpipe_v, one_f_one_b, simulate, zb_h1
-from lablib.view import (
-    communication,
-    ddp,
-    fabric,
-    fsdp,
-    layout,
-    memory,
-    parallelism,
-    pipeline_chart,
-    precision,
-    recompute,
-    run,
-    scaling,
-    zero,
-)
-from lablib.view import mesh as mesh_view
-from lablib.view.pipeline import pipeline
+from lablib.calc.communication import ring_states
+from lablib.calc.layouts import mesh
+from lablib.calc.schedules import one_f_one_b, simulate, zb_h1
+from lablib.calc.schedules.generators import dualpipe_v
+from lablib.view import communication, fsdp, memory, precision, recompute, zero
+from lablib.view import communication as fabric
+from lablib.view import data_parallel as ddp
+from lablib.view import layouts as layout
+from lablib.view import layouts as mesh_view
+from lablib.view import layouts as parallelism
+from lablib.view import runs as run
+from lablib.view import runs as scaling
+from lablib.view import schedules as pipeline_chart
+from lablib.view.schedules import pipeline
 from lablib.view.style import COLORS, figure, show, themed_svg
 from lablib.view.timeline import Span, timeline
 

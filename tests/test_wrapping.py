@@ -16,7 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from lablib.launch.wrapping import calc_units, is_linear, tied_parameters, wrap_units
+from lablib.launch.fsdp import calc_units, tied_parameters, wrap_units
+from lablib.launch.fsdp.wrapping import is_linear
 from lablib.toys.transformer import Transformer, tiny_config
 
 SIZES = {"vocab_size": 50, "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2}

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.zero import shard, state_terms
+from lablib.calc.parallel import shard_size, state_terms
+from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
-from lablib.launch.recorder import record_comms
 from lablib.toys.transformer import Transformer, tiny_config
 from lablib.toys.zero import STAGES, ZeRO1, ZeRO3, held_bytes
 
@@ -395,7 +395,9 @@ def test_bytes_held_are_the_calculator_s(ranks: int) -> None:
             expected = state_terms(padded, ranks, stage, "fp32", "adamw")
             expected["weights"] += odd[stage]["frozen"]
             assert odd[stage]["held"] == {k: v for k, v in expected.items() if v} | {"master_weights": 0}
-        assert odd[1]["padded"] == ranks * shard(odd["psi"], ranks)  # stage 1 has one flat: no more padding
+        assert odd[1]["padded"] == ranks * shard_size(
+            odd["psi"], ranks
+        )  # stage 1 has one flat: no more padding
 
 
 # What stage 3 has gathered, and when

@@ -8,13 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from lablib.calc.memory import run_config, training_memory
-from lablib.calc.memory_cases import Case
-from lablib.calc.memory_stage import Stage
-from lablib.calc.memory_timeline import memory_timeline
-from lablib.calc.zero_whole import greedy_partition, parts_of_ranks
-from lablib.launch.memory_oracle_models import build
-from lablib.launch.memory_oracle_zero import fullest_rank, states_of_every_rank
+from lablib.calc.memory import Stage, run_config, training_memory
+from lablib.calc.memory.states import greedy_partition, parts_of_ranks
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.proof.cases import Case
+from lablib.proof.oracles import build_model
+from lablib.proof.oracles.models import fullest_rank, states_of_every_rank
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -31,7 +30,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 def test_every_rank_holds_what_the_partition_says(kernels: str, family: str, recipe: str, ranks: int) -> None:
     """Two moments a value, in the dtype of the parameter. GPT-2's tables make it uneven, three equal ranks cannot be."""
     case = Case(kernels=kernels, family=family, recipe=recipe)
-    model = build(case).model
+    model = build_model(case).model
     theirs = states_of_every_rank(ADAMW, model, ranks)
     settings = case.settings() | {"dp": ranks, "zero": 1, "sharding": "whole"}
     del settings["stage"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from lablib.calc.matrix import COMBINATIONS, PARTS, RUNS, Combination, combination, read_runs  # noqa: E402
+from lablib.calc.torch_versions import COMBINATIONS, PARTS, RUNS, Combination, combination, read_runs  # noqa: E402
 
 CACHE = ROOT / ".cache" / "matrix"
 #: What pytest gets for each part, as `make unit` and `make labs` give it.

@@ -1,4 +1,21 @@
-"""Accelerators: capacity, memory bandwidth and peak rates, each with its source. Links are in `links`.
+"""The names that drivers give to GPUs, and the row of `hardware` that each of them is.
+
+    known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"
+    known_accelerator("NVIDIA GeForce RTX 3060")  # None: the course has no figures for it
+
+A name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has another
+peak, and an MFU against the wrong peak is worse than none.
+
+Links between devices: bandwidth per direction, latency where it is published, and the source.
+
+NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s each way, and 450 is what a ring can use.
+Network cards are sold in bits: 400 Gb/s are 50 GB/s.
+These are line rates. A large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy
+between two H200s 396 of 450 (Stas Bekman, Machine Learning Engineering, network benchmarks).
+
+Where a number was read in secondary copies only, its source says so.
+
+Accelerators: capacity, memory bandwidth and peak rates, each with its source. Links are in `links`.
 
 Capacity: vendors print "80 GB" for 80 GiB of memory. The driver of an H100 reports 81,559 MiB, which are 85.5 GB.
 So capacities here are GiB, and `memory_gb` says the same in GB. `driver_bytes` is what `nvidia-smi` prints, read in
@@ -9,18 +26,138 @@ A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on 
 (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
 
 Where a number was read in secondary copies only, its source says so.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from lablib.calc.links import LINKS, STAS, Link, link
-from lablib.calc.units import GB, GiB, MiB
+from lablib.calc.units import GB, PB, GiB, MiB, parse_bandwidth
 
-__all__ = ["ACCELERATORS", "ALIASES", "LINKS", "Accelerator", "Link", "accelerator", "link"]
+FASTEST = PB  # a second: what is more is a slip of the unit
+STAS = "Stas Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One link of one device, in one direction.
+
+    Attributes:
+        name: How tables call it.
+        bandwidth: Bytes per second, per direction.
+        latency_s: Seconds before the first byte of a message arrives, or None where none is published.
+        source: Where the numbers come from.
+    """
+
+    name: str
+    bandwidth: float
+    latency_s: float | None = None
+    source: str
+
+    @property
+    def both_ways(self) -> float:
+        """Bytes per second of both directions together, the number that vendors print."""
+        return 2 * self.bandwidth
+
+
+def _link(name: str, gigabytes: float, source: str, latency_s: float | None = None) -> Link:
+    return Link(name=name, bandwidth=round(gigabytes * 1e9), latency_s=latency_s, source=source)
+
+
+_PCIE = f"{STAS}, network chapter, PCIe table; 16 lanes"
+_NVLINK = f"{STAS}, network chapter, NVLink table"
+_INFINIBAND = f"{STAS}, network chapter, InfiniBand tables; one 4x port"
+
+LINKS: dict[str, Link] = {
+    "pcie3-x16": _link("PCIe 3 x16", 15.75, "8 GT/s a lane, 128b/130b coding: 8 · 16 · (128 / 130) / 8"),
+    "pcie4-x16": _link("PCIe 4 x16", 31.5, _PCIE),
+    "pcie5-x16": _link("PCIe 5 x16", 63, _PCIE),
+    "pcie6-x16": _link("PCIe 6 x16", 121, _PCIE),
+    "nvlink2": _link(
+        "NVLink 2 (V100)", 150, "NVIDIA V100 datasheet: 6 links, 300 GB/s both ways (secondary)"
+    ),
+    "nvlink3": _link("NVLink 3 (A100)", 300, _NVLINK + ": 12 links, 600 GB/s both ways"),
+    "nvlink4": _link("NVLink 4 (H100, H200)", 450, _NVLINK + ": 18 links, 900 GB/s both ways"),
+    "nvlink4-h800": _link(
+        "NVLink 4 (H800)",
+        200,
+        "400 GB/s both ways in secondary reports, which do not all agree; DeepSeek-V3 (arXiv 2412.19437), "
+        "section 3.2, states 160 GB/s in use",
+    ),
+    "nvlink5": _link("NVLink 5 (B200, GB200)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
+    "nvlink-bridge": _link(
+        "NVLink bridge (PCIe cards, in pairs)",
+        300,
+        "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)",
+    ),
+    "nvlink-c2c": _link(
+        "NVLink-C2C (GH200, GPU to CPU)", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways (secondary)"
+    ),
+    "infinity-fabric": _link(
+        "Infinity Fabric (MI300X)",
+        448,
+        f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64",
+    ),
+    "ib-edr": _link("InfiniBand EDR, 100 Gb/s", 12.5, _INFINIBAND, 0.5e-6),
+    "ib-hdr": _link("InfiniBand HDR, 200 Gb/s", 25, _INFINIBAND, 0.6e-6),
+    "ib-ndr": _link("InfiniBand NDR, 400 Gb/s", 50, _INFINIBAND),
+    "ib-xdr": _link("InfiniBand XDR, 800 Gb/s", 100, _INFINIBAND),
+    "100gbe": _link("Ethernet, 100 Gb/s", 12.5, "line rate, 100 / 8"),
+    "200gbe": _link("Ethernet, 200 Gb/s", 25, "line rate, 200 / 8"),
+    "400gbe": _link("Ethernet, 400 Gb/s", 50, "line rate, 400 / 8"),
+    "dgx-a100": _link("DGX A100 node, 8 x HDR", 200, "Narayanan et al. 2021 (arXiv 2104.04473), section 5"),
+    "dgx-h100": _link("DGX H100 node, 8 x NDR", 400, f"{STAS}, network chapter: 8 ports of 400 Gb/s"),
+    "dgx-b300": _link("DGX B300 node, 8 x XDR", 800, f"{STAS}, network chapter: 8 ports of 800 Gb/s"),
+}
+
+
+def link(name: str) -> Link:
+    """Return a link by name.
+
+    Args:
+        name: A key of `LINKS`, for example "nvlink4".
+
+    Raises:
+        ValueError: If the name is unknown; it lists the known ones.
+    """
+    key = str(name).lower().replace("_", "-")
+    if key not in LINKS:
+        raise ValueError(f"unknown link {name!r}; known are {', '.join(LINKS)}")
+    return LINKS[key]
+
+
+def link_rate(name: str, value: str | float) -> float:
+    """Return the bytes per second, per direction, of a link by name or of a rate.
+
+    Args:
+        name: What it is for, as messages call it: "nic" or "intra".
+        value: A key of `LINKS`, a rate as text ("40 GB/s", "400 Gb/s"), or bytes per second.
+
+    Raises:
+        ValueError: If there is no such link, or the rate is no number above 0 that a link can have.
+    """
+    rate = value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower().replace("_", "-") in LINKS or (
+            text[:1].isalpha() and text.lower()[:3] not in ("nan", "inf")
+        ):
+            try:
+                return link(text).bandwidth
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; or give a rate, like '40 GB/s'") from None
+        try:
+            rate = parse_bandwidth(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+        raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
+    if rate > FASTEST:
+        raise ValueError(
+            f"{name}={value!r} is more than 1 PB/s, and no link is so fast: give bytes per second"
+        )
+    return float(rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +393,61 @@ def accelerator(name: str) -> Accelerator:
     if key not in ACCELERATORS:
         raise ValueError(f"unknown accelerator {name!r}; known are {', '.join(ACCELERATORS)}")
     return ACCELERATORS[key]
+
+
+#: A part of a GPU (MIG, or a vGPU such as "A10-8Q"), a laptop's, and variants that are sold under the name of another.
+_OTHER = re.compile(
+    r"\b(MIG|LAPTOP|MOBILE|MAX Q|[459]090 D|\d+[QCAB]|GH200 144G|[AH]\d+X?M)\b|^QUADRO|H200 NVL"
+)
+
+#: The first pattern that is found decides. Names are in capitals, with spaces for dashes and underscores.
+_ROWS = (
+    (r"\bGH200\b", "gh200"),
+    (r"\bGB200\b", "gb200"),
+    (r"\bB300\b", "b300"),
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b", "h200"),
+    (r"\bH800\b", "h800"),
+    (r"\bH100 NVL\b", "h100-nvl"),
+    (r"\bH100\b.*\b(PCIE|HBM2E)\b", "h100-pcie"),
+    (r"\bH100\b.*\b(80GB HBM3|SXM5)\b", "h100"),
+    (r"\bA100\b(?=.*\bPCIE\b)(?=.*\b80GB\b)", "a100-80gb-pcie"),
+    (r"\bA100\b(?=.*\bPCIE\b)(?=.*\b40GB\b)", "a100-40gb-pcie"),
+    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
+    (r"\bA100\b.*\b40GB\b", "a100-40gb"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bA10\b", "a10"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bRTX A6000\b", "rtx-a6000"),
+    (r"\bRTX 6000 ADA\b", "rtx-6000-ada"),
+    (r"\bRTX 5090\b", "rtx-5090"),
+    (r"\bRTX 4090\b", "rtx-4090"),
+    (r"\bV100\b(?!.*PCIE)", "v100"),
+    (r"\bT4\b", "t4"),
+    (r"\bMI300X\b", "mi300x"),
+)
+
+
+def known_accelerator(name: str) -> Accelerator | None:
+    """Return the accelerator that the driver calls by this name, such as "NVIDIA H100 80GB HBM3".
+
+    Args:
+        name: From `torch.cuda.get_device_name`, or as `nvidia-smi` prints it.
+
+    Returns:
+        None where the course has no figures for it.
+    """
+    text = re.sub(r"[-_ ]+", " ", name.upper()).strip()
+    if _OTHER.search(text):
+        return None
+    return next((ACCELERATORS[key] for pattern, key in _ROWS if re.search(pattern, text)), None)
+
+
+def no_figures(name: str) -> str:
+    """Return the sentence for a GPU that is not in the table.
+
+    Args:
+        name: As the driver has it.
+    """
+    return f"the course has no peak for {name}, so no MFU is given; peak_flops=... takes the datasheet's dense rate"

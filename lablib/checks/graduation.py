@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lablib.calc.course_plan import RUN_GPU_LABS
+from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks.report import Verdict
-from lablib.launch.scaling_records import gpu_report
+from lablib.launch.runs import gpu_report
 
 TIMEOUT_S = 180.0
 #: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
@@ -153,7 +153,7 @@ def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) 
     Args:
         requirement: One of `REQUIREMENTS`.
         passed: Rungs of which every "Done when" check passed.
-        report: From `lablib.launch.scaling_records.gpu_report`.
+        report: From `lablib.launch.runs.gpu_report`.
     """
     left = [f"rung {rung}" for rung in requirement.rungs if rung not in passed]
     if requirement.rented and report is None:

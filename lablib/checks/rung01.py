@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from lablib.calc.activations import layer_activations
 from lablib.calc.memory import training_memory
+from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
 from lablib.checks.report import Wrong, check, close

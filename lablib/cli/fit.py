@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lablib.cli.settings import settings_as_options
+from lablib.cli.memory import settings_as_options
 
 if TYPE_CHECKING:
-    from lablib.calc.memory_fit import Answer
-    from lablib.calc.memory_fit_changes import Change
-    from lablib.calc.memory_fit_setup import Setup
+    from lablib.calc.layouts.fit import Answer, Change, Setup
 
 ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
@@ -43,9 +41,13 @@ def fit(
     """Say whether a run fits, with what room, or which changes make it fit and what each one trades."""
     given = {name: value for name, value in settings.items() if value is not None}
 
-    from lablib.calc.memory_fit import fewest_gpus, largest_micro_batch, longest_sequence
-    from lablib.calc.memory_fit_changes import cheapest_change
-    from lablib.calc.memory_fit_setup import setup
+    from lablib.calc.layouts.fit import (
+        cheapest_change,
+        fewest_gpus,
+        largest_micro_batch,
+        longest_sequence,
+        setup,
+    )
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
 
@@ -82,7 +84,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         answers: Largest micro-batch and longest sequence, as given or with the first change.
         fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
     """
-    from lablib.calc.memory_fit_setup import counted, unproven
+    from lablib.calc.layouts.fit import counted, unproven
 
     return {
         "model": have.run.model.name,
@@ -147,8 +149,8 @@ def fit_text(
         assumed_seq: Whether the length of sequences was not given.
         show_all: Whether to print every change, or the first ones.
     """
-    from lablib.calc.choices import plural
-    from lablib.calc.memory_fit_setup import MEANING, counted, size, unproven
+    from lablib.calc.errors import plural
+    from lablib.calc.layouts.fit import MEANING, counted, size, unproven
 
     run, card = have.run, have.card
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
@@ -214,7 +216,7 @@ def _mark(names: tuple[str, ...]) -> str:
 
 
 def _headline(answer: Answer) -> str:
-    from lablib.calc.memory_fit_setup import size
+    from lablib.calc.layouts.fit import size
 
     name = answer.question[0].upper() + answer.question[1:]
     if not answer.value:
@@ -242,7 +244,7 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
 
 def command(have: Setup, model: str) -> str:
     """Return the `rung memory` that prints a setup term by term."""
-    from lablib.calc.run_config import SETTINGS
+    from lablib.calc.memory import SETTINGS
 
     words = ["rung", "memory", shlex.quote(f"./{model}" if model.startswith("-") else model)]
     for name, setting in SETTINGS.items():

@@ -19,8 +19,9 @@ def graduate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check your answers in work/ against every Done when, and say what is left to do."""
-    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, gpu_report, unmet
-    from lablib.launch.experiments import repository_root
+    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, unmet
+    from lablib.launch.records import repository_root
+    from lablib.launch.runs import gpu_report
 
     work = work or repository_root() / "work"
     outcomes, told = [], set()

@@ -50,12 +50,11 @@ def run(
     detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
-    from lablib.launch.lab_jobs import is_running, prepare
-    from lablib.launch.labs import parse_gpus
+    from lablib.launch.labs import is_running, parse_gpus, prepare_queue
 
     if is_running():
         raise ValueError("labs are already running here; see `rung labs status`, or end them: rung labs stop")
-    queue = prepare(
+    queue = prepare_queue(
         labs,
         dict(_assignment(text) for text in parameter or []),
         gpus=parse_gpus(gpus, _gpus_here()),
@@ -66,9 +65,9 @@ def run(
         mine=mine,
         command=shlex.join(["rung", *sys.argv[1:]]),
     )
-    from lablib.launch.lab_worker import start
+    from lablib.launch.labs import start_worker
 
-    start(queue)
+    start_worker(queue)
     if detach:
         typer.echo("started; see `rung labs status`, or follow it: rung labs follow")
         return
@@ -78,8 +77,7 @@ def run(
 @app.command("status")
 def status(as_json: Json = False) -> None:
     """Say what runs, what is done and what is left."""
-    from lablib.launch.lab_jobs import all_jobs, is_running, latest_queue, read_job
-    from lablib.launch.labs import source_digest
+    from lablib.launch.labs import all_jobs, is_running, latest_queue, read_job, source_digest
 
     jobs, damaged = [], []
     for path in all_jobs():
@@ -108,7 +106,7 @@ def status(as_json: Json = False) -> None:
 @app.command("follow")
 def follow() -> None:
     """Show what the running labs print, until they end."""
-    from lablib.launch.lab_jobs import latest_queue
+    from lablib.launch.labs import latest_queue
 
     queue = latest_queue()
     if queue is None:
@@ -119,7 +117,7 @@ def follow() -> None:
 @app.command("stop")
 def stop() -> None:
     """End the running labs; the same command as before goes on where they stopped."""
-    from lablib.launch.lab_jobs import is_running, latest_queue, read_json
+    from lablib.launch.labs import is_running, latest_queue, read_json
 
     if not is_running():
         raise ValueError("no labs are running here")
@@ -138,10 +136,10 @@ def stop() -> None:
 @app.command("pack")
 def pack_results() -> None:
     """Write one archive with all results, to carry off a machine before it is stopped."""
-    from lablib.launch.pack import pack
+    from lablib.launch.labs import pack_results
 
     try:
-        target = pack()
+        target = pack_results()
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     typer.echo(f"{target}  {target.stat().st_size / 1e6:.1f} MB")
@@ -149,7 +147,7 @@ def pack_results() -> None:
 
 def _follow(queue: Path) -> bool:
     """Print the queue's log until it ends; return whether it did."""
-    from lablib.launch.lab_jobs import is_running, read_json
+    from lablib.launch.labs import is_running, read_json
 
     def show(log: object) -> None:
         # Whole lines' bytes as they come; a multi-byte letter cut in two is no reason to stop.
@@ -180,7 +178,7 @@ def _follow(queue: Path) -> bool:
 
 def _exit_like(queue: Path, ended: bool) -> None:
     """Exit with 0 if all jobs are done, 1 if one is not, 130 as others do after Ctrl-C while labs still run."""
-    from lablib.launch.lab_jobs import read_json
+    from lablib.launch.labs import read_json
 
     content = read_json(queue)
     if content["state"] == "refused":  # its log has said why

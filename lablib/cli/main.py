@@ -1,24 +1,50 @@
-"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch."""
+"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch.
+
+`rung models`: the published models that the calculators know by name.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from lablib.calc.models import preset, preset_names
+from lablib.calc.params import count_params
+from lablib.calc.units import format_count
 from lablib.cli import labs
 from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
 from lablib.cli.fit import fit
 from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
-from lablib.cli.memory_peers import memory_peers
 from lablib.cli.memory_snapshot import memory_snapshot
-from lablib.cli.memory_table import memory_table
+from lablib.cli.memory_table import memory_peers, memory_table
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, report
 from lablib.cli.schedule import schedule
+
+
+def model_table(*, as_json: bool = False) -> str:
+    """Return the models as text: one line each, or JSON with every field of ModelConfig and the counts."""
+    rows = [(preset(name), count_params(preset(name))) for name in preset_names()]
+    if as_json:
+        return json.dumps(
+            [asdict(config) | {"total": count.total, "active": count.active} for config, count in rows],
+            indent=1,
+        )
+    lines = [f"{'model':<22}{'parameters':>17}  {'':>6}{'active':>8}{'layers':>8}{'hidden':>8}{'seq':>9}"]
+    for config, count in rows:
+        active = format_count(count.active) if config.is_moe else ""
+        lines.append(
+            f"{config.name:<22}{count.total:>17,}  {format_count(count.total):>6}{active:>8}"
+            f"{config.num_layers:>8}{config.hidden:>8}{config.max_positions:>9,}"
+        )
+    return "\n".join(lines)
+
 
 #: The class of every usage error, in the click that this version of Typer uses.
 UsageError = typer.BadParameter.__base__
@@ -79,6 +105,6 @@ app.add_typer(labs.app, name="labs")
 @app.command()
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models that the calculators know."""
-    from lablib.cli.models import model_table
+    # SAME MODULE
 
     typer.echo(model_table(as_json=as_json))

@@ -1,22 +1,88 @@
-"""`rung memory`: bytes per rank by term, and whether they fit; one instant of a step, and where its bytes come from."""
+"""`rung memory`: bytes per rank by term, and whether they fit; one instant of a step, and where its bytes come from.
+
+The options of a command that are the settings of a run: one for each field of `RunConfig`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lablib.cli.settings import from_text, settings_as_options
+from lablib.calc.memory import SETTINGS
+from lablib.calc.units import MiB, parse_bytes
+
+
+def settings_as_options(
+    command: Callable | None = None, *, optional: bool = False, leave_out: Iterable[str] = ()
+) -> Any:
+    """Give a command with `**settings` an option for each setting, behind its arguments.
+
+    Args:
+        command: The command.
+        optional: Whether an option that was not given is None, and not the setting's default.
+        leave_out: Settings that it does not have.
+    """
+    if command is None:
+        return lambda function: settings_as_options(function, optional=optional, leave_out=leave_out)
+    hints = typing.get_type_hints(command, include_extras=True)
+    signature = inspect.signature(command)
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    made = [_option(name, optional) for name in SETTINGS if name not in leave_out]
+    first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+    parameters = [*first, *made, *own[len(first) :]]
+    command.__signature__ = signature.replace(parameters=parameters)
+    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return command
+
+
+def _option(name: str, optional: bool) -> inspect.Parameter:
+    setting = SETTINGS[name]
+    default = f"{setting.default // MiB} MiB" if name == "bucket_bytes" else setting.default
+    kind = {"seq": int, "num_microbatches": int, "dropout": float, "layers_per_stage": str}.get(
+        name, type(default)
+    )
+    if optional or default is None:
+        kind, default = kind | None, None
+    annotation = Annotated[kind, typer.Option(help=setting.metadata["help"])]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def from_text(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings as the calculators take them: sizes and lists are text on the command line.
+
+    Raises:
+        ValueError: If such a text is not what it should be.
+    """
+    found = dict(settings)
+    if "bucket_bytes" in found:
+        found["bucket_bytes"] = parse_bytes(str(found["bucket_bytes"]))
+    if found.get("layers_per_stage") is not None:
+        text = str(found["layers_per_stage"])
+        try:
+            found["layers_per_stage"] = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--layers-per-stage={text!r} must be whole numbers with commas, like 7,8,8,7"
+            ) from None
+    return found
+
 
 if TYPE_CHECKING:
-    from lablib.calc.breakdown import MemoryBreakdown
     from lablib.calc.hardware import Accelerator
-    from lablib.calc.memory_timeline import MemoryTimeline
-    from lablib.calc.run_config import RunConfig
+    from lablib.calc.memory import MemoryBreakdown, RunConfig
+    from lablib.calc.memory.timeline import MemoryTimeline
 
 
 @settings_as_options
@@ -40,11 +106,10 @@ def memory(
     **settings: object,
 ) -> None:
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
-    from lablib.calc.choices import one_of, plural
+    from lablib.calc.errors import one_of, plural
     from lablib.calc.hardware import accelerator
-    from lablib.calc.memory import training_memory
-    from lablib.calc.memory_timeline import STEPS
-    from lablib.calc.run_config import run_config
+    from lablib.calc.memory import run_config, training_memory
+    from lablib.calc.memory.timeline import STEPS
 
     assumed = settings["seq"] is None
     run = run_config(named_model(model), **from_text(settings))
@@ -81,9 +146,8 @@ def _print_instant(
     as_json: bool,
 ) -> None:
     """Print one instant of the step, or a line for each of them; a device is compared with the peak."""
-    from lablib.calc.choices import one_of
-    from lablib.calc.memory_explain import explain_moment
-    from lablib.calc.memory_timeline import memory_timeline
+    from lablib.calc.errors import one_of
+    from lablib.calc.memory.timeline import explain_moment, memory_timeline
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
@@ -128,7 +192,7 @@ def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
 
 
 def _heading(timeline: MemoryTimeline) -> str:
-    from lablib.calc.choices import plural
+    from lablib.calc.errors import plural
 
     ranks = plural(timeline.ranks, "rank")
     place = f"; the peak is at {timeline.peak.name}"
@@ -151,7 +215,7 @@ def memory_table(
     Raises:
         ValueError: If the unit is unknown.
     """
-    from lablib.calc.choices import one_of, plural
+    from lablib.calc.errors import one_of, plural
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]

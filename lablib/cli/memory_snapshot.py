@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from lablib.calc.cuda_snapshot import Held, History
+    from lablib.calc.runs import Held, History
 
 INSTANTS = ("peak", "oom", "end")
 GROUPS = ("line", "module")
@@ -29,8 +29,8 @@ def memory_snapshot(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read a CUDA memory snapshot: its peak, and which lines of the program hold it. Runs nothing in the file."""
-    from lablib.calc.choices import one_of
-    from lablib.calc.cuda_snapshot import load_snapshot, replay
+    from lablib.calc.errors import one_of
+    from lablib.calc.runs import load_snapshot, replay
     from lablib.calc.units import BYTE_UNITS
 
     one_of("at", at, INSTANTS)

@@ -1,4 +1,7 @@
-"""`rung memory-table`: judge the memory calculator against PyTorch, case by case."""
+"""`rung memory-table`: judge the memory calculator against PyTorch, case by case.
+
+`rung memory-peers`: other memory calculators on the cases of the memory table.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,16 @@ def memory_table(
         logging.getLogger("transformers").setLevel(logging.ERROR)
         typer.echo(_on_gpu(only))
         return
-    from lablib.calc.memory_grid import grid
-    from lablib.calc.memory_headline import HELD_OUT, TABLE, read_table
-    from lablib.calc.memory_held_out import held_out as drawn
-    from lablib.launch.memory_held_out import save_held_out
-    from lablib.launch.memory_table import (
+    from lablib.proof.grid import grid
+    from lablib.proof.grid import held_out as drawn
+    from lablib.proof.headline import HELD_OUT, TABLE, read_table
+    from lablib.proof.table import (
         broken,
         drifted,
         measured_row,
         predicted_anew,
         representatives,
+        save_held_out,
         save_table,
         text,
         versions,
@@ -102,13 +105,13 @@ def _made_with(versions: dict[str, str]) -> str:
 
 
 def _on_gpu(only: str | None) -> str:
-    from lablib.launch.cuda_counters import CudaCounters
+    from lablib.proof.gpu_measure import CudaCounters
 
     here = CudaCounters()  # or a sentence that there is none
     import torch
 
-    from lablib.calc.memory_gpu import gpu_cases, gpu_rows, gpu_text
-    from lablib.launch.cuda_memory import measured_samples
+    from lablib.proof.gpu_measure import measured_samples
+    from lablib.proof.gpu_rows import gpu_cases, gpu_rows, gpu_text
 
     fitting = gpu_cases(torch.cuda.mem_get_info(here.device)[0])
     cases = [case for case in fitting if not only or only in case.name]
@@ -120,3 +123,42 @@ def _on_gpu(only: str | None) -> str:
 
 if __name__ == "__main__":
     typer.run(memory_table)
+
+
+def memory_peers(
+    committed: Annotated[
+        bool, typer.Option("--committed", help="Print the committed comparison; compute nothing.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the comparison anew, from the memory table.")
+    ] = False,
+) -> None:
+    """Put the cases of the memory table through the other calculators; fail where a number drifted."""
+    import logging
+
+    from lablib.proof.comparison import compare, comparison_text, drifted, save_comparison
+    from lablib.proof.headline import OTHERS, read_table
+
+    if write and committed:
+        raise ValueError("--write makes the comparison anew: leave --committed out")
+    before = read_table(OTHERS) if OTHERS.exists() else None
+    if committed:
+        if before is None:
+            raise ValueError("there is no committed comparison: make it with rung memory-peers --write")
+        typer.echo(comparison_text(before))
+        return
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    table = compare(deepspeed=before and before["deepspeed"])
+    typer.echo(comparison_text(table))
+    if write:
+        typer.echo(f"\nwrote {save_comparison(table)}")
+        return
+    problems = drifted(table, before) if before else ["there is no committed comparison yet: use --write"]
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(memory_peers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from lablib.calc.plan import Candidate, Plan
+    from lablib.calc.layouts.planner import Candidate, Plan
 
 FIXED = ("tp", "cp", "ep", "pp", "dp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages")
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
@@ -58,9 +58,9 @@ def plan(
     given = locals()
     fixed = {name: given[name] for name in FIXED if given[name] is not None}
 
-    from lablib.calc.plan import nothing_fits
-    from lablib.calc.plan import plan as find
-    from lablib.calc.plan_why import why as reasons
+    from lablib.calc.layouts.planner import nothing_fits
+    from lablib.calc.layouts.planner import plan as find
+    from lablib.calc.layouts.planner import plan_reasons as reasons
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
 
@@ -100,7 +100,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers.
 
     Args:
-        result: What `lablib.calc.plan.plan` returned.
+        result: What `lablib.calc.layouts.planner.plan` returned.
         top: Layouts to list.
         why: The reasons.
     """
@@ -150,7 +150,7 @@ def plan_table(result: Plan, *, top: int) -> str:
     """Return the best layouts as aligned text.
 
     Args:
-        result: What `lablib.calc.plan.plan` returned.
+        result: What `lablib.calc.layouts.planner.plan` returned.
         top: Layouts to list.
     """
     load, machine = result.load, result.cluster
@@ -176,8 +176,7 @@ def plan_table(result: Plan, *, top: int) -> str:
 
 
 def _export(result: Plan, framework: str) -> str:
-    from lablib.calc.export_job import export_job
-    from lablib.calc.export_layout import export_layout
+    from lablib.calc.layouts import export_job, export_layout
 
     load = result.load
     job = export_job(

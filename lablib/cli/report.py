@@ -26,14 +26,14 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows instead.")] = False,
 ) -> None:
     """Draw a scaling report anew from its records, as one HTML page and its figures."""
-    from lablib.launch.scaling_report import rows
+    from lablib.launch.runs import report_rows
 
     folder = folder or _newest()
     if as_json:
-        typer.echo(json.dumps(rows(folder), indent=1))
+        typer.echo(json.dumps(report_rows(folder), indent=1))
         return
     target = build_report(folder)
-    for line in summary(rows(folder)):
+    for line in summary(report_rows(folder)):
         typer.echo(line)
     typer.echo(target)
 
@@ -44,9 +44,9 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put two scaling reports side by side: times, what changed, and whether the difference is more than spread."""
-    from lablib.launch.scaling_compare import compare_reports, differences
+    from lablib.launch.runs import compare_reports, report_differences
 
-    table, changed = compare_reports(a, b), differences(a, b)
+    table, changed = compare_reports(a, b), report_differences(a, b)
     if as_json:
         typer.echo(json.dumps({"runs": table, "differences": changed}, indent=1))
         return
@@ -74,14 +74,13 @@ def build_report(folder: str | Path) -> Path:
     """
     import matplotlib.pyplot as plt
 
-    from lablib.launch.experiments import write_json
-    from lablib.launch.scaling_records import records
-    from lablib.launch.scaling_report import rows
-    from lablib.view import scaling_report as view
+    from lablib.launch.records import write_json
+    from lablib.launch.runs import report_rows, scaling_records
+    from lablib.view import runs as view
     from lablib.view.style import themed_svg
 
     folder = Path(folder)
-    found, table = records(folder), rows(folder)
+    found, table = scaling_records(folder), report_rows(folder)
     many = [row for row in table if "loss" in row]
     steps = {
         row["run"]: [max(line["seconds"] for line in step) for step in zip(*record["samples"], strict=False)]
@@ -142,7 +141,7 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
     """Return what a report says, one sentence a run.
 
     Args:
-        table: From `lablib.launch.scaling_report.rows`.
+        table: From `lablib.launch.runs.report_rows`.
     """
     lines = []
     for row in table:
@@ -205,7 +204,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
-    from lablib.launch.scaling_records import where_of
+    from lablib.launch.runs import where_of
 
     first = found[0]
     where = first["machine"]
@@ -226,7 +225,7 @@ def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _newest() -> Path:
-    from lablib.launch.experiments import experiments_dir
+    from lablib.launch.records import experiments_dir
 
     found = {path.parent.parent for path in experiments_dir().glob("*/runs/one-1.json")}
     if not found:

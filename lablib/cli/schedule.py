@@ -70,7 +70,7 @@ def schedule_text(
     Raises:
         ValueError: If the schedule cannot be made or run so, or the form is unknown.
     """
-    from lablib.calc.choices import one_of
+    from lablib.calc.errors import one_of
     from lablib.calc.schedules import schedule as make
     from lablib.calc.schedules import simulate, to_csv
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lablib.calc.memory.activations import check_config
 from lablib.calc.models import ModelConfig
-from lablib.calc.toy_activations import check_config
 
 SUPPORTED = ("gpt2", "llama")
 ROPE_BASE = 10_000.0

@@ -1,18 +1,25 @@
-"""Pictures of memory: stacked bars by term, activation curves, and the largest model that a card holds.
+"""How far off memory calculators are: one line per calculator, from its lowest to its highest ratio.
+
+Pictures of memory: stacked bars by term, activation curves, and the largest model that a card holds.
 
 Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
 
-Chapter: book/01_why_distributed.md
+Pictures of the judged memory calculator: all of its errors, one training step, and a peak by term.
+
+Every function takes numbers that `lablib.calc` computed, or that PyTorch counted, and returns a matplotlib figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import log10
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, HATCHES, figure
 
 #: What a bar's segment is called in the legend, in drawing order.
 TERMS = {
@@ -181,4 +188,240 @@ def capacity_curve(
     ax.set_xlabel("device memory (GB)")
     ax.set_ylabel("largest model (billion parameters)")
     fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+#: What a layer of the step is called in the legend, from the axis upwards, and its role in `COLORS`.
+LAYERS = {
+    "weights": ("weights", "weights"),
+    "optimizer": ("optimizer state", "optimizer"),
+    "gradients": ("gradients", "gradients"),
+    "activations": ("activations", "activations"),
+    "sharding": ("gathered weights, buffers", "communication"),
+    "temporary": ("temporaries", "neutral"),
+}
+#: Kind of memory, as PyTorch's trackers name it, to the layer that it is drawn in.
+LAYER_OF = {
+    "weights": "weights",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "gradient buckets": "gradients",
+    "unsharded gradients": "gradients",
+    "activations": "activations",
+    "gathered weights": "sharding",
+    "all-gather buffers": "sharding",
+    "reduce-scatter buffers": "sharding",
+    "temporary": "temporary",
+    "buffers": "temporary",
+    "inputs": "temporary",
+}
+
+
+def error_strips(
+    strips: Mapping[str, Sequence[float]],
+    bounds: Mapping[str, float],
+    *,
+    named: Mapping[str, tuple[float, str]] | None = None,
+    floor: float = 1e-10,
+) -> Figure:
+    """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left.
+
+    Args:
+        strips: What is compared to the error of each configuration, as shares without sign.
+        bounds: The same names to the largest error allowed; 0 for none.
+        named: The same names to an error and what is written at it.
+        floor: The smallest error other than 0 that has a place of its own.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.95 * len(strips))
+    decade = 12  # dots that have room beside each other in a factor of ten
+    for row, (name, errors) in enumerate(strips.items()):
+        heights: dict[int, int] = {}
+        xs, ys = [], []
+        for count, error in enumerate(sorted(errors)):
+            if error == 0:  # a block of dots, filled from below
+                column, height = count // 10 - 3 * decade, count % 10
+            else:
+                column = round(decade * log10(max(error, floor) / floor))
+                height = heights[column] = heights.get(column, -1) + 1
+            xs.append(floor * 10 ** (column / decade))
+            ys.append(row - 0.06 * height)
+        ax.plot(xs, ys, "o", color=COLORS["activations"], markersize=4, markeredgewidth=0)
+        if bounds[name]:
+            ax.plot([bounds[name]] * 2, [row - 0.66, row + 0.12], color=COLORS["backward"], linewidth=1.6)
+            ax.annotate(
+                f"allowed: {bounds[name]:.0%}",
+                (bounds[name], row - 0.66),
+                (-4, -1),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=COLORS["backward"],
+                fontsize=9,
+            )
+        if named and name in named:
+            error, text = named[name]
+            ax.annotate(
+                text, (max(error, floor), row), (0, -6), textcoords="offset points", ha="right", va="top"
+            )
+    ax.set_xscale("log")
+    ax.set_xlim(floor / 10**3.4, 0.3)
+    ax.set_ylim(len(strips) - 0.6, -0.9)
+    ax.set_yticks(range(len(strips)), labels=list(strips))
+    ax.grid(axis="y", visible=False)
+    ticks = [floor / 10**2.75, 1e-9, 1e-6, 1e-3, 1e-2]
+    ax.set_xticks(ticks, labels=["exact", "1 in 10⁹", "1 in 10⁶", "0.1 %", " 1 %"])
+    ax.minorticks_off()
+    ax.set_xlabel("off by, as a share of what was measured")
+    return fig
+
+
+def step_memory(
+    layers: Mapping[str, Sequence[float]],
+    *,
+    phases: Sequence[tuple[str, int]],
+    measured: Sequence[float],
+    peak: tuple[int, str],
+    ylabel: str,
+    notes: Mapping[str, tuple[str, str]] | None = None,
+) -> Figure:
+    """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots.
+
+    Args:
+        layers: Keys of `LAYERS` to a number for each moment.
+        phases: The step's parts in the order of time: name, and how many moments it has.
+        measured: The sum that was measured at each moment.
+        peak: The moment of the peak, counted from 0, and what is written at it.
+        ylabel: Quantity and unit.
+        notes: Unused layers' names replaced: key of `LAYERS` to legend text and role.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+
+    Raises:
+        ValueError: If the numbers are not one for each moment.
+    """
+    moments = sum(count for _, count in phases)
+    if any(len(numbers) != moments for numbers in (*layers.values(), measured)):
+        raise ValueError(
+            f"the phases have {moments} moments: give as many numbers in every layer and measured"
+        )
+    names = LAYERS | dict(notes or {})
+    fig, ax = figure(height=3.9)
+    below = [0.0] * moments
+    edges = [i - 0.5 for i in range(moments + 1)]
+    used = [key for key in names if any(layers.get(key, ()))]
+    for key in used:
+        above = [low + more for low, more in zip(below, layers[key], strict=True)]
+        role = names[key][1]
+        ax.stairs(
+            above, edges, baseline=below, fill=True, color=COLORS[role], hatch=HATCHES.get(role), linewidth=0
+        )
+        below = above
+    ink = ax.yaxis.label.get_color()  # the page's text colour
+    ax.plot(range(moments), measured, "o", color=ink, markersize=2.6, markeredgewidth=0)
+    where, text = peak
+    top = max(*below, *measured)
+    ax.annotate(
+        text,
+        (where, measured[where]),
+        (-14 if where > moments / 3 else 14, 16),
+        textcoords="offset points",
+        ha="right" if where > moments / 3 else "left",
+        arrowprops={"arrowstyle": "->", "color": COLORS["backward"], "linewidth": 1.4},
+        color=COLORS["backward"],
+    )
+    ax.set_ylim(0, 1.22 * top)
+    ax.set_xlim(-0.5, moments - 0.5)
+    starts = [sum(count for _, count in phases[:i]) for i in range(len(phases) + 1)]
+    for start in starts[1:-1]:
+        ax.axvline(start - 0.5, color=COLORS["neutral"], linewidth=0.8, linestyle=":")
+    ax.set_xticks(
+        [(a + b - 1) / 2 for a, b in pairwise(starts)],
+        labels=[name for name, _ in phases],
+    )
+    ax.tick_params(axis="x", length=0)
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel(ylabel)
+    legend = [
+        Patch(facecolor=COLORS[names[key][1]], hatch=HATCHES.get(names[key][1]), label=names[key][0])
+        for key in used
+    ]
+    legend.append(Line2D([], [], marker="o", linestyle="", color=ink, markersize=4, label="measured, in all"))
+    fig.legend(handles=legend, loc="outside lower center", ncols=2)
+    return fig
+
+
+#: What is judged, in drawing order, and its colour.
+ROLES = {"states": "weights", "activations": "activations", "total": "neutral"}
+TITLES = {"states": "model states", "activations": "kept activations", "total": "peak of a step"}
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+
+
+def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") -> Figure:
+    """Draw predicted over measured for every calculator: a line over all cases, a dot at the median, a diamond at the worst.
+
+    Args:
+        rows: The summary of `other_calculators.json`: "calculator", "quantity", "cases", "median", "low", "high",
+            "worst", in the order in which they are drawn.
+        own: The calculator that has a colour of its own.
+    """
+    for row in rows:
+        if row["quantity"] not in ROLES:
+            raise ValueError(f"quantity={row['quantity']!r} must be one of {', '.join(ROLES)}")
+    groups = {q: [row for row in rows if row["quantity"] == q] for q in ROLES}
+    groups = {q: found for q, found in groups.items() if found}
+    lines = sum(len(found) + 1 for found in groups.values())
+    fig, ax = figure(height=1.3 + 0.235 * lines)
+    places, labels, at = [], [], 0.0
+    for quantity, found in groups.items():
+        ax.annotate(
+            TITLES[quantity],
+            (0, at),
+            (4, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+        )
+        for row in found:
+            at += 1
+            color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]
+            ax.plot(
+                [row["low"], row["high"]],
+                [at, at],
+                color=color,
+                linewidth=3,
+                solid_capstyle="round",
+                alpha=0.6,
+            )
+            ax.plot(row["median"], at, "o", color=color, markersize=6)
+            ax.plot(
+                row["worst"], at, "D", color=color, markersize=6, markerfacecolor="none", markeredgewidth=1.3
+            )
+            places.append(at)
+            labels.append(f"{row['calculator']} ({row['cases']})")
+        at += 1
+    ax.axvline(1, color=COLORS["neutral"], linestyle="--", linewidth=1)
+    ax.set_xscale("log")
+    left, right = ax.get_xlim()
+    ticks = [tick for tick in TICKS if left <= tick <= right]
+    ax.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_yticks(places, labels=labels)
+    ax.set_ylim(at - 0.4, -0.7)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("predicted / measured")
+    marks = {"marker": "o", "linestyle": "none", "color": COLORS["neutral"]}
+    fig.legend(
+        handles=[
+            Line2D([], [], label="median case", **marks),
+            Line2D([], [], label="worst case", **marks | {"marker": "D", "markerfacecolor": "none"}),
+        ],
+        loc="outside lower center",
+        ncols=2,
+    )
     return fig

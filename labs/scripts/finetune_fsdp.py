@@ -18,17 +18,28 @@ from pathlib import Path
 
 import torch
 
-from lablib.launch.checkpoint import export_safetensors, latest
-from lablib.launch.finetune import FineTuning, copy_settings, export_merged, read_examples
-from lablib.launch.finetune_demo import sums, tiny_qwen2
-from lablib.launch.known_failures import one_sentence
-from lablib.launch.lora import save_adapters
-from lablib.launch.print_steps import PrintSteps
-from lablib.launch.resilience import SaveEvery, StopOnSignal, exit_code, resume
-from lablib.launch.together import agree, own_rank
-from lablib.launch.train_arguments import config_of, train_parser
-from lablib.launch.train_start import launched_ranks
-from lablib.launch.trainer import Trainer
+from lablib.launch.finetuning import (
+    FineTuning,
+    addition_examples,
+    copy_settings,
+    export_merged,
+    read_examples,
+    save_adapters,
+    tiny_qwen2,
+)
+from lablib.launch.fsdp import export_safetensors, latest_checkpoint
+from lablib.launch.ranks import agree, one_sentence, own_rank
+from lablib.launch.runs import launched_ranks
+from lablib.launch.training import (
+    PrintSteps,
+    SaveEvery,
+    StopOnSignal,
+    Trainer,
+    config_of,
+    exit_code,
+    resume,
+    train_parser,
+)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,7 +79,7 @@ def make_task(args: argparse.Namespace) -> FineTuning:
         agree(
             lambda: tiny_qwen2(args.pretrained) if own_rank() == 0 else None, "the demo could not be written"
         )
-        examples = sums(256)
+        examples = addition_examples(256)
     else:
         if not args.pretrained.is_dir():
             raise ValueError(f"--pretrained {args.pretrained} is no folder")
@@ -107,7 +118,9 @@ def write_model(args: argparse.Namespace, trainer: Trainer) -> None:
         if args.lora_rank:
             export_merged(args.pretrained, folder / "adapters", folder / "merged")
         else:
-            export_safetensors(latest(trainer.checkpoints), folder / "merged" / "model.safetensors")
+            export_safetensors(
+                latest_checkpoint(trainer.checkpoints), folder / "merged" / "model.safetensors"
+            )
             copy_settings(args.pretrained, folder / "merged")
         print(f"the model is in {folder / 'merged'}", flush=True)
 

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from lablib.launch.experiments import write_json
-from lablib.launch.known_failures import one_sentence
-from lablib.launch.machine import machine
-from lablib.launch.plain_loop import plain_loop, race
-from lablib.launch.train_arguments import config_of, train_parser
-from lablib.launch.train_start import launched_ranks
+from lablib.launch.ranks import one_sentence
+from lablib.launch.records import this_machine, write_json
+from lablib.launch.runs import compare_loops, launched_ranks, plain_loop
+from lablib.launch.training import config_of, train_parser
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +46,7 @@ def main() -> None:
                         flush=True,
                     )
             return
-        samples = race(args.config, rounds=args.race, steps=args.turn)
+        samples = compare_loops(args.config, rounds=args.race, steps=args.turn)
     rates = {
         loop: [sample["tokens_per_second"] for sample in samples if sample["loop"] == loop]
         for loop in ("plain", "trainer")
@@ -59,7 +57,12 @@ def main() -> None:
     print(
         f"trainer / plain: {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} over {args.race} turns"
     )
-    record = {"config": args.config.as_dict(), "machine": machine(), "samples": samples, "ratios": ratios}
+    record = {
+        "config": args.config.as_dict(),
+        "machine": this_machine(),
+        "samples": samples,
+        "ratios": ratios,
+    }
     print(write_json(Path(args.config.folder) / "race.json", record))
 
 

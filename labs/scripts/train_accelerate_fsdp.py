@@ -28,7 +28,7 @@ from lablib.toys.text import VOCAB, batches, text, tokens
 
 FALLBACK = (
     "No accelerator here: Accelerate runs no FSDP on a CPU, and would train something else without a word. "
-    "This run asks for DDP over gloo instead. FSDP itself does run on a CPU: see lablib.launch.fsdp."
+    "This run asks for DDP over gloo instead. FSDP itself does run on a CPU: see lablib.launch.fsdp.sharding."
 )
 
 

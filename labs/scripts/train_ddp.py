@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lablib.toys.ddp import OverlappedDDP
+from lablib.toys.data_parallel import OverlappedDDP
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer, tiny_config
 

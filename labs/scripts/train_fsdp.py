@@ -8,7 +8,7 @@ r"""Train a language model with FSDP2, from a laptop to several machines.
     sbatch labs/scripts/train_fsdp.sbatch --folder /shared/runs/five --model qwen2-7b               # Slurm
     sky launch labs/scripts/train_fsdp.sky.yaml                                                     # a rented machine
 
-Every step goes to FOLDER/metrics-rank0.jsonl and its brothers; `lablib.launch.train_metrics` explains each number.
+Every step goes to FOLDER/metrics-rank0.jsonl and its brothers; `lablib.launch.training.metrics` explains each number.
 With --save-every the run survives: start it again, with as many ranks as you like, and it continues from its newest
 checkpoint. SIGTERM, SIGHUP or Ctrl-C then ends it after the current step with a checkpoint and exit code 143.
 """
@@ -21,13 +21,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lablib.launch.checkpoint_files import latest
-from lablib.launch.known_failures import one_sentence
-from lablib.launch.print_steps import PrintSteps
-from lablib.launch.resilience import LogEvents, SaveEvery, StopOnSignal, exit_code, resume
-from lablib.launch.train_arguments import config_of, train_parser
-from lablib.launch.train_start import launched_ranks
-from lablib.launch.trainer import Callback, Trainer
+from lablib.launch.fsdp import latest_checkpoint
+from lablib.launch.ranks import one_sentence
+from lablib.launch.runs import launched_ranks
+from lablib.launch.training import (
+    Callback,
+    LogEvents,
+    PrintSteps,
+    SaveEvery,
+    StopOnSignal,
+    Trainer,
+    config_of,
+    exit_code,
+    resume,
+    train_parser,
+)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,7 +65,7 @@ def train(args: argparse.Namespace) -> int:
     # After a restart by torchrun the checkpoints are this run's own.
     fresh = args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     folder = Path(args.config.folder)
-    if fresh and args.save_every and latest(folder / "checkpoints"):
+    if fresh and args.save_every and latest_checkpoint(folder / "checkpoints"):
         raise ValueError(
             f"--fresh: {folder} has checkpoints of an earlier run; give another folder, or delete them"
         )

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         labs/scripts/train_resilient.py runs/a '{"model": "tiny", "steps": 30}' --save-every 10
 
-`--kill 1:15` ends rank 1 with SIGKILL after step 15, once. Exit codes: see `lablib.launch.resilience`.
+`--kill 1:15` ends rank 1 with SIGKILL after step 15, once. Exit codes: see `lablib.launch.training.resilience`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ import argparse
 import json
 import sys
 
-from lablib.launch.known_failures import one_sentence
-from lablib.launch.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
-from lablib.launch.train_config import TrainConfig
-from lablib.launch.train_start import launched_ranks
-from lablib.launch.trainer import Trainer
+from lablib.launch.ranks import one_sentence
+from lablib.launch.runs import launched_ranks
+from lablib.launch.training import (
+    KillOnce,
+    LogEvents,
+    SaveEvery,
+    StopOnSignal,
+    TrainConfig,
+    Trainer,
+    exit_code,
+    resume,
+)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lablib.toys.collective_names import all_gather, reduce_scatter
+from lablib.toys.torch_names import all_gather, reduce_scatter
 
 
 def state_bytes(params, ranks, stage):

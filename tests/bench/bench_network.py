@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 
-from lablib.calc.collective_times import collective_time
-from lablib.calc.line_fit import fit_line, fit_pieces
-from lablib.calc.topology import tcp_bandwidth
+from lablib.calc.communication import collective_time, fit_line, fit_pieces, tcp_bandwidth
 from lablib.calc.units import parse_bandwidth
-from lablib.launch.cluster import Cluster, throttle, why_not
+from lablib.launch.communication.cluster import Cluster, throttle, why_not
 from lablib.launch.ranks import run_ranks
 from tests.bench.bench_toys import slowest
 from tests.bench.harness import Result, median
@@ -36,7 +34,7 @@ def throttled() -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from lablib.toys.collectives import ring_all_reduce
+    from lablib.toys.collectives.ring import ring_all_reduce
 
     seconds: dict[str, list[float]] = {}
     # A slow moment of the machine lasts for seconds: bandwidths and sizes take turns, so that it meets one round of each.
@@ -62,7 +60,7 @@ def loopback() -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from lablib.toys.collectives import ring_all_reduce
+    from lablib.toys.collectives.ring import ring_all_reduce
 
     seconds: dict[str, list[float]] = {}
     arrays = {size: torch.zeros(size // 4) for size in LOOPBACK}

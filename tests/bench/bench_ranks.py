@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from jupyter_client import KernelManager
 from jupyter_client.manager import start_new_kernel
 
-from lablib.launch.elastic import descendants
+from lablib.launch.runs.elastic import descendants
 from tests.bench.harness import Result, median
 
 KERNELS = 3  # the first call can be measured once in each
@@ -26,7 +26,7 @@ SETUP = """
 import os, signal, time
 import torch
 import torch.distributed as dist
-from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
 torch.nn.Linear(256, 256)(torch.ones(256, 256)).sum().backward()
 
 def work():

@@ -25,7 +25,7 @@ def ring_all_reduce(size: int) -> dict[str, Callable[[], object]]:
     import torch
     import torch.distributed as dist
 
-    from lablib.toys.collectives import ring_all_reduce
+    from lablib.toys.collectives.ring import ring_all_reduce
 
     x = torch.zeros(size // 4)
     return {"toy": lambda: ring_all_reduce(x), "gloo": lambda: dist.all_reduce(x)}
@@ -36,8 +36,8 @@ def ring_halves(half: str) -> dict[str, Callable[[], object]]:
     import torch
     import torch.distributed as dist
 
-    from lablib.toys.collective_names import all_gather, reduce_scatter
-    from lablib.toys.collectives import ring_all_gather, ring_reduce_scatter
+    from lablib.toys.collectives.ring import ring_all_gather, ring_reduce_scatter
+    from lablib.toys.torch_names import all_gather, reduce_scatter
 
     whole = torch.zeros(64 * MIB // 4)
     chunk = torch.zeros(whole.numel() // dist.get_world_size())
@@ -64,7 +64,7 @@ def data_parallel() -> dict[str, Callable[[], object]]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from lablib.toys.ddp import OverlappedDDP
+    from lablib.toys.data_parallel import OverlappedDDP
     from lablib.toys.transformer import loss
 
     module, tokens_BT = _gpt()
@@ -115,7 +115,7 @@ def tensor_parallel() -> dict[str, Callable[[], object]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from lablib.toys.tp_blocks import ParallelBlock, Plan
+    from lablib.toys.tensor_parallel import ParallelBlock, Plan
     from lablib.toys.transformer import Block, rotary, tiny_config
 
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lablib.launch.experiments import save_record
+from lablib.launch.records.experiments import save_record
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from html import unescape
 
 import pytest
 
-from lablib.calc.explorer import PARTS, find_explorer
+from lablib.live.explorer import PARTS, find_explorer
 from tests.browser.test_site import DESK, PHONE, Visit
 from tests.browser.test_site import address as address
 from tests.browser.test_site import browser as browser

@@ -32,7 +32,7 @@ class NoKernel(RuntimeError):
 
 
 def _stack() -> list[str]:
-    """The lines of the project that asked, the innermost first: "lablib/launch/trainer.py Trainer.run"."""
+    """The lines of the project that asked, the innermost first: "lablib/launch/training/trainer.py Trainer.run"."""
     lines = []
     for frame, number in traceback.walk_stack(sys._getframe(2)):
         name = frame.f_code.co_filename

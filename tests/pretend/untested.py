@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lablib.launch.gpu_records import recorded_on_gpus
+from lablib.launch.records import recorded_on_gpus
 from tests.pretend import ROOT
 
 LIST = ROOT / "labs" / "GPU_UNTESTED.md"

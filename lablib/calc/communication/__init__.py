@@ -1,0 +1,92 @@
+"""What a collective sends, how long it takes, and over which links.
+
+    costs        bytes and times of ring collectives, speedup and efficiency
+    algorithms   ring, tree, doubling, hierarchical: messages and bytes in every round
+    times        latency and bandwidth fitted to measured times, and the fastest algorithm for a size
+    topology     GPUs, links and switches of a cluster
+
+Read `costs` first. Chapter 10; `costs` is used from chapter 02 on.
+"""
+
+from lablib.calc.communication.algorithms import (
+    Traffic,
+    algorithm_rounds,
+    chunk_sizes,
+    hierarchical_rounds,
+    hierarchical_traffic,
+    traffic,
+)
+from lablib.calc.communication.costs import (
+    Scaling,
+    amdahl_speedup,
+    bus_bandwidth,
+    chance_of_any,
+    check_link,
+    data_parallel_bytes,
+    efficiency,
+    expected_slowest,
+    hiding_tokens,
+    hybrid_shard_bytes,
+    ring_all_gather_bytes,
+    ring_all_gather_time,
+    ring_all_reduce_bytes,
+    ring_all_reduce_time,
+    ring_reduce_scatter_bytes,
+    ring_states,
+    speedup,
+    summation_orders,
+)
+from lablib.calc.communication.times import (
+    Line,
+    all_reduce_bound,
+    collective_time,
+    cost_terms,
+    crossover,
+    fastest_algorithm,
+    fit_line,
+    fit_pieces,
+    nccl_tests_table,
+    parse_nccl_tests,
+    recomputed_bandwidths,
+)
+from lablib.calc.communication.topology import Topology, tcp_bandwidth
+
+__all__ = [
+    "Line",
+    "Scaling",
+    "Topology",
+    "Traffic",
+    "algorithm_rounds",
+    "all_reduce_bound",
+    "amdahl_speedup",
+    "bus_bandwidth",
+    "chance_of_any",
+    "check_link",
+    "chunk_sizes",
+    "collective_time",
+    "cost_terms",
+    "crossover",
+    "data_parallel_bytes",
+    "efficiency",
+    "expected_slowest",
+    "fastest_algorithm",
+    "fit_line",
+    "fit_pieces",
+    "hiding_tokens",
+    "hierarchical_rounds",
+    "hierarchical_traffic",
+    "hybrid_shard_bytes",
+    "nccl_tests_table",
+    "parse_nccl_tests",
+    "recomputed_bandwidths",
+    "ring_all_gather_bytes",
+    "ring_all_gather_time",
+    "ring_all_reduce_bytes",
+    "ring_all_reduce_time",
+    "ring_reduce_scatter_bytes",
+    "ring_states",
+    "speedup",
+    "summation_orders",
+    "tcp_bandwidth",
+    "traffic",
+]

@@ -1,0 +1,461 @@
+"""Steps, messages and bytes of every collective algorithm, rank by rank and exact for any size.
+
+An array of `numel` elements on n ranks is cut into n chunks; the first `numel mod n` of them have one element more.
+A step is one round of the algorithm: every rank counts all rounds, also those in which it has nothing to do.
+Messages and bytes are those that one rank sends; what is empty is not sent.
+
+The toys in `lablib.toys.collectives` count what they do and return the same `Traffic`.
+
+Every algorithm as data: who sends which elements to whom in every round, without processes.
+
+From this list a round's time on any network follows (`lablib.calc.communication.topology`), and a test can follow every number
+from rank to rank. The toys do the same by send and receive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class Send(NamedTuple):
+    """One message.
+
+    Attributes:
+        source: The rank that sends.
+        target: The rank that receives.
+        start: First element.
+        stop: One after the last element.
+        adds: Whether the receiver adds it to what it has; otherwise it overwrites it.
+    """
+
+    source: int
+    target: int
+    start: int
+    stop: int
+    adds: bool
+
+
+Round = list[Send]
+
+
+def _bounds(numel: int, parts: int) -> list[tuple[int, int]]:
+    ends = [0]
+    for size in chunk_sizes(numel, parts):
+        ends.append(ends[-1] + size)
+    return list(itertools.pairwise(ends))
+
+
+def _ring(numel: int, n: int, shift: int, adds: bool) -> Iterator[Round]:
+    bounds = _bounds(numel, n)
+    for step in range(n - 1):
+        yield [Send(r, (r + 1) % n, *bounds[(r + shift - step) % n], adds) for r in range(n)]
+
+
+def _ring_reduce_scatter(numel: int, n: int) -> Iterator[Round]:
+    yield from _ring(numel, n, -1, True)
+
+
+def _ring_all_gather(numel: int, n: int) -> Iterator[Round]:
+    yield from _ring(numel, n, 0, False)
+
+
+def _ring_all_reduce(numel: int, n: int) -> Iterator[Round]:
+    yield from _ring_reduce_scatter(numel, n)
+    yield from _ring_all_gather(numel, n)
+
+
+def _folded(
+    numel: int, n: int, inner: Callable[[int, Callable[[int], int]], Iterator[Round]]
+) -> Iterator[Round]:
+    power = 1 << (n.bit_length() - 1)
+    extra = n - power
+    if extra:
+        yield [Send(2 * k, 2 * k + 1, 0, numel, True) for k in range(extra)]
+    yield from inner(power, lambda place: 2 * place + 1 if place < extra else place + extra)
+    if extra:
+        yield [Send(2 * k + 1, 2 * k, 0, numel, False) for k in range(extra)]
+
+
+def _recursive_doubling_all_reduce(numel: int, n: int) -> Iterator[Round]:
+    def inner(power: int, real: Callable[[int], int]) -> Iterator[Round]:
+        for level in range(power.bit_length() - 1):
+            yield [Send(real(p), real(p ^ 1 << level), 0, numel, True) for p in range(power)]
+
+    yield from _folded(numel, n, inner)
+
+
+def _halving_doubling_all_reduce(numel: int, n: int) -> Iterator[Round]:
+    def inner(power: int, real: Callable[[int], int]) -> Iterator[Round]:
+        bounds, levels = _bounds(numel, power), power.bit_length() - 1
+
+        def kept(place: int, level: int) -> tuple[int, int]:
+            """The elements that a place still has after so many halvings."""
+            low, high = 0, power
+            for bit in range(level):
+                middle = (low + high) // 2
+                low, high = (middle, high) if place >> bit & 1 else (low, middle)
+            return bounds[low][0], bounds[high - 1][1]
+
+        for level in range(levels):
+            meet = [(p, p ^ 1 << level) for p in range(power)]
+            yield [Send(real(p), real(q), *kept(q, level + 1), True) for p, q in meet]
+        for level in reversed(range(levels)):
+            meet = [(p, p ^ 1 << level) for p in range(power)]
+            yield [Send(real(p), real(q), *kept(p, level + 1), False) for p, q in meet]
+
+    yield from _folded(numel, n, inner)
+
+
+def _tree_broadcast(numel: int, n: int) -> Iterator[Round]:
+    for level in range((n - 1).bit_length()):
+        have = 1 << level
+        yield [Send(p, p + have, 0, numel, False) for p in range(min(have, n - have))]
+
+
+def _tree_reduce(numel: int, n: int) -> Iterator[Round]:
+    for level in reversed(range((n - 1).bit_length())):
+        left = 1 << level
+        yield [Send(p + left, p, 0, numel, True) for p in range(min(left, n - left))]
+
+
+def _tree_all_reduce(numel: int, n: int) -> Iterator[Round]:
+    yield from _tree_reduce(numel, n)
+    yield from _tree_broadcast(numel, n)
+
+
+def _naive_all_reduce(numel: int, n: int) -> Iterator[Round]:
+    yield from ([Send(turn, 0, 0, numel, True)] for turn in range(1, n))
+    yield from ([Send(0, turn, 0, numel, False)] for turn in range(1, n))
+
+
+def _pairwise_all_to_all(numel: int, n: int) -> Iterator[Round]:
+    bounds = _bounds(numel, n)
+    for step in range(1, n):
+        yield [Send(r, (r + step) % n, *bounds[(r + step) % n], False) for r in range(n)]
+
+
+_ROUNDS: dict[str, Callable[[int, int], Iterator[Round]]] = {
+    "ring_reduce_scatter": _ring_reduce_scatter,
+    "ring_all_gather": _ring_all_gather,
+    "ring_all_reduce": _ring_all_reduce,
+    "recursive_doubling_all_reduce": _recursive_doubling_all_reduce,
+    "halving_doubling_all_reduce": _halving_doubling_all_reduce,
+    "tree_broadcast": _tree_broadcast,
+    "tree_reduce": _tree_reduce,
+    "tree_all_reduce": _tree_all_reduce,
+    "naive_all_reduce": _naive_all_reduce,
+    "pairwise_all_to_all": _pairwise_all_to_all,
+}
+
+
+def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
+    """Return the messages of every round; the root of trees is rank 0, and empty messages are left out.
+
+    In an all-to-all `start` and `stop` are those of the sender's input.
+
+    Args:
+        algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
+        numel: Elements of the whole array.
+        ranks: n, at least 1.
+
+    Raises:
+        ValueError: If the algorithm is unknown or a number makes no sense.
+    """
+    if algorithm not in _ROUNDS:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    if ranks < 1 or numel < 0:
+        raise ValueError(f"ranks={ranks} must be at least 1 and numel={numel} not negative")
+    return [[s for s in sends if s.stop > s.start] for sends in _ROUNDS[algorithm](numel, ranks)]
+
+
+def hierarchical_rounds(numel: int, ranks: int, ranks_per_node: int) -> list[Round]:
+    """Return the messages of a hierarchical all-reduce: inside the nodes, across them, inside again.
+
+    Args:
+        numel: Elements of the array.
+        ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
+        ranks_per_node: g.
+
+    Raises:
+        ValueError: If g does not divide n.
+    """
+    g = ranks_per_node
+    if g < 1 or ranks % g:
+        raise ValueError(f"ranks_per_node={g} does not divide ranks={ranks}")
+    nodes, bounds = ranks // g, _bounds(numel, g)
+
+    def inside(algorithm: str) -> list[Round]:
+        shifts = range(0, ranks, g)
+        return [
+            [s._replace(source=s.source + at, target=s.target + at) for at in shifts for s in sends]
+            for sends in algorithm_rounds(algorithm, numel, g)
+        ]
+
+    def across() -> list[Round]:
+        rings = [algorithm_rounds("ring_all_reduce", stop - start, nodes) for start, stop in bounds]
+        return [
+            [
+                Send(
+                    s.source * g + place,
+                    s.target * g + place,
+                    s.start + bounds[place][0],
+                    s.stop + bounds[place][0],
+                    s.adds,
+                )
+                for place, sends in enumerate(together)
+                for s in sends
+            ]
+            for together in zip(*rings, strict=True)
+        ]
+
+    return inside("ring_reduce_scatter") + across() + inside("ring_all_gather")
+
+
+class Traffic(NamedTuple):
+    """What one rank does in one collective.
+
+    Attributes:
+        steps: Rounds of the algorithm.
+        messages: Messages that this rank sends.
+        bytes: Bytes that it sends.
+    """
+
+    steps: int
+    messages: int
+    bytes: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the traffic of one collective after the other."""
+        return Traffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Job(NamedTuple):
+    """One collective, as seen by one rank.
+
+    Attributes:
+        numel: Elements of the whole array.
+        ranks: n.
+        rank: Which one, 0 to n - 1.
+        itemsize: Bytes per element.
+        root: Where a broadcast starts and a reduction ends.
+    """
+
+    numel: int
+    ranks: int
+    rank: int
+    itemsize: int = 4
+    root: int = 0
+
+    def start(self, chunk: int, parts: int) -> int:
+        """Return the first element of a chunk when the array is cut into `parts` chunks."""
+        size, more = divmod(self.numel, parts)
+        return chunk * size + min(chunk, more)
+
+    def sent(self, steps: int, *elements: int) -> Traffic:
+        """Return the traffic of one message for each number of elements; an empty one is not sent."""
+        return Traffic(steps, sum(count > 0 for count in elements), sum(elements) * self.itemsize)
+
+
+def chunk_sizes(numel: int, parts: int) -> list[int]:
+    """Return the elements of each chunk: as equal as can be, the larger ones first.
+
+    Args:
+        numel: Elements of the whole array.
+        parts: Number of chunks.
+    """
+    size, more = divmod(numel, parts)
+    return [size + (chunk < more) for chunk in range(parts)]
+
+
+def _ring_cost(job: Job, last_held: int) -> Traffic:
+    """Pass on every chunk but one, in n - 1 steps."""
+    sizes = chunk_sizes(job.numel, job.ranks)
+    del sizes[last_held % job.ranks]
+    return job.sent(job.ranks - 1, *sizes)
+
+
+def _ring_reduce_scatter_cost(job: Job) -> Traffic:
+    return _ring_cost(job, job.rank)  # chunk r ends here
+
+
+def _ring_all_gather_cost(job: Job) -> Traffic:
+    return _ring_cost(job, job.rank + 1)  # the right neighbour's own chunk is the last to arrive
+
+
+def _ring_all_reduce_cost(job: Job) -> Traffic:
+    return _ring_reduce_scatter_cost(job) + _ring_all_gather_cost(job)
+
+
+class _Fold(NamedTuple):
+    """How n ranks become a power of two: 2 · extra of them pair up, and the odd one works for both."""
+
+    power: int
+    extra: int
+    place: int | None  # among the power-of-two ranks; None for a rank that waits
+
+
+def _fold(job: Job) -> _Fold:
+    power = 1 << (job.ranks.bit_length() - 1)
+    extra = job.ranks - power
+    if job.rank >= 2 * extra:
+        return _Fold(power, extra, job.rank - extra)
+    return _Fold(power, extra, job.rank // 2 if job.rank % 2 else None)
+
+
+def _folded_cost(job: Job, levels: Callable[[_Fold], Traffic], rounds: int) -> Traffic:
+    """Add the round before and the round after that a number of ranks other than a power of two costs."""
+    fold = _fold(job)
+    once = job.sent(0, job.numel)
+    if fold.place is None:
+        return Traffic(rounds + 2, once.messages, once.bytes)
+    inner = levels(fold)
+    if not fold.extra:
+        return inner
+    back = once if job.rank < 2 * fold.extra else Traffic(0, 0, 0)
+    return inner + back + Traffic(2, 0, 0)
+
+
+def _recursive_doubling_cost(job: Job) -> Traffic:
+    rounds = job.ranks.bit_length() - 1
+    return _folded_cost(job, lambda fold: job.sent(rounds, *[job.numel] * rounds), rounds)
+
+
+def _halving_doubling_cost(job: Job) -> Traffic:
+    rounds = job.ranks.bit_length() - 1
+
+    def levels(fold: _Fold) -> Traffic:
+        low, high, halves, doubles = 0, fold.power, [], []
+        for level in range(rounds):
+            middle = (low + high) // 2
+            lower, upper = (low, middle), (middle, high)
+            kept, given = (upper, lower) if fold.place >> level & 1 else (lower, upper)
+            halves.append(given)  # sent on the way down
+            doubles.append(kept)  # and back up
+            low, high = kept
+        ranges = [job.start(b, fold.power) - job.start(a, fold.power) for a, b in halves + doubles]
+        return job.sent(2 * rounds, *ranges)
+
+    return _folded_cost(job, levels, 2 * rounds)
+
+
+def _rounds(ranks: int) -> int:
+    """Return ⌈log2 n⌉."""
+    return (ranks - 1).bit_length()
+
+
+def _tree_broadcast_cost(job: Job) -> Traffic:
+    place, rounds = (job.rank - job.root) % job.ranks, _rounds(job.ranks)
+    # It has the data after as many rounds as its place has bits; then it sends in every round to place + 2^k.
+    children = sum(place + (1 << k) < job.ranks for k in range(place.bit_length(), rounds))
+    return job.sent(rounds, *[job.numel] * children)
+
+
+def _tree_reduce_cost(job: Job) -> Traffic:
+    return job.sent(_rounds(job.ranks), *[job.numel] * (job.rank != job.root))
+
+
+def _tree_all_reduce_cost(job: Job) -> Traffic:
+    return _tree_reduce_cost(job) + _tree_broadcast_cost(job)
+
+
+def _naive_all_reduce_cost(job: Job) -> Traffic:
+    others = job.ranks - 1
+    return job.sent(2 * others, *[job.numel] * (others if job.rank == 0 else 1))
+
+
+def _pairwise_all_to_all_cost(job: Job) -> Traffic:
+    sizes = chunk_sizes(job.numel, job.ranks)
+    del sizes[job.rank]
+    return job.sent(job.ranks - 1, *sizes)
+
+
+_TRAFFIC: dict[str, Callable[[Job], Traffic]] = {
+    "ring_reduce_scatter": _ring_reduce_scatter_cost,
+    "ring_all_gather": _ring_all_gather_cost,
+    "ring_all_reduce": _ring_all_reduce_cost,
+    "recursive_doubling_all_reduce": _recursive_doubling_cost,
+    "halving_doubling_all_reduce": _halving_doubling_cost,
+    "tree_broadcast": _tree_broadcast_cost,
+    "tree_reduce": _tree_reduce_cost,
+    "tree_all_reduce": _tree_all_reduce_cost,
+    "naive_all_reduce": _naive_all_reduce_cost,
+    "pairwise_all_to_all": _pairwise_all_to_all_cost,
+}
+
+#: Names of the algorithms, as the functions of `lablib.toys.collectives` are called.
+ALGORITHMS = tuple(_TRAFFIC)
+
+
+def traffic(
+    algorithm: str,
+    numel: int,
+    ranks: int,
+    *,
+    rank: int = 0,
+    itemsize: int = 4,
+    root: int = 0,
+) -> Traffic:
+    """Return the steps, messages and bytes of one rank.
+
+    On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; halving-doubling the same if n is a
+    power of two; recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+        numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
+        ranks: n, at least 1.
+        rank: Which one.
+        itemsize: Bytes per element.
+        root: Where a broadcast starts and a reduction ends.
+
+    Raises:
+        ValueError: If the algorithm is unknown or a number makes no sense.
+    """
+    if algorithm not in _TRAFFIC:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    if ranks < 1 or not 0 <= rank < ranks or not 0 <= root < ranks:
+        raise ValueError(
+            f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1"
+        )
+    if numel < 0 or itemsize < 1:
+        raise ValueError(f"numel={numel}, itemsize={itemsize}: too small")
+    if ranks == 1:
+        return Traffic(0, 0, 0)
+    return _TRAFFIC[algorithm](Job(numel, ranks, rank, itemsize, root))
+
+
+def hierarchical_traffic(
+    numel: int,
+    ranks: int,
+    *,
+    ranks_per_node: int,
+    rank: int = 0,
+    itemsize: int = 4,
+) -> tuple[Traffic, Traffic]:
+    """Return what one rank does inside its node and across nodes in a hierarchical all-reduce.
+
+    Reduce-scatter inside the node of g ranks, all-reduce of one chunk over the n/g nodes, all-gather inside:
+    2(g-1)/g · S stay inside, and 2(n/g - 1)/(n/g) · S/g leave.
+
+    Args:
+        numel: Elements of the array.
+        ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
+        ranks_per_node: g.
+        rank: Which one.
+        itemsize: Bytes per element.
+
+    Raises:
+        ValueError: If g does not divide n.
+    """
+    if ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node} does not divide ranks={ranks}")
+    node, local = divmod(rank, ranks_per_node)
+    inside = [
+        traffic(half, numel, ranks_per_node, rank=local, itemsize=itemsize)
+        for half in ("ring_reduce_scatter", "ring_all_gather")
+    ]
+    own = chunk_sizes(numel, ranks_per_node)[local]
+    across = traffic("ring_all_reduce", own, ranks // ranks_per_node, rank=node, itemsize=itemsize)
+    return inside[0] + inside[1], across

@@ -1,0 +1,353 @@
+"""Stragglers: a collective ends with its slowest rank, so rare delays of one become common delays of all.
+
+What every rank holds after each step of a ring all-reduce.
+
+n ranks, the data cut into n chunks. In each step every rank sends one chunk to its right neighbour.
+n - 1 steps of reduce-scatter leave every rank with one finished chunk; n - 1 steps of all-gather hand
+the finished chunks round.
+
+What communication costs: bytes and seconds of a collective, and when backward can hide it.
+
+Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per
+direction. A message of s bytes takes α + s/W. In a ring of n ranks everybody sends at the same time, so a
+collective takes its number of steps times one such message of S/n bytes.
+
+Sizes are those of the whole array: what a rank holds before a reduce-scatter, and after an all-gather.
+
+Speedup and efficiency: what more ranks buy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+
+def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
+    """Return who is summed in every chunk on every rank, at the start and after each of 2(n-1) steps.
+
+    In step k of the reduce-scatter rank r sends chunk (r - k) mod n, so that rank r ends with chunk
+    (r + 1) mod n finished. In step k of the all-gather it sends chunk (r + 1 - k) mod n.
+
+    Args:
+        ranks: n, at least 1.
+
+    Returns:
+        `states[step][rank][chunk]`, the ranks summed there in the order in which they were added.
+
+    Raises:
+        ValueError: If `ranks` is not positive.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    held = [[(rank,) for _ in range(ranks)] for rank in range(ranks)]
+    states = [[list(chunks) for chunks in held]]
+    for step in range(2 * (ranks - 1)):
+        reducing = step < ranks - 1
+        shift = -step if reducing else 1 - (step - (ranks - 1))
+        sent = {rank: ((rank + shift) % ranks) for rank in range(ranks)}
+        before = states[-1]
+        for rank, chunk in sent.items():
+            right = (rank + 1) % ranks
+            arriving = before[rank][chunk]
+            held[right][chunk] = arriving + before[right][chunk] if reducing else arriving
+        states.append([list(chunks) for chunks in held])
+    return states
+
+
+def summation_orders(ranks: int) -> list[tuple[int, ...]]:
+    """Return, for every chunk, the order in which a ring adds the ranks' numbers.
+
+    Chunk c starts at rank c and goes round: every chunk is added in another order, and on any number of
+    ranks in another order again. That is why the bits of a sum depend on the number of ranks.
+
+    Args:
+        ranks: n, at least 1.
+    """
+    return list(ring_states(ranks)[-1][0])
+
+
+#: Which part of the array a rank must send, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
+_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "send_recv": lambda n: 1.0,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+}
+
+
+def check_link(ranks: int, **numbers: float) -> None:
+    """Refuse what no link and no job has.
+
+    Args:
+        ranks: Number of ranks, at least 1.
+        **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
+
+    Raises:
+        ValueError: If one of them is not; it names the number.
+    """
+    if ranks < 1 or ranks != int(ranks):
+        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
+    for name, value in numbers.items():
+        above_zero = name in ("bandwidth", "flops", "seconds")
+        if not (value > 0 if above_zero else value >= 0):
+            raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
+
+
+def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring reduce-scatter, (n-1)/n · S.
+
+    Args:
+        size: S, the bytes each rank starts with.
+        ranks: n, at least 1.
+    """
+    check_link(ranks, size=size)
+    return size * _FACTOR["reduce_scatter"](ranks)
+
+
+def ring_all_gather_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring all-gather, (n-1)/n · S.
+
+    Args:
+        size: S, the bytes each rank ends with.
+        ranks: n, at least 1.
+    """
+    check_link(ranks, size=size)
+    return size * _FACTOR["all_gather"](ranks)
+
+
+def ring_all_reduce_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S: it also receives as many.
+
+    A reduce-scatter, then an all-gather. No algorithm that sends whole bytes can do with less
+    (Patarasuk and Yuan 2009, theorem 1).
+
+    Args:
+        size: S, the bytes of the array on each rank.
+        ranks: n, at least 1.
+    """
+    return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
+
+
+def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring reduce-scatter, (n-1)α + (n-1)/n · S/W; adding the numbers up is free.
+
+    Args:
+        size: S, the bytes each rank starts with.
+        ranks: n, at least 1.
+        bandwidth: W, as in `ring_all_reduce_time`.
+        latency: α, as there.
+    """
+    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    return (ranks - 1) * latency + ring_reduce_scatter_bytes(size, ranks) / bandwidth
+
+
+def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring all-gather, (n-1)α + (n-1)/n · S/W.
+
+    Args:
+        size: S, the bytes each rank ends with.
+        ranks: n, at least 1.
+        bandwidth: W, as in `ring_all_reduce_time`.
+        latency: α, as there.
+    """
+    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
+
+
+def ring_all_reduce_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds of a ring all-reduce, 2(n-1)α + 2(n-1)/n · S/W.
+
+    The bandwidth term hardly depends on n; the latency term grows with it.
+
+    Args:
+        size: S, the bytes of the array on each rank.
+        ranks: n, at least 1.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        latency: α, seconds per message.
+    """
+    link = {"bandwidth": bandwidth, "latency": latency}
+    return ring_reduce_scatter_time(size, ranks, **link) + ring_all_gather_time(size, ranks, **link)
+
+
+def algorithm_bandwidth(size: float, seconds: float) -> float:
+    """Return algbw in bytes per second, S/t: how fast the caller sees the array done.
+
+    Args:
+        size: S, the bytes of the whole array.
+        seconds: t, measured.
+    """
+    check_link(1, size=size, seconds=seconds)
+    return size / seconds
+
+
+def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
+    """Return busbw in bytes per second: what each rank sent, over the time; compare it with the link.
+
+    busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, all_to_all, gather and
+    scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).
+
+    Args:
+        collective: One of those names.
+        size: S, the bytes of the whole array.
+        ranks: n, at least 1.
+        seconds: t, measured.
+
+    Raises:
+        ValueError: For another collective, or numbers that make no sense.
+    """
+    if collective not in _FACTOR:
+        raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
+    check_link(ranks)
+    return algorithm_bandwidth(size, seconds) * _FACTOR[collective](ranks)
+
+
+def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
+    """Return the bytes that each rank sends in a step of data parallelism, with 2-byte weights and gradients.
+
+    Stages 0 (DDP), 1 and 2: one reduce-scatter and one all-gather, 2(n-1)/n · S. Stage 3 (ZeRO-3, FSDP full
+    shard): weights gathered in forward and in backward, gradients scattered, 3(n-1)/n · S.
+    Source: ZeRO (1910.02054), section 7.2; FSDP (2304.11277), section 3.2.
+
+    Args:
+        size: S, the bytes of all weights, and of all gradients.
+        ranks: n, at least 1.
+        stage: What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is unknown; use 0, 1, 2 or 3")
+    gathers = 2 if stage == 3 else 1
+    return gathers * ring_all_gather_bytes(size, ranks) + ring_reduce_scatter_bytes(size, ranks)
+
+
+def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
+    """Return the bytes that each rank sends out of its node when the weights are sharded within it only.
+
+    Gathering and scattering stay in the node; what leaves is the all-reduce of one shard of S/G bytes over
+    the n/G nodes: 2(n-G)/(nG) · S. The FSDP paper, section 3.2.2, rounds it to 2(n-1)/(nG) · S.
+
+    Args:
+        size: S, the bytes of all gradients.
+        ranks: n, a multiple of `shard`.
+        shard: G, the ranks of one node, over which weights are sharded.
+    """
+    check_link(ranks, size=size)
+    if shard < 1 or ranks % shard:
+        raise ValueError(f"shard={shard} does not divide ranks={ranks}")
+    return ring_all_reduce_bytes(size / shard, ranks // shard)
+
+
+def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradient: float = 2) -> float:
+    """Return the tokens per rank at which backward can just hide the all-reduce, g/2 · (n-1)/n · F/W.
+
+    Backward takes 4ψ FLOPs per token, the all-reduce sends 2(n-1)/n · gψ bytes, and the model size ψ cancels.
+    Over t tokens per rank, T_comm/T_backward = hiding_tokens/t. It is appendix A3 of the Ultra-Scale Playbook
+    with the bytes of a gradient written out; there W counts elements per second.
+
+    Args:
+        ranks: n, at least 1.
+        flops: F, what one rank reaches, in FLOP/s.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        bytes_per_gradient: g, 2 for bf16, 4 for fp32.
+    """
+    check_link(ranks, flops=flops, bandwidth=bandwidth, bytes_per_gradient=bytes_per_gradient)
+    return bytes_per_gradient / 2 * (ranks - 1) / ranks * flops / bandwidth
+
+
+Scaling = Literal["strong", "weak"]
+
+
+def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
+    """Return Amdahl's bound on the speedup, 1 / (f + (1 - f)/n), which never passes 1/f.
+
+    Args:
+        ranks: n, at least 1.
+        serial_fraction: f, the share of the one-rank time that more ranks do not divide; 0 to 1.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    _check_ranks(ranks)
+    if not 0 <= serial_fraction <= 1:
+        raise ValueError(f"serial_fraction={serial_fraction} must be between 0 and 1")
+    return 1 / (serial_fraction + (1 - serial_fraction) / ranks)
+
+
+def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Scaling) -> float:
+    """Return throughput on n ranks over throughput on one, from two step times.
+
+    Strong scaling keeps the global batch, so a step does the same work: T_1/T_n. Weak scaling keeps the
+    batch per rank, so a step does n times the work: n · T_1/T_n.
+
+    Args:
+        seconds_one: T_1, a step on one rank.
+        seconds_many: T_n, a step on n ranks.
+        ranks: n, at least 1.
+        scaling: "strong" or "weak".
+
+    Raises:
+        ValueError: If a time is not above 0, or `scaling` is neither.
+    """
+    _check_ranks(ranks)
+    for name, value in (("seconds_one", seconds_one), ("seconds_many", seconds_many)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be above 0")
+    if scaling not in ("strong", "weak"):
+        raise ValueError(f'scaling={scaling!r} is unknown; use "strong" or "weak"')
+    return seconds_one / seconds_many * (ranks if scaling == "weak" else 1)
+
+
+def efficiency(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Scaling) -> float:
+    """Return the speedup over n: 1.0 is perfect. A speedup of 1.6 on 2 ranks is an efficiency of 0.8.
+
+    Args:
+        seconds_one: T_1, a step on one rank.
+        seconds_many: T_n, a step on n ranks.
+        ranks: n, at least 1.
+        scaling: "strong" or "weak", as in `speedup`.
+
+    Raises:
+        ValueError: If a time is not above 0, or `scaling` is neither.
+    """
+    return speedup(seconds_one, seconds_many, ranks, scaling=scaling) / ranks
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks < 1 or ranks != int(ranks):
+        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
+
+
+def chance_of_any(ranks: int, chance: float) -> float:
+    """Return the chance that at least one of n independent ranks is slow, 1 - (1 - p)^n.
+
+    Args:
+        ranks: n, at least 1.
+        chance: p, that a given one is slow; 0 to 1.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    check_link(ranks, chance=chance)
+    if chance > 1:
+        raise ValueError(f"chance={chance} must be from 0 to 1")
+    return 1.0 if chance == 1 else -math.expm1(ranks * math.log1p(-chance))
+
+
+def expected_slowest(ranks: int, *, base: float, jitter: float) -> float:
+    """Return the mean time of the slowest of n ranks, T + j · (1 + 1/2 + ... + 1/n).
+
+    Every rank takes T and a delay of its own, independent of the others and exponentially distributed with mean j:
+    the largest of n such delays is j · H_n on average, and H_n grows like ln n.
+
+    Args:
+        ranks: n, at least 1.
+        base: T, in any unit.
+        jitter: j, in the same unit.
+    """
+    check_link(ranks, base=base, jitter=jitter)
+    return base + jitter * math.fsum(1 / k for k in range(1, ranks + 1))

@@ -1,0 +1,61 @@
+"""How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
+
+    meshes      ranks as a grid of dp, tp, pp, cp and ep, and its groups
+    choice      which axis to use when
+    rules       the rules that guides print, as functions, and published layouts judged by them
+    published   layouts that papers report
+    challenge   the clusters of the exercise, and the score of a plan
+    miniature   a composition small enough for a laptop's ranks
+    local_sgd   data parallelism that synchronizes every H steps
+    planner     all layouts of a model on a cluster, by predicted step time    `rung plan`
+    fit         largest micro-batch, longest sequence, fewest GPUs             `rung fit`
+    export      the planner's answer as files of other frameworks
+
+Read `meshes` first, then `planner.search`. Chapter 07.
+"""
+
+from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
+from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
+from lablib.calc.layouts.export import export_job, export_layout
+from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
+from lablib.calc.layouts.meshes import AXES, Mesh, group_line, mesh, mesh_text
+from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
+from lablib.calc.layouts.published import deepseek_rate
+from lablib.calc.layouts.rules import (
+    audited_rows,
+    enough_microbatches,
+    microbatch_rule,
+    order_rule,
+    pipeline_formula,
+    tensor_rule,
+)
+
+__all__ = [
+    "AXES",
+    "CASES",
+    "FAMILIES",
+    "PATIENCE",
+    "VERSIONS",
+    "AxisTraffic",
+    "Mesh",
+    "Miniature",
+    "Score",
+    "audited_rows",
+    "choose",
+    "deepseek_rate",
+    "enough_microbatches",
+    "exchange_cost",
+    "export_job",
+    "export_layout",
+    "group_line",
+    "mesh",
+    "mesh_text",
+    "microbatch_rule",
+    "needed_inner_steps",
+    "order_rule",
+    "pipeline_formula",
+    "plan_case",
+    "predicted_traffic",
+    "score",
+    "tensor_rule",
+]

@@ -1,0 +1,315 @@
+"""The memory calculator asked backwards: the largest micro-batch, the longest sequence, and the fewest GPUs.
+
+    largest_micro_batch("llama-3-8b", gpu="h100", gpus=8, zero=3, seq=8192).value
+    longest_sequence("llama-3-8b", gpu="h100", gpus=8, zero=3, recompute="full").value
+    fewest_gpus("llama-3-70b", gpu="h100", seq=8192).value
+
+Nothing is solved for: the forward calculator is asked at one value after another, and the answer carries the bytes at
+its value, which fit, and at the next one, which do not. More sequences or tokens never need less memory, because every
+term is a number of values that grows with them, or does not depend on them; so halving finds the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import gcd, lcm, prod
+
+from lablib.calc.errors import plural
+from lablib.calc.layouts.fit.settings import (
+    Model,
+    Setup,
+    as_setup,
+    least_states,
+    predicted_seconds,
+    rank_params,
+    size,
+    state_bytes,
+)
+from lablib.calc.layouts.planner import divisors
+from lablib.calc.memory import training_memory
+
+#: What is searched for the fewest GPUs.
+CONTEXT, MOST_STAGES = (1, 2, 4, 8), 16
+MOST_GPUS = 2**17  # where not even these fit, more replicas do not help
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The last value that fits and the next one that does not.
+
+    Attributes:
+        question: What was asked.
+        value: The answer; 0 if nothing fits.
+        unit: Of what: "sequences", "tokens" or "GPUs".
+        memory: Bytes that a rank needs at the value; 0 if nothing fits.
+        budget: Bytes that it may use.
+        beyond: The next value that the settings admit; None if there is none.
+        memory_beyond: Bytes that a rank needs there, more than the budget; None if there is none.
+        at: The setup at the value, None if nothing fits.
+        trade: What the value costs, in one sentence with computed numbers; "" if nothing is to be said.
+    """
+
+    question: str
+    value: int
+    unit: str
+    memory: int
+    budget: int
+    beyond: int | None
+    memory_beyond: int | None
+    at: Setup | None = field(repr=False)
+    trade: str
+
+    @property
+    def room(self) -> int:
+        """Bytes of the budget that the value leaves."""
+        return self.budget - self.memory if self.value else 0
+
+
+def largest_micro_batch(model: Model, **settings: object) -> Answer:
+    """Return the most sequences of one forward pass that fit, everything else as given.
+
+    Args:
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
+        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+    """
+    have = as_setup(model, settings)
+
+    def at(number: int) -> Setup:
+        return have.having(micro_batch=number)
+
+    value = _last(lambda number: at(number).memory, have.budget)
+    trade = ""
+    if value:
+        tokens = plural(value * have.run.seq, "token")
+        trade = f"{tokens} in a forward pass of a replica; {_kept(have, at(value), 'micro_batch')}"
+    return _answer("largest micro-batch", "sequences", have, value, value + 1, at, trade)
+
+
+def longest_sequence(model: Model, **settings: object) -> Answer:
+    """Return the longest sequence that fits, everything else as given, in steps that cp and tp can divide.
+
+    With context parallelism every sequence is cut into cp parts, and with sequence parallelism each of them into tp, so
+    lengths are multiples of cp, or of cp times tp. Learned positions end at the table's last row.
+
+    Args:
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
+        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+    """
+    have = as_setup(model, settings)
+    run = have.run
+    grain = run.cp * (run.tp if run.sequence_parallel else 1)
+    positions = run.model.max_positions
+    most = positions if run.model.learned_positions else None
+
+    def at(number: int) -> Setup:
+        return have.having(seq=number)
+
+    def need(steps: int) -> float:
+        return at(steps * grain).memory if most is None or steps * grain <= most else float("inf")
+
+    value = grain * _last(need, have.budget)
+    beyond = value + grain if most is None or value + grain <= most else None
+    trade = _kept(have, at(value), "seq") if value else ""
+    if value and beyond is None:
+        trade += f"; the {positions:,} learned positions of {run.model.name} end it, not the memory"
+    elif value > positions:
+        trade += f"; {run.model.name} was made for {positions:,}: longer ones fit, and need other positions"
+    return _answer("longest sequence", "tokens", have, value, beyond, at, trade)
+
+
+def fewest_gpus(model: Model, **settings: object) -> Answer:
+    """Return the fewest GPUs on which some layout of a search fits. What was given stays; the rest is searched.
+
+    - tp: every divisor of a node, with sequence parallelism over the same ranks where they divide the sequence;
+    - cp: 1, 2, 4 and 8; pp: every divisor of the layers up to 16; dp: what the number of GPUs leaves, given or not;
+    - zero: 1, 2 and 3, or 0 where there is one replica.
+
+    A number of GPUs is a divisor of a node, or a number of whole nodes; below a node also the number that was given, and
+    any multiple of what was given where that does not divide a node. More GPUs are not always better: 16 have a layout
+    with tp=2 and cp=8, and 20 have none. But for one (tp, cp, pp, zero) more replicas never need more memory, from two on
+    (and from two for each expert-parallel group): shards get smaller, and nothing else changes. So each shape is halved
+    down to its own fewest, and the answer is the least of them. Of the layouts of that number that fit it takes the one
+    with the shortest predicted step for each sequence.
+
+    Args:
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup, whose dp does not matter.
+        **settings: Arguments of `memory_fit_setup.setup`, without gpus.
+    """
+    have = as_setup(model, settings)
+    best = MOST_GPUS + 1
+    for shape in sorted(_shapes(have), key=lambda shape: -shape.zero):
+        best = _fewest(have, shape, best)
+    if best > MOST_GPUS:
+        tried = ", ".join((f"up to {MOST_GPUS:,} GPUs", *_limits(have)))
+        return Answer(
+            question="fewest GPUs", value=0, unit="GPUs", memory=0, budget=have.budget, beyond=None, memory_beyond=None,
+            at=None, trade=f"no number of GPUs is enough with {_rest(have)}, of what was tried ({tried}): what sharding "
+            f"leaves on a rank is more than {size(have.budget)}",
+        )  # fmt: skip
+    found = min((one for one in layouts(have, best) if one.fits), key=_time)
+    run = found.run
+    names = ("tp", "cp", "pp", "dp", "zero") + ("sequence_parallel",) * run.sequence_parallel
+    trade = " ".join(f"{name}={getattr(run, name)}" for name in names) + f", with {_rest(found)}"
+    beyond = least = None
+    for smaller in reversed(_numbers(have, 1, best)):
+        missing = [one.memory for one in layouts(have, smaller)]
+        if missing:
+            beyond, least = smaller, min(missing)
+            trade += f"; on {beyond:,} the layout that needs least needs {size(least)} of {size(have.budget)}"
+            break
+    return Answer(
+        question="fewest GPUs", value=best, unit="GPUs", memory=found.memory, budget=have.budget, beyond=beyond,
+        memory_beyond=least, at=found, trade=trade,
+    )  # fmt: skip
+
+
+def layouts(have: Setup, gpus: int) -> Iterator[Setup]:
+    """Yield every layout of the search of `fewest_gpus` on so many GPUs."""
+    return (one for shape in _shapes(have) if (one := shape.at(have, gpus)) is not None)
+
+
+def _last(need: Callable[[int], float], budget: int) -> int:
+    """The largest number from 1 on whose need is within the budget, 0 if there is none; more never needs less.
+
+    Most needs are nearly straight lines: a line through 1 and 2 says where to look, steps that double find both sides.
+    """
+    if need(1) > budget:
+        return 0
+    slope = need(2) - need(1)
+    guess = 1 + int((budget - need(1)) // slope) if 0 < slope < float("inf") else 1
+    low, high, step = 1, guess, 1
+    if need(guess) <= budget:
+        while need(guess + step) <= budget:
+            guess, step = guess + step, 2 * step
+        low, high = guess, guess + step
+    else:
+        while high - step > 1 and need(high - step) > budget:
+            high, step = high - step, 2 * step
+        low = max(1, high - step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= budget else (low, middle)
+    return low
+
+
+def _answer(
+    question: str,
+    unit: str,
+    have: Setup,
+    value: int,
+    beyond: int | None,
+    at: Callable[[int], Setup],
+    trade: str,
+) -> Answer:
+    """Put an answer together, asking forwards once more at the value and at the next one."""
+    found = at(value) if value else None
+    return Answer(
+        question=question,
+        value=value,
+        unit=unit,
+        memory=found.memory if found else 0,
+        budget=have.budget,
+        beyond=beyond,
+        memory_beyond=None if beyond is None else at(beyond).memory,
+        at=found,
+        trade=trade,
+    )
+
+
+def _kept(have: Setup, found: Setup, name: str) -> str:
+    old, new = getattr(have.run, name), getattr(found.run, name)
+    was, now = (size(training_memory(**one.settings()).activations) for one in (have, found))
+    before = "" if old == new else f", {was} with {old:,}"
+    return f"activations {now} with {name}={new:,}{before}"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A way to cut a run that leaves only the number of replicas open."""
+
+    tp: int
+    cp: int
+    pp: int
+    zero: int
+
+    def at(self, have: Setup, gpus: int) -> Setup | None:
+        """Return the setup of this shape on so many GPUs, or None if that cannot be."""
+        dp, left = divmod(gpus, self.tp * self.cp * self.pp)
+        free = "zero" not in have.given
+        if left or not dp or (free and (self.zero == 0) != (dp * self.cp == 1)):
+            return None
+        split = have.run.sequence_parallel
+        if "sequence_parallel" not in have.given:
+            split = self.tp > 1 and have.run.seq % (self.tp * self.cp) == 0
+        try:
+            return have.having(
+                tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, zero=self.zero, sequence_parallel=split
+            )
+        except ValueError:
+            return None  # something does not divide
+
+
+def _shapes(have: Setup) -> Iterator[_Shape]:
+    run, given = have.run, have.given
+    one_process = run.kernels.eager  # the other two count no tensor or context parallelism
+    stages = [n for n in range(1, MOST_STAGES + 1) if run.model.num_layers % n == 0]
+    widths = divisors(gcd(have.gpus_per_node, run.model.num_kv_heads))  # tp divides both
+    for tp in [run.tp] if one_process or "tp" in given else widths:
+        for cp in [run.cp] if one_process or "cp" in given else CONTEXT:
+            for pp in [run.pp] if {"pp", "layers_per_stage", "schedule"} & given else stages:
+                for zero in [run.zero] if "zero" in given else range(4):
+                    yield _Shape(tp, cp, pp, zero)
+
+
+def _fewest(have: Setup, shape: _Shape, limit: int) -> int:
+    """The fewest GPUs of one shape below a limit, or the limit."""
+
+    def fits(gpus: int) -> bool:
+        one = shape.at(have, gpus)
+        return one is not None and least_states(one) <= have.budget and one.fits
+
+    run = have.run
+    # Expert parallelism takes its ranks from dp times cp.
+    width = shape.tp * shape.cp * shape.pp * (run.ep // gcd(run.ep, shape.cp))
+    states = state_bytes(run, int(rank_params(run)[0] * run.tp * run.pp), 1, 0)
+    numbers = _numbers(have, width, limit)
+    numbers = numbers[bisect_left(numbers, states / have.budget) :]
+    few = bisect_left(numbers, 2 * width * run.ep)
+    for number in numbers[:few]:
+        if fits(number):
+            return number
+    many = numbers[few:]
+    if not many or not fits(many[-1]):
+        return limit
+    return many[bisect_left(many, True, key=fits)]
+
+
+def _numbers(have: Setup, width: int, limit: int) -> list[int]:
+    """Numbers of GPUs below a limit, in order: parts of a node, the one given, and whole nodes that a width divides."""
+    node = have.gpus_per_node
+    whole = lcm(width, node)
+    odd = node % prod(getattr(have.run, name) for name in {"tp", "cp", "pp"} & have.given)
+    parts = [n for n in range(width, min(node, limit), width) if odd or node % n == 0 or n == have.gpus]
+    return [*parts, *range(whole, limit, whole)]
+
+
+def _time(one: Setup) -> tuple[float, int]:
+    seconds = predicted_seconds(one)
+    return (float("inf") if seconds is None else seconds / one.sequences), one.memory
+
+
+def _rest(have: Setup) -> str:
+    run = have.run
+    return f"recompute={run.recompute!r}, micro_batch={run.micro_batch} and seq={run.seq:,}"
+
+
+def _limits(have: Setup) -> Iterator[str]:
+    """What the search leaves out: larger degrees may fit where they are given."""
+    if not have.run.kernels.eager and "tp" not in have.given:
+        yield "tp within a node"
+    if not have.run.kernels.eager and "cp" not in have.given:
+        yield f"cp up to {max(CONTEXT)}"
+    if not {"pp", "layers_per_stage", "schedule"} & have.given:
+        yield f"pp up to {MOST_STAGES}"

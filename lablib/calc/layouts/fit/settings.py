@@ -1,0 +1,378 @@
+"""A training run on N GPUs of one type, and how many bytes a rank of it needs.
+
+    have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
+    have.memory, have.budget, have.fits
+
+Which number is compared with a GPU's memory depends on whose implementation is counted:
+
+- kernels="paper": the total of `training_memory`, every term at its full size;
+- kernels="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
+
+The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
+
+What a setup costs beside memory: the predicted step, and the states that it surely holds.
+
+The step is the planner's: `plan_time` with the constants of `plan_fit`, for the same sequences in every step. What the
+planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
+host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from os import PathLike
+
+from lablib.calc.errors import check_whole, one_of
+from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
+from lablib.calc.layouts.planner import EFFICIENCY, RESERVE, Cluster, Layout, Workload, cluster, step_time
+from lablib.calc.memory import (
+    GRADIENT_TERMS,
+    WEIGHT_TERMS,
+    RunConfig,
+    Stage,
+    run_config,
+    stage_memory,
+    training_memory,
+    weights_are_sharded,
+)
+from lablib.calc.memory.timeline import STEPS, memory_timeline
+from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
+from lablib.calc.precision import Recipe
+from lablib.calc.units import GB, format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run, the card that it is to fit on, and what is kept free there.
+
+    Attributes:
+        run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
+        card: The accelerator.
+        gpus_per_node: GPUs that the scale-up link connects.
+        reserve: Bytes of a card that nothing may use.
+        step: How the optimizer runs, for `memory_timeline`.
+        nic: Link, or bytes per second, of one GPU out of its node; None means what the planner assumes.
+        intra: The same inside a node; None means the card's own.
+        given: Names of the settings that were given, and so are not free where a layout is looked for.
+    """
+
+    run: RunConfig
+    card: Accelerator
+    gpus_per_node: int = 8
+    reserve: int = RESERVE
+    step: str = "foreach"
+    nic: str | float | None = None
+    intra: str | float | None = None
+    given: frozenset[str] = frozenset()
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run."""
+        return self.run.ranks
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a card that the run may use."""
+        return self.card.memory_bytes - self.reserve
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a rank needs, on the pipeline stage that needs most."""
+        return max(_forward(self.run, self.step, stage) for stage in range(self.run.pp))
+
+    @property
+    def fits(self) -> bool:
+        """Whether they are within the budget; the first stage that is not ends the question."""
+        return all(_forward(self.run, self.step, stage) <= self.budget for stage in range(self.run.pp))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step: as given, else 1, or 4 for each pipeline stage, as the planner's framework asks."""
+        return self.run.num_microbatches or (1 if self.run.pp == 1 else 4 * self.run.pp)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step, over all replicas; what a change keeps."""
+        return self.run.dp * self.run.micro_batch * self.micro_batches
+
+    def settings(self) -> dict[str, object]:
+        """Return the arguments of `training_memory` that this run stands for, the model among them."""
+        return {field.name: getattr(self.run, field.name) for field in fields(self.run)}
+
+    def having(self, **changes: object) -> Setup:
+        """Return the setup with other arguments of `training_memory`, or another `step`."""
+        step = changes.pop("step", self.step)
+        return replace(self, run=replace(self.run, **changes), step=step)
+
+
+Model = ModelConfig | str | PathLike | Setup
+
+
+def setup(
+    model: ModelConfig | str | PathLike,
+    *,
+    gpu: str | Accelerator,
+    gpus: int | None = None,
+    gpus_per_node: int = 8,
+    reserve: int = RESERVE,
+    step: str = "foreach",
+    nic: str | float | None = None,
+    intra: str | float | None = None,
+    **settings: object,
+) -> Setup:
+    """Return a run on so many cards, checked.
+
+    Args:
+        model: A ModelConfig, the name of a preset, or the path of a config.json.
+        gpu: The accelerator, or its name.
+        gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
+        gpus_per_node: GPUs that the scale-up link connects.
+        reserve: Bytes of a card that are kept free.
+        step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
+        nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
+        intra: The same inside a node.
+        **settings: Arguments of `training_memory`, all but `stage`.
+
+    Raises:
+        ValueError: As `training_memory`; if the factors do not multiply to the GPUs; if the GPUs are not whole nodes or
+            a part of one; or if the reserve is as large as the card.
+    """
+    card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
+    for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
+        check_whole(name, value, 1)
+    if not isinstance(reserve, int) or isinstance(reserve, bool) or not 0 <= reserve < card.memory_bytes:
+        raise ValueError(
+            f"reserve={reserve!r} bytes must be at least 0 and less than the {card.memory_bytes} of {card.name}"
+        )
+    for name, value in (("nic", nic), ("intra", intra)):
+        if value is not None:
+            link_rate(name, value)
+    one_of("step", step, STEPS)
+    given = frozenset(settings)
+    free = gpus is not None and "dp" not in given
+    later = {"ep": 1} if free else {}  # it must divide dp times cp, which is not known yet
+    run = run_config(model, **settings | later)
+    if free:
+        width = run.tp * run.cp * run.pp
+        if gpus % width:
+            raise ValueError(
+                f"tp={run.tp} x cp={run.cp} x pp={run.pp} = {width} ranks of one replica do not divide gpus={gpus}"
+            )
+        run = run_config(model, **settings | {"dp": gpus // width})
+    if gpus is not None and run.ranks != gpus:
+        raise ValueError(
+            f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}"
+        )
+    found = Setup(
+        run=run, card=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
+    )  # fmt: skip
+    if found.gpus > gpus_per_node and found.gpus % gpus_per_node:
+        whole = found.gpus // gpus_per_node * gpus_per_node
+        raise ValueError(
+            f"gpus={found.gpus} are not whole nodes of gpus_per_node={gpus_per_node}; "
+            f"use {whole} or {whole + gpus_per_node}"
+        )
+    _forward(run, step, 0)  # what the forward question refuses is refused here
+    return found
+
+
+def as_setup(model: Model, settings: dict[str, object]) -> Setup:
+    """Return the Setup that was given, or make one."""
+    if not isinstance(model, Setup):
+        return setup(model, **settings)
+    if settings:
+        raise ValueError(f"a Setup has all settings: leave out {', '.join(settings)}")
+    return model
+
+
+def counted(have: Setup) -> str:
+    """Return in words which number of the calculator is compared with the GPU's memory."""
+    if not have.run.kernels.eager:
+        return "the total of training_memory: every term at its full size"
+    return f"the peak of memory_timeline, {have.step} optimizer step"
+
+
+def size(n: float) -> str:
+    """Return bytes as text in GB, 1e9 bytes, or in MB below half of one."""
+    return format_bytes(n, "GB" if n >= GB / 2 or n == 0 else "MB")
+
+
+MEANING = "unproven: no configuration of the memory table has it, so nothing that PyTorch counted stands beside the formula."
+
+
+def unproven(run: RunConfig) -> tuple[str, ...]:
+    """Return the settings of a run that no configuration of the memory table has; `rung fit` marks them."""
+    named = {
+        run.optimizer.name: run.optimizer.quantized,
+        "qlora": run.tuning == "qlora",
+        "offload": run.offload != "none",
+        "flat ZeRO": run.zero > 0 and run.sharding == "flat" and run.dp * run.cp > 1,
+        "cp": run.cp > 1,
+        "ep": run.ep > 1,
+        "interleaved": run.schedule == "interleaved",
+    }
+    return tuple(name for name, so in named.items() if so)
+
+
+@lru_cache(maxsize=2**14)
+def _forward(run: RunConfig, step: str, stage: int) -> int:
+    if not run.kernels.eager:
+        return stage_memory(Stage(run, stage)).total
+    return memory_timeline(run, step=step, stage=stage).peak_bytes
+
+
+def rank_params(run: RunConfig) -> tuple[float, float]:
+    """Return (all, trained) parameters of a rank, the mean over pipeline stages."""
+    every, adapters = _model_params(run.model, run.tp, run.ep, run.lora_rank, run.lora_targets)
+    return every / run.pp, (every if run.tuning == "full" else adapters) / run.pp
+
+
+@lru_cache(maxsize=256)
+def _model_params(model: ModelConfig, tp: int, ep: int, lora_rank: int, lora_targets: str) -> tuple[int, int]:
+    """(All parameters, those of adapters) of a rank that has all layers."""
+    dense = model.num_dense_layers if model.is_moe else model.num_layers
+    parts = [(embedding_tensors(model) + head_tensors(model), 1)]
+    for first, layers in ((0, dense), (dense, model.num_layers - dense)):  # two kinds of block at most
+        parts += [(layer_tensors(model, first), layers)] if layers else []
+    every = sum(times * tensor.local_params(tp, ep) for part, times in parts for tensor in part)
+    adapters = sum(
+        times * tensor.adapter_params(lora_rank, tp, ep)
+        for part, times in parts
+        for tensor in part
+        if tensor.is_adapted and lora_targets in ("all", tensor.component)
+    )
+    return every, adapters
+
+
+def host_bytes(have: Setup) -> float:
+    """Return the bytes that cross between a rank's card and the CPU in a step, both ways together.
+
+    Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
+    backward; offloaded gradients go down in every micro-batch.
+    """
+    run, m = have.run, have.micro_batches
+    every, trained = rank_params(run)
+    ranks = run.dp * run.cp
+    own = trained / (ranks if run.zero else 1)
+    stored = every / (ranks if run.zero == 3 else 1)
+    down, up = run.recipe.gradients * own, run.recipe.weights * own
+    return {
+        "none": 0.0,
+        "optimizer": down + up,
+        "gradients": m * down + up,
+        "parameters": m * (down + 2 * run.recipe.weights * stored),
+    }[run.offload]
+
+
+def host_seconds(have: Setup) -> float:
+    """Return the seconds that offload adds to a step if nothing hides them: the link, and AdamW on the CPU.
+
+    The CPU's memory is taken to serve one rank at the rate of its host link, which is about what a node's channels give
+    each of its GPUs. ValueError if something is offloaded and the GPU has no host link in the table.
+    """
+    run = have.run
+    if run.offload == "none":
+        return 0.0
+    if have.card.host is None:
+        raise ValueError(f"offload={run.offload!r}: {have.card.name} has no link to the CPU in the table")
+    own = rank_params(run)[1] / (run.dp * run.cp if run.zero else 1)
+    return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.card.host].bandwidth
+
+
+def step_seconds(have: Setup) -> float:
+    """Return the predicted seconds of a step of `have.sequences` sequences.
+
+    Raises:
+        ValueError: If the GPU has no link in the table and none was given, or the layers are cut in a way that the
+            planner does not know.
+    """
+    run = have.run
+    layout = Layout(
+        tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
+        recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
+    )  # fmt: skip
+    job = _workload(
+        run.model, _cluster(have), run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel
+    ).job(layout)
+    return sum(step_time(job, EFFICIENCY).values()) + host_seconds(have)
+
+
+def predicted_seconds(have: Setup) -> float | None:
+    """Return `step_seconds`, or None where the planner has no answer."""
+    try:
+        return step_seconds(have)
+    except ValueError:
+        return None  # no link of this card in the table, or stages that the planner does not know
+
+
+def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
+    """Return the bytes of states on the card for so many parameters, gradients left out: they come and go.
+
+    Args:
+        run: The run; its recipe, optimizer and offload count.
+        params: Parameters of a rank before ZeRO.
+        ranks: Ranks over which ZeRO shards.
+        zero: The stage.
+    """
+    if run.offload == "parameters":
+        return 0
+    if run.tuning != "full":  # the frozen weights: NF4 codes are half a byte, and nothing is less
+        share = params // (ranks if zero and weights_are_sharded(run) else 1)
+        return share * run.recipe.weights if run.tuning == "lora" else share // 2
+    terms = state_terms(params, ranks, zero, run.recipe, run.optimizer)
+    weights = params // (ranks if zero and weights_are_sharded(run) else 1) * run.recipe.weights
+    others = sum(terms.values()) - sum(
+        terms.get(name, 0) for name in (*WEIGHT_TERMS, *GRADIENT_TERMS, "gradient_copy")
+    )
+    return weights + (others if run.offload == "none" else 0)
+
+
+def least_states(have: Setup) -> int:
+    """Return bytes that some rank surely needs: its states, if the stages were equal and gradients were gone.
+
+    Where a timeline would be walked through, what forward keeps is added, which costs little to ask: it is all there
+    when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
+    """
+    run = have.run
+    least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
+    if not run.kernels.eager or run.tuning != "full" or least > have.budget:
+        return least
+    return least + _kept(run)
+
+
+@lru_cache(maxsize=4096)
+def _kept(run: RunConfig) -> int:
+    return min(training_memory(run, stage=stage).activations for stage in range(run.pp))
+
+
+def _cluster(have: Setup) -> Cluster:
+    # One GPU sends nothing: any rate will do where the table has no link.
+    alone = have.gpus == 1 and (have.card.scale_up or have.card.host) is None
+    intra = 1.0 if alone and have.intra is None else have.intra
+    return cluster(have.card, have.gpus, gpus_per_node=have.gpus_per_node, nic=have.nic, intra=intra)
+
+
+_WORKLOADS: dict[tuple, Workload] = {}
+
+
+def _workload(
+    model: ModelConfig,
+    machine: Cluster,
+    seq: int,
+    sequences: int,
+    dtypes: Recipe,
+    attention: str,
+    sequence_parallel: bool,
+) -> Workload:
+    """Return a Workload that remembers what layouts share; only the last few are kept."""
+    key = (
+        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.intra, machine.inter,
+        seq, sequences, dtypes, attention, sequence_parallel,
+    )  # fmt: skip
+    if key not in _WORKLOADS:
+        if len(_WORKLOADS) >= 8:
+            _WORKLOADS.clear()
+        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel)
+    return _WORKLOADS[key]

@@ -1,0 +1,255 @@
+"""A mesh as text: one row a node, one cell a rank, a label of its coordinates.
+
+Ranks as points of a mesh: coordinates, process groups, and which groups leave a node.
+
+Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
+
+    rank  0  1  2  3  4  5  6  7
+    tp    0  1  0  1  0  1  0  1          tp groups  01 23 45 67
+    dp    0  0  1  1  0  0  1  1          dp groups  02 13 46 57
+    pp    0  0  0  0  1  1  1  1          pp groups  04 15 26 37
+
+The order says which axis changes fastest from rank to rank. A rank is the sum of its coordinates times the strides,
+and the stride of an axis is the product of the sizes before it:
+
+    rank = c_1 + n_1 (c_2 + n_2 (c_3 + ...))
+
+Ranks of a node are neighbours, so the fastest axes stay inside nodes. Axes that talk most go first: tp, cp, ep, dp, pp,
+Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses tp, cp, pp, dp (arXiv 2407.21783, 3.3.2).
+
+Here dp counts replicas beside ep: the ranks that average the gradients of what is not an expert are dp times ep (and
+times cp, whose ranks hold the same weights), `groups("dp", "ep", "cp")`; a routed expert's are `groups("dp", "cp")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lablib.calc.errors import one_of
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks on a grid.
+
+    Attributes:
+        sizes: Ranks along every axis of the order.
+        order: The axes, fastest first.
+        gpus_per_node: Ranks that share a node.
+
+    Raises:
+        ValueError: If a size is not a whole number of at least 1, or the ranks do not fill whole nodes.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[str, ...]
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for name, size in (*zip(self.order, self.sizes, strict=True), ("gpus_per_node", self.gpus_per_node)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks in all, the product of the sizes."""
+        total = 1
+        for size in self.sizes:
+            total *= size
+        return total
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Distance in rank numbers between neighbours along every axis."""
+        found, stride = {}, 1
+        for axis, size in zip(self.order, self.sizes, strict=True):
+            found[axis] = stride
+            stride *= size
+        return found
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks need; the last may be partly empty."""
+        return -(-self.ranks // self.gpus_per_node)
+
+    def size(self, axis: str) -> int:
+        """Return the ranks along an axis.
+
+        Raises:
+            ValueError: If there is no such axis.
+        """
+        return self.sizes[self.order.index(one_of("axis", axis, self.order))]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank is along every axis.
+
+        Args:
+            rank: From 0.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        self._check_rank(rank)
+        return {axis: rank // self.strides[axis] % self.size(axis) for axis in self.order}
+
+    def rank(self, coordinates: Mapping[str, int] | None = None, /, **more: int) -> int:
+        """Return the rank at these coordinates; an axis that is not given counts as 0.
+
+        Raises:
+            ValueError: If an axis is unknown or a position is not on it.
+        """
+        at = dict(coordinates or {}) | more
+        for axis, position in at.items():
+            if not 0 <= position < self.size(axis):
+                raise ValueError(f"{axis}={position} is not in 0..{self.size(axis) - 1}")
+        return sum(position * self.strides[axis] for axis, position in at.items())
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """Return the ranks that differ from this one along these axes only, itself included, in order.
+
+        Raises:
+            ValueError: If an axis or the rank does not exist.
+        """
+        self._check_rank(rank)
+        if not axes:
+            raise ValueError(f"name at least one axis of {', '.join(self.order)}")
+        here = self.coordinates(rank)
+        members = [rank - sum(here[axis] * self.strides[axis] for axis in set(axes) if self.size(axis))]
+        for axis in set(axes):
+            members = [first + i * self.strides[axis] for first in members for i in range(self.size(axis))]
+        return sorted(members)
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return every process group along these axes; each rank is in exactly one.
+
+        Raises:
+            ValueError: If an axis does not exist, or none is named.
+        """
+        seen: set[int] = set()
+        found = []
+        for rank in range(self.ranks):
+            if rank not in seen:
+                members = self.group(rank, *axes)
+                seen.update(members)
+                found.append(members)
+        return found
+
+    def node(self, rank: int) -> int:
+        """Return the node of a rank.
+
+        Args:
+            rank: From 0.
+        """
+        self._check_rank(rank)
+        return rank // self.gpus_per_node
+
+    def nodes_of(self, group: Sequence[int]) -> list[int]:
+        """Return the nodes that a group touches, in order."""
+        return sorted({self.node(rank) for rank in group})
+
+    def crossing(self, *axes: str) -> list[list[int]]:
+        """Return the groups along these axes that leave a node.
+
+        Args:
+            *axes: As in `groups`.
+        """
+        return [group for group in self.groups(*axes) if len(self.nodes_of(group)) > 1]
+
+    def crosses(self, *axes: str) -> bool:
+        """Return whether any group along these axes leaves a node; for one axis without listing the groups.
+
+        Args:
+            *axes: As in `groups`.
+        """
+        if len(axes) > 1:
+            return bool(self.crossing(*axes))
+        span = self.strides[one_of("axis", axes[0], self.order)] * self.size(axes[0])
+        return self.size(axes[0]) > 1 and self.ranks > self.gpus_per_node and self.gpus_per_node % span != 0
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank={rank} is not in 0..{self.ranks - 1}")
+
+
+def mesh(
+    *, tp: int = 1, cp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1,
+    order: str | Sequence[str] = DEFAULT_ORDER, gpus_per_node: int = 8, gpus: int | None = None,
+) -> Mesh:  # fmt: skip
+    """Return the mesh of a layout.
+
+    Args:
+        tp: Tensor-parallel ranks.
+        cp: Context-parallel ranks.
+        ep: Expert-parallel ranks.
+        dp: Replicas beside ep: dp of a `Layout` over its ep.
+        pp: Pipeline stages.
+        order: The five axes, fastest first, as a sequence or joined by "-".
+        gpus_per_node: Ranks that share a node.
+        gpus: Ranks that there must be, or None.
+
+    Raises:
+        ValueError: If the order is not of the five axes, or the factors do not multiply to `gpus`.
+    """
+    axes = tuple(order.split("-") if isinstance(order, str) else order)
+    if sorted(axes) != sorted(AXES):
+        raise ValueError(
+            f"order={'-'.join(axes)!r} must name each of {', '.join(AXES)} once, like {DEFAULT_ORDER!r}"
+        )
+    given = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
+    found = Mesh(tuple(given[axis] for axis in axes), axes, gpus_per_node)
+    if gpus is not None and found.ranks != gpus:
+        factors = " x ".join(f"{axis}={given[axis]}" for axis in AXES if given[axis] > 1) or "all axes 1"
+        rest = found.ranks // dp
+        hint = (
+            f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
+        )
+        raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
+    return found
+
+
+def _axes(mesh: Mesh) -> list[str]:
+    return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]
+
+
+def label(mesh: Mesh, rank: int) -> str:
+    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
+    at = mesh.coordinates(rank)
+    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
+
+
+def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
+    """Return the ranks node by node with their coordinates, and then what each axis's groups are.
+
+    Args:
+        mesh: The mesh.
+        nodes: Nodes to draw; None means all, or the first 8 where there are more than 16.
+    """
+    shown = mesh.nodes if nodes is None and mesh.nodes <= 16 else min(mesh.nodes, nodes or 8)
+    ranks = range(min(mesh.ranks, shown * mesh.gpus_per_node))
+    width = max(len(label(mesh, rank)) for rank in ranks)
+    wide = max(width, len(str(ranks[-1])))
+    lines = []
+    for node in range(shown):
+        members = [rank for rank in ranks if mesh.node(rank) == node]
+        lines.append(f"node {node:<4}" + " ".join(f"{rank:>{wide}}" for rank in members))
+        lines.append(" " * 9 + " ".join(f"{label(mesh, rank):>{wide}}" for rank in members))
+    if shown < mesh.nodes:
+        lines.append(f"... and {mesh.nodes - shown:,} more nodes")
+    return "\n".join(lines + [""] + [group_line(mesh, axis) for axis in _axes(mesh)])
+
+
+def group_line(mesh: Mesh, axis: str) -> str:
+    """Return one sentence on an axis's groups: how many, the first, and whether they leave a node."""
+    size, first = mesh.size(axis), mesh.group(0, axis)
+    listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
+    where = (
+        f"leave a node (the first touches {len(mesh.nodes_of(first))})"
+        if mesh.crosses(axis)
+        else "stay in a node"
+    )
+    return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"

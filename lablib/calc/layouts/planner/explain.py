@@ -1,0 +1,178 @@
+"""Does the planner find what the papers chose? The place of every published layout among the planner's own.
+
+The planner gets what the paper printed besides the layout: recomputation, micro-batch, ZeRO stage, dtypes, attention.
+The Megatron papers had no context parallelism, so theirs is fixed at 1. A place counts distinct (tp, cp, pp, dp).
+
+Why the winner wins: against the runner-up part by part, and against the best layout with one degree changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.layouts.planner.calibration import LLAMA3, Run
+from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.search import Candidate, Plan, plan
+from lablib.calc.layouts.planner.time import Efficiency
+
+PART_NAMES = {
+    "matmul": "matrix products",
+    "memory": "memory-bound kernels",
+    "tp": "tensor-parallel collectives",
+    "cp": "context-parallel collectives",
+    "ep": "expert all-to-alls",
+    "pp": "pipeline sends",
+    "dp": "exposed data parallelism",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+SMALL = 0.002  # of a step: differences below are not worth a word
+
+
+def plan_reasons(result: Plan) -> list[str]:
+    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit.
+
+    Raises:
+        ValueError: If nothing fits.
+    """
+    best = result.best
+    shares = sorted(best.seconds.items(), key=lambda part: -part[1])
+    lines = [
+        f"{best.layout}: {best.step:.3f} s a step, MFU {result.mfu(best):.1%}, "
+        f"{best.total_memory / 1e9:.1f} of {result.capacity / 1e9:.1f} GB.",
+        "Its time: "
+        + ", ".join(f"{PART_NAMES[name]} {value / best.step:.1%}" for name, value in shares if value)
+        + ".",
+    ]
+    terms = sorted(best.memory.items(), key=lambda term: -term[1])
+    held = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f} GB" for name, size in terms if size)
+    lines.append(f"Its memory: {held}.")
+    distinct = result.distinct(2)
+    if len(distinct) == 2:
+        lines.append("Runner-up " + reason_against(best, distinct[1]))
+    for field in ("tp", "pp", "cp", "zero", "recompute", "micro_batch", "virtual_stages"):
+        line = _other(result, field)
+        if line:
+            lines.append(line)
+    return lines + _dropped(result)
+
+
+def reason_against(best: Candidate, other: Candidate) -> str:
+    """Return one sentence on what makes another layout slower, part by part, and what it saves."""
+    gaps = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
+    worth = [(gap, name) for name, gap in gaps.items() if abs(gap) > SMALL * best.step]
+    costs = [f"{PART_NAMES[name]} +{gap:.3f} s" for gap, name in sorted(worth, reverse=True) if gap > 0]
+    saves = [f"{-gap:.3f} s of {PART_NAMES[name]}" for gap, name in sorted(worth) if gap < 0]
+    text = f"{other.layout} takes {other.step - best.step:.3f} s more ({other.step / best.step - 1:.1%})"
+    if costs:
+        text += ": " + ", ".join(costs)
+    if saves:
+        text += "; it saves " + ", ".join(saves)
+    room = (other.total_memory - best.total_memory) / 1e9
+    return text + f"; memory {room:+.1f} GB."
+
+
+def _other(result: Plan, field: str) -> str | None:
+    """The best layout in which one field differs from the winner's."""
+    best = result.best
+    mine = getattr(best.layout, field)
+    for candidate in result.candidates:
+        if getattr(candidate.layout, field) != mine:
+            return f"Without {field}={mine}: {reason_against(best, candidate)}"
+    return None
+
+
+def _dropped(result: Plan) -> list[str]:
+    total = sum(result.dropped_by.values())
+    if not total:
+        return [f"All {result.valid:,} valid layouts fit."]
+    terms = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in result.dropped_by.items())
+    lines = [f"{total:,} of {result.valid:,} valid layouts do not fit; by their largest term: {terms}."]
+    if result.dropped:
+        near = result.dropped[0]
+        lines.append(
+            f"Nearest shape that never fits: {near.layout}, {near.excess / 1e9:.1f} GB too much, "
+            f"most of it {near.term.replace('_', ' ')} ({near.memory[near.term] / 1e9:.1f} GB)."
+        )
+    return lines
+
+
+#: Layouts as their papers print them, by preset, with devices per node, sequence and batch: worked examples. Llama 3:
+#: table 4, second row; its chunks are ours. DeepSeek-V3 (arXiv 2412.19437), section 3.2: 2,048 GPUs, 16 stages, experts
+#: over 8 nodes, ZeRO-1 and no tensor parallelism; schedule (theirs is DualPipe), recomputation and batch are ours.
+WORKED_EXAMPLES = {
+    "llama-3.1-405b": (
+        Layout(tp=8, pp=16, dp=128, zero=1, schedule="interleaved", virtual_stages=8),
+        {"gpus_per_node": 8, "seq": 8192, "global_batch": 2048},
+    ),
+    "deepseek-v3": (
+        Layout(ep=64, pp=16, dp=128, zero=1, recompute="full"),
+        {"gpus_per_node": 8, "seq": 4096, "global_batch": 15360},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a published layout stands.
+
+    Attributes:
+        run: The row.
+        place: 1 for the planner's first choice; None if it thinks that the layout does not fit.
+        of: Shapes that fit.
+        slower: How much slower it is predicted to be than the first choice, as a share; None with no place.
+    """
+
+    run: Run
+    place: int | None
+    of: int
+    slower: float | None
+
+
+def plan_run(run: Run, efficiency: Efficiency | None = None) -> Plan:
+    """Return the planner's layouts for a published row.
+
+    Args:
+        run: The row.
+        efficiency: The fitted constants; None means the planner's own.
+    """
+    fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
+    if run.paper != LLAMA3:
+        fixed["cp"] = 1
+    own = {} if efficiency is None else {"efficiency": efficiency}
+    return plan(
+        run.model,
+        gpus=run.gpus,
+        gpu=run.gpu,
+        seq=run.seq,
+        global_batch=run.global_batch,
+        recipe_=run.recipe,
+        attention=run.attention,
+        sequence_parallel=run.sequence_parallel,
+        **own,
+        **{name: value for name, value in fixed.items() if value is not None},
+    )
+
+
+def place_of_published(run: Run, efficiency: Efficiency | None = None) -> Place:
+    """Return the place of a row's layout.
+
+    Args:
+        run: The row.
+        efficiency: The fitted constants; None means the planner's own.
+    """
+    return place_in_plan(plan_run(run, efficiency), run)
+
+
+def place_in_plan(found: Plan, run: Run) -> Place:
+    """Return the place of a row's layout among those of a plan.
+
+    Args:
+        found: What `plan_run` found for the row; `found.at(efficiency)` ranks it anew without a new search.
+        run: The row.
+    """
+    shapes = found.distinct()
+    for number, candidate in enumerate(shapes, start=1):
+        if candidate.layout.shape == (run.tp, run.cp, run.pp, run.dp):
+            return Place(run, number, len(shapes), candidate.step / shapes[0].step - 1)
+    return Place(run, None, len(shapes), None)

@@ -1,0 +1,184 @@
+"""The memory of a layout, term by term: the sums of `training_memory`, arranged for many layouts at a time.
+
+Where the layers divide evenly this is `training_memory` with `gradient_as_bucket_view` and one unit of prefetch; a
+test holds the two together. It also takes the uneven first and last chunk of `plan_layout`.
+"""
+
+from __future__ import annotations
+
+from lablib.calc.layouts.planner.layout import Layout, chunk_layers
+from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.memory.activations import embedding_activations, head_activations, layer_activations
+from lablib.calc.parallel import shard_size
+from lablib.calc.schedules import in_flight
+from lablib.calc.units import MiB
+
+TERMS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered_weights",
+    "communication_buckets",
+    "recomputed_layer",
+)
+BUCKET = 25 * MiB
+PREFETCH = 1
+MOMENTS = 2  # AdamW's
+
+
+def layout_memory(load: Workload, layout: Layout) -> dict[str, int]:
+    """Return the bytes of a rank by term, on the pipeline stage that needs most.
+
+    Args:
+        load: What is trained.
+        layout: A layout that `check_layout` accepts.
+    """
+    states = state_memory(load, layout, layout.zero)
+    kept, again = activation_memory(load, layout, layout.recompute)
+    worst = max(range(len(states)), key=lambda i: sum(states[i].values()) + kept[i])
+    return states[worst] | {"activations": kept[worst], "recomputed_layer": again}
+
+
+def sampled_stages(pp: int) -> list[int]:
+    """Return the stages of which one needs most: the first two and the last, since those between need ever less."""
+    return sorted({0, min(1, pp - 1), pp - 1})
+
+
+def state_memory(load: Workload, layout: Layout, zero: int) -> list[dict[str, int]]:
+    """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`."""
+    sampled = sampled_stages(layout.pp)
+    cuts = load.stages(layout.pp, layout.virtual_stages)
+    key = "states", layout.tp, layout.ep, layout.dp, layout.cp, zero, layout.pp, *(cuts[i] for i in sampled)
+    if key not in load._cache:
+        load._cache[key] = [_states(load, layout, stage, zero) for stage in sampled]
+    return load._cache[key]
+
+
+def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, int]:
+    dtypes = load.recipe
+    terms = dict.fromkeys(TERMS, 0)
+    ranks = layout.dp * layout.cp
+    sharded_weights = zero == 3 or (zero == 2 and dtypes.casts_when_gathered)
+    here = load.stage_params(layout, stage)
+    for params, copies in zip(here, (ranks, ranks // layout.ep), strict=True):
+        own = shard_size(params, copies)
+        terms["weights"] += (own if sharded_weights else params) * dtypes.weights
+        terms["gradients"] += (own if zero >= 2 else params) * (dtypes.gradients + dtypes.accumulation)
+        held = own if zero else params
+        terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master + MOMENTS * dtypes.moment)
+    # One rank alone gathers and sends nothing, but for a copy in another dtype.
+    shared, experts = ranks > 1, ranks > layout.ep
+    whole = dtypes.casts_when_gathered
+    if sharded_weights or whole:
+        units = _largest_units(load, layout, stage)
+        gathered = [u[0] * (shared or whole) + u[1] * (experts or whole) for u in units]
+        everything = sum(here) if zero == 2 and whole else sum(sorted(gathered)[-1 - PREFETCH :])
+        terms["gathered_weights"] = everything * dtypes.gathered
+    if sharded_weights:
+        terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.gradients
+    elif zero:
+        sent = (here[0] * shared + here[1] * experts) * dtypes.gradients
+        terms["communication_buckets"] = min(2 * BUCKET, sent)
+    return terms
+
+
+def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    """Parameters of what is gathered at a time: embedding, head, and as many blocks as can be there at once."""
+    parts = load.params(layout.tp, layout.ep)
+    dense, sparse = load.stages(layout.pp, layout.virtual_stages)[stage]
+    units = [parts["first"]] * min(dense, 1 + PREFETCH) + [parts["last"]] * min(sparse, 1 + PREFETCH)
+    if stage == 0:
+        units.append(parts["embedding"])
+    if stage == layout.pp - 1:
+        copy = parts["copy"] if layout.pp > 1 else (0, 0)
+        units.append((parts["head"][0] + copy[0], parts["head"][1] + copy[1]))
+    return units or [(0, 0)]
+
+
+def activation_memory(load: Workload, layout: Layout, recompute: str) -> tuple[list[int], int]:
+    """Return the bytes kept from forward to backward for each of `sampled_stages`, and of one layer run again.
+
+    Args:
+        load: What is trained.
+        layout: The layout; dp and zero matter only through the number of micro-batches.
+        recompute: What is recomputed, whatever the layout says.
+    """
+    m = layout.num_microbatches(load.global_batch)
+    if layout.schedule != "gpipe":
+        m = min(m, 2 * layout.pp)  # more are never in flight
+    key = layout.tp, layout.cp, layout.micro_batch, recompute, layout.pp, layout.virtual_stages
+    key += layout.schedule, m
+    if key not in load._cache:
+        dense, sparse, ends, again = _pieces(load, layout, recompute)
+        kept = [
+            plain * dense + experts * sparse + first * ends[0] + last * ends[1]
+            for plain, experts, first, last in _held(load, layout, m)
+        ]
+        load._cache[key] = kept, again
+    return load._cache[key]
+
+
+def _held(load: Workload, layout: Layout, m: int) -> list[tuple[int, int, int, int]]:
+    """What each sampled stage holds: layers times micro-batches, without and with experts, and of the two ends."""
+    key = "held", layout.pp, layout.virtual_stages, layout.schedule, m
+    if key not in load._cache:
+        found = []
+        for stage in sampled_stages(layout.pp):
+            counts = in_flight(
+                layout.schedule, stage, layout.pp, virtual_stages=layout.virtual_stages, num_microbatches=m
+            )
+            chunks = _chunks(load, layout, stage)
+            plain = sum(n * dense for n, (dense, _) in zip(counts, chunks, strict=True))
+            experts = sum(n * sparse for n, (_, sparse) in zip(counts, chunks, strict=True))
+            first = counts[0] if stage == 0 else 0
+            found.append((plain, experts, first, counts[-1] if stage == layout.pp - 1 else 0))
+        load._cache[key] = found
+    return load._cache[key]
+
+
+def _chunks(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    """(Dense layers, layers with experts) of every chunk of a stage."""
+    model, chunks = load.model, layout.pp * layout.virtual_stages
+    first, middle, last = chunk_layers(model.num_layers, layout.pp, layout.virtual_stages)
+    dense_layers = model.num_dense_layers if model.is_moe else model.num_layers
+    found = []
+    for chunk in range(layout.virtual_stages):
+        number = chunk * layout.pp + stage
+        size = first if number == 0 else last if number == chunks - 1 else middle
+        start = 0 if number == 0 else first + (number - 1) * middle
+        dense = max(0, min(dense_layers - start, size))
+        found.append((dense, size - dense))
+    return found
+
+
+def _pieces(load: Workload, layout: Layout, recompute: str) -> tuple[int, int, tuple[int, int], int]:
+    """Bytes of a dense layer, of one with experts, of the two ends, and of what a layer computes again."""
+    key = "pieces", layout.tp, layout.cp, layout.micro_batch, recompute
+    if key not in load._cache:
+        model = load.model
+        shape = {
+            "batch": layout.micro_batch,
+            "seq": load.seq,
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "sequence_parallel": load.sequence_parallel and layout.tp > 1,
+            "bytes_per_value": load.recipe.activation,
+        }
+        sizes = {}
+        for how in {"none", recompute}:
+            sizes[how] = [
+                sum(
+                    layer_activations(
+                        model, layer=layer, recompute=how, attention=load.attention, **shape
+                    ).values()
+                )
+                for layer in (0, model.num_layers - 1)
+            ]
+        ends = (
+            sum(embedding_activations(model, **shape).values()),
+            sum(head_activations(model, **shape).values()),
+        )
+        whole, kept = sizes["none"], sizes[recompute]
+        load._cache[key] = *kept, ends, max(0, *(w - k for w, k in zip(whole, kept, strict=True)))
+    return load._cache[key]

@@ -1,0 +1,62 @@
+"""What a transformer block keeps between its forward and its backward, and what recomputation saves.
+
+`layer_activations` answers for one block; the formulas stand in `paper` (Korthikanti et al. 2022), `toy` (this course's
+transformer) and `hf` (Hugging Face's classes). `recompute` has the strategies, their cost and their frontier, and
+`saved_tensors` names every tensor.
+`implementations` makes each an object that answers.
+
+Read `paper` first, then `block`. Chapters 01 and 09.
+"""
+
+from lablib.calc.memory.activations.block import (
+    embedding_activations,
+    head_activations,
+    layer_activations,
+    model_activations,
+    paper_activations,
+    toy_activations,
+)
+from lablib.calc.memory.activations.implementations import Implementation, find_implementation
+from lablib.calc.memory.activations.recompute import (
+    RecomputeCost,
+    RecomputeUnit,
+    best_segment,
+    chen_cost,
+    frontier,
+    ideal_segment,
+    largest_batch,
+    largest_that_fits,
+    recompute_cost,
+    recompute_units,
+    sqrt_segment,
+)
+from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors, differences
+from lablib.calc.memory.activations.toy import FP32, INT64, check_config
+
+__all__ = [
+    "FP32",
+    "INT64",
+    "Implementation",
+    "RecomputeCost",
+    "RecomputeUnit",
+    "SavedTensor",
+    "best_segment",
+    "block_tensors",
+    "check_config",
+    "chen_cost",
+    "differences",
+    "embedding_activations",
+    "find_implementation",
+    "frontier",
+    "head_activations",
+    "ideal_segment",
+    "largest_batch",
+    "largest_that_fits",
+    "layer_activations",
+    "model_activations",
+    "paper_activations",
+    "recompute_cost",
+    "recompute_units",
+    "sqrt_segment",
+    "toy_activations",
+]

@@ -1,0 +1,567 @@
+"""Strategies of activation recomputation, each as a list of units: which blocks, and what happens to them.
+
+| strategy | what is kept of the blocks | known as |
+|---|---|---|
+| none | everything | |
+| selective | all but the attention core, which runs again | Korthikanti et al. 2022; Megatron `selective` |
+| matmuls | a block's input and the outputs of its matrix products | PyTorch's selective policy |
+| full | the input of every block | Megatron `full`, `uniform`, 1 layer |
+| every:k | the input of every k-th block; k blocks run again at once | Megatron `uniform`, k layers |
+| sqrt | every:k with k about the root of the number of blocks | Chen et al. 2016 (arXiv 1604.06174) |
+| first:n | full in the first n blocks, everything in the rest | Megatron `block`, n layers |
+| one-in:k | full in every k-th block, everything in the rest | |
+| offload | everything, in the host's memory | `torch.autograd.graph.save_on_cpu` |
+| full+offload | the input of every block, in the host's memory | both together |
+
+What a strategy of activation recomputation keeps, needs for a moment, computes again and moves to the host.
+
+Backward starts with everything that forward stored, and walks back. A unit (see `recompute_plan`) that runs again
+adds what its blocks keep, until backward has passed it. So the most that is ever kept is
+
+    peak = max( embedding + Σ stored + head,  max over units i of  embedding + Σ_{j ≤ i} stored_j + transient_i - released_i )
+
+The head is gone once the last block's backward starts. Forward passes under no_grad, gradients of activations and
+the workspaces of kernels are not in it: this is what autograd keeps.
+
+FLOPs are those of `lablib.calc.flops`, matrix products alone: "full" runs every block's forward again.
+PyTorch stops a replay as soon as it has all that backward asks for (`early_stop`), and the last product of a unit,
+the down projection, is then not needed unless dropout follows it: `2 n f h` FLOPs less.
+
+What one unit of a recomputation strategy stores, adds, computes again and moves; `recompute` adds units up.
+
+Bytes are sums over the tensors of `saved_tensors`; FLOPs are one layer's share of `flops.forward_flops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from lablib.calc.flops import forward_flops, step_flops
+from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
+from lablib.calc.memory.activations.implementations import find_implementation
+from lablib.calc.memory.activations.saved_tensors import FP32, MASK, SavedTensor, block_tensors
+from lablib.calc.models import ModelConfig
+
+FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")
+
+
+@dataclass(frozen=True)
+class RecomputeCost:
+    """What a strategy costs for one micro-batch on one device.
+
+    Attributes:
+        strategy: Its name.
+        units: Each unit's share, from the first block to the last.
+        embedding: Bytes kept before the first block.
+        head: Bytes kept behind the last block: final norm, logits and loss.
+        model_flops: Forward and backward without recomputation, the numerator of MFU.
+        bandwidth: Bytes per second to the host, per direction; None if not given.
+    """
+
+    strategy: str
+    units: tuple[UnitCost, ...]
+    embedding: int
+    head: int
+    model_flops: int
+    bandwidth: float | None = None
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Bytes that all blocks keep on the device when forward ends."""
+        return sum(unit.stored for unit in self.units)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes on the device when forward ends: embedding, blocks and head."""
+        return self.embedding + self.blocks_bytes + self.head
+
+    @property
+    def transient_bytes(self) -> int:
+        """The most that one unit adds while its backward runs."""
+        return max(unit.transient for unit in self.units)
+
+    @property
+    def moments(self) -> list[tuple[str, int]]:
+        """Bytes kept at the end of forward and at each unit's backward, in the order of time."""
+        found = [("end of forward", self.saved_bytes)]
+        stored = self.embedding + self.blocks_bytes
+        for unit in reversed(self.units):
+            found.append((f"backward of {unit.unit.name}", stored + unit.transient - unit.released))
+            stored -= unit.stored
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is ever kept."""
+        return max(size for _, size in self.moments)
+
+    @property
+    def peak_at(self) -> str:
+        """When that is: "end of forward" or "backward of block 3"."""
+        return max(self.moments, key=lambda moment: moment[1])[0]
+
+    @property
+    def extra_flops(self) -> int:
+        """FLOPs that are computed again."""
+        return sum(unit.extra_flops for unit in self.units)
+
+    @property
+    def hardware_flops(self) -> int:
+        """Forward, backward and recomputation, the numerator of HFU."""
+        return self.model_flops + self.extra_flops
+
+    @property
+    def overhead(self) -> float:
+        """Extra FLOPs over model FLOPs: 1/3 if the whole forward pass runs again."""
+        return self.extra_flops / self.model_flops
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that go to the host in forward; as many come back in backward."""
+        return sum(unit.host for unit in self.units)
+
+    @property
+    def host_seconds(self) -> float | None:
+        """Time of both ways, one after the other, if nothing hides them; None without a bandwidth."""
+        return None if self.bandwidth is None else 2 * self.host_bytes / self.bandwidth
+
+
+def recompute_cost(
+    config: ModelConfig,
+    strategy: str,
+    *,
+    batch: int,
+    seq: int,
+    kernels: str = "paper",
+    bytes_per_value: int = 2,
+    attention: str = "fused",
+    dropout: float | None = None,
+    early_stop: bool = False,
+    reentrant: bool = False,
+    bandwidth: float | None = None,
+) -> RecomputeCost:
+    """Return what a strategy keeps, needs for a moment, computes again and moves, for one micro-batch.
+
+    Args:
+        config: The model.
+        strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
+            "full+offload"; see `recompute_plan`.
+        batch: Sequences in the micro-batch.
+        seq: Tokens in a sequence.
+        kernels: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
+        bytes_per_value: 2 or 4.
+        attention: "plain" or "fused".
+        dropout: As in `layer_activations`.
+        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
+            False: a replay is a whole forward pass, as papers and `step_flops` count it. Replays of experts are
+            counted whole in either case.
+        reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
+        bandwidth: Bytes per second to the host, per direction.
+
+    Raises:
+        ValueError: As `layer_activations` and `plan`; if the bandwidth is not positive; or if "matmuls" or "offload"
+            meet experts or latent attention, whose tensors are not listed one by one.
+
+    Chapter: book/09_activation_checkpointing.md
+    """
+    if bandwidth is not None and bandwidth <= 0:
+        raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
+    sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
+    if kernels == "hf":
+        raise ValueError(
+            "kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
+        )
+    if dropout is None:
+        dropout = find_implementation(kernels).default_dropout(config)
+    how = {**sizes, "attention": attention, "dropout": dropout}
+    block = Blocks(config, how, early_stop and not reentrant, reentrant)
+    units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
+    embedding = embedding_activations(config, dropout=dropout, **sizes)
+    if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
+        embedding["positions"] = 0  # blocks alone keep the rotary tables, and they keep them on the host
+    return RecomputeCost(
+        strategy=strategy,
+        units=units,
+        embedding=sum(embedding.values()),
+        head=sum(head_activations(config, **sizes).values()),
+        model_flops=step_flops(config, batch=batch, seq=seq).model,
+        bandwidth=bandwidth,
+    )
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One strategy on the plane of bytes saved and FLOPs paid.
+
+    Attributes:
+        cost: What it costs.
+        bytes_saved: Peak bytes less than without recomputation.
+        extra_flops: FLOPs that it computes again.
+        dominated_by: A strategy that saves at least as much for no more FLOPs and no more bytes to the host, and
+            is better in one of them; "" if there is none.
+    """
+
+    cost: RecomputeCost
+    bytes_saved: int
+    extra_flops: int
+    dominated_by: str = ""
+
+    @property
+    def strategy(self) -> str:
+        """Its name."""
+        return self.cost.strategy
+
+
+def frontier(
+    config: ModelConfig, strategies: Iterable[str] = FRONTIER, *, batch: int, seq: int, **how: object
+) -> list[FrontierPoint]:
+    """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
+
+    Args:
+        config: The model.
+        strategies: Which ones; those whose number is larger than the model's layers are an error.
+        batch: Sequences.
+        seq: Tokens.
+        **how: As in `recompute_cost`.
+
+    Raises:
+        ValueError: As `recompute_cost`.
+    """
+    nothing = recompute_cost(config, "none", batch=batch, seq=seq, **how).peak_bytes
+    costs = [recompute_cost(config, strategy, batch=batch, seq=seq, **how) for strategy in strategies]
+    price = {c.strategy: (c.peak_bytes, c.extra_flops, c.host_bytes) for c in costs}
+    points = []
+    for cost in costs:
+        own = price[cost.strategy]
+        better = (
+            name
+            for name, other in price.items()
+            if other != own and all(theirs <= mine for theirs, mine in zip(other, own, strict=True))
+        )
+        points.append(FrontierPoint(cost, nothing - cost.peak_bytes, cost.extra_flops, next(better, "")))
+    return points
+
+
+def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
+    """Return the k for which "every:k" has the least peak, by trying all of them; the smallest of equals.
+
+    Args:
+        config: The model.
+        batch: Sequences.
+        seq: Tokens.
+        **how: As in `recompute_cost`.
+    """
+    return min(
+        range(1, config.num_layers + 1),
+        key=lambda k: recompute_cost(config, f"every:{k}", batch=batch, seq=seq, **how).peak_bytes,
+    )
+
+
+def largest_batch(
+    budget_bytes: int, config: ModelConfig, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: object
+) -> int:
+    """Return the largest batch whose peak fits the budget, 0 if not even one sequence does.
+
+    Args:
+        budget_bytes: What there is.
+        config: The model.
+        strategy: As in `recompute_cost`.
+        seq: Tokens in a sequence.
+        fixed_bytes: What is there whatever the batch: weights, gradients, optimizer.
+        **how: As in `recompute_cost`.
+
+    Raises:
+        ValueError: As `recompute_cost`, or if a number of bytes is negative.
+    """
+    if min(budget_bytes, fixed_bytes) < 0:
+        raise ValueError(f"budget_bytes={budget_bytes} and fixed_bytes={fixed_bytes} must not be negative")
+
+    def fits(batch: int) -> bool:
+        cost = recompute_cost(config, strategy, batch=batch, seq=seq, **how)
+        return fixed_bytes + cost.peak_bytes <= budget_bytes
+
+    return largest_that_fits(fits)
+
+
+def largest_that_fits(fits: Callable[[int], bool]) -> int:
+    """Return the largest number from 1 on for which `fits` holds, by doubling and halving; 0 if it fails at 1.
+
+    Args:
+        fits: A function of a whole number that holds up to some number and fails from there on.
+    """
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit's share.
+
+    Attributes:
+        unit: Which blocks.
+        stored: Bytes that it keeps on the device from forward to backward.
+        transient: Bytes that it adds while its backward runs.
+        released: Bytes of `stored` that backward has let go of by then: selective recomputation starts in the
+            middle of a block, when its MLP is done with.
+        extra_flops: FLOPs that it computes again.
+        host: Bytes that go to the host in forward and come back in backward.
+    """
+
+    unit: RecomputeUnit
+    stored: int
+    transient: int = 0
+    extra_flops: int = 0
+    host: int = 0
+    released: int = 0
+
+
+class Blocks:
+    """Costs of a model's units; blocks of one kind, dense or with experts, cost the same."""
+
+    def __init__(self, config: ModelConfig, how: dict, early_stop: bool, reentrant: bool) -> None:
+        self.config, self.how, self.early_stop, self.reentrant = config, how, early_stop, reentrant
+        self.toy = how["kernels"] == "toy"
+        self.fused = how["attention"] == "fused"
+        self.batch, self.seq, self.value = how["batch"], how["seq"], how["bytes_per_value"]
+        self.n = self.batch * self.seq
+        self.boundary = self.n * config.hidden * self.value
+        self._known: dict[tuple[bool, str], dict[str, int]] = {}
+
+    def cost(self, unit: RecomputeUnit) -> UnitCost:
+        """Return the unit's share."""
+        return getattr(self, "_" + unit.kind.replace("+", "_"))(unit)
+
+    @cached_property
+    def tensors(self) -> list[SavedTensor]:
+        """What one block keeps, by name; a ValueError where that is not known."""
+        return block_tensors(self.config, **self.how)
+
+    def _kept(self, layer: int, recompute: str = "none") -> dict[str, int]:
+        key = (self.config.has_experts(layer), recompute)
+        if key not in self._known:
+            self._known[key] = layer_activations(self.config, layer=layer, recompute=recompute, **self.how)
+        return self._known[key]
+
+    def _inside(self, unit: RecomputeUnit) -> int:
+        return sum(sum(self._kept(unit.first + i).values()) for i in range(unit.length))
+
+    @property
+    def _input_is_kept(self) -> int:
+        """The block's input, if its first norm keeps that very tensor and not a cast of it."""
+        cast = self.toy and self.config.norm == "rmsnorm" and self.value != FP32
+        return 0 if cast else self.boundary
+
+    def _none(self, unit: RecomputeUnit) -> UnitCost:
+        return UnitCost(unit, self._inside(unit))
+
+    def _full(self, unit: RecomputeUnit) -> UnitCost:
+        transient = self._inside(unit) - self._input_is_kept + (self.boundary if self.reentrant else 0)
+        return UnitCost(unit, self.boundary, transient, self._replay_flops(unit))
+
+    def _selective(self, unit: RecomputeUnit) -> UnitCost:
+        c, width = self.config, self.n * self.config.attn_width * self.value
+        kept = self._kept(unit.first)
+        again = self._kept(unit.first, "selective")
+        mask = self.n * c.hidden * (self.value if self.toy else MASK) if self.how["dropout"] else 0
+        # Backward comes from behind: MLP, all norms but the first and the output projection are done with.
+        norms = kept["norms"] * (c.norms_per_layer - 1) // c.norms_per_layer
+        behind = sum(size for kind, size in kept.items() if kind not in ("norms", "attention", "scores"))
+        transient = self._toy_core() if self.toy else sum(kept.values()) - sum(again.values())
+        if self.reentrant and not (self.toy and self.fused):  # the toy's fused kernel keeps its output anyway
+            transient += width
+        flops = self._flops(unit.first)["scores"]
+        if self.early_stop and not self.fused:
+            # q kᵀ runs again; of the product with v backward needs the factors alone.
+            flops -= 2 * self.batch * self.seq**2 * c.num_heads * c.value_dim
+        return UnitCost(unit, sum(again.values()), transient, flops, released=norms + behind + width + mask)
+
+    def _toy_core(self) -> int:
+        """What the toy's attention core keeps when it runs again on stored q, k and v."""
+        c, width = self.config, self.n * self.config.q_width * self.value
+        if self.fused:
+            return width + self.n * c.num_heads * FP32
+        # Heads are views of the projections; a batched product needs (B, N) as one dim, and copies unless it is.
+        copied = self.batch > 1 and self.seq > 1 and c.num_heads > 1
+        repeated = c.num_kv_heads < c.num_heads
+        keys = 2 * width if repeated or copied else 0
+        return self._kept(0)["scores"] + (width if copied else 0) + keys
+
+    def _matmuls(self, unit: RecomputeUnit) -> UnitCost:
+        c, n, v = self.config, self.n, self.value
+        _ = self.tensors  # raises where they are not known
+        scores = n * c.num_heads * FP32 if self.fused else c.num_heads * self.batch * self.seq**2 * v
+        products = n * v * (2 * c.q_width + 2 * c.kv_width + (2 if c.gated_mlp else 1) * c.ffn + 2 * c.hidden)
+        stored = self.boundary + products + scores
+        kept = self._inside(unit) + self.boundary - self._input_is_kept
+        if self.toy and self.early_stop and not self.how["dropout"]:
+            kept += n * c.hidden * v  # the output of the down projection, which nothing asks for
+        return UnitCost(unit, stored, kept - stored)
+
+    def _offload(self, unit: RecomputeUnit) -> UnitCost:
+        operators: dict[str, int] = {}
+        for tensor in self.tensors:
+            for keeper in tensor.keepers if self.toy else tensor.keepers[:1]:
+                operators[keeper] = operators.get(keeper, 0) + tensor.bytes
+        if self.toy:
+            for keeper, values in self._weights().items():
+                operators[keeper] = operators.get(keeper, 0) + values * self.value
+        return UnitCost(unit, 0, max(operators.values()), host=sum(operators.values()))
+
+    def _full_offload(self, unit: RecomputeUnit) -> UnitCost:
+        rotary = self.toy and not self.config.learned_positions
+        tables = 2 * self.seq * self.config.head_dim * self.value if rotary else 0
+        # Backward inside backward holds the output, and the input even where the first norm keeps a cast of it.
+        held = 2 * self.boundary - self._input_is_kept if self.reentrant else 0
+        transient = self._inside(unit) + tables + held
+        return UnitCost(unit, 0, transient, self._replay_flops(unit), host=self.boundary + tables)
+
+    def _weights(self) -> dict[str, int]:
+        """Values that a block's operators keep beside activations: weights, and rotary tables a layer shares."""
+        c = self.config
+        q, kv, f = c.hidden * c.q_width, c.hidden * c.kv_width, c.hidden * c.ffn
+        kept = {"q projection": q, "k projection": kv, "v projection": kv, "output projection": q}
+        kept |= {"up projection": f, "down projection": f} | ({"gate projection": f} if c.gated_mlp else {})
+        for number in (1, 2):
+            rms = c.norm == "rmsnorm"
+            kept[f"weight of norm {number}" if rms else f"norm {number}"] = c.hidden * (1 if rms else 2)
+        if not c.learned_positions:
+            # Queries and keys are each multiplied with cosines and with sines.
+            table = self.seq * c.head_dim
+            kept |= {f"{what} of {of}": table for what in ("cosines", "sines") for of in ("q", "k")}
+        return kept
+
+    def _flops(self, layer: int) -> dict[str, int]:
+        """Forward FLOPs of one layer by component."""
+        c = self.config
+        flops = forward_flops(c, batch=self.batch, seq=self.seq)
+        sparse = c.num_layers - c.num_dense_layers if c.is_moe else 0
+        parts = ("router", "experts", "shared_experts") if c.has_experts(layer) else ("mlp",)
+        number = {"attention": c.num_layers, "scores": c.num_layers, "mlp": c.num_layers - sparse}
+        return {
+            name: flops[name] // number.get(name, sparse)
+            for name in ("attention", "scores", *parts)
+            if name in flops
+        }
+
+    def _replay_flops(self, unit: RecomputeUnit) -> int:
+        flops = sum(sum(self._flops(unit.first + i).values()) for i in range(unit.length))
+        c = self.config
+        # Nothing asks for the down projection's output, unless dropout or a norm comes behind it.
+        last = not self.how["dropout"] and c.norms_per_layer == 2 and not c.is_moe
+        return flops - (2 * self.n * c.ffn * c.hidden if self.early_stop and last else 0)
+
+
+STRATEGIES = ("none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload")
+WITH_NUMBER = ("every", "first", "one-in")
+
+
+@dataclass(frozen=True)
+class RecomputeUnit:
+    """Consecutive blocks that are treated alike and, if they run again, run again together.
+
+    Attributes:
+        first: The first block, from 0.
+        length: How many blocks.
+        kind: "none", "selective", "matmuls", "full", "offload" or "full+offload".
+    """
+
+    first: int
+    length: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Its blocks in words: "block 3" or "blocks 3 to 5"."""
+        last = self.first + self.length - 1
+        return f"block {self.first}" if self.length == 1 else f"blocks {self.first} to {last}"
+
+
+def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
+    """Return the units of a strategy, from the first block to the last; a last segment may be shorter.
+
+    Args:
+        strategy: One of the table above; "every:3", "first:2" and "one-in:2" carry their number.
+        num_layers: L.
+
+    Raises:
+        ValueError: If the strategy is unknown, or its number is missing, not positive or more than L.
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers={num_layers} must be at least 1")
+    name, _, number = strategy.partition(":")
+    if name not in WITH_NUMBER:
+        if strategy not in STRATEGIES:
+            known = ", ".join([*STRATEGIES, *(f"{name}:NUMBER" for name in WITH_NUMBER)])
+            raise ValueError(f"strategy={strategy!r} is not known; use one of {known}")
+        if strategy == "sqrt":
+            return segments(sqrt_segment(num_layers), num_layers)
+        return [RecomputeUnit(block, 1, strategy) for block in range(num_layers)]
+    if not (number.isdecimal() and 1 <= int(number) <= num_layers):
+        raise ValueError(f"strategy={strategy!r} needs a number from 1 to the {num_layers} layers: {name}:2")
+    k = int(number)
+    if name == "every":
+        return segments(k, num_layers)
+    again = {block for block in range(num_layers) if (block < k if name == "first" else block % k == 0)}
+    return [RecomputeUnit(block, 1, "full" if block in again else "none") for block in range(num_layers)]
+
+
+def segments(k: int, num_layers: int) -> list[RecomputeUnit]:
+    """Cut the blocks into segments of k, the last one of what is left."""
+    return [RecomputeUnit(first, min(k, num_layers - first), "full") for first in range(0, num_layers, k)]
+
+
+def chen_cost(num_layers: int, k: int) -> int:
+    """Return what a chain of L equal tensors keeps at most when every k-th is stored: `⌈L / k⌉ + k`.
+
+    `⌈L / k⌉` inputs of segments, and the k tensors of the segment that runs again.
+    The sum of `L / k` and `k` is least where they are equal, at `k = √L`, and is `2 √L` there
+    (Chen et al. 2016, arXiv 1604.06174: sublinear memory at the price of one more forward pass).
+
+    Args:
+        num_layers: L.
+        k: Tensors in a segment.
+
+    Raises:
+        ValueError: If k is not from 1 to L.
+    """
+    if not 1 <= k <= num_layers:
+        raise ValueError(f"k={k} must be from 1 to the {num_layers} layers")
+    return -(-num_layers // k) + k
+
+
+def sqrt_segment(num_layers: int) -> int:
+    """Return the k with the least `chen_cost`: about √L, and the smallest one where several are equal.
+
+    Args:
+        num_layers: L.
+    """
+    return min(range(1, num_layers + 1), key=lambda k: chen_cost(num_layers, k))
+
+
+def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
+    """Return the segment length with the least peak when layers keep more than their input, not rounded.
+
+    `(L / k) boundary + k inside` is least at `k = √(L boundary / inside)`: Narayanan et al. 2021
+    (arXiv 2104.04473), section 3.5, who write it for the number of checkpoints `L / k`.
+    With 34 h bytes inside and 2 h at the boundary k exceeds 1 only from 17 layers on.
+
+    Args:
+        num_layers: L.
+        boundary: Bytes of a block's input.
+        inside: Bytes that a whole block keeps.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    if min(num_layers, boundary, inside) <= 0:
+        raise ValueError(f"num_layers={num_layers}, boundary={boundary}, inside={inside} must be positive")
+    return (num_layers * boundary / inside) ** 0.5

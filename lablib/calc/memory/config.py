@@ -1,0 +1,381 @@
+"""One training run as the memory calculator sees it: every setting, checked together before anything is computed.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+
+from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
+from lablib.calc.memory.activations import Implementation, find_implementation
+from lablib.calc.models import ModelConfig, from_hf, preset
+from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
+from lablib.calc.schedules import SCHEDULES
+from lablib.calc.torch_versions import PINNED, release
+from lablib.calc.units import MiB
+
+TUNINGS = ("full", "lora", "qlora")
+LORA_TARGETS = ("all", "attention")
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION = ("fused", "plain")
+SHARDINGS = ("flat", "fsdp2", "whole")
+MOST_LAYERS = 100_000  # as of a config.json
+OFFLOADS = ("none", "optimizer", "gradients", "parameters")
+
+
+def _about(
+    text: str, *, choices: tuple[str, ...] = (), least: int | None = None, flag: bool = False
+) -> dict[str, object]:
+    """What a setting is, and what it may be."""
+    return {"help": text, "choices": choices, "least": least, "flag": flag}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every setting of a training run, with its default and its meaning; it checks itself when it is made.
+
+    Functions, commands and the list in `training_memory`'s help are made from these fields.
+
+    Raises:
+        ValueError: If a setting is out of range, sizes do not divide, or settings contradict each other.
+    """
+
+    model: ModelConfig
+    recipe: Recipe = field(
+        default="mixed-bf16",
+        metadata=_about("Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`."),
+    )
+    optimizer: Optimizer = field(default="adamw", metadata=_about("adamw, adamw-8bit, sgd or sgd-momentum."))
+    tuning: str = field(
+        default="full",
+        metadata=_about(
+            "full; lora: frozen weights and trained adapters; qlora: the same with the blocks' matrices in NF4.",
+            choices=TUNINGS,
+        ),
+    )
+    lora_rank: int = field(default=16, metadata=_about("Rank of the adapters.", least=1))
+    lora_targets: str = field(
+        default="all",
+        metadata=_about(
+            "Matrices of a block with an adapter: all (QLoRA's advice) or attention.", choices=LORA_TARGETS
+        ),
+    )
+    micro_batch: int = field(
+        default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1)
+    )
+    seq: int = field(
+        default=None,
+        metadata=_about("Tokens in a sequence, before cp divides it; default: the model's longest.", least=1),
+    )
+    dp: int = field(default=1, metadata=_about("Data-parallel replicas.", least=1))
+    zero: int = field(
+        default=0,
+        metadata=_about(
+            "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.",
+            least=0,
+        ),
+    )
+    tp: int = field(
+        default=1,
+        metadata=_about(
+            "Tensor-parallel ranks. With kernels toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
+            least=1,
+        ),
+    )
+    sequence_parallel: bool = field(
+        default=False, metadata=_about("Split norms and residuals over tp too.", flag=True)
+    )
+    pp: int = field(default=1, metadata=_about("Pipeline stages.", least=1))
+    schedule: str = field(default="1f1b", metadata=_about("1f1b, gpipe or interleaved.", choices=SCHEDULES))
+    virtual_stages: int = field(
+        default=1, metadata=_about("Chunks of layers in each stage, when interleaved.", least=1)
+    )
+    num_microbatches: int | None = field(
+        default=None,
+        metadata=_about("Micro-batches in a step; default: enough to fill the pipeline.", least=1),
+    )
+    layers_per_stage: tuple[int, ...] | None = field(
+        default=None, metadata=_about("Layers of each stage, if uneven: 7,8,8,7.")
+    )
+    cp: int = field(
+        default=1,
+        metadata=_about(
+            "Context-parallel ranks, which split every sequence and hold the same weights.", least=1
+        ),
+    )
+    ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
+    recompute: str = field(
+        default="none",
+        metadata=_about(
+            "none, selective (the attention core runs again) or full (all but each block's input).",
+            choices=RECOMPUTE,
+        ),
+    )
+    attention: str = field(
+        default="fused",
+        metadata=_about("fused, which never stores the scores, or plain, which does.", choices=ATTENTION),
+    )
+    kernels: Implementation = field(
+        default="paper",
+        metadata=_about(
+            "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes).",
+        ),
+    )
+    dropout: float | None = field(
+        default=None, metadata=_about("Dropout probability; default: as published.")
+    )
+    offload: str = field(
+        default="none",
+        metadata=_about(
+            "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
+            "(all states; weights are gathered unit by unit).",
+            choices=OFFLOADS,
+        ),
+    )
+    gradient_as_bucket_view: bool = field(
+        default=False,
+        metadata=_about("DDP's option: gradients live in its buckets, with no second copy.", flag=True),
+    )
+    bucket_bytes: int = field(
+        default=25 * MiB,
+        metadata=_about("Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0),
+    )
+    prefetch: int = field(
+        default=0, metadata=_about("Units that ZeRO-3 gathers ahead of the one in use.", least=0)
+    )
+    sharding: str = field(
+        default="flat",
+        metadata=_about(
+            "flat: a shard is ceil(n / ranks) of one flat array; fsdp2: each tensor by its rows (fully_shard), with zero 3 "
+            "(reshards after forward) or 2 (does not); whole: each tensor's optimizer states on one rank "
+            "(ZeroRedundancyOptimizer), with zero 1, and the fullest rank is described.",
+            choices=SHARDINGS,
+        ),
+    )
+    torch: str = field(default=PINNED, metadata=_about("PyTorch whose FSDP2 it is: 2.11 to 2.15."))
+
+    def __post_init__(self) -> None:
+        # Names become what they name, once, before anybody reads a field.
+        model = resolve_model(self.model)
+        resolved = {
+            "model": model,
+            "recipe": recipe(self.recipe),
+            "optimizer": find_optimizer(self.optimizer),
+            "kernels": find_implementation(self.kernels),
+            "seq": model.max_positions if self.seq is None else self.seq,
+            "layers_per_stage": _sizes(self.layers_per_stage),
+            "torch": release(self.torch),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        self._check_ranges()
+        self._check_split()
+        self._check_tensor_parallel()
+        self._check_schedule()
+        self._check_sharding()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run: dp, cp, tp and pp multiply; ep lives inside dp times cp."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    def replicas(self, expert: bool) -> int:
+        """Return over how many ranks ZeRO can shard a parameter: dp times cp, divided by ep for routed experts.
+
+        Args:
+            expert: Whether it belongs to a routed expert.
+        """
+        return self.dp * self.cp // (self.ep if expert else 1)
+
+    def _check_ranges(self) -> None:
+        for name, setting in SETTINGS.items():
+            value, allowed = getattr(self, name), setting.metadata
+            if allowed["choices"]:
+                one_of(name, value, allowed["choices"])
+            elif allowed["flag"]:
+                check_flag(name, value)
+            elif allowed["least"] is not None and (value is not None or setting.default is not None):
+                check_whole(name, value, allowed["least"])
+        if self.model.num_layers > MOST_LAYERS:
+            raise ValueError(
+                f"num_layers={self.model.num_layers:,} of {self.model.name} is more than anybody has: "
+                f"use at most {MOST_LAYERS:,}"
+            )
+        if self.zero > 3:
+            raise ValueError(f"zero={self.zero} does not exist: use 1, 2 or 3, or 0 for replicas")
+        number = isinstance(self.dropout, int | float) and not isinstance(self.dropout, bool)
+        if self.dropout is not None and not (number and 0 <= self.dropout < 1):
+            raise ValueError(f"dropout={self.dropout!r} must be at least 0 and less than 1")
+
+    def _check_split(self) -> None:
+        m = self.model
+        divided = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads, "ffn": m.ffn}
+        if m.is_moe:
+            divided["expert_ffn"] = m.expert_ffn
+        for name, size in divided.items():
+            must_divide("tp", self.tp, name, size)
+        must_divide("cp", self.cp, "seq", self.seq)
+        if self.sequence_parallel:
+            must_divide("tp", self.tp, "seq/cp" if self.cp > 1 else "seq", self.seq // self.cp)
+        if m.learned_positions and self.seq > m.max_positions:
+            raise ValueError(
+                f"seq={self.seq} is more than the {m.max_positions} learned positions of {m.name}; "
+                f"use at most {m.max_positions}"
+            )
+        if self.ep > 1 and not m.is_moe:
+            raise ValueError(f"ep={self.ep} needs a model with experts and {m.name} has none; use ep=1")
+        if self.ep > 1:
+            must_divide("ep", self.ep, "num_experts", m.num_experts)
+            must_divide("ep", self.ep, "dp * cp", self.dp * self.cp)
+
+    def _check_tensor_parallel(self) -> None:
+        """With eager kernels `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
+        if self.tp == 1 or not self.kernels.eager:
+            return
+        how, m = f"kernels={self.kernels!r} with tp={self.tp}", self.model
+        if m.tied or self.kernels.joins_qkv(m):
+            why = (
+                "its head and its embedding are one table"
+                if m.tied
+                else "its matrices are Conv1D, not Linear"
+            )
+            raise ValueError(f"{how} does not know {m.name}: {why}; use kernels='paper'")
+        for name, only in (
+            ("sequence_parallel", False),
+            ("cp", 1),
+            ("pp", 1),
+            ("tuning", "full"),
+            ("offload", "none"),
+        ):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or kernels='paper'"
+                )
+        if self.dp > 1 and self.sharding != "fsdp2":
+            raise ValueError(
+                f"{how} is not known with dp={self.dp} and sharding={self.sharding!r}: DDP takes no split tensors; "
+                "use sharding='fsdp2' and zero=3, or kernels='paper'"
+            )
+        if self.recipe.master:
+            raise ValueError(
+                f"{how} is not known with recipe={self.recipe.name!r}, which has a master copy; use 'fsdp2-mixed', "
+                "'autocast-bf16', 'pure-bf16' or 'fp32', or kernels='paper'"
+            )
+
+    def _check_schedule(self) -> None:
+        if self.pp > self.model.num_layers:
+            raise ValueError(
+                f"pp={self.pp} stages are more than the num_layers={self.model.num_layers} of {self.model.name}"
+            )
+        if self.schedule == "interleaved":
+            if self.pp == 1 or self.virtual_stages == 1:
+                raise ValueError(
+                    f"schedule='interleaved' needs pp and virtual_stages of at least 2; they are pp={self.pp} and "
+                    f"virtual_stages={self.virtual_stages}"
+                )
+            if self.num_microbatches is not None and self.num_microbatches % self.pp:
+                raise ValueError(
+                    f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which "
+                    f"schedule='interleaved' needs; use {-(-self.num_microbatches // self.pp) * self.pp}"
+                )
+        elif self.virtual_stages > 1:
+            raise ValueError(
+                f"virtual_stages={self.virtual_stages} contradicts schedule={self.schedule!r}; "
+                "use schedule='interleaved'"
+            )
+
+    def _check_sharding(self) -> None:
+        if self.sharding == "flat":
+            return
+        zero = {"fsdp2": (2, 3), "whole": (1,)}[self.sharding]
+        if self.zero not in zero:
+            why = {
+                "fsdp2": "FSDP2 shards weights, gradients and optimizer; "
+                "use zero=3 (reshards after forward) or zero=2 (keeps the gathered weights until backward)",
+                "whole": "ZeroRedundancyOptimizer shards the optimizer alone, by whole parameters; use zero=1",
+            }[self.sharding]
+            raise ValueError(f"sharding={self.sharding!r} contradicts zero={self.zero}: {why}")
+        if self.tuning == "qlora" or self.offload != "none" or self.ep > 1:
+            raise ValueError(
+                f"sharding={self.sharding!r} is not known with tuning={self.tuning!r}, offload={self.offload!r} and "
+                f"ep={self.ep}; use tuning='full' or 'lora', offload='none' and ep=1"
+            )
+        if self.sharding == "whole" and self.optimizer.quantized:
+            raise ValueError(
+                f"sharding='whole' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
+            )
+
+
+#: The settings by name, in order: fields of `RunConfig` but the model.
+SETTINGS = {setting.name: setting for setting in fields(RunConfig) if setting.name != "model"}
+
+
+def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: object) -> RunConfig:
+    """Return the checked settings of a run; those not given have the defaults of `RunConfig`.
+
+    Args:
+        model: A ModelConfig, the name of a preset, or the path of a config.json; or a RunConfig, of which other
+            settings are wanted, if any.
+        **settings: Fields of `RunConfig`.
+
+    Raises:
+        ValueError: If a setting does not exist, or as `RunConfig`.
+    """
+    for name in settings:
+        one_of("setting", name, SETTINGS)
+    if isinstance(model, RunConfig):
+        return replace(model, **settings) if settings else model
+    return RunConfig(model=model, **settings)
+
+
+def takes_settings(function: Callable) -> Callable:
+    """Give a function with `**settings` the signature, and the text of help, that name every setting of a run."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type
+        )
+        for name, setting in SETTINGS.items()
+    ]
+    first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=[*first, *made, *own[len(first) :]])
+    listed = (f"    {name}: {setting.metadata['help']}" for name, setting in SETTINGS.items())
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *listed])
+    return function
+
+
+def _sizes(layers_per_stage: object) -> tuple[int, ...] | None:
+    if layers_per_stage is None:
+        return None
+    listed = isinstance(layers_per_stage, Iterable) and not isinstance(layers_per_stage, str | bytes)
+    found = tuple(layers_per_stage) if listed else ()
+    if not found or not all(isinstance(size, int) and not isinstance(size, bool) for size in found):
+        raise ValueError(
+            f"layers_per_stage={layers_per_stage!r} must be whole numbers, one for each stage, like [7, 8, 8, 7]"
+        )
+    return found
+
+
+def resolve_model(model: ModelConfig | str | PathLike) -> ModelConfig:
+    """Return the model that was meant: a ModelConfig, the name of a preset, or the path of a config.json.
+
+    Args:
+        model: Text counts as a path if it contains a slash or ends in .json.
+
+    Raises:
+        ValueError: If there is no such model or file.
+    """
+    if isinstance(model, ModelConfig):
+        return model
+    if isinstance(model, PathLike) or (isinstance(model, str) and ("/" in model or model.endswith(".json"))):
+        return from_hf(model)
+    if not isinstance(model, str):
+        raise ValueError(
+            f"model={model!r} must be a ModelConfig, the name of a preset, or the path of a config.json"
+        )
+    return preset(model)

@@ -1,0 +1,251 @@
+"""What one pipeline stage of a run holds, derived once: its layers, tensors, parameters, and micro-batches in flight.
+
+The parameters of a rank come in units: the embedding, each block, the head. A unit is what FSDP gathers at a time.
+Units of one kind are equal: "embedding", "block", "block with experts" and "head". In a unit each parameter is trained,
+frozen (LoRA) or quantized (QLoRA), and belongs to a routed expert or not.
+
+The tensors of a run as FSDP2 meets them: shapes, unit by unit, and what rank 0 keeps of each.
+
+A tensor of 10 x 3 on 4 ranks: each keeps ceil(10 / 4) = 3 rows, and the last one has 1. ZeRO's one flat array would
+give ceil(30 / 4) = 8 numbers to each. Sums over a model differ by a row a tensor at most, and states are exact only
+if it is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from lablib.calc.memory.config import RunConfig
+from lablib.calc.models import Tensor, embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.parallel import Shape, padded
+from lablib.calc.schedules import in_flight, layers_of_stage
+
+
+def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
+    """Return the shapes of a rank's tensors, one entry for each copy, before data parallelism shards them.
+
+    Hugging Face's GPT-2 keeps q, k and v in one tensor, and its matrices with inputs first.
+
+    Args:
+        run: The run.
+        tensors: Some of its tensors.
+    """
+    shapes: list[Shape] = []
+    together = run.kernels.joins_qkv(run.model)
+    for tensor in tensors:
+        outputs, inputs = tensor.shape(run.tp)
+        copies = tensor.local_copies(run.ep)
+        if together and tensor.component in ("attention", "mlp"):
+            shapes += _conv1d(tensor, outputs, inputs, run.model.hidden)
+        else:
+            shapes += [(outputs, inputs) if tensor.inputs > 1 else (outputs,)] * copies
+    return shapes
+
+
+def _conv1d(tensor: Tensor, outputs: int, inputs: int, hidden: int) -> list[Shape]:
+    matrix = tensor.inputs > 1
+    if tensor.component == "mlp" or (matrix and tensor.split == "inputs") or not tensor.split:
+        return [(inputs, outputs) if matrix else (outputs,)]
+    # q comes alone and stands for all three; k and v come as two copies of one tensor.
+    if tensor.copies == 2:
+        return []
+    return [(inputs, 3 * outputs) if matrix else (3 * outputs,)]
+
+
+def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
+    """Return the shapes of the adapters of these tensors: A is (r, inputs), B is (outputs, r).
+
+    Args:
+        run: The run.
+        tensors: Some of its tensors.
+    """
+    if run.tuning == "full":
+        return []
+    shapes: list[Shape] = []
+    for tensor in tensors:
+        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
+            outputs, inputs = tensor.shape(run.tp)
+            shapes += [(run.lora_rank, inputs), (outputs, run.lora_rank)] * tensor.local_copies(run.ep)
+    return shapes
+
+
+def unit_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> tuple[list[Shape], list[Shape]]:
+    """Return the shapes of trained and of frozen tensors.
+
+    Args:
+        run: The run.
+        tensors: The tensors of a unit.
+    """
+    whole = tensor_shapes(run, tensors)
+    return (whole, []) if run.tuning == "full" else (adapter_shapes(run, tensors), whole)
+
+
+def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
+    """Return the parameters that rank 0 keeps: `Σ ceil(rows / ranks) · row`.
+
+    Args:
+        shapes: Shapes of whole tensors.
+        ranks: Ranks that share each of them.
+    """
+    return padded(list(shapes), ranks) // ranks
+
+
+def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
+    """Return the shapes of trained tensors in the order in which a model registers them, which is the optimizer's.
+
+    Ours and GPT-2's blocks begin with a norm; in Hugging Face's Llama both norms come behind the MLP. A bias follows
+    its matrix.
+
+    Args:
+        run: The run.
+        tensors: The tensors of a unit.
+    """
+    tensors = list(tensors)
+    norms = unit_shapes(run, [t for t in tensors if "norm" in t.component])[0]
+    attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
+    others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
+    rest = _with_biases(unit_shapes(run, others)[0])
+    if run.kernels.norms_last(run.model):
+        return attention + rest + norms
+    half = len(norms) // 2
+    return norms[:half] + attention + norms[half:] + rest
+
+
+def _with_biases(shapes: list[Shape]) -> list[Shape]:
+    biases = [shape for shape in shapes if len(shape) == 1]
+    ordered: list[Shape] = []
+    for shape in shapes:
+        if len(shape) > 1:
+            ordered.append(shape)
+            mine = next((bias for bias in biases if bias[0] in shape), None)
+            if mine:
+                biases.remove(mine)
+                ordered.append(mine)
+    return ordered + biases
+
+
+Params = Mapping[
+    tuple[str, bool], int
+]  # ("trained", "frozen" or "quantized"; of an expert) -> parameters; 0 if missing
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run, from 0."""
+
+    run: RunConfig
+    number: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.number == self.run.pp - 1
+
+    @cached_property
+    def chunks(self) -> tuple[range, ...]:
+        """Its layers, chunk by chunk."""
+        run = self.run
+        return tuple(
+            layers_of_stage(
+                run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage, self.number
+            )
+        )
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of its layers."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Micro-batches that each chunk holds at the stage's peak."""
+        run = self.run
+        return tuple(
+            in_flight(
+                run.schedule,
+                self.number,
+                run.pp,
+                virtual_stages=run.virtual_stages,
+                num_microbatches=run.num_microbatches,
+            )
+        )
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The kind of each block."""
+        experts = self.run.model.has_experts
+        return tuple("block with experts" if experts(layer) else "block" for layer in self.layers)
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The kind of each unit: embedding on the first stage, blocks, head on the last."""
+        return ("embedding",) * self.is_first + self.blocks + ("head",) * self.is_last
+
+    @cached_property
+    def count(self) -> Mapping[str, int]:
+        """How many units there are of each kind."""
+        return MappingProxyType(Counter(self.units))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, tuple[Tensor, ...]]:
+        """The tensors of a unit of each kind.
+
+        With tied embeddings and several stages the last stage holds a copy of the token table, as Megatron-LM does.
+        """
+        config = self.run.model
+        found = {
+            kind: tuple(layer_tensors(config, layer))
+            for kind, layer in zip(self.blocks, self.layers, strict=True)
+        }
+        if self.is_first:
+            # Hugging Face's plan splits the head's vocabulary, and not the embedding's.
+            unsplit = self.run.kernels.eager
+            table = embedding_tensors(config)
+            found["embedding"] = tuple(replace(t, split="") if unsplit else t for t in table)
+        if self.is_last:
+            copy = embedding_tensors(config)[:1] if config.tied and self.run.pp > 1 else []
+            found["head"] = (*head_tensors(config), *copy)
+        return MappingProxyType({kind: found[kind] for kind in self.count})
+
+    @cached_property
+    def params(self) -> Mapping[str, Params]:
+        """The parameters of a unit of each kind on this rank."""
+        return MappingProxyType({kind: _params(self.run, tensors) for kind, tensors in self.tensors.items()})
+
+    @cached_property
+    def total_params(self) -> Params:
+        """The parameters of all units together on this rank."""
+        total: Counter[tuple[str, bool]] = Counter()
+        for kind, params in self.params.items():
+            for key, number in params.items():
+                total[key] += self.count[kind] * number
+        return MappingProxyType(total)
+
+    @cached_property
+    def trained_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the trained tensors, in the order in which the optimizer has them."""
+        shapes = {kind: in_order(self.run, tensors) for kind, tensors in self.tensors.items()}
+        return tuple(shape for kind in self.units for shape in shapes[kind])
+
+
+def _params(run: RunConfig, tensors: tuple[Tensor, ...]) -> Params:
+    params: Counter[tuple[str, bool]] = Counter()
+    for tensor in tensors:
+        number = tensor.local_params(run.tp, run.ep)
+        if run.tuning == "full":
+            params["trained", tensor.is_expert] += number
+            continue
+        kind = "quantized" if run.tuning == "qlora" and tensor.is_adapted else "frozen"
+        params[kind, tensor.is_expert] += number
+        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
+            params["trained", tensor.is_expert] += tensor.adapter_params(run.lora_rank, run.tp, run.ep)
+    return MappingProxyType(params)

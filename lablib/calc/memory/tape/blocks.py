@@ -1,0 +1,351 @@
+"""One block of a transformer as a tape, in three implementations: the papers' kernels, our transformer, Hugging Face.
+
+| `kernels` | norms | rotary | MLP | what it is |
+|---|---|---|---|---|
+| paper | one operator | in place | activation function and product are one operator | Korthikanti et al. 2022 |
+| toy | RMSNorm in five operators, in fp32 | four products | two operators | `lablib.toys.transformer` |
+| hf | the same | the same | the same; GPT-2's GELU in eight operators | Hugging Face's eager classes |
+
+What a tape keeps is what `lablib.calc.memory.activations.block` counts in closed form; the tests hold both to each other, and to
+PyTorch. The tape knows more: what is alive at every operator, forward and backward.
+
+How a piece of a model is put on a tape.
+
+What PyTorch's tensor parallelism adds to a tape: `parallelize_module` with Hugging Face's plan.
+
+    q, k, v, gate, up    column-wise: every rank reads the whole stream and makes its part of the outputs
+    output, down         row-wise: every rank makes a part of every output's sum, and an all-reduce adds them up
+    head                 column-wise, and its logits are gathered: the loss sees the whole vocabulary
+    embedding, norms     whole on every rank
+
+A collective of DTensor is a function: it reads one tensor and makes another, so both are there while it runs.
+Forward, of n tokens: the sums of this rank, `n h`, and those of all. Backward: each column-wise matrix has a gradient
+of the stream of its own, and sums it up over the ranks before it meets the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
+from lablib.calc.models import ModelConfig
+
+if TYPE_CHECKING:
+    from lablib.calc.memory.activations import Implementation
+    from lablib.calc.memory.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSetting:
+    """How a block runs.
+
+    Attributes:
+        config: The model.
+        kernels: Whose operators.
+        batch: Sequences.
+        seq: Tokens in a sequence.
+        value: Bytes of a value of the model.
+        gradient: Bytes of a parameter's gradient.
+        low: Bytes of a value in matmuls under autocast; 0 without.
+        fused: Whether attention is one kernel.
+        dropout: Whether there is dropout.
+        recompute: "none", "selective" or "full".
+        tp: Tensor parallel ranks.
+        sequence_parallel: Whether the stream is split over them.
+        cp: Context parallel ranks.
+        layer: Number of the layer.
+        input_needs_grad: Whether the block's input gets a gradient: not behind a frozen embedding.
+        lora_rank: Rank of adapters; 0 without.
+        lora_targets: "all" or "attention".
+    """
+
+    config: ModelConfig
+    kernels: Implementation
+    batch: int
+    seq: int
+    value: int = 2
+    gradient: int = 2
+    low: int = 0
+    fused: bool = True
+    dropout: bool = False
+    recompute: str = "none"
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    layer: int = 0
+    input_needs_grad: bool = True
+    lora_rank: int = 0
+    lora_targets: str = "all"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank where no sequence parallelism is."""
+        return self.batch * self.seq // self.cp
+
+    @property
+    def stream(self) -> int:
+        """Tokens of this rank in the stream."""
+        return self.tokens // (self.tp if self.sequence_parallel else 1)
+
+
+def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding: bool) -> BlockSetting:
+    """Return how a layer of a run is put on a tape.
+
+    Args:
+        run: The run.
+        layer: Its number; it matters whether that layer has experts.
+        gradient: Bytes of a parameter's gradient.
+        behind_embedding: Whether it is the first layer of the model.
+    """
+    dropout = run.dropout
+    if dropout is None:
+        dropout = run.kernels.default_dropout(run.model)
+    autocast = run.recipe.casts
+    lora = run.tuning != "full"
+    return BlockSetting(
+        config=run.model,
+        kernels=run.kernels,
+        batch=run.micro_batch,
+        seq=run.seq,
+        value=run.recipe.weights if autocast and run.kernels.eager else run.recipe.activation,
+        gradient=gradient,
+        low=autocast if run.kernels.eager else 0,
+        fused=run.attention == "fused",
+        dropout=dropout > 0,
+        recompute=run.recompute,
+        tp=run.tp,
+        sequence_parallel=run.sequence_parallel,
+        cp=run.cp,
+        # One layer stands for all that are like it, so that its tape is written once.
+        layer=run.model.num_layers - 1 if run.model.has_experts(layer) else 0,
+        # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
+        input_needs_grad=not (lora and behind_embedding)
+        or (run.kernels.checkpoints_positions and run.recompute == "full"),
+        lora_rank=run.lora_rank if lora else 0,
+        lora_targets=run.lora_targets,
+    )
+
+
+def read_by_all(e: Eager, s: BlockSetting, x: Value) -> Value:
+    """Return x as a column-wise matrix reads it: in backward its gradients are summed up over the ranks.
+
+    Args:
+        e: Where to write.
+        s: How the piece runs.
+        x: The stream.
+    """
+    if s.tp == 1:
+        return x
+    return e.make("all-reduce of the gradient", [x], e.numbers(x), e.item[x], view=True, gradient=NEW)
+
+
+def summed_up(e: Eager, s: BlockSetting, y: Value, name: str) -> Value:
+    """Return the sum over ranks of what a row-wise matrix made.
+
+    Args:
+        e: Where to write.
+        s: How the piece runs.
+        y: This rank's part of the sums.
+        name: Of the matrix.
+    """
+    if s.tp == 1:
+        return y
+    return e.make(f"all-reduce of the {name}", [y], e.numbers(y), e.item[y], gradient=SHARED)
+
+
+def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Value:
+    """Return the logits of the whole vocabulary: gathered rank by rank, then put in the order of the words.
+
+    Args:
+        e: Where to write.
+        s: How the piece runs.
+        logits: Of this rank's words.
+        words: On this rank; the last rank may have fewer, and is padded.
+    """
+    padded = s.tokens * words * s.tp
+    return e.make(
+        "all-gather of the logits",
+        [logits],
+        s.tokens * s.config.vocab,
+        e.item[logits],
+        temporary=padded * e.item[logits],
+        label="logits",
+    )
+
+
+def eager_block(setting: BlockSetting) -> Tape:
+    """Return the tape of one block as eager PyTorch runs it; the papers' is `tape_paper.paper_block`."""
+    return _EagerBlock(setting).tape
+
+
+class _EagerBlock:
+    """Writes one block as eager PyTorch runs it."""
+
+    def __init__(self, s: BlockSetting) -> None:
+        self.s, self.c = s, s.config
+        self.e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
+        self.tape = self.e.tape
+        self.hf = s.kernels.holds_variables
+        self.weights: Value | None = None
+        self.tape.recomputing = s.recompute == "full"
+        item = FP32 if s.low else s.value
+        x = self.e.input("input of the block", s.stream * self.c.hidden, item, needs_grad=s.input_needs_grad)
+        self.tape.hold(x)
+        added = self.attention(self.norm(x, 1))
+        if self.hf and self.c.family == "gpt2":
+            self.tape.hold(added)  # a variable of its block's forward; Llama's is given another value
+        x = self.add(x, added, "attention")
+        y = self.mlp(self.norm(x, 2))
+        if self.hf and self.weights:
+            self.tape.use(self.weights)  # a variable of the layer's forward
+        self.add(x, y, "the MLP")
+        if s.recompute == "full":
+            self.tape.kinds[self.tape.inputs[0]] = "input"
+
+    def norm(self, x: Value, number: int) -> Value:
+        how = {"kind": "norms", "name": f"norm {number}"}
+        if self.c.norm == "layernorm":
+            return self.e.layernorm(x, self.c.hidden, **how)
+        return self.e.rmsnorm(x, self.c.hidden, **how)
+
+    def add(self, x: Value, y: Value, of: str) -> Value:
+        if self.s.dropout:
+            y = self.e.dropout(y, kind="attention" if of == "attention" else "mlp", name=f"dropout of {of}")
+        return self.e.add(x, y, f"add {of}", label=f"stream behind {of}")
+
+    def linear(
+        self, x: Value, inputs: int, outputs: int, kind: str, name: str, bias: bool, label: str = ""
+    ) -> Value:
+        s, e = self.s, self.e
+        how = {"kind": kind, "name": name, "bias": bias, "label": label}
+        if not s.lora_rank or (s.lora_targets == "attention" and kind != "attention"):
+            return e.linear(x, inputs, outputs, **how)
+        # As lablib.launch.finetuning.lora has it: A first, so that its backward runs last, when x has its other gradient already.
+        # Both matrices are cast to the dtype of x there, which leaves nothing for autocast to cache where that is 16 bits.
+        own = {"kind": "adapters", "trained": True, "leaf": e.item[x] == s.value}
+        down = e.linear(x, inputs, s.lora_rank, name=f"A of {name}", **own)
+        y = e.linear(x, inputs, outputs, **how)
+        up = e.linear(down, s.lora_rank, outputs, name=f"B of {name}", **own)
+        return e.add(y, e.scale(up), label=label)
+
+    def column(self, x: Value, outputs: int, kind: str, name: str, bias: bool, label: str = "") -> Value:
+        x = read_by_all(self.e, self.s, x)
+        return self.linear(x, self.c.hidden, outputs, kind, name, bias, label)
+
+    def row(self, x: Value, inputs: int, kind: str, name: str, bias: bool) -> Value:
+        y = self.linear(x, inputs, self.c.hidden, kind, name, bias)
+        return summed_up(self.e, self.s, y, name)
+
+    # Attention.
+
+    def attention(self, x: Value) -> Value:
+        c, e, t = self.c, self.e, self.s.tp
+        q_width, kv_width = c.q_width // t, c.kv_width // t
+        if self.hf and c.family == "gpt2":
+            together = self.column(x, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
+            n = self.s.tokens
+            q, k, v = e.split(together, [n * q_width, n * kv_width, n * kv_width])
+        else:
+            q, k, v = (
+                self.column(x, width, "attention", f"{name} projection", c.qkv_bias, label=name)
+                for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
+            )
+        if not c.learned_positions:
+            item = FP32 if self.s.low else self.s.value
+            tables = [
+                e.input(name, self.s.seq * c.head_dim, item, needs_grad=False, given=True)
+                for name in ("cosines", "sines")
+            ]
+            q, k = e.rotate(q, *tables), e.rotate(k, *tables)
+        before, self.tape.recomputing = self.tape.recomputing, self.s.recompute in ("selective", "full")
+        mixed = self.fused(q, k, v) if self.s.fused else self.plain(q, k, v)
+        self.tape.recomputing = before
+        y = self.row(mixed, q_width, "attention", "output projection", c.attn_out_bias)
+        for variable in (x, q, k, v):
+            self.tape.use(variable)
+        return y
+
+    def fused(self, q: Value, k: Value, v: Value) -> Value:
+        rows = self.s.tokens * self.c.num_heads // self.s.tp
+        return self.e.fused_attention(q, k, v, rows, self.e.numbers(q), kind="attention")
+
+    def plain(self, q: Value, k: Value, v: Value) -> Value:
+        c, e, s = self.c, self.e, self.s
+        wide = e.numbers(q)
+        groups = c.num_heads // c.num_kv_heads
+        pairs = s.batch * (c.num_heads // s.tp) * s.seq * s.seq // s.cp
+        if groups > 1:
+            k, v = e.copy(k, wide, "k"), e.copy(v, wide, "v")
+        variables = [k, v]  # which a frame of Python holds to its end
+        if s.low:  # by the matmul, so that keys are repeated before, in fp32 if rotation left them so
+            q, k, v = (e.cast(x, s.low) for x in (q, k, v))
+        # A batched product wants sequences and heads in one dim; a view cannot do that to both.
+        many = s.batch > 1 and s.seq > 1 and c.num_heads // s.tp > 1
+        if many:
+            q = e.copy(q, label="q")
+            k = k if groups > 1 else e.copy(k, label="k")
+        scaled = e.scale(e.matmul(q, k, pairs, kind="attention", name="q kᵀ"))
+        if self.hf:  # its mask is one for all blocks, and counted there
+            scores = e.shift(scaled, "mask", label="masked scores")
+        else:
+            mask = e.make("mask", [], s.seq * s.seq // s.cp, e.item[q])
+            scores = e.make(
+                "add the mask",
+                [scaled, mask],
+                pairs,
+                e.item[q],
+                gradient=[SHARED, NONE],
+                label="masked scores",
+            )
+            variables += [scaled, mask]
+        # Llama asks for softmax in fp32; GPT-2 gets it under autocast, where its mask is fp32.
+        if self.hf and (s.low or c.family != "gpt2"):
+            full = e.cast(scores, FP32)
+            weights = e.function("softmax", full, kind="scores", keeps_output=True, label="softmax output")
+            e.tape.use(scores)
+            weights = e.cast(weights, e.item[q], "weights")
+        else:
+            weights = e.function("softmax", scores, kind="scores", keeps_output=True, label="softmax output")
+        if s.dropout:
+            weights = e.dropout(weights, kind="scores", name="dropout of the weights")
+        if many and groups == 1:
+            v = e.copy(v, label="v")
+        self.weights = weights
+        self.tape.kinds.setdefault(weights.storage, "scores")
+        mixed = e.matmul(weights, v, wide, kind="attention", name="weights × v")
+        for variable in variables:
+            e.tape.use(variable)
+        return e.copy(mixed, label="attention output")
+
+    # MLP.
+
+    def mlp(self, x: Value) -> Value:
+        c, e = self.c, self.e
+        f = c.ffn // self.s.tp
+        if c.gated_mlp:
+            gate = self.column(x, f, "mlp", "gate projection", c.mlp_bias, label="output of gate")
+            inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")
+            up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="output of up")
+            inner = e.times(inner, up, kind="mlp", name="SiLU(gate) × up", label="SiLU(gate) × up")
+        else:
+            up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="input of GELU")
+            inner = (
+                self.new_gelu(up) if self.hf else e.function("GELU", up, kind="mlp", label="output of GELU")
+            )
+        y = self.row(inner, f, "mlp", "down projection", c.mlp_bias)
+        self.tape.use(x)
+        return y
+
+    def new_gelu(self, x: Value) -> Value:
+        """GPT-2's GELU, `0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))`, one operator for each sign."""
+        e = self.e
+        half = e.scale(x, "half", label="half of GELU's input")
+        cube = e.function("cube", x, kind="mlp")
+        angle = e.scale(e.add(x, e.scale(cube, "small part of the cube")), "angle")
+        tanh = e.function("tanh", angle, kind="mlp", keeps_output=True, label="tanh")
+        more = e.shift(tanh, "1 + tanh", label="1 + tanh")
+        output = e.times(half, more, kind="mlp", name="GELU", label="output of GELU")
+        e.tape.use(x)
+        return output

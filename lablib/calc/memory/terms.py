@@ -1,0 +1,460 @@
+"""What `training_memory` returns: bytes by term, in three groups that sum to the total.
+
+Every term of the calculator, once: its name, what it is for, its formula, its source, and who can confirm it.
+
+A term is computed in `rank_memory`, `run_activations`, `step_buffers` or on a tape. Whoever lists, explains, compares or
+draws terms reads them here. A name may have a part behind a dot: "activations.norms", "recomputed.mlp".
+
+Kinds are those that PyTorch's trackers tell apart (`torch.distributed._tools`, MemTracker and FSDPMemTracker; source:
+mem_tracker.py and fsdp2_mem_tracker.py). They label a tensor when it is made, by who is running then: forward makes
+activations, backward makes temporaries, the optimizer makes optimizer states. Hooks relabel a few: a gradient once a
+parameter has it, FSDP2's buffers once a collective gets them. The calculator names what a tensor is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lablib.calc.hardware import Accelerator, accelerator
+
+ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
+KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
+DETTMERS = "Dettmers et al. 2023 (arXiv 2305.14314), section 3"
+AUTOGRAD = "PyTorch, tools/autograd/derivatives.yaml"
+ENGINE = "PyTorch, torch/csrc/autograd/engine.cpp"
+LOSS = "PyTorch, torch.nn.functional.cross_entropy: log_softmax and nll_loss"
+FSDP = "PyTorch, torch/distributed/fsdp/_fully_shard"
+PIPELINING = "PyTorch, torch.distributed.pipelining"
+ADAM = "PyTorch, torch/optim/adam.py"
+
+
+class When(NamedTuple):
+    """What a tracker's label may depend on.
+
+    Attributes:
+        phase: Of the step.
+        at: The operator that runs.
+        recompute: "none", "selective" or "full".
+        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
+    """
+
+    phase: str
+    at: str
+    recompute: str
+    fsdp2: bool
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term.
+
+    Attributes:
+        name: As in breakdowns and timelines.
+        role: "weights", "gradients", "optimizer", "activations" or "buffers": its colour in pictures.
+        formula: How it is counted, in the letters of `lablib.calc.memory.timeline.explain`.
+        source: Where the formula can be checked.
+        kind: What PyTorch's trackers call it, or a function that says so; None where none was asked.
+        proof: "exact": it follows from counting. "measured": tests hold it to PyTorch; "fsdp2": under FSDP2 alone.
+            "unproven": no oracle on a CPU can see it.
+        running: Whether its size is that of what the running operator makes, or needs.
+    """
+
+    name: str
+    role: str
+    formula: str
+    source: str
+    kind: str | Callable[[When], str] | None = None
+    proof: str = "measured"
+    running: bool = False
+
+
+def _recomputed(when: When) -> str:
+    # MemTracker knows that forward runs again while a module of the block does. What a block's own forward makes
+    # between its modules, the stream, counts as backward's; so does selective recomputation, which runs a function.
+    # FSDPMemTracker asks FSDP2's units alone, whose hooks are outside of what runs again.
+    return "activations" if when.recompute == "full" and not when.fsdp2 else "temporary"
+
+
+def _reducing(during: str, else_: str) -> Callable[[When], str]:
+    return lambda when: during if when.at == "reduce-scatter" else else_
+
+
+def _made_now(when: When) -> str:
+    return "activations" if when.phase in ("forward", "loss") else "temporary"
+
+
+_TERMS = (
+    # States.
+    Term(
+        "weights",
+        "weights",
+        "bytes of a weight × ψ (/ N where weights are sharded)",
+        ZERO,
+        "weights",
+        "exact",
+    ),
+    Term("quantized_weights", "weights", "ψ / 2", DETTMERS, proof="exact"),
+    Term("quantization_constants", "weights", "ψ / 64 + 4 ψ / (64 × 256)", DETTMERS, proof="exact"),
+    Term(
+        "gradients",
+        "gradients",
+        "bytes of a gradient × parameters whose backward is done (/ N where sharded)",
+        ZERO,
+        "gradients",
+        "exact",
+    ),
+    Term(
+        "gradient_accumulation", "gradients", "4 ψ", "The Ultra-Scale Playbook (Hugging Face)", proof="exact"
+    ),
+    Term(
+        "gradient_copy",
+        "optimizer",
+        "4 ψ / N",
+        "Megatron-LM documentation, distributed optimizer",
+        proof="exact",
+    ),
+    # The master copy is a module of parameters like any other.
+    Term("master_weights", "optimizer", "4 ψ (/ N where the optimizer is sharded)", ZERO, "weights", "exact"),
+    *(
+        Term(
+            moment,
+            "optimizer",
+            "bytes of a moment × ψ (/ N)",
+            "Kingma and Ba 2014 (arXiv 1412.6980)",
+            "optimizer",
+            "exact",
+        )
+        for moment in ("momentum", "variance")
+    ),
+    # What forward keeps. The batch was there before forward began.
+    Term(
+        "activations",
+        "activations",
+        "what operators of a block keep for backward",
+        KORTHIKANTI,
+        "activations",
+    ),
+    Term("activations.tokens", "activations", "token ids", AUTOGRAD, "inputs"),
+    Term(
+        "weight_casts",
+        "buffers",
+        "bytes of a cast × matrices used so far, until their backward",
+        "PyTorch, torch.amp",
+        "activations",
+    ),
+    Term("logits", "activations", "bytes of a value × n V", LOSS, "activations"),
+    Term("logits_fp32", "activations", "4 n V: cross-entropy reads fp32", LOSS, "activations"),
+    Term(
+        "attention_mask",
+        "activations",
+        "bytes of a value × b s²",
+        "transformers, masking_utils",
+        "activations",
+    ),
+    Term(
+        "stage_outputs",
+        "activations",
+        "bytes of a value × n h × micro-batches in flight",
+        PIPELINING,
+        "activations",
+    ),
+    Term("stage_inputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING),
+    # Made in forward, kept or not.
+    Term(
+        "forward_values",
+        "activations",
+        "what forward holds and backward will not need",
+        AUTOGRAD,
+        "activations",
+        running=True,
+    ),
+    Term(
+        "recomputed",
+        "activations",
+        "what the replay of the block has made again for its backward",
+        AUTOGRAD,
+        _recomputed,
+        running=True,
+    ),
+    Term(
+        "recomputed_values",
+        "activations",
+        "what the replay holds and backward will not need",
+        AUTOGRAD,
+        _recomputed,
+        running=True,
+    ),
+    Term(
+        "recomputed_stream",
+        "activations",
+        "the stream behind attention, which the replay of the block made",
+        AUTOGRAD,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "operator_temporaries",
+        "buffers",
+        "what one operator's backward makes for itself",
+        AUTOGRAD,
+        _made_now,
+        running=True,
+    ),
+    # Outside of backward, before it begins: it is what the next stage sent.
+    Term(
+        "received_gradient",
+        "activations",
+        "bytes of a value × n h: held until the stage's backward ends",
+        PIPELINING,
+        "activations",
+    ),
+    # Made in backward.
+    Term(
+        "logits_gradients",
+        "activations",
+        "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back",
+        LOSS,
+        "temporary",
+    ),
+    Term(
+        "activation_gradients",
+        "activations",
+        "gradients of activations that wait for an operator",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "adapter_gradients",
+        "activations",
+        "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    # A gradient gets its label when a parameter gets it. Until then it was made in backward like any other tensor:
+    # while the operator that makes it runs, and while the first of two gradients of a tied table waits.
+    Term(
+        "new_gradients",
+        "gradients",
+        "gradients of parameters that the running operator makes",
+        ENGINE,
+        "temporary",
+        running=True,
+    ),
+    Term(
+        "tied_gradient",
+        "gradients",
+        "bytes of a gradient × V h: the head's, the embedding's and their sum",
+        ENGINE,
+        "temporary",
+    ),
+    # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer.
+    Term(
+        "gathered_weights",
+        "buffers",
+        "root and unit in use, whole, at the bytes of a gathered value",
+        FSDP,
+        "gathered weights",
+        "fsdp2",
+    ),
+    Term(
+        "arriving_weights",
+        "buffers",
+        "the unit that is copied out of its buffer, at the bytes of a gathered value",
+        FSDP,
+        "activations",
+        "fsdp2",
+    ),
+    Term(
+        "all_gather_buffers",
+        "buffers",
+        "buffers of the unit in use and of the next, as large as they are",
+        FSDP,
+        "all-gather buffers",
+        "fsdp2",
+    ),
+    # FSDP2's gradients are labelled by the tracker when their unit's reduction begins, the root's at the very end.
+    Term(
+        "unsharded_gradients",
+        "gradients",
+        "whole gradients of the unit in use",
+        FSDP,
+        _reducing("unsharded gradients", "temporary"),
+        "fsdp2",
+    ),
+    Term(
+        "root_gradients",
+        "gradients",
+        "whole gradients of the root, which wait for the end of backward",
+        FSDP,
+        "temporary",
+        "fsdp2",
+    ),
+    # Its label comes with the collective; fullest is the instant when gradients have been copied into it.
+    Term(
+        "reduce_scatter_buffers",
+        "buffers",
+        "the last unit's gradients, padded, in the dtype of the reduction",
+        FSDP,
+        _reducing("temporary", "reduce-scatter buffers"),
+        "fsdp2",
+    ),
+    Term(
+        "gradient_buckets",
+        "buffers",
+        "DDP's buckets, as large as all gradients",
+        "PyTorch, DistributedDataParallel",
+        "gradient buckets",
+    ),
+    Term(
+        "communication_buckets", "buffers", "two buckets of ZeRO, or the largest unit", ZERO, proof="unproven"
+    ),
+    Term(
+        "dequantized_weights",
+        "buffers",
+        "the largest matrix in the compute dtype",
+        "arXiv 2305.14314, section 3",
+        proof="unproven",
+    ),
+    Term(
+        "recomputed_layer", "buffers", "what the largest layer computes again", KORTHIKANTI, proof="unproven"
+    ),
+    # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
+    Term(
+        "master_gradients",
+        "gradients",
+        "4 ψ / N: an fp32 copy for the optimizer",
+        "torch.optim: one dtype a parameter",
+        "gradients",
+    ),
+    Term(
+        "optimizer_temporaries",
+        "optimizer",
+        "√variance of all tensors (foreach), or of the largest ones (for-loop)",
+        ADAM,
+        "optimizer",
+    ),
+)
+TERMS = {term.name: term for term in _TERMS}
+ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+def find_term(name: str) -> Term:
+    """Return a term by its name, or by what stands before the dot."""
+    return TERMS[name] if name in TERMS else TERMS[name.partition(".")[0]]
+
+
+Terms = tuple[tuple[str, int], ...]
+WEIGHT_TERMS, GRADIENT_TERMS = (
+    tuple(name for name, term in TERMS.items() if term.role == role and term.proof == "exact")
+    for role in ("weights", "gradients")
+)
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes of device memory on one rank at the peak of a training step.
+
+    Attributes:
+        model: Name of the model.
+        recipe: Name of the recipe.
+        stage: Pipeline stage that it describes, from 0.
+        ranks: Ranks of the whole run.
+        seq: Tokens in a sequence.
+        state_terms: What lives from step to step: weights, gradients, optimizer.
+        activation_terms: What forward keeps for backward, by kind, for all micro-batches in flight.
+        buffer_terms: What exists for a moment: gathered weights, buckets, one recomputed layer. Estimates.
+        host_terms: What offload moved to the CPU; not in the total.
+    """
+
+    model: str
+    recipe: str
+    stage: int
+    ranks: int
+    seq: int
+    state_terms: Terms
+    activation_terms: Terms
+    buffer_terms: Terms
+    host_terms: Terms
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Bytes by term; they sum to `total`."""
+        return dict(self.state_terms + self.activation_terms + self.buffer_terms)
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device: states, activations and buffers."""
+        return self.states + self.activations + self.buffers
+
+    @property
+    def states(self) -> int:
+        """Bytes of the model states: weights, gradients, optimizer."""
+        return sum(dict(self.state_terms).values())
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the states that the optimizer owns: master copy, its own gradient copy and moments."""
+        return self.by_role()["optimizer"]
+
+    @property
+    def activations(self) -> int:
+        """Bytes kept from forward to backward."""
+        return sum(dict(self.activation_terms).values())
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of short-lived buffers; an estimate."""
+        return sum(dict(self.buffer_terms).values())
+
+    @property
+    def host(self) -> int:
+        """Bytes that offload holds in CPU memory, for this rank."""
+        return sum(dict(self.host_terms).values())
+
+    def by_role(self) -> dict[str, int]:
+        """Return the bytes of weights, gradients, optimizer, activations and buffers; they sum to the total."""
+        found = dict.fromkeys(ROLES, 0)
+        for name, size in self.terms.items():
+            found[find_term(name).role] += size
+        return found
+
+    def headroom(self, device: Accelerator | str | int) -> int:
+        """Return the bytes that stay free on a device; negative if it does not fit.
+
+        The CUDA context (about half a GiB), NCCL's own buffers and fragmentation are not counted: keep some GiB.
+
+        Args:
+            device: An accelerator, its name, or a capacity in bytes.
+
+        Raises:
+            ValueError: If the name is unknown.
+        """
+        if isinstance(device, int):
+            return device - self.total
+        return (accelerator(device) if isinstance(device, str) else device).memory_bytes - self.total
+
+    def fits(self, device: Accelerator | str | int) -> bool:
+        """Return whether the total is at most the device's nominal capacity.
+
+        Args:
+            device: An accelerator, its name, or a capacity in bytes.
+
+        Raises:
+            ValueError: If the name is unknown.
+        """
+        return self.headroom(device) >= 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain dictionaries and numbers, as `rung memory --json` prints it."""
+        numbers = ("model", "recipe", "stage", "ranks", "seq")
+        numbers += ("total", "states", "optimizer", "activations", "buffers", "host")
+        groups = ("state_terms", "activation_terms", "buffer_terms", "host_terms")
+        return (
+            {name: getattr(self, name) for name in numbers}
+            | {"terms": self.terms}
+            | {name: dict(getattr(self, name)) for name in groups}
+        )

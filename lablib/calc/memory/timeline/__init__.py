@@ -1,0 +1,18 @@
+"""The memory of a training step from instant to instant, and where each of its bytes comes from.
+
+`memory_timeline` returns the instants of a step; `.peak` is the fullest. `explain_memory` gives each term of one instant
+its formula and source.
+
+Read `timeline` for the table of instants, then `step`. Chapters 01 and 09.
+"""
+
+from lablib.calc.memory.timeline.explain import explain_moment
+from lablib.calc.memory.timeline.timeline import STEPS, MemoryMoment, MemoryTimeline, memory_timeline
+
+__all__ = [
+    "STEPS",
+    "MemoryMoment",
+    "MemoryTimeline",
+    "explain_moment",
+    "memory_timeline",
+]

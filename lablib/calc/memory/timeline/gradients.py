@@ -1,0 +1,302 @@
+"""What data parallelism and the optimizer hold for a part of a training step, by named term.
+
+Gradients are made block by block in backward. What happens then:
+
+    one rank         they stay until the optimizer has used them
+    DDP              they stay, and its buckets are a second copy unless they live in there
+    ZeRO 1, 2        buckets travel; stage 2 keeps a shard of each block's gradients
+    ZeRO 3, FSDP2    a block's gradients are copied into the buffer of a reduce-scatter, whose output is the shard.
+                     FSDP2 keeps that buffer until the next block's turn, and the root's gradients until the end.
+
+The optimizer (`optimizer_terms`), in PyTorch's three implementations of AdamW: "foreach" takes the square root of all
+variances at once, a temporary as large as one moment; "for-loop" does so for one tensor, in two steps; "fused" needs
+nothing. With an fp32 master copy of the weights all three need fp32 gradients, which replace those in 16 bits.
+
+Source: torch/optim/adamw.py and adam.py; torch/distributed/fsdp/_fully_shard; torch/distributed/optim/zero_redundancy_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from lablib.calc.memory.stage import Stage, in_order, shard_params, unit_shapes
+from lablib.calc.memory.states import all_reduces, fullest_part, weights_are_sharded
+from lablib.calc.memory.terms import MemoryBreakdown
+from lablib.calc.parallel import Unit, gathered_timeline, padded, shard_size
+
+FP32 = 4
+Terms = Mapping[str, int]  # name of a term -> bytes
+
+
+@dataclass(frozen=True)
+class Made:
+    """Gradients of parameters that backward has made so far, in bytes.
+
+    Attributes:
+        done: Those that are where the optimizer will find them.
+        root: Of FSDP2's root: unsharded until the end of backward.
+        buffer: FSDP2's last reduce-scatter, whose buffer is there until the next one.
+    """
+
+    done: int = 0
+    root: int = 0
+    buffer: int = 0
+
+
+def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> Reduction:
+    """Return how this run's gradients come and go.
+
+    Args:
+        stage: A stage of it.
+        memory: Its bytes, as `stage_memory` counts them.
+        accumulates: Whether an earlier micro-batch of the step has left its gradients.
+    """
+    return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, memory, accumulates)
+
+
+class Reduction:
+    """Gradients of replicas, or of ZeRO over flat arrays. Its methods answer, and change nothing.
+
+    Attributes:
+        gradient_bytes: Bytes of a gradient as backward leaves it.
+        accumulates_in_place: Whether gradients are there before backward, so that new ones are added and go.
+        lasting: What is there at all times, by term.
+        table_bytes: Bytes of the gradient of the token table.
+    """
+
+    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
+        self.run = run = stage.run
+        self.ranks = run.replicas(False)
+        self.gradient_bytes = run.recipe.gradients
+        self.on_host = run.offload in ("gradients", "parameters")
+        self.shards_gradients = (run.zero >= 2 and self.ranks > 1) or self.on_host
+        self.accumulates_in_place = accumulates and not self.shards_gradients
+        self.all_gradients = dict(memory.state_terms).get("gradients", 0)
+        buffers = dict(memory.buffer_terms)
+        self.buckets = buffers.get("communication_buckets", 0)
+        self.unsharded = {name: buffers.get(name, 0) for name in ("gathered_weights", "dequantized_weights")}
+        self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
+        self.lasting: dict[str, int] = {}
+        if all_reduces(run) and not self.on_host:
+            # DDP makes its buckets once, and they stay.
+            self.lasting["gradient_buckets"] = self.buckets
+            self.buckets = 0
+            if run.gradient_as_bucket_view and self.ranks > 1:
+                self.accumulates_in_place = True
+        if self.accumulates_in_place or (accumulates and not self.on_host):
+            self.lasting["gradients"] = self.all_gradients
+        #: Whether all of them are there already, so that backward adds none to what there is.
+        self.all_there = bool(self.lasting.get("gradients")) or self.on_host
+
+    def unsharded_weights(self, unit: str, phase: str, event: str = "compute") -> Terms:
+        """Return weights that are unsharded for a while.
+
+        Args:
+            unit: "" for embedding and head, or "block 3".
+            phase: "forward", "head", "loss", "backward" or "end".
+            event: "copy" or "compute".
+        """
+        return self.unsharded
+
+    def during(self, unit: str | None, made: Made, now: int) -> Terms:
+        """Return gradients of parameters during the backward of a unit.
+
+        Args:
+            unit: None for an end, or "block 3".
+            made: What was made before.
+            now: Bytes that the unit has made so far.
+        """
+        if self.shards_gradients:
+            return {
+                "unsharded_gradients": now,
+                "communication_buckets": self._in_buckets,
+                "gradients": made.done,
+            }
+        if self.run.zero and self.ranks > 1:
+            return {"gradients": now + made.done, "communication_buckets": self._in_buckets}
+        return {"gradients": now + made.done}
+
+    @property
+    def _in_buckets(self) -> int:
+        return 0 if weights_are_sharded(self.run) else self.buckets
+
+    def after(self, unit: str | None, made: Made, size: int) -> Made:
+        """Return what has been made when a unit's backward has ended, which made gradients of `size` bytes."""
+        if self.all_there:
+            return made
+        return replace(
+            made, done=made.done + (shard_size(size, self.ranks) if self.shards_gradients else size)
+        )
+
+    def reducing(self, unit: str, made: Made, size: int) -> Terms:
+        """Return what the reduction of a unit ("" for the ends) holds when its backward has ended."""
+        if unit or self.ranks == 1:
+            return {}
+        return {"gradients": made.done, "communication_buckets": self._in_buckets}
+
+
+class Fsdp2Reduction(Reduction):
+    """Gradients and unsharded weights of `fully_shard`, with one unit for each block; the root has the ends."""
+
+    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
+        super().__init__(stage, memory, accumulates)
+        run = self.run
+        self.gradient_bytes = run.recipe.gathered
+        self.shards_gradients, self.accumulates_in_place = True, False
+        self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
+        self.units = {unit.name: unit for unit in _fsdp2_units(stage)}
+        self.held: dict[tuple[str, str, str], Terms] = {}
+        for instant in gathered_timeline(
+            list(self.units.values()),
+            self.ranks,
+            reshard=run.zero == 3,
+            prefetch=run.prefetch or None,
+            param_bytes=run.recipe.gathered,
+            torch=run.torch,
+        ):
+            held = {"gathered_weights": instant.params, "all_gather_buffers": instant.buffers}
+            self.held[instant.phase, instant.unit, instant.event] = held
+
+    def unsharded_weights(self, unit: str, phase: str, event: str = "compute") -> Terms:
+        """Return unsharded weights and the buffers of all-gathers; see the base class."""
+        if phase == "end":
+            return {"gathered_weights": self._unit_bytes("")}
+        if phase in ("head", "loss"):
+            # Hugging Face's loss is inside of the root's forward, too.
+            inside = phase == "head" or self.run.kernels.loss_in_root
+            phase, event = "forward", "compute" if inside else "release"
+        elif not unit and phase == "forward":
+            event = "copy"
+        held = self.held.get((phase, unit, event), {})
+        if unit and phase == "forward" and event == "copy":
+            arriving = self._unit_bytes(unit)
+            return {
+                **held,
+                "arriving_weights": arriving,
+                "gathered_weights": held.get("gathered_weights", 0) - arriving,
+            }
+        return held
+
+    def _unit_bytes(self, unit: str) -> int:
+        u = self.units[unit]
+        return padded(u.shapes + u.frozen, self.ranks) * self.run.recipe.gathered
+
+    def during(self, unit: str | None, made: Made, now: int) -> Terms:
+        """Return sharded and unsharded gradients and the buffer of the last reduce-scatter; see the base class."""
+        return {
+            "gradients": made.done,
+            "unsharded_gradients": now if unit else 0,
+            "root_gradients": made.root + (0 if unit else now),
+            "reduce_scatter_buffers": made.buffer,
+        }
+
+    def after(self, unit: str | None, made: Made, size: int) -> Made:
+        """Return what has been made when a unit's backward has ended; the root's gradients wait."""
+        if unit is None:
+            return replace(made, root=made.root + size)
+        buffer = self._buffer(unit)
+        new = 0 if self.lasting.get("gradients") else buffer // self.ranks
+        return Made(made.done + new, made.root, buffer)
+
+    def reducing(self, unit: str, made: Made, size: int) -> Terms:
+        """Return what the reduce-scatter of a unit holds: its gradients and the buffer that they are copied into."""
+        terms = {
+            **(self.held.get(("backward", unit, "release"), {}) if unit else {}),
+            "gradients": made.done,
+            "unsharded_gradients": size if unit else made.root,
+            "root_gradients": made.root if unit else 0,
+            "reduce_scatter_buffers": self._buffer(unit),
+        }
+        return {term: size for term, size in terms.items() if size}
+
+    def _buffer(self, unit: str) -> int:
+        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.gradients
+
+
+def _fsdp2_units(stage: Stage) -> list[Unit]:
+    """The root, which has the ends and no name, and "block 0", "block 1", ..."""
+    ends = [tensor for kind in ("embedding", "head") for tensor in stage.tensors.get(kind, ())]
+    trained, frozen = unit_shapes(stage.run, ends)
+    units = [Unit(name="", shapes=tuple(trained), frozen=tuple(frozen))]
+    shapes = {kind: unit_shapes(stage.run, stage.tensors[kind]) for kind in set(stage.blocks)}
+    for number, kind in enumerate(stage.blocks):
+        trained, frozen = shapes[kind]
+        units.append(Unit(name=f"block {number}", shapes=tuple(trained), frozen=tuple(frozen)))
+    return units
+
+
+def optimizer_terms(stage: Stage, memory: MemoryBreakdown, step: str, reduction: Reduction) -> dict[str, int]:
+    """Return gradients and temporaries during the optimizer's step.
+
+    Args:
+        stage: The stage.
+        memory: Its bytes.
+        step: "foreach", "for-loop" or "fused".
+        reduction: Of the run.
+    """
+    run, recipe = stage.run, stage.run.recipe
+    gradients = 0 if reduction.on_host else reduction.all_gradients
+    terms = {"gradients": gradients}
+    if run.offload != "none":
+        return terms
+    terms["gradient_copy"] = dict(memory.state_terms).get("gradient_copy", 0)
+    if run.sharding == "fsdp2":
+        sizes = [shard_params([shape], reduction.ranks) for shape in stage.trained_shapes]
+        params = sum(sizes)
+    else:
+        params = sum(stage.total_params["trained", expert] for expert in (False, True))
+        params = shard_size(params, 1 if all_reduces(run) else reduction.ranks)
+        sizes = [min(prod(shape), params) for shape in stage.trained_shapes]
+    groups = optimizer_groups(stage)
+    in_fp32 = recipe.gradients == FP32 or recipe.accumulation or recipe.gradient_copy
+    converts = bool(recipe.master) and not in_fp32
+    if converts:
+        terms["master_gradients"] = params * FP32
+        terms["gradients"] = max(0, gradients - params * recipe.gradients)
+    value = FP32 if recipe.master else recipe.moment
+    rooted = "variance" in run.optimizer.moments and not run.optimizer.quantized
+    if rooted and step == "foreach":
+        terms["optimizer_temporaries"] = max(map(sum, groups), default=params) * value
+    elif rooted and step == "for-loop":
+        # The last tensor's denominator is still there when the next one's root is taken and divided.
+        pairs = [pair for group in groups or [sizes] for pair in zip([0, *group], group, strict=False)]
+        terms["optimizer_temporaries"] = max((last + 2 * size for last, size in pairs), default=0) * value
+    if converts and sum(sizes) == params:
+        before_step = {**terms, **_converting(sizes, recipe.gradients, terms["gradients"])}
+        before_step["optimizer_temporaries"] = 0
+        return max(terms, before_step, key=lambda found: sum(found.values()))
+    return terms
+
+
+def optimizer_groups(stage: Stage) -> list[list[int]]:
+    """Return the sizes of the tensors that one call of the optimizer updates together; nothing where that is all.
+
+    `ZeroRedundancyOptimizer` updates the rank's own part. PyTorch's tensor parallelism leaves split and unsplit
+    tensors, which foreach and fused kernels take in separate groups only; with FSDP2 all of them are split.
+    """
+    run = stage.run
+    if run.sharding == "whole":
+        return [fullest_part(stage)]
+    if run.tp == 1 or not run.kernels.eager or run.sharding == "fsdp2":
+        return []
+    groups = []
+    for split in (True, False):
+        found = {
+            k: in_order(run, [t for t in ts if bool(t.split) == split]) for k, ts in stage.tensors.items()
+        }
+        groups.append([prod(shape) for kind in stage.units for shape in found[kind]])
+    return groups
+
+
+def _converting(sizes: list[int], low: int, rest: int) -> dict[str, int]:
+    """Gradients at the fullest instant of their conversion to fp32: one tensor at a time, in the model's order."""
+    made, left = 0, sum(sizes)
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        made += FP32 * size
+        found.append((made, low * left))
+        left -= size
+    made, waiting = max(found, key=sum, default=(0, 0))
+    return {"master_gradients": made, "gradients": rest + waiting}

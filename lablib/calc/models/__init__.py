@@ -1,0 +1,20 @@
+"""Models, as the calculators know them: their sizes, the published ones by name, and those of a `config.json`."""
+
+from __future__ import annotations
+
+from lablib.calc.models.config import FAMILIES, ModelConfig
+from lablib.calc.models.hf_config import from_hf
+from lablib.calc.models.presets import preset, preset_names
+from lablib.calc.models.tensors import Tensor, embedding_tensors, head_tensors, layer_tensors
+
+__all__ = [
+    "FAMILIES",
+    "ModelConfig",
+    "Tensor",
+    "embedding_tensors",
+    "from_hf",
+    "head_tensors",
+    "layer_tensors",
+    "preset",
+    "preset_names",
+]

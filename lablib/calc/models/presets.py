@@ -1,0 +1,175 @@
+"""Published models as ModelConfig fields.
+
+Each row repeats the model's own `config.json`, or the table of its paper where there is none.
+The counts that `lablib.calc.params` makes of them are held to the published totals by tests.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from lablib.calc.models.config import ModelConfig
+
+
+def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_dim: int = 0) -> dict:
+    """GPT-2 (Radford et al. 2019) and GPT-3 (2005.14165, table 2.1): MLP of width 4h, tied output."""
+    return {
+        "family": "gpt2",
+        "num_layers": layers,
+        "hidden": hidden,
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "ffn": 4 * hidden,
+        "vocab": 50257,
+        "max_positions": positions,
+        "learned_positions": True,
+        "tied": True,
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "attn_out_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _rotary(
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    **more: object,
+) -> dict:
+    """The Llama shape: RMSNorm, rotary positions, gated MLP, no biases; `more` says what differs."""
+    return {
+        "family": family,
+        "num_layers": layers,
+        "hidden": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "max_positions": positions,
+        **more,
+    }
+
+
+def _gemma(
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    head_dim: int,
+) -> dict:
+    """Gemma 2 (2408.00118, table 1) and 3 (2503.19786): tied, norms before and after each half."""
+    return _rotary(
+        family,
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        ffn,
+        vocab,
+        positions,
+        head_dim=head_dim,
+        tied=True,
+        norms_per_layer=4,
+        qk_norm=family == "gemma3",
+    )
+
+
+PRESETS: dict[str, dict] = {
+    "gpt2": _gpt(12, 768, 12),
+    "gpt2-medium": _gpt(24, 1024, 16),
+    "gpt2-large": _gpt(36, 1280, 20),
+    "gpt2-xl": _gpt(48, 1600, 25),
+    "gpt3-6.7b": _gpt(32, 4096, 32, positions=2048),
+    "gpt3-175b": _gpt(96, 12288, 96, positions=2048),
+    # Llama 1 (2302.13971), 2 (2307.09288), 3 (2407.21783, table 3).
+    "llama-1-65b": _rotary("llama", 80, 8192, 64, 64, 22016, 32000, 2048),
+    "llama-2-7b": _rotary("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": _rotary("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": _rotary("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama-3-8b": _rotary("llama", 32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama-3-70b": _rotary("llama", 80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-8b": _rotary("llama", 32, 4096, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": _rotary("llama", 80, 8192, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": _rotary("llama", 126, 16384, 128, 8, 53248, 128256, 131072),
+    "llama-3.2-1b": _rotary("llama", 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
+    "llama-3.2-3b": _rotary("llama", 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
+    "mistral-7b-v0.1": _rotary("mistral", 32, 4096, 32, 8, 14336, 32000, 32768),
+    "qwen2-0.5b": _rotary("qwen2", 24, 896, 14, 2, 4864, 151936, 131072, tied=True, qkv_bias=True),
+    "qwen2-7b": _rotary("qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, qkv_bias=True),
+    "qwen2.5-0.5b": _rotary("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, tied=True, qkv_bias=True),
+    "qwen2.5-7b": _rotary("qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, qkv_bias=True),
+    "qwen2.5-72b": _rotary("qwen2", 80, 8192, 64, 8, 29568, 152064, 131072, qkv_bias=True),
+    "qwen3-0.6b": _rotary(
+        "qwen3", 28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True, qk_norm=True
+    ),
+    "qwen3-8b": _rotary("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True),
+    "gemma-2-2b": _gemma("gemma2", 26, 2304, 8, 4, 9216, 256000, 8192, 256),
+    "gemma-2-9b": _gemma("gemma2", 42, 3584, 16, 8, 14336, 256000, 8192, 256),
+    "gemma-3-1b": _gemma("gemma3", 26, 1152, 4, 1, 6912, 262144, 32768, 256),
+    "mixtral-8x7b": _rotary(
+        "mixtral", 32, 4096, 32, 8, 14336, 32000, 32768, num_experts=8, experts_per_token=2, expert_ffn=14336
+    ),
+    "mixtral-8x22b": _rotary(
+        "mixtral", 56, 6144, 48, 8, 16384, 32000, 65536, num_experts=8, experts_per_token=2, expert_ffn=16384
+    ),
+    "qwen3-30b-a3b": _rotary(
+        "qwen3-moe",
+        48,
+        2048,
+        32,
+        4,
+        6144,
+        151936,
+        40960,
+        head_dim=128,
+        qk_norm=True,
+        num_experts=128,
+        experts_per_token=8,
+        expert_ffn=768,
+    ),
+    # DeepSeek-V3 (2412.19437, section 4.2), without its multi-token prediction module.
+    "deepseek-v3": _rotary(
+        "deepseek-v3",
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        163840,
+        num_experts=256,
+        experts_per_token=8,
+        expert_ffn=2048,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Return a published model by name, for example "llama-3-8b"; ValueError suggests close names."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
+        raise ValueError(f"unknown model {name!r}; did you mean {', '.join(close)}?")
+    return ModelConfig(name=name, **PRESETS[name])
+
+
+def preset_names() -> list[str]:
+    """Return the names that `preset` knows, in the order of the table."""
+    return list(PRESETS)

@@ -1,0 +1,93 @@
+"""What each kind of parallelism stores, sends and waits for: closed forms, one module a kind.
+
+    traffic      bytes that each axis sends in one training step
+    data         buckets, and what backward hides of their all-reduce          chapter 02
+    tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
+    zero         states of the ZeRO stages                                     chapter 05
+    fsdp         what FSDP sends and holds, and its step                       chapter 06
+    fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
+    offload      states on the host                                            chapter 05
+    deepspeed    DeepSpeed's configuration and estimates                       chapter 05
+
+Read `zero` first: its formulas are the shortest.
+"""
+
+from lablib.calc.parallel.data import DDPStep, backward_transfers, bucket_sizes, ddp_step_time, exposed_time
+from lablib.calc.parallel.deepspeed import (
+    as_deepspeed_json,
+    deepspeed_settings,
+    persistent_params,
+    zero2_estimate,
+    zero3_estimate,
+)
+from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_traffic
+from lablib.calc.parallel.fsdp_units import (
+    Shape,
+    Unit,
+    UnshardedMoment,
+    check_reshard,
+    gathered_timeline,
+    padded,
+    peak_unsharded_bytes,
+)
+from lablib.calc.parallel.offload import (
+    CPU_ADAM_BYTES,
+    arithmetic_intensity,
+    needed_bandwidth,
+    offload_efficiency,
+    offload_step,
+    swap_seconds,
+)
+from lablib.calc.parallel.tensor import (
+    VARIANTS,
+    layer_collectives,
+    layer_elements,
+    layer_times,
+    rank_params,
+    split_heads,
+    tp_degrees,
+    variant,
+)
+from lablib.calc.parallel.zero import max_params, shard_size, state_terms, zero_state_bytes
+
+__all__ = [
+    "CPU_ADAM_BYTES",
+    "VARIANTS",
+    "DDPStep",
+    "FSDPTraffic",
+    "Shape",
+    "TimedUnit",
+    "Unit",
+    "UnshardedMoment",
+    "arithmetic_intensity",
+    "as_deepspeed_json",
+    "backward_transfers",
+    "bucket_sizes",
+    "check_reshard",
+    "ddp_step_time",
+    "deepspeed_settings",
+    "exposed_time",
+    "fsdp_step",
+    "fsdp_traffic",
+    "gathered_timeline",
+    "layer_collectives",
+    "layer_elements",
+    "layer_times",
+    "max_params",
+    "needed_bandwidth",
+    "offload_efficiency",
+    "offload_step",
+    "padded",
+    "peak_unsharded_bytes",
+    "persistent_params",
+    "rank_params",
+    "shard_size",
+    "split_heads",
+    "state_terms",
+    "swap_seconds",
+    "tp_degrees",
+    "variant",
+    "zero2_estimate",
+    "zero3_estimate",
+    "zero_state_bytes",
+]

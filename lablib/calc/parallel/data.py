@@ -1,0 +1,211 @@
+"""Buckets of gradients, and how much of their communication backward hides.
+
+Backward makes gradients in reverse registration order. A bucket's all-reduce may start when its last
+gradient is there and when the link has sent the bucket before it:
+
+    start_k = max(ready_k, end_{k-1}),   end_k = start_k + T_allreduce(bucket k),   exposed = end_last - backward
+
+Chapter: book/02_data_parallelism.md. Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lablib.calc.communication import check_link, ring_all_reduce_time
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One bucket on its way. Times are in seconds from the start of backward.
+
+    Attributes:
+        bucket: Its number, in the order of sending.
+        bytes: What it holds.
+        ready: When its last gradient is there.
+        start: When its all-reduce starts.
+        end: When its all-reduce is done.
+    """
+
+    bucket: int
+    bytes: int
+    ready: float
+    start: float
+    end: float
+
+
+def bucket_sizes(sizes: Sequence[int], *, first: int = 2**20, cap: int = 25 * 2**20) -> list[list[int]]:
+    """Put gradients into buckets: from the last to the first, closing a bucket once it holds its limit.
+
+    Args:
+        sizes: Bytes of each gradient, in the order in which the parameters were registered.
+        first: Limit of the first bucket in bytes; small, so that it leaves early.
+        cap: Limit of every other bucket in bytes.
+
+    Returns:
+        The buckets in the order of sending, each a list of indices into `sizes`.
+
+    Raises:
+        ValueError: If a size is negative or a limit is not positive.
+    """
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"sizes must not be negative, and the smallest is {min(sizes)}")
+    if first <= 0 or cap <= 0:
+        raise ValueError(f"first={first} and cap={cap} must be positive numbers of bytes")
+    buckets: list[list[int]] = []
+    held, limit = 0, 0
+    for index in reversed(range(len(sizes))):
+        if held >= limit:  # true at the start too: both are 0
+            limit, held = (cap if buckets else first), 0
+            buckets.append([])
+        buckets[-1].append(index)
+        held += sizes[index]
+    return buckets
+
+
+def backward_transfers(
+    sizes: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    *,
+    backward: float,
+    ranks: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    overlap: bool = True,
+) -> list[Transfer]:
+    """Return when each bucket is ready, starts and ends, if a gradient takes backward time as its bytes.
+
+    Args:
+        sizes: Bytes of each gradient, in registration order.
+        buckets: Indices into `sizes`, in the order of sending, as `bucket_sizes` returns them.
+        backward: Seconds of the whole backward pass.
+        ranks: Number of ranks.
+        bandwidth: Bytes per second, per direction.
+        latency: Seconds per message.
+        overlap: Send during backward; otherwise the first bucket waits for the end of backward.
+
+    Raises:
+        ValueError: If the buckets do not hold every gradient exactly once, or a time is negative.
+    """
+    if sorted(index for bucket in buckets for index in bucket) != list(range(len(sizes))):
+        raise ValueError(f"the buckets must hold each of the {len(sizes)} gradients exactly once")
+    if backward < 0:
+        raise ValueError(f"backward={backward} must not be negative")
+    total = sum(sizes)
+    ready_at, done = [0.0] * len(sizes), 0
+    for index in reversed(range(len(sizes))):
+        done += sizes[index]
+        ready_at[index] = backward * done / total if total else backward
+    transfers: list[Transfer] = []
+    free = 0.0 if overlap else backward
+    for number, bucket in enumerate(buckets):
+        size = sum(sizes[index] for index in bucket)
+        ready = max(ready_at[index] for index in bucket)
+        start = max(ready, free)
+        free = start + ring_all_reduce_time(size, ranks, bandwidth=bandwidth, latency=latency)
+        transfers.append(Transfer(number, size, ready, start, free))
+    return transfers
+
+
+def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
+    """Return the seconds of communication after backward has ended: what the step waits for.
+
+    Args:
+        transfers: As `backward_transfers` returns them.
+        backward: Seconds of the whole backward pass.
+    """
+    return max([transfer.end for transfer in transfers], default=backward) - backward
+
+
+@dataclass(frozen=True)
+class DDPStep:
+    """Where the time of one DDP step goes; all in seconds.
+
+    Attributes:
+        compute: Forward, backward and optimizer, all micro-batches.
+        communication: How long the link is busy with gradients.
+        hidden: The part of it during backward.
+        exposed: The part of it after backward, which the step waits for.
+        ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
+        step: compute + exposed.
+    """
+
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    ideal_exposed: float
+    step: float
+
+
+def ddp_step_time(
+    *,
+    compute_forward: float,
+    compute_backward: float,
+    gradient_bytes: float,
+    ranks: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    buckets: int | Sequence[float] = 1,
+    overlap: bool = True,
+    micro_batches: int = 1,
+    optimizer: float = 0.0,
+) -> DDPStep:
+    """Return the step time of DDP: the buckets leave one after the other while backward still runs.
+
+    Bucket k is ready when backward has made its share of all bytes, and starts when the link is free:
+    start_k = max(ready_k, end_(k-1)), end_k = start_k + T_all_reduce(bucket k). With m equal buckets and α = 0
+    the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
+
+    Args:
+        compute_forward: Seconds of one micro-batch's forward pass.
+        compute_backward: Seconds of one micro-batch's backward pass.
+        gradient_bytes: Bytes of all gradients, as they are sent.
+        ranks: n, at least 1.
+        bandwidth: W, what one rank sends in bytes per second, per direction.
+        latency: α, seconds per message.
+        buckets: How many of equal size, or the bytes of each in the order of sending.
+        overlap: False sends nothing before the end of backward.
+        micro_batches: Accumulated in each step; all but the last inside `no_sync`.
+        optimizer: Seconds of the optimizer step.
+
+    Raises:
+        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
+    """
+    check_link(
+        ranks,
+        compute_forward=compute_forward,
+        compute_backward=compute_backward,
+        gradient_bytes=gradient_bytes,
+        optimizer=optimizer,
+    )
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if isinstance(buckets, int):
+        if buckets < 1:
+            raise ValueError(f"buckets={buckets} must be at least 1")
+        buckets = [gradient_bytes / buckets] * buckets
+    if abs(sum(buckets) - gradient_bytes) > 1e-9 * gradient_bytes:
+        raise ValueError(f"the buckets hold {sum(buckets):g} bytes, but gradient_bytes={gradient_bytes:g}")
+    # A list of buckets in the order of sending is a list of gradients, registered the other way round.
+    transfers = backward_transfers(
+        list(reversed(buckets)),
+        [[index] for index in reversed(range(len(buckets)))],
+        backward=compute_backward,
+        ranks=ranks,
+        bandwidth=bandwidth,
+        latency=latency,
+        overlap=overlap,
+    )
+    communication = sum(transfer.end - transfer.start for transfer in transfers)
+    exposed = exposed_time(transfers, backward=compute_backward)
+    compute = micro_batches * (compute_forward + compute_backward) + optimizer
+    return DDPStep(
+        compute=compute,
+        communication=communication,
+        hidden=communication - exposed,
+        exposed=exposed,
+        ideal_exposed=max(0.0, communication - compute_backward),
+        step=compute + exposed,
+    )

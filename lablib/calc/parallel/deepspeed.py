@@ -1,0 +1,353 @@
+"""DeepSpeed's memory estimators, which it prints for a model and a number of devices.
+
+They count 18 bytes per parameter where ZeRO's paper counts 16: gradients once in 16 bits and once in fp32.
+What they print as "GB" are GiB. Activations are not in them.
+
+Sources: DeepSpeed, runtime/zero/stage_1_and_2.py and stage3.py; the documentation's page "Memory Requirements".
+
+DeepSpeed's configuration file, generated for a model, with a reason for every key.
+
+    for setting in settings(preset("gpt2-xl"), ranks=8, stage=3):
+        print(setting.key, setting.value, setting.why)
+    json.dump(as_json(settings(...)), file)          # what `deepspeed --deepspeed_config` reads
+
+Sizes in the file count elements, not bytes. Three of them follow the model's hidden size h by the rule that Accelerate
+applies to "auto": reduce_bucket_size h², prefetch 0.9 h², persistence 10 h. DeepSpeed's own defaults (5e8, 5e7, 1e5)
+suit models of billions of parameters; a small model would fit into one bucket, and nothing would overlap.
+
+Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, and
+docs/config-json; Accelerate, accelerator.py. The memory estimators are in `deepspeed_memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lablib.calc.errors import one_of
+from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
+
+OFFLOADS = ("none", "optimizer", "parameters")
+DEVICES = ("cpu", "nvme")
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One entry of the configuration.
+
+    Attributes:
+        key: Its path, joined by dots: "zero_optimization.stage".
+        value: What JSON can hold.
+        why: One sentence.
+    """
+
+    key: str
+    value: Any
+    why: str
+
+
+def deepspeed_settings(
+    model: ModelConfig,
+    *,
+    ranks: int,
+    stage: int,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    precision: str = "bf16",
+    offload: str = "none",
+    device: str = "cpu",
+    nvme_path: str = "/local_nvme",
+    lr: float = 3e-4,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    warmup: int = 100,
+    steps: int = 1000,
+) -> list[Setting]:
+    """Return the entries of a DeepSpeed configuration in the order of the file.
+
+    Args:
+        model: The model.
+        ranks: Data-parallel ranks, all ranks of the job.
+        stage: ZeRO stage, 0 to 3.
+        micro_batch: Sequences in one forward pass of one rank.
+        accumulation: Micro-batches in a step.
+        precision: "bf16", "fp16" or "fp32".
+        offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
+        device: Where to: "cpu" or "nvme".
+        nvme_path: Folder on the NVMe drive.
+        lr: Highest learning rate.
+        weight_decay: AdamW's.
+        clip: Largest global gradient norm; 0 for no clipping.
+        warmup: Steps until the highest learning rate.
+        steps: Optimizer steps of the run.
+
+    Raises:
+        ValueError: If a number is out of range, a choice unknown, or the stage cannot offload what is asked.
+    """
+    least = {"ranks": (ranks, 1), "micro_batch": (micro_batch, 1), "accumulation": (accumulation, 1)}
+    for name, (value, minimum) in (least | {"warmup": (warmup, 0), "steps": (steps, 1)}).items():
+        if value < minimum:
+            raise ValueError(f"{name}={value} must be at least {minimum}")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} does not exist: ZeRO has stages 1, 2 and 3, and 0 replicates")
+    one_of("offload", offload, OFFLOADS)
+    one_of("device", device, DEVICES)
+    one_of("precision", precision, PRECISIONS)
+    if offload == "parameters" and stage != 3:
+        raise ValueError(
+            f"offload='parameters' needs stage=3, not stage={stage}: below it every rank uses all weights"
+        )
+    if offload == "optimizer" and stage == 0:
+        raise ValueError("offload='optimizer' needs stage=1, 2 or 3, not stage=0")
+    if offload != "none" and device == "nvme" and stage != 3:
+        raise ValueError(f"device='nvme' needs stage=3, not stage={stage}; use device='cpu'")
+    return [
+        *_batch(ranks, micro_batch, accumulation),
+        *_precision(precision),
+        *_optimizer(lr, weight_decay, clip, warmup, steps),
+        *_zero(model, stage),
+        *_offload(offload, device, nvme_path),
+    ]
+
+
+def _batch(ranks: int, micro_batch: int, accumulation: int) -> list[Setting]:
+    product = f"{micro_batch} x {accumulation} x {ranks}"
+    return [
+        Setting(
+            "train_batch_size",
+            micro_batch * accumulation * ranks,
+            f"Sequences in one optimizer step. It must be the product {product} of the next two and the ranks, or "
+            "DeepSpeed stops.",
+        ),
+        Setting(
+            "train_micro_batch_size_per_gpu",
+            micro_batch,
+            "Sequences in one forward pass of one rank; activations grow with it.",
+        ),
+        Setting(
+            "gradient_accumulation_steps",
+            accumulation,
+            "Micro-batches in a step. The engine divides the loss by it: do not divide again.",
+        ),
+    ]
+
+
+def _precision(precision: str) -> list[Setting]:
+    why = {
+        "bf16": "16-bit weights and gradients with the range of fp32; an fp32 master copy lives in the sharded optimizer.",
+        "fp16": "16-bit weights and gradients; their small range needs loss scaling.",
+    }
+    if precision == "fp32":
+        return []
+    found = [Setting(f"{precision}.enabled", True, why[precision])]
+    if precision == "fp16":
+        found.append(
+            Setting(
+                "fp16.loss_scale", 0, "0 lets the loss scale grow and shrink by itself; a number fixes it."
+            )
+        )
+    return found
+
+
+def _optimizer(lr: float, weight_decay: float, clip: float, warmup: int, steps: int) -> list[Setting]:
+    params, schedule = "optimizer.params.", "scheduler.params."
+    return [
+        Setting("gradient_clipping", clip, "Largest norm of the whole gradient; 0 switches it off. It needs one number "
+                "from every rank, and is why no weight can be updated before backward has ended."),
+        Setting("optimizer.type", "AdamW", "DeepSpeed builds it: fused on a GPU, vectorized for the CPU when offloaded."),
+        Setting(params + "lr", lr, "Highest learning rate."),
+        Setting(params + "betas", [0.9, 0.95], "Decay of the two moments; the second is lower than AdamW's default, as "
+                "usual for language models."),
+        Setting(params + "weight_decay", weight_decay, "AdamW's, on all parameters, since they are one group."),
+        Setting("scheduler.type", "WarmupDecayLR", "Linear warmup, then linear decay to zero."),
+        Setting(schedule + "warmup_max_lr", lr, "Where warmup ends; it does not read the optimizer's lr."),
+        Setting(schedule + "warmup_num_steps", warmup, "Optimizer steps of warmup."),
+        Setting(schedule + "total_num_steps", steps, "Optimizer steps, not micro-batches; the rate is zero after them."),
+    ]  # fmt: skip
+
+
+def _zero(model: ModelConfig, stage: int) -> list[Setting]:
+    h, z = model.hidden, "zero_optimization."
+    shards = {
+        0: "nothing: plain data parallelism",
+        1: "the optimizer state",
+        2: "optimizer state and gradients",
+        3: "optimizer state, gradients and weights",
+    }
+    found = [Setting(z + "stage", stage, f"Shards {shards[stage]}.")]
+    if stage == 0:
+        return found
+    found += [
+        Setting(z + "contiguous_gradients", True, "Copies gradients into one buffer as they are made, so that they do not "
+                "leave holes among activations that are being freed."),
+        Setting(z + "overlap_comm", True, "Reduces a bucket while backward goes on, at the price of a second bucket."),
+        Setting(z + "reduce_bucket_size", h * h, f"Elements, not bytes, in one reduction: h² with h = {h}."),
+    ]  # fmt: skip
+    if stage < 3:
+        return [
+            *found,
+            Setting(z + "reduce_scatter", True, "Averages a gradient for its owner instead of for everybody."),
+            Setting(z + "use_multi_rank_bucket_allreduce", False, "Its default, true, all-reduces each bucket after all: "
+                    "fewer messages, and 3ψ(N-1)/N sent where 2ψ(N-1)/N would do."),
+            Setting(z + "allgather_partitions", True, "Brings updated weights to all ranks by all-gather, not by broadcasts."),
+            Setting(z + "allgather_bucket_size", h * h, "Elements in one such all-gather."),
+        ]  # fmt: skip
+    threshold = 10 * h
+    kept = persistent_params(model, threshold)
+    return [
+        *found,
+        Setting(z + "stage3_prefetch_bucket_size", int(0.9 * h * h), "Elements that may be gathered ahead of their use: 0.9 h²."),
+        Setting(z + "stage3_param_persistence_threshold", threshold,
+                f"Tensors with fewer elements stay gathered, 10 h: here {kept:,} parameters. Small messages "
+                "cost latency and save little."),
+        Setting(z + "stage3_max_live_parameters", 10**9, "Gathered parameters before the oldest are released."),
+        Setting(z + "stage3_max_reuse_distance", 10**9, "Not released if needed again within so many parameters. This and "
+                "the limit above are 1e9 by default, so a smaller model is never released at all between forward and "
+                "backward; lower them when memory is short."),
+        Setting(z + "stage3_gather_16bit_weights_on_model_save", True, "Puts whole tensors into a saved model; otherwise a "
+                "rank saves its shards only."),
+    ]  # fmt: skip
+
+
+def _offload(offload: str, device: str, nvme_path: str) -> list[Setting]:
+    if offload == "none":
+        return []
+    found, parts = [], ["offload_optimizer"] + ["offload_param"] * (offload == "parameters")
+    held = {
+        "offload_optimizer": "master weights and moments; AdamW runs on the CPU",
+        "offload_param": "weights",
+    }
+    for part in parts:
+        path = f"zero_optimization.{part}."
+        found.append(Setting(path + "device", device, f"Where these live: {held[part]}."))
+        if device == "nvme":
+            found.append(
+                Setting(path + "nvme_path", nvme_path, "A folder on a drive of this node, not on a network.")
+            )
+        found.append(
+            Setting(
+                path + "pin_memory",
+                True,
+                "Page-locked host memory: full speed of the host link, and no swapping.",
+            )
+        )
+    return found
+
+
+def as_deepspeed_json(found: list[Setting]) -> dict[str, Any]:
+    """Return the entries as the nested dictionary that `json.dump` writes and `deepspeed.initialize` takes.
+
+    Args:
+        found: As from `settings`.
+    """
+    tree: dict[str, Any] = {}
+    for setting in found:
+        *path, name = setting.key.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = setting.value
+    return tree
+
+
+def persistent_params(model: ModelConfig, threshold: int) -> int:
+    """Return how many parameters stage 3 keeps gathered: those of tensors with fewer elements than the threshold.
+
+    Args:
+        model: The model.
+        threshold: `stage3_param_persistence_threshold`, in elements.
+    """
+    layers = [tensor for layer in range(model.num_layers) for tensor in layer_tensors(model, layer)]
+    tensors = [*embedding_tensors(model), *layers, *head_tensors(model)]
+    return sum(t.outputs * t.inputs * t.copies for t in tensors if t.outputs * t.inputs < threshold)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What DeepSpeed's estimators print, in bytes; their "GB" are GiB.
+
+    Attributes:
+        cpu: Per node, with the buffer factor.
+        gpu: Per device: states, without activations.
+    """
+
+    cpu: int
+    gpu: int
+
+
+def zero2_estimate(
+    params: int,
+    *,
+    gpus_per_node: int = 1,
+    nodes: int = 1,
+    offload: bool = True,
+    variant: str = "code",
+    buffer: float = 1.5,
+) -> Estimate:
+    """Return `estimate_zero2_model_states_mem_needs`.
+
+    Without offload the device holds 2P + 18P/N by the code since June 2024, where 18 = 2 + 4 (gradients, twice) + 12;
+    the documentation still prints the older 4P + 16P/N.
+
+    Args:
+        params: Parameters, P.
+        gpus_per_node: Devices of a node.
+        nodes: Nodes.
+        offload: Whether the optimizer is on the CPU.
+        variant: "code" or "doc".
+        buffer: Safety factor on CPU memory.
+
+    Raises:
+        ValueError: If the variant is unknown or a count is below 1.
+    """
+    one_of("variant", variant, ("code", "doc"))
+    _counts(params=params, gpus_per_node=gpus_per_node, nodes=nodes)
+    total = gpus_per_node * nodes
+    if offload:
+        copies = total if variant == "code" else gpus_per_node
+        return Estimate(int(params * max(4 * copies, 16) * buffer), 2 * params)
+    own, shared = (2, 18) if variant == "code" else (4, 16)
+    return Estimate(int(params * 4 * gpus_per_node * buffer), own * params + int(shared * params / total))
+
+
+def zero3_estimate(
+    params: int,
+    largest_layer: int,
+    *,
+    gpus_per_node: int = 1,
+    nodes: int = 1,
+    offload: str = "parameters",
+    zero_init: bool = True,
+    buffer: float = 1.5,
+) -> Estimate:
+    """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus the shards.
+
+    Args:
+        params: Parameters, P.
+        largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
+        gpus_per_node: Devices of a node.
+        nodes: Nodes.
+        offload: "none", "optimizer" or "parameters".
+        zero_init: Whether the model is sharded while it is built (`deepspeed.zero.Init`); otherwise every rank first
+            builds it whole in fp32, in CPU memory.
+        buffer: Safety factor on CPU memory.
+
+    Raises:
+        ValueError: If the offload is unknown or a count is below 1.
+    """
+    one_of("offload", offload, ("none", "optimizer", "parameters"))
+    _counts(params=params, largest_layer=largest_layer, gpus_per_node=gpus_per_node, nodes=nodes)
+    on_gpu = {"none": 18, "optimizer": 2, "parameters": 0}[offload]
+    gpu = 4 * largest_layer + int(on_gpu * params / (gpus_per_node * nodes))
+    whole = 4 * gpus_per_node
+    if offload == "none":
+        return Estimate(int((largest_layer if zero_init else params) * whole * buffer), gpu)
+    on_cpu = {"optimizer": 16, "parameters": 18}[offload] / nodes
+    return Estimate(int(params * (on_cpu if zero_init else max(whole, on_cpu)) * buffer), gpu)
+
+
+def _counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")

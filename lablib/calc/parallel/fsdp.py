@@ -1,0 +1,328 @@
+"""When FSDP gathers, computes and scatters: one step on a link and a device that work side by side.
+
+Two units of 4 s on the link and 3 s of forward each, without prefetch: gather 4, run 3, gather 4, run 3 are 14 s.
+With prefetch the second gather starts when the first has arrived: 4 + max(3, 4) + 3 are 11 s.
+
+    forward     gather k  ->  run k                       k + 1 is gathered meanwhile
+    backward    gather k  ->  run k  ->  scatter k        k - 1 is gathered meanwhile
+    freed       after its run, when it is resharded; in backward always
+
+The link carries one message at a time, in the order in which messages are ready. A unit inside another one does
+not occur here: the root is gathered first, runs last in forward and first in backward.
+
+What FSDP2 sends and gathers in a step, from the sizes of its units.
+
+Four ranks and a layer of 8 x 3 numbers: a rank keeps 2 x 3 of them. To compute, the layer is all-gathered (24
+numbers), and after backward its gradient is reduce-scattered (24 numbers). A layer of 6 x 3 is padded to 8 x 3:
+FSDP2 shards the first dim of every tensor into equal pieces, so a rank keeps ceil(6 / 4) = 2 rows.
+
+    all-gathers of a unit        1 forward, 1 backward if it was resharded after forward
+    reduce-scatters of a unit    1 a backward that synchronises
+    bytes of either              ranks · Σ ceil(rows / ranks) · row · bytes per value
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes, ring_reduce_scatter_bytes
+from lablib.calc.parallel.fsdp_units import (
+    Unit,
+    as_units,
+    check_numbers,
+    check_reshard,
+    padded,
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        unit: Name of the unit.
+        bytes: The whole array, padding included.
+        ranks: Ranks of its group.
+        phase: "forward" or "backward".
+    """
+
+    op: str
+    unit: str
+    bytes: int
+    ranks: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class FSDPTraffic:
+    """The collectives of one optimizer step, on one rank.
+
+    Attributes:
+        messages: In the order in which they are sent without prefetch, where no unit lies inside another.
+    """
+
+    messages: tuple[Message, ...]
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Number of messages, by operation."""
+        return Counter(message.op for message in self.messages)
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """Bytes of the whole arrays, by operation."""
+        total: Counter[str] = Counter()
+        for message in self.messages:
+            total[message.op] += message.bytes
+        return total
+
+    def ring_bytes_sent(self) -> float:
+        """Return the bytes that one rank sends if rings carry the collectives."""
+        sent = {
+            "all_gather": ring_all_gather_bytes,
+            "reduce_scatter": ring_reduce_scatter_bytes,
+            "all_reduce": ring_all_reduce_bytes,
+        }
+        return sum(sent[m.op](m.bytes, m.ranks) for m in self.messages)
+
+
+def fsdp_traffic(
+    units: Sequence[Unit | int],
+    shards: int,
+    *,
+    replicas: int = 1,
+    reshard: bool | int = True,
+    root_reshard: bool | int = False,
+    param_bytes: int = 4,
+    reduce_bytes: int = 4,
+    micro_batches: int = 1,
+    sync_every: bool = True,
+    keep_gathered: bool = False,
+) -> FSDPTraffic:
+    """Return the collectives of one optimizer step under FSDP2.
+
+    Every unit runs once in each forward and gets a gradient in each backward. A group of one rank sends nothing.
+
+    Args:
+        units: The root first. A number stands for a unit of so many parameters in one dim.
+        shards: Ranks that share a parameter.
+        replicas: Copies of the sharded model (HSDP); gradient shards are all-reduced between them.
+        reshard: `reshard_after_forward`: True frees a unit after its forward (ZeRO-3), False keeps it until its
+            backward is done (ZeRO-2), a number keeps 1/number of it on each rank.
+        root_reshard: The same for the root. `fully_shard` keeps the root by default.
+        param_bytes: Bytes of a gathered value: 4, or 2 with param_dtype=torch.bfloat16.
+        reduce_bytes: Bytes of a reduced value.
+        micro_batches: Forward and backward passes in the step.
+        sync_every: Reduce after every backward; False: after the last one only, as inside `no_sync`.
+        keep_gathered: Keep the parameters gathered after every backward but the last.
+
+    Raises:
+        ValueError: If a number is out of range, or `reshard` as a number does not divide `shards`.
+
+    Chapter: book/06_fsdp.md.
+    """
+    listed = as_units(units)
+    check_numbers(
+        shards=shards,
+        replicas=replicas,
+        param_bytes=param_bytes,
+        reduce_bytes=reduce_bytes,
+        micro_batches=micro_batches,
+    )
+    check_reshard(reshard, shards)
+    check_reshard(root_reshard, shards, "root_reshard")
+    if keep_gathered and sync_every:
+        raise ValueError("keep_gathered=True belongs to no_sync: use it with sync_every=False")
+    messages: list[Message] = []
+
+    def send(op: str, unit: Unit, values: int, bytes_each: int, ranks: int, phase: str) -> None:
+        if values and ranks > 1:
+            messages.append(Message(op, unit.name, values * bytes_each, ranks, phase))
+
+    def gather(unit: Unit, ranks: int, phase: str) -> None:
+        send("all_gather", unit, padded(unit.shapes + unit.frozen, shards), param_bytes, ranks, phase)
+
+    def gather_again(unit: Unit, kept: bool | int) -> None:
+        # A number keeps 1/number of the unit on each rank: the message is as large, in a smaller group.
+        if kept is not False:
+            gather(unit, shards if kept is True else kept, "backward")
+
+    def reduce(unit: Unit) -> None:
+        whole = padded(unit.shapes, shards)
+        send("reduce_scatter", unit, whole, reduce_bytes, shards, "backward")
+        send("all_reduce", unit, whole // shards, reduce_bytes, replicas, "backward")
+
+    root, *others = listed
+    for turn in range(micro_batches):
+        reduces = sync_every or turn == micro_batches - 1
+        for unit in listed:
+            if turn == 0 or not keep_gathered:
+                gather(unit, shards, "forward")
+        gather_again(root, root_reshard)
+        for unit in reversed(others):
+            gather_again(unit, reshard)
+            if reduces:
+                reduce(unit)
+        if reduces:
+            reduce(root)
+    return FSDPTraffic(tuple(messages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedUnit:
+    """A unit and what it costs.
+
+    Attributes:
+        name: Text for the picture.
+        bytes: Whole parameters, as gathered.
+        gather: Seconds of its all-gather.
+        scatter: Seconds of its reduce-scatter.
+        forward: Seconds of its forward pass.
+        backward: Seconds of its backward pass.
+    """
+
+    name: str
+    bytes: int
+    gather: float
+    scatter: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that takes time.
+
+    Attributes:
+        lane: "link" or "device".
+        kind: "gather", "scatter", "forward" or "backward".
+        unit: Name of the unit.
+        start: Seconds from the start of the step.
+        end: Seconds from the start of the step.
+    """
+
+    lane: str
+    kind: str
+    unit: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class FsdpStep:
+    """One forward and one backward pass.
+
+    Attributes:
+        bars: What the link and the device do.
+        memory: (seconds, bytes of whole parameters from then on), in order.
+    """
+
+    bars: tuple[Bar, ...]
+    memory: tuple[tuple[float, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last reduce-scatter is done."""
+        return max(bar.end for bar in self.bars)
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the device works."""
+        return sum(bar.end - bar.start for bar in self.bars if bar.lane == "device")
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits."""
+        return self.seconds - self.compute
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of whole parameters at a time."""
+        return max(size for _, size in self.memory)
+
+
+def fsdp_step(
+    units: Sequence[TimedUnit], *, reshard: bool = True, root_reshard: bool = False, prefetch: bool = True
+) -> FsdpStep:
+    """Lay out one step.
+
+    Args:
+        units: The root first, then the others as they run.
+        reshard: Free a unit after its forward and gather it again in backward.
+        root_reshard: The same for the root.
+        prefetch: Gather the next unit while the present one runs.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    if not units:
+        raise ValueError("units=[] is empty; the root is always there, wrapped or not")
+    clock = _Clock()
+    root, *rest = units
+    clock.gather(root, 0.0)
+    order = [(unit, "forward") for unit in rest] + [(root, "forward"), (root, "backward")]
+    order += [(unit, "backward") for unit in reversed(rest)]
+    for place, (unit, kind) in enumerate(order):
+        following = order[place + 1][0] if place + 1 < len(order) else None
+        clock.run(unit, kind, following if prefetch else None)
+        if kind == "forward" and (root_reshard if unit is root else reshard):
+            clock.free(unit)
+        elif kind == "backward" and unit is not root:
+            clock.free(unit)
+            clock.scatter(unit)
+    # The root holds what comes before the first unit too, such as the embedding: its gradient is complete last.
+    clock.free(root)
+    clock.scatter(root)
+    return clock.result()
+
+
+class _Clock:
+    """Two lanes, and what is gathered."""
+
+    def __init__(self) -> None:
+        self.link = self.device = 0.0  # when each is free
+        self.arrived: dict[str, float] = {}
+        self.bars: list[Bar] = []
+        self.changes: list[tuple[float, int]] = []
+
+    def gather(self, unit: TimedUnit, ready: float) -> None:
+        """Start to gather a unit, unless it is there or on its way."""
+        if unit.name in self.arrived:
+            return
+        start = max(self.link, ready)
+        self.link = self.arrived[unit.name] = start + unit.gather
+        self.bars.append(Bar("link", "gather", unit.name, start, self.link))
+        self.changes.append((start, unit.bytes))
+
+    def run(self, unit: TimedUnit, kind: str, following: TimedUnit | None) -> None:
+        """Run a unit as soon as it is gathered, and gather the following one meanwhile."""
+        self.gather(unit, self.device)
+        start = max(self.device, self.arrived[unit.name])
+        self.device = start + (unit.forward if kind == "forward" else unit.backward)
+        self.bars.append(Bar("device", kind, unit.name, start, self.device))
+        if following:
+            self.gather(following, start)
+
+    def free(self, unit: TimedUnit) -> None:
+        """Drop a unit's whole parameters."""
+        del self.arrived[unit.name]
+        self.changes.append((self.device, -unit.bytes))
+
+    def scatter(self, unit: TimedUnit) -> None:
+        """Send a unit's gradient; a gather that was ready earlier is on the link already."""
+        start = max(self.link, self.device)
+        self.link = start + unit.scatter
+        self.bars.append(Bar("link", "scatter", unit.name, start, self.link))
+
+    def result(self) -> FsdpStep:
+        """Return the step; what is freed at a moment is gone before anything is gathered at it."""
+        held, memory = 0, []
+        for when, change in sorted(self.changes):
+            held += change
+            if memory and memory[-1][0] == when:
+                memory.pop()
+            memory.append((when, held))
+        return FsdpStep(tuple(self.bars), tuple(memory))

@@ -1,0 +1,306 @@
+"""The whole parameters that a rank holds under FSDP2, moment by moment.
+
+A unit is gathered into a buffer, and copied from there into its parameters. In forward the buffer stays for the next
+gather, so that on a GPU that gather can run during the copy; in backward it goes at once. When it goes is a fact of
+the version of PyTorch (`lablib.calc.torch_versions`): up to 2.14 after the next unit's copy, from 2.15 before it.
+
+    forward     root + unit + its buffer, for the length of a copy; up to 2.14 the buffer of the one before, too
+    backward    root + unit + the buffer of the unit that is gathered ahead
+
+The units of FSDP2: lists of tensor shapes that are gathered together, and their padding.
+
+FSDP2 splits the first dim of every tensor into equal pieces, so its rows are rounded up to a multiple of the ranks:
+a tensor of 6 x 3 on 4 ranks becomes 8 x 3 in a message, and a rank keeps ceil(6 / 4) = 2 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lablib.calc.torch_versions import PINNED, torch_facts
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is gathered together.
+
+    Attributes:
+        name: Dotted name; "" is the root. A unit whose name begins with another's lies inside it.
+        shapes: Shapes of the trained parameters.
+        frozen: Shapes of the others: gathered, and never reduced.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...] = ()
+    frozen: tuple[Shape, ...] = ()
+
+    @property
+    def params(self) -> int:
+        """Parameters, without padding."""
+        return sum(map(prod, self.shapes + self.frozen))
+
+
+def padded(shapes: Sequence[Shape], ranks: int) -> int:
+    """Return the numbers in a message about these tensors: each has its rows rounded up to a multiple of `ranks`.
+
+    Args:
+        shapes: Shapes of whole tensors.
+        ranks: Ranks that share each of them.
+    """
+    return ranks * sum(-(-rows // ranks) * prod(row) for rows, *row in shapes)
+
+
+def check_reshard(reshard: bool | int, shards: int, name: str = "reshard") -> None:
+    """Raise a ValueError unless `reshard` is True, False or a divisor of `shards` other than 1 and itself.
+
+    Args:
+        reshard: What to check.
+        shards: Ranks that share a parameter.
+        name: The argument, for the message.
+    """
+    if isinstance(reshard, bool):
+        return
+    divisors = [d for d in range(2, shards) if shards % d == 0]
+    if reshard not in divisors:
+        use = f"True, False or {' or '.join(map(str, divisors))}" if divisors else "True or False"
+        raise ValueError(
+            f"{name}={reshard} must divide shards={shards} and be neither 1 nor {shards}; use {use}"
+        )
+
+
+def check_numbers(**numbers: int) -> None:
+    """Raise a ValueError for a number below 1.
+
+    Args:
+        **numbers: By name.
+    """
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+
+
+def as_units(units: Sequence[Unit | int]) -> list[Unit]:
+    """Return units; a number becomes a unit of so many parameters in one dim.
+
+    Args:
+        units: The root first.
+
+    Raises:
+        ValueError: If there is none, a size is negative, or a parameter has no dim.
+    """
+    if not units:
+        raise ValueError("no units: give at least the root")
+    listed = []
+    for number, unit in enumerate(units):
+        if isinstance(unit, int):
+            unit = Unit(name=f"unit {number}" if number else "", shapes=((unit,),))
+        for shape in unit.shapes + unit.frozen:
+            if not shape or min(shape) < 0:
+                raise ValueError(f"unit {unit.name!r}: shape {shape} needs at least one dim, none negative")
+        listed.append(unit)
+    return listed
+
+
+@dataclass(frozen=True)
+class UnshardedMoment:
+    """What a rank holds besides its shards after one event.
+
+    Attributes:
+        event: "gather", "copy", "compute", "part", "release".
+        phase: "forward" or "backward".
+        unit: Name of the unit.
+        params: Bytes of whole parameters.
+        buffers: Bytes of all-gather buffers.
+        parts: Bytes of what `reshard` as a number keeps after forward. FSDPMemTracker calls them activations.
+    """
+
+    event: str
+    phase: str
+    unit: str
+    params: int
+    buffers: int
+    parts: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three."""
+        return self.params + self.buffers + self.parts
+
+
+def gathered_timeline(
+    units: Sequence[Unit | int],
+    shards: int,
+    *,
+    reshard: bool | int = True,
+    root_reshard: bool | int = False,
+    prefetch: int | None = None,
+    param_bytes: int = 4,
+    torch: str = PINNED,
+) -> list[UnshardedMoment]:
+    """Return what is gathered after every event of one forward and backward pass.
+
+    Args:
+        units: The root first, then in the order in which they run; a number stands for so many parameters.
+        shards: Ranks that share a parameter.
+        reshard: `reshard_after_forward` of the units, see `lablib.calc.parallel.fsdp_traffic`.
+        root_reshard: The same of the root.
+        prefetch: Units gathered ahead explicitly, in forward and backward; None for FSDP2's own way, which is
+            none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
+        param_bytes: Bytes of a gathered value.
+        torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
+
+    Raises:
+        ValueError: If a number is out of range, or the version is not known.
+
+    Chapter: book/06_fsdp.md.
+    """
+    facts = torch_facts(torch)
+    listed = as_units(units)
+    check_numbers(shards=shards, param_bytes=param_bytes)
+    check_reshard(reshard, shards)
+    check_reshard(root_reshard, shards, "root_reshard")
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(f"prefetch={prefetch} must not be negative")
+    walk = _Walk(listed, shards, reshard, root_reshard, prefetch, param_bytes)
+    walk.frees_early = facts.fsdp2_frees_buffer_before_copy
+    walk.forward(0)
+    walk.backward(0)
+    return walk.moments
+
+
+def peak_unsharded_bytes(
+    units: Sequence[Unit | int],
+    shards: int,
+    *,
+    reshard: bool | int = True,
+    root_reshard: bool | int = False,
+    prefetch: int | None = None,
+    param_bytes: int = 4,
+    buffers: bool = True,
+    torch: str = PINNED,
+) -> int:
+    """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards.
+
+    Args:
+        units: As in `gathered_timeline`, and so are the others.
+        shards: Ranks that share a parameter.
+        reshard: Of the units.
+        root_reshard: Of the root.
+        prefetch: Units gathered ahead.
+        param_bytes: Bytes of a gathered value.
+        buffers: Count the buffers of all-gathers, and parts kept after forward, too.
+        torch: Version of PyTorch.
+
+    Raises:
+        ValueError: If a number is out of range, or the version is not known.
+
+    Chapter: book/06_fsdp.md.
+    """
+    moments = gathered_timeline(
+        units,
+        shards,
+        reshard=reshard,
+        root_reshard=root_reshard,
+        prefetch=prefetch,
+        param_bytes=param_bytes,
+        torch=torch,
+    )
+    return max((moment.total if buffers else moment.params for moment in moments), default=0)
+
+
+class _Walk:
+    """One forward and backward pass through the tree of units."""
+
+    frees_early = False  # the buffer before this one goes before this one is copied, and not after
+
+    def __init__(
+        self,
+        units: list[Unit],
+        shards: int,
+        reshard: bool | int,
+        root_reshard: bool | int,
+        prefetch: int | None,
+        param_bytes: int,
+    ):
+        self.units, self.prefetch = units, prefetch
+        self.size = [param_bytes * padded(u.shapes + u.frozen, shards) for u in units]
+        self.buffer_size = self.size if shards > 1 else [0] * len(units)
+        self.kept = [root_reshard, *[reshard] * (len(units) - 1)]
+        self.children = _tree([unit.name for unit in units])
+        self.whole: dict[int, int] = {}  # bytes in parameters, by unit
+        self.parts: dict[int, int] = {}  # bytes kept after forward, by unit
+        self.buffers: dict[int, int] = {}  # bytes in buffers that are not copied out yet, by unit
+        self.deferred = 0  # bytes in the one buffer that is copied and still there
+        self.ended: list[int] = []  # in the order of the forward's end
+        self.moments: list[UnshardedMoment] = []
+        self.phase = "forward"
+
+    def note(self, event: str, unit: int) -> None:
+        whole, waiting = sum(self.whole.values()), sum(self.buffers.values()) + self.deferred
+        parts = sum(self.parts.values())
+        self.moments.append(UnshardedMoment(event, self.phase, self.units[unit].name, whole, waiting, parts))
+
+    def gather(self, unit: int) -> None:
+        if unit not in self.whole and unit not in self.buffers:
+            self.buffers[unit] = self.buffer_size[unit]
+            self.note("gather", unit)
+
+    def use(self, unit: int, ahead: Sequence[int]) -> None:
+        self.gather(unit)
+        if unit in self.buffers:
+            self.whole[unit] = self.size[unit]
+            if self.frees_early:
+                self.deferred = 0
+            self.note("copy", unit)
+            self.parts.pop(unit, None)  # freed once the whole is there
+            # In forward the buffer before this one goes now at the latest, and this one with the next gather.
+            buffer = self.buffers.pop(unit)
+            self.deferred = buffer if self.phase == "forward" else 0
+        for other in ahead:
+            self.gather(other)
+
+    def forward(self, unit: int) -> None:
+        ahead = range(unit + 1, len(self.units))[: self.prefetch or 0]
+        self.use(unit, ahead)
+        for child in self.children[unit]:
+            self.forward(child)
+        self.note("compute", unit)
+        self.ended.append(unit)
+        if self.kept[unit] is True:
+            self.whole.pop(unit)
+        elif self.kept[unit] is not False:
+            self.parts[unit] = self.size[unit] // self.kept[unit]
+            self.note("part", unit)
+            self.whole.pop(unit)
+        if unit == 0:
+            self.deferred = 0
+        self.note("release", unit)
+
+    def backward(self, unit: int) -> None:
+        self.phase = "backward"
+        place = self.ended.index(unit)
+        if self.prefetch is None:
+            ahead = self.ended[:place][-1:]
+        elif unit == 0:
+            ahead = range(1, len(self.units))[::-1][: self.prefetch]
+        else:
+            ahead = range(max(1, unit - self.prefetch), unit)[::-1]
+        self.use(unit, ahead)
+        self.note("compute", unit)
+        for child in reversed(self.children[unit]):
+            self.backward(child)
+        self.whole.pop(unit)
+        self.note("release", unit)
+
+
+def _tree(names: list[str]) -> list[list[int]]:
+    """Return the direct children of every unit, by the dots in their names; number 0 is the root."""
+    children: list[list[int]] = [[] for _ in names]
+    for number, name in enumerate(names[1:], start=1):
+        around = [i for i, other in enumerate(names) if i and name.startswith(f"{other}.")]
+        children[max(around, key=lambda i: len(names[i]), default=0)].append(number)
+    return children

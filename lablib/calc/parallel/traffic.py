@@ -1,0 +1,148 @@
+"""What each kind of parallelism sends: bytes per rank and step, before any of it is overlapped.
+
+The kinds differ in what they cut, and that decides what must travel:
+data parallelism sends gradients, tensor and sequence parallelism activations inside every layer,
+pipeline parallelism activations between stages, context parallelism keys and values,
+expert parallelism the tokens themselves. Context and expert ranks also sum gradients of what they hold alike.
+
+All counts are bytes sent by one rank in one optimizer step, with bandwidth-optimal (ring) collectives.
+
+Chapter: book/01_why_distributed.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.communication import data_parallel_bytes, ring_all_gather_bytes, ring_all_reduce_bytes
+from lablib.calc.models import ModelConfig
+from lablib.calc.params import count_params
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in one optimizer step.
+
+    Attributes:
+        bytes_sent: Bytes.
+        messages: Collectives, or sends for a pipeline; each is one message, whatever its size.
+        collective: What they are, as text.
+    """
+
+    bytes_sent: float
+    messages: int
+    collective: str
+
+
+def data_traffic(config: ModelConfig, ranks: int, *, stage: int = 0, bytes_per_value: int = 2) -> Traffic:
+    """Return what data parallelism sends: all gradients once a step, and with stage 3 the weights twice.
+
+    Stages 0 to 2: `2 ψ (n-1)/n` values. Stage 3 (FSDP full shard): `3 ψ (n-1)/n`, with one micro-batch a step.
+    ZeRO (arXiv 1910.02054), section 7.
+
+    Args:
+        config: The model.
+        ranks: Data-parallel ranks.
+        stage: ZeRO stage, 0 for replicas.
+        bytes_per_value: Bytes of one gradient or weight on the wire.
+    """
+    sent = data_parallel_bytes(count_params(config).total * bytes_per_value, ranks, stage=stage)
+    if stage == 3:
+        text = "all-gather twice and reduce-scatter once, per layer"
+        return Traffic(sent, 3 * config.num_layers, text)
+    return Traffic(sent, 1, "one all-reduce of the gradients, in buckets")
+
+
+def tensor_traffic(
+    config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
+) -> Traffic:
+    """Return what tensor parallelism sends: `8 b s h (t-1)/t` values a layer.
+
+    Four all-reduces a layer and micro-batch, two forward and two backward.
+    With sequence parallelism each becomes a reduce-scatter and an all-gather of the same bytes.
+    Narayanan et al. (arXiv 2104.04473), section 3.2.
+
+    Args:
+        config: The model.
+        ranks: Tensor-parallel ranks.
+        tokens: Tokens that this group of ranks processes in a step.
+        micro_batches: Into how many micro-batches they are cut.
+        bytes_per_value: Bytes of one activation on the wire.
+    """
+    hidden_states = tokens * config.hidden * bytes_per_value
+    sent = 4 * config.num_layers * ring_all_reduce_bytes(hidden_states, ranks)
+    return Traffic(sent, 4 * config.num_layers * micro_batches, "4 all-reduces per layer and micro-batch")
+
+
+def pipeline_traffic(
+    config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
+) -> Traffic:
+    """Return what a middle pipeline stage sends: `2 b s h` values a micro-batch, `b s h` each way.
+
+    Narayanan et al. (arXiv 2104.04473), section 3.2.
+
+    Args:
+        config: The model.
+        ranks: Pipeline stages; a single stage sends nothing.
+        tokens: Tokens that the pipeline processes in a step.
+        micro_batches: Into how many micro-batches they are cut.
+        bytes_per_value: Bytes of one activation on the wire.
+    """
+    cut = 0 if ranks == 1 else 2
+    sent = float(cut * tokens * config.hidden * bytes_per_value)
+    return Traffic(sent, cut * micro_batches, "2 sends per micro-batch")
+
+
+def context_traffic(
+    config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
+) -> Traffic:
+    """Return what context parallelism sends: keys and values in every layer, and all gradients once.
+
+    Keys and values are all-gathered in forward and kept; their gradients are reduce-scattered in backward:
+    `4 b s k (c-1)/c` values a layer, where k is the width of all key heads.
+    This is the all-gather variant (Llama 3, arXiv 2407.21783, section 3.3.2); a ring sends them again in backward.
+    Every rank holds all weights, so gradients are summed as in data parallelism.
+
+    Args:
+        config: The model.
+        ranks: Context-parallel ranks.
+        tokens: Tokens of the whole sequences, before they are cut.
+        micro_batches: Into how many micro-batches they are cut.
+        bytes_per_value: Bytes of one value on the wire.
+    """
+    keys_and_values = 2 * tokens * config.kv_width * bytes_per_value
+    # An all-gather forward and a reduce-scatter backward send as many bytes as each other.
+    per_layer = 2 * ring_all_gather_bytes(keys_and_values, ranks)
+    gradients = data_traffic(config, ranks, bytes_per_value=bytes_per_value).bytes_sent
+    messages = 2 * config.num_layers * micro_batches + 1
+    return Traffic(config.num_layers * per_layer + gradients, messages, "2 per layer for K and V; gradients")
+
+
+def expert_traffic(
+    config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
+) -> Traffic:
+    """Return what expert parallelism sends: every token to its experts and back, and the other gradients once.
+
+    Dispatch and combine, forward and backward: `4 T k h (e-1)/e` values an MoE layer,
+    for T tokens on a rank, k experts a token, and tokens spread evenly over the ranks.
+    What is not a routed expert is replicated, so its gradients are summed as in data parallelism.
+
+    Args:
+        config: A mixture-of-experts model.
+        ranks: Expert-parallel ranks; each has its own tokens.
+        tokens: Tokens of all ranks together.
+        micro_batches: Into how many micro-batches a rank cuts its tokens.
+        bytes_per_value: Bytes of one value on the wire.
+
+    Raises:
+        ValueError: If the model has no experts, or the ranks do not divide them.
+    """
+    if not config.is_moe or config.num_experts % ranks:
+        raise ValueError(f"ranks={ranks} does not divide num_experts={config.num_experts} of {config.name}")
+    layers = config.num_layers - config.num_dense_layers
+    copies = tokens / ranks * config.experts_per_token * config.hidden * bytes_per_value
+    moved = 4 * layers * ring_all_gather_bytes(copies, ranks)
+    count = count_params(config)
+    replicated = count.total - count.by_component["experts"]
+    gradients = data_parallel_bytes(replicated * bytes_per_value, ranks)
+    return Traffic(moved + gradients, 4 * layers * micro_batches + 1, "4 all-to-alls per layer; gradients")

@@ -1,0 +1,57 @@
+"""Number formats, and recipes that say which of them holds what.
+
+    formats   fp32 to FP4: range, spacing, rounding, and which GPU computes in them
+    recipes   precision recipes and optimizers: bytes per parameter
+    fp8       scales, blocks, and what FP8 saves of a step
+
+Read `formats` first. Chapter 08; `recipes` is used from chapter 01 on.
+"""
+
+from lablib.calc.precision.formats import (
+    FORMATS,
+    Format,
+    find_format,
+    format_spans,
+    peak_ratio,
+    significant_bits,
+    support_table,
+)
+from lablib.calc.precision.fp8 import (
+    DEEPSEEK_V3,
+    HIGH_PRECISION,
+    STATES,
+    TORCHAO_LLAMA3_8B,
+    achieved_flops,
+    gather_bytes,
+    implied_share,
+    quantized_bytes,
+    scale_count,
+    step_speedup,
+)
+from lablib.calc.precision.recipes import OPTIMIZERS, RECIPES, Optimizer, Recipe, find_optimizer, recipe
+
+__all__ = [
+    "DEEPSEEK_V3",
+    "FORMATS",
+    "HIGH_PRECISION",
+    "OPTIMIZERS",
+    "RECIPES",
+    "STATES",
+    "TORCHAO_LLAMA3_8B",
+    "Format",
+    "Optimizer",
+    "Recipe",
+    "achieved_flops",
+    "find_format",
+    "find_optimizer",
+    "format_spans",
+    "gather_bytes",
+    "implied_share",
+    "peak_ratio",
+    "quantized_bytes",
+    "recipe",
+    "scale_count",
+    "significant_bits",
+    "step_speedup",
+    "support_table",
+]

@@ -1,0 +1,184 @@
+"""What FP8 training stores and sends, and what it can gain: bytes of states, of scales and of gathers, and time.
+
+FP8 training casts the inputs of matmuls. Weights, gradients and moments stay in high precision, since updates would
+be lost in 8 bits: so model states do not shrink, and the step gets faster in its matmuls only.
+
+Chapter: book/08_mixed_precision.md
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lablib.calc.errors import one_of
+from lablib.calc.models import ModelConfig
+from lablib.calc.params import count_params, layer_params
+
+# What DeepSeek-V3 (arXiv 2412.19437, section 3.3) keeps in BF16 or FP32. The paper says that these are sensitive to
+# low precision or cheap; the reason beside each is ours.
+HIGH_PRECISION = {
+    "embedding": "BF16 or FP32: a table, not a matmul",
+    "output head": "BF16 or FP32: its errors reach the loss directly",
+    "MoE gating": "BF16 or FP32: small errors change which expert is chosen",
+    "normalization": "BF16 or FP32: statistics over a whole row",
+    "attention operators": "BF16 or FP32: a softmax magnifies errors",
+    "master weights": "FP32",
+    "weight gradients": "FP32",
+    "optimizer moments": "BF16",
+}
+
+BLOCKS = {"tensor": None, "row": None, "block1x128": (1, 128), "block128x128": (128, 128), "mx32": (1, 32)}
+SCALE_BYTES = {"mx32": 1}  # E8M0; all others are fp32
+
+
+@dataclass(frozen=True)
+class StateRecipe:
+    """Bytes of model states per parameter.
+
+    Attributes:
+        name: How tables call it.
+        terms: Bytes by what they are.
+    """
+
+    name: str
+    terms: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes per parameter in all."""
+        return sum(self.terms.values())
+
+
+# A cached FP8 copy of the weights is an addition: it saves casting them again for every micro-batch.
+STATES = {
+    recipe.name: recipe
+    for recipe in (
+        StateRecipe("mixed-bf16", {"weights": 2, "gradients": 2, "master": 4, "moments": 8}),
+        StateRecipe("mixed-bf16, fp32 gradients", {"weights": 2, "gradients": 4, "master": 4, "moments": 8}),
+        StateRecipe("torchao float8 with FSDP2", {"weights": 4, "gradients": 4, "moments": 8}),
+        StateRecipe("deepseek-v3", {"weights": 1, "gradients": 4, "master": 4, "moments": 4}),
+    )
+}
+
+
+def scale_count(rows: int, columns: int, scaling: str) -> int:
+    """Return how many scales a matrix has.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
+
+    Raises:
+        ValueError: If the scaling is unknown.
+    """
+    block = BLOCKS[one_of("scaling", scaling, BLOCKS)]
+    if block is None:
+        return 1 if scaling == "tensor" else rows
+    return math.ceil(rows / block[0]) * math.ceil(columns / block[1])
+
+
+def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
+    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        scaling: As in `scale_count`.
+
+    Raises:
+        ValueError: If the scaling is unknown.
+    """
+    return rows * columns + scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
+
+
+def linear_params(config: ModelConfig) -> int:
+    """Return the parameters that FP8 training gathers in FP8: the matrices of the layers, without norms and biases.
+
+    Args:
+        config: A dense model.
+    """
+    h, per_layer = config.hidden, layer_params(config, 0)
+    attention = h * (2 * config.q_width + 2 * config.kv_width)
+    mlp = h * config.ffn * (3 if config.gated_mlp else 2)
+    if config.is_moe or config.is_mla or attention + mlp > sum(per_layer.values()):
+        raise ValueError(f"{config.name}: only dense models without latent attention are counted here")
+    return config.num_layers * (attention + mlp)
+
+
+def gather_bytes(config: ModelConfig, ranks: int, *, float8: bool) -> float:
+    """Return the bytes that one all-gather of all weights sends per rank, `(N-1)/N` of them.
+
+    With float8 the matrices of the layers travel in one byte and everything else in bf16; the scales need one
+    all-reduce of a number per matrix, which is left out (torchao, enable_fsdp_float8_all_gather).
+
+    Args:
+        config: The model.
+        ranks: N.
+        float8: Whether matrices travel in FP8; else all travels in bf16.
+
+    Raises:
+        ValueError: If `ranks` is not positive, or the model is none that `linear_params` counts.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    total = count_params(config).total
+    matrices = linear_params(config) if float8 else 0
+    return (2 * total - matrices) * (ranks - 1) / ranks
+
+
+def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
+    """Return how many times faster a step gets if its matmuls do (Amdahl).
+
+        speedup = 1 / (1 - f + f / s)
+
+    Args:
+        matmul_share: f, share of the step's time that goes to the matmuls in question, before.
+        matmul_speedup: s, at most the ratio of peaks: 2 for FP8 against bf16.
+
+    Raises:
+        ValueError: If the share is not between 0 and 1, or the speedup not positive.
+    """
+    if not 0 <= matmul_share <= 1 or matmul_speedup <= 0:
+        raise ValueError(
+            f"matmul_share={matmul_share} must be 0 to 1 and matmul_speedup={matmul_speedup} positive"
+        )
+    return 1 / (1 - matmul_share + matmul_share / matmul_speedup)
+
+
+def implied_share(speedup: float, matmul_speedup: float = 2.0) -> float:
+    """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`.
+
+    Args:
+        speedup: Of the step.
+        matmul_speedup: Of the matmuls, s.
+
+    Raises:
+        ValueError: If no share gives this speedup.
+    """
+    if not 1 <= speedup <= matmul_speedup or matmul_speedup == 1:
+        raise ValueError(f"speedup={speedup} is not between 1 and matmul_speedup={matmul_speedup}")
+    return (1 - 1 / speedup) / (1 - 1 / matmul_speedup)
+
+
+def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
+    """Return the FLOP/s of one GPU that a training run reached, `6 N D / (3600 hours)`.
+
+    Args:
+        params: N, those active for a token.
+        tokens: D.
+        gpu_hours: Of all GPUs together.
+    """
+    return 6 * params * tokens / (3600 * gpu_hours)
+
+
+# DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
+DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
+
+# torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GB.
+TORCHAO_LLAMA3_8B = {
+    "bf16": (6150.0, 47.65),
+    "float8 tensorwise, float8 all-gather": (7689.5, 47.77),
+    "float8 rowwise, bf16 all-gather": (6768.0, 47.79),
+}

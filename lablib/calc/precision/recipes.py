@@ -1,0 +1,292 @@
+"""Recipes: how many bytes each parameter costs, term by term.
+
+A recipe names the dtypes of a training run. The optimizer, in `optimizers`, adds its moments.
+
+| recipe | weights | gradients | fp32 extra | master | AdamW moments | in all |
+|---|---|---|---|---|---|---|
+| fp32 | 4 | 4 | | | 8 | 16 |
+| mixed-bf16, mixed-fp16 | 2 | 2 | | 4 | 8 | 16 |
+| mixed-bf16-fp32-grads | 2 | 4 | | 4 | 8 | 18 |
+| mixed-bf16-fp32-accum | 2 | 2 | 4 | 4 | 8 | 20 |
+| megatron-fp16 | 2 | 2 | 4 | 4 | 8 | 20 |
+| fsdp2-mixed | 4 | 4 | | | 8 | 16 |
+| autocast-bf16, autocast-fp16 | 4 | 4 | | | 8 | 16 |
+| pure-bf16 | 2 | 2 | | | 4 | 8 |
+| pure-bf16-fp32-moments | 2 | 2 | | | 8 | 12 |
+
+The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
+
+Optimizers: the moments that each keeps between steps.
+
+| optimizer | moments | bytes a parameter, fp32 moments |
+|---|---|---|
+| adamw | momentum, variance | 8 |
+| sgd | | 0 |
+| sgd-momentum | momentum | 4 |
+| adamw-8bit | momentum, variance | 2 (1 + 4/256) = 2.03 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.errors import one_of
+
+BLOCK = 256  # values that share one scale in block-wise 8-bit moments
+SCALE_BYTES = 4  # the scale is fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The moments that an optimizer keeps between steps.
+
+    Attributes:
+        name: How tables call it.
+        summary: Which implementation is meant.
+        source: Where its bytes come from.
+        moments: Names of its moments.
+        quantized: Whether moments are block-wise 8-bit: 1 byte a value and an fp32 scale for every 256 values.
+    """
+
+    name: str
+    summary: str
+    source: str
+    moments: tuple[str, ...] = ()
+    quantized: bool = False
+
+    def moment_bytes(self, params: int, value_bytes: int = 4) -> dict[str, int]:
+        """Return the bytes of each moment for so many parameters.
+
+        8-bit: `n + 4 ceil(n / 256)` a moment, the parameters of a rank taken as one flat array.
+        Left out: tensors of fewer than 4,096 values, which bitsandbytes and torchao keep in 32 bits, and their
+        lookup tables of 1 KiB. Together they are under 0.5 percent of the moments from GPT-2 upwards.
+
+        Args:
+            params: Parameters that this rank's optimizer updates.
+            value_bytes: Bytes of a moment value where the optimizer is not quantized; the recipe knows.
+        """
+        scales = SCALE_BYTES * -(-params // BLOCK)
+        return dict.fromkeys(self.moments, params + scales if self.quantized else params * value_bytes)
+
+
+OPTIMIZERS = {
+    optimizer.name: optimizer
+    for optimizer in (
+        Optimizer(
+            name="adamw",
+            summary="torch.optim.AdamW: two moments",
+            source="Loshchilov and Hutter 2017 (arXiv 1711.05101)",
+            moments=("momentum", "variance"),
+        ),
+        Optimizer(
+            name="sgd", summary="torch.optim.SGD: no moments", source="PyTorch documentation, torch.optim"
+        ),
+        Optimizer(
+            name="sgd-momentum",
+            summary="torch.optim.SGD with momentum: one moment",
+            source="PyTorch documentation, torch.optim",
+            moments=("momentum",),
+        ),
+        Optimizer(
+            name="adamw-8bit",
+            summary="bitsandbytes.optim.AdamW8bit and torchao.optim.AdamW8bit: 8-bit moments, fp32 scale per 256 values",
+            source="Dettmers et al. 2021 (arXiv 2110.02861) with blocks of 2,048; both implementations now use 256",
+            moments=("momentum", "variance"),
+            quantized=True,
+        ),
+    )
+}
+
+
+def optimizer_names() -> list[str]:
+    """Return the names that `find_optimizer` knows."""
+    return list(OPTIMIZERS)
+
+
+def find_optimizer(name: str | Optimizer) -> Optimizer:
+    """Return an optimizer by name; an Optimizer is returned as it is.
+
+    Args:
+        name: One of `optimizer_names()`, or an Optimizer of your own.
+
+    Raises:
+        ValueError: If the name is unknown; close names are suggested.
+    """
+    return name if isinstance(name, Optimizer) else OPTIMIZERS[one_of("optimizer", name, OPTIMIZERS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Bytes per parameter of one precision recipe, without the optimizer's moments.
+
+    Attributes:
+        name: How tables call it.
+        summary: What it is, in one line.
+        source: Where its bytes come from.
+        weights: Bytes of a stored weight.
+        gradients: Bytes of a gradient.
+        accumulation: Bytes of a second, fp32 gradient buffer that lives as long as the gradients.
+        gradient_copy: Bytes of an fp32 gradient that the optimizer makes for itself; sharded with the optimizer.
+        master: Bytes of the fp32 master copy.
+        moment: Bytes of one moment value, where the optimizer does not fix it.
+        gathered: Bytes of a weight as FSDP gathers it for use.
+        casts: Bytes of a low-precision copy of every matrix that autograd keeps until backward (autocast).
+        activation: Bytes of one activation value.
+    """
+
+    name: str
+    summary: str
+    source: str
+    weights: int
+    gradients: int
+    accumulation: int = 0
+    gradient_copy: int = 0
+    master: int = 0
+    moment: int = 4
+    gathered: int
+    casts: int = 0
+    activation: int = 2
+
+    @property
+    def casts_when_gathered(self) -> bool:
+        """Whether gathered weights have fewer bytes than stored ones, as with FSDP2's MixedPrecisionPolicy."""
+        return self.gathered < self.weights
+
+    def bytes_per_param(self, optimizer: str | Optimizer = "adamw") -> float:
+        """Return the bytes of model states per parameter, `w + g + K`.
+
+        Args:
+            optimizer: Name of an optimizer, or the optimizer.
+
+        Raises:
+            ValueError: If the optimizer is unknown.
+        """
+        # A whole number of blocks, so that a fraction of a scale counts as a fraction.
+        moments = sum(find_optimizer(optimizer).moment_bytes(BLOCK, self.moment).values()) / BLOCK
+        return self.weights + self.gradients + self.accumulation + self.gradient_copy + self.master + moments
+
+
+_MIXED = "Micikevicius et al. 2017 (arXiv 1710.03740); ZeRO (arXiv 1910.02054), section 3.1, K = 12"
+_MEGATRON = "Megatron-LM documentation, distributed optimizer, table of bytes per parameter"
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="fp32",
+            summary="everything in fp32",
+            source="4-byte weights, gradients and moments; " + _MEGATRON,
+            weights=4,
+            gradients=4,
+            gathered=4,
+            activation=4,
+        ),
+        Recipe(
+            name="mixed-bf16",
+            summary="bf16 weights and gradients, fp32 master copy and moments",
+            source=_MIXED,
+            weights=2,
+            gradients=2,
+            master=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="mixed-fp16",
+            summary="fp16 weights and gradients, fp32 master copy and moments, loss scaling",
+            source=_MIXED,
+            weights=2,
+            gradients=2,
+            master=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="mixed-bf16-fp32-grads",
+            summary="mixed-bf16 with gradients in fp32 only",
+            source=_MEGATRON + ": 18, or 6 + 12/d when sharded",
+            weights=2,
+            gradients=4,
+            master=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="mixed-bf16-fp32-accum",
+            summary="mixed-bf16 with an fp32 buffer that accumulates the bf16 gradients",
+            source="The Ultra-Scale Playbook (Hugging Face), memory for weights, gradients, optimizer states: 20",
+            weights=2,
+            gradients=2,
+            accumulation=4,
+            master=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="megatron-fp16",
+            summary="mixed-fp16 whose optimizer copies the gradients to fp32",
+            source=_MEGATRON + ": 20, or 4 + 16/d when sharded",
+            weights=2,
+            gradients=2,
+            gradient_copy=4,
+            master=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="fsdp2-mixed",
+            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered in bf16",
+            source="PyTorch documentation, torch.distributed.fsdp.fully_shard; FSDP (arXiv 2304.11277), section 4.4",
+            weights=4,
+            gradients=4,
+            gathered=2,
+        ),
+        Recipe(
+            name="autocast-bf16",
+            summary="torch.autocast: everything stored in fp32, matrices cast to bf16 for use",
+            source="PyTorch documentation, torch.amp",
+            weights=4,
+            gradients=4,
+            gathered=4,
+            casts=2,
+        ),
+        Recipe(
+            name="autocast-fp16",
+            summary="torch.autocast with fp16 and a GradScaler",
+            source="PyTorch documentation, torch.amp",
+            weights=4,
+            gradients=4,
+            gathered=4,
+            casts=2,
+        ),
+        Recipe(
+            name="pure-bf16",
+            summary="everything in bf16, moments too: what model.bfloat16() with torch.optim does",
+            source="torch.optim makes moments in the dtype of the parameter",
+            weights=2,
+            gradients=2,
+            moment=2,
+            gathered=2,
+        ),
+        Recipe(
+            name="pure-bf16-fp32-moments",
+            summary="bf16 weights and gradients, fp32 moments, no master copy",
+            source="the sum 2 + 2 + 8; weights need stochastic rounding to learn small updates",
+            weights=2,
+            gradients=2,
+            gathered=2,
+        ),
+    )
+}
+
+
+def recipe_names() -> list[str]:
+    """Return the names that `recipe` knows."""
+    return list(RECIPES)
+
+
+def recipe(name: str | Recipe) -> Recipe:
+    """Return a recipe by name; a Recipe is returned as it is.
+
+    Args:
+        name: One of `recipe_names()`, or a Recipe of your own.
+
+    Raises:
+        ValueError: If the name is unknown; close names are suggested.
+    """
+    return name if isinstance(name, Recipe) else RECIPES[one_of("recipe", name, RECIPES)]

@@ -1,0 +1,255 @@
+"""The learning rate of every step: a linear warm-up, then half a cosine down to a floor.
+
+    step 0 to warmup          a straight line from 0 to the peak
+    step warmup to steps      from the peak to the floor, slowly at both ends
+    later                     the floor
+
+The gradient noise scale: how many examples a gradient must average before more of them stop helping.
+
+The gradient of one example is the true gradient G plus noise with covariance Σ. The mean over B examples has
+
+    E |G_B|² = |G|² + tr(Σ) / B.
+
+Two batch sizes give two equations, and both unknowns:
+
+    |G|² = (B |G_B|² - b |G_b|²) / (B - b),      tr(Σ) = (|G_b|² - |G_B|²) / (1/b - 1/B),
+
+and the noise scale is their ratio, B_noise = tr(Σ) / |G|², in examples. Each of the two estimates is right on
+average; their ratio is not, so take means over many steps first and divide last.
+
+Data parallelism measures both for nothing: |G_b|² on each rank before the all-reduce, |G_B|² after it.
+
+Paper: McCandlish et al. 2018 (1812.06162), section 2.2 for the noise scale, appendix A.1 for this estimator.
+Chapter: book/11_practical_fsdp.md
+
+What a larger global batch costs and buys, and what to do with the learning rate.
+
+To reach a given loss with batch B takes S optimizer steps and E = B S examples. With the noise scale B_noise,
+
+    S = S_min (1 + B_noise / B),        E = E_min (1 + B / B_noise),        (S/S_min - 1)(E/E_min - 1) = 1,
+
+so a small batch wastes steps, a large one wastes examples, and at B = B_noise both are twice their minimum: the
+critical batch size. One step of the best length gains 1 / (1 + B_noise / B) of what it would gain without noise.
+
+Three rules for the learning rate when the batch grows from B to k B:
+
+    linear       k lr                          SGD far below B_noise   (Goyal et al. 2017)
+    square root  √k lr                         keeps the size of the noise in a step; usual for Adam
+    noise        lr_max / (1 + B_noise / B)    linear below B_noise, flat above it   (McCandlish et al. 2018)
+
+Papers: McCandlish et al. 2018 (1812.06162), equations of section 2; Goyal et al. 2017 (1706.02677), section 2.
+Chapter: book/11_practical_fsdp.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from statistics import fmean
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """What a series of squared gradient norms says about signal and noise.
+
+    Attributes:
+        signal: |G|², the squared norm of the true gradient; noise can make the estimate negative.
+        noise: tr(Σ), the variance of one example's gradient, summed over the parameters.
+        spread: Standard error of the noise scale in examples, by leaving out one step at a time.
+        steps: Pairs of norms that went in.
+    """
+
+    signal: float
+    noise: float
+    spread: float
+    steps: int
+
+    @property
+    def examples(self) -> float:
+        """B_noise = tr(Σ) / |G|² in examples; infinite where no signal was found above the noise."""
+        return self.noise / self.signal if self.signal > 0 else inf
+
+    def __str__(self) -> str:
+        """Return one line: the noise scale with its standard error."""
+        if self.examples == inf:
+            return f"noise scale: no signal above the noise in {self.steps} steps; measure more of them"
+        return f"noise scale {self.examples:.3g} ± {self.spread:.2g} examples, from {self.steps} steps"
+
+
+def _solve(small: float, big: float, batch_small: int, batch_big: int) -> tuple[float, float]:
+    signal = (batch_big * big - batch_small * small) / (batch_big - batch_small)
+    noise = (small - big) / (1 / batch_small - 1 / batch_big)
+    return signal, noise
+
+
+def noise_scale(
+    small: Sequence[float], big: Sequence[float], *, batch_small: int, batch_big: int
+) -> NoiseScale:
+    """Return the noise scale from squared gradient norms at two batch sizes, averaged before they are divided.
+
+    Args:
+        small: |G_b|² of each step; where several small batches make a big one, their mean.
+        big: |G_B|² of the same steps.
+        batch_small: b in examples, as they were averaged.
+        batch_big: B in examples.
+
+    Returns:
+        Signal, noise, and the standard error of their ratio (0 with a single step).
+
+    Raises:
+        ValueError: If the batches do not differ, or the two series have not the same number of steps.
+    """
+    if not 1 <= batch_small < batch_big:
+        raise ValueError(
+            f"batch_small={batch_small} must be at least 1 and less than batch_big={batch_big}: one batch size is "
+            f"one equation for two unknowns"
+        )
+    if not small or len(small) != len(big):
+        raise ValueError(f"{len(small)} small and {len(big)} big norms; each step has one of both")
+    signal, noise = _solve(fmean(small), fmean(big), batch_small, batch_big)
+    return NoiseScale(signal, noise, _spread(small, big, batch_small, batch_big), len(small))
+
+
+def _spread(small: Sequence[float], big: Sequence[float], batch_small: int, batch_big: int) -> float:
+    """Jackknife: the ratio with each step left out in turn; infinite if one of them has no signal."""
+    n = len(small)
+    if n < 2:
+        return 0.0
+    total_small, total_big = sum(small), sum(big)
+    ratios = []
+    for s, b in zip(small, big, strict=True):
+        left = _solve((total_small - s) / (n - 1), (total_big - b) / (n - 1), batch_small, batch_big)
+        if left[0] <= 0:
+            return inf
+        ratios.append(left[1] / left[0])
+    middle = fmean(ratios)
+    return sqrt((n - 1) / n * sum((ratio - middle) ** 2 for ratio in ratios))
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive")
+
+
+def steps_needed(batch: float, *, noise_scale: float, steps_min: float = 1.0) -> float:
+    """Return the optimizer steps to a given loss, S = S_min (1 + B_noise / B).
+
+    Args:
+        batch: B, examples in a step.
+        noise_scale: B_noise, in examples.
+        steps_min: S_min, with an endless batch.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    _positive(batch=batch, noise_scale=noise_scale, steps_min=steps_min)
+    return steps_min * (1 + noise_scale / batch)
+
+
+def examples_needed(batch: float, *, noise_scale: float, examples_min: float = 1.0) -> float:
+    """Return the examples to a given loss, E = E_min (1 + B / B_noise).
+
+    Args:
+        batch: B, examples in a step.
+        noise_scale: B_noise, in examples.
+        examples_min: E_min, with the smallest batch.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    _positive(batch=batch, noise_scale=noise_scale, examples_min=examples_min)
+    return examples_min * (1 + batch / noise_scale)
+
+
+def step_gain(batch: float, *, noise_scale: float) -> float:
+    """Return what one step gains, over a step without noise: 1 / (1 + B_noise / B).
+
+    Args:
+        batch: B, examples in a step.
+        noise_scale: B_noise, in examples.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    return 1 / steps_needed(batch, noise_scale=noise_scale)
+
+
+def linear_rule(lr: float, batch: float, new_batch: float) -> float:
+    """Return the learning rate times k when the batch grows k times.
+
+    Args:
+        lr: The rate that suits `batch`.
+        batch: Examples in a step that `lr` was found with.
+        new_batch: Examples in a step from now on.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    _positive(lr=lr, batch=batch, new_batch=new_batch)
+    return lr * new_batch / batch
+
+
+def sqrt_rule(lr: float, batch: float, new_batch: float) -> float:
+    """Return the learning rate times √k when the batch grows k times.
+
+    Args:
+        lr: The rate that suits `batch`.
+        batch: Examples in a step that `lr` was found with.
+        new_batch: Examples in a step from now on.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    _positive(lr=lr, batch=batch, new_batch=new_batch)
+    return lr * sqrt(new_batch / batch)
+
+
+def noise_rule(lr: float, batch: float, new_batch: float, *, noise_scale: float) -> float:
+    """Return the learning rate lr_max / (1 + B_noise / B), with lr_max such that `lr` suits `batch`.
+
+    Far below the noise scale this is the linear rule; far above it the rate no longer grows.
+
+    Args:
+        lr: The rate that suits `batch`.
+        batch: Examples in a step that `lr` was found with.
+        new_batch: Examples in a step from now on.
+        noise_scale: B_noise, in examples.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    _positive(lr=lr)
+    return lr * step_gain(new_batch, noise_scale=noise_scale) / step_gain(batch, noise_scale=noise_scale)
+
+
+def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> float:
+    """Return the learning rate of a step.
+
+    Warm-up: `peak * step / warmup`. After it `floor + (peak - floor) * (1 + cos(pi * t)) / 2`, where t goes from 0 at
+    the end of the warm-up to 1 at the last step (Loshchilov and Hutter, arXiv 1608.03983, without restarts).
+
+    Args:
+        step: Number of the step that is taken, from 1.
+        peak: Highest rate, reached by step `warmup`.
+        steps: Steps of the whole schedule; later ones stay at the floor.
+        warmup: Steps of the warm-up; 0 begins at the peak.
+        floor: Rate of the last step.
+
+    Raises:
+        ValueError: If the numbers contradict each other.
+
+    Chapter: book/11_practical_fsdp.md.
+    """
+    if step < 1 or steps < 1:
+        raise ValueError(f"step={step} and steps={steps} must be at least 1")
+    if not 0 <= warmup < steps:
+        raise ValueError(f"warmup={warmup} must be from 0 to steps - 1 = {steps - 1}")
+    if not 0 <= floor <= peak:
+        raise ValueError(f"floor={floor} must be from 0 to peak={peak}")
+    if step < warmup:
+        return peak * step / warmup
+    done = min(1.0, (step - max(warmup, 1)) / max(1, steps - max(warmup, 1)))
+    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2

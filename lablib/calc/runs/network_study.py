@@ -1,0 +1,487 @@
+"""Where to put which parallelism on two hosts: count the bytes that leave a host in a step, and take the fewest.
+
+Four ranks, two hosts of two. Two axes of two ranks each, and one of them must cross the link:
+
+    layout                what crosses          bytes that leave a host in one step
+    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
+    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
+    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
+    dp over all           gradients             a ring of 4                                  1.5·G
+
+G are the bytes of all gradients, B the sequences of all ranks together, h the width, L the blocks.
+
+What a study of the two-host cluster says: its samples as rows, each with a prediction beside the measurement.
+
+`lablib.launch.communication.study` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
+of one repetition each, taken from the slowest rank. Here they become rows. A sample knows its conditions:
+
+    part          what else it has, beside "seconds" and "turn" (its repetition)
+    "link"        where, rate, bytes: one round in which each rank that takes part sends and receives so many bytes;
+                  "inside" are two ranks of a host, "across" two of different hosts, "ring" all ranks
+    "all-reduce"  rate, algorithm, bytes
+    "ddp"         rate, variant, micro_batches, ranks, hosts, ranks_per_host, gradient_bytes, buckets (bytes as sent),
+                  bytes_across; "alone" and "compute" also have forward and backward
+    "placement"   rate, layout, bytes_across (leaving a host in a step, counted by the ranks)
+
+A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
+
+DDP on two hosts: the step time and the scaling efficiency that a link allows, beside what was measured.
+
+A flat ring over n ranks crosses the link between two hosts once in each direction: of the 2(n-1)/n · S bytes that
+every rank sends, the link carries one rank's. So the link's bandwidth is the ring's. A hierarchical all-reduce sends
+2(m-1)/m · S over it for m hosts.
+
+    efficiency = T_1/T_n       weak scaling: as many samples on every rank
+
+T_1 is a step without communication on one rank while the other ranks take theirs: on a cluster every rank has its own
+processor, and here they share one machine's, with or without a network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lablib.calc.communication import (
+    Line,
+    Topology,
+    algorithm_rounds,
+    fit_line,
+    hierarchical_rounds,
+    ring_all_reduce_bytes,
+    tcp_bandwidth,
+)
+from lablib.calc.models import ModelConfig
+from lablib.calc.parallel import DDPStep, ddp_step_time, rank_params
+from lablib.calc.params import count_params
+from lablib.calc.units import parse_bandwidth
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the study measures; sizes are such that a sample is short.
+
+    Attributes:
+        link_rate: The link for exchanges and all-reduces.
+        link_sizes: Bytes of the exchanges.
+        reduce_sizes: Bytes of the all-reduces.
+        ddp_rates: Links for DDP, next to one that is not throttled.
+        savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
+        placement_rate: The link on which layouts are compared.
+        turns: Samples of each.
+        width: Of DDP's linear layers.
+        layers: How many.
+        tokens: Rows on each rank.
+        bucket_bytes: When a bucket of DDP is full.
+        micro_batches: What one accumulated step holds.
+        hidden: Width of the transformer that is placed.
+        blocks: Its layers.
+        seq: Tokens in a sequence.
+        batch: Sequences of all ranks together.
+    """
+
+    link_rate: str = "500 Mb/s"
+    link_sizes: tuple[int, ...] = (64, 4096, 2**16, 2**18, 2**19)
+    reduce_sizes: tuple[int, ...] = (2**10, 2**14, 2**17, 2**19)
+    ddp_rates: tuple[str, ...] = ("2 Gb/s", "500 Mb/s", "100 Mb/s")
+    savings_rate: str = "100 Mb/s"
+    placement_rate: str = "100 Mb/s"
+    turns: int = 3
+    width: int = 256
+    layers: int = 4
+    tokens: int = 1536
+    bucket_bytes: int = 2**18
+    micro_batches: int = 3
+    hidden: int = 64
+    blocks: int = 2
+    seq: int = 128
+    batch: int = 8
+
+
+def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
+    """Return the raw seconds of the samples that meet all conditions, in the order measured.
+
+    Args:
+        samples: Of a study.
+        **conditions: Names and values that a sample must have.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
+    if not found:
+        raise ValueError(f"no sample has {conditions}")
+    return found
+
+
+def link_bandwidth(rate: str | None) -> float:
+    """Return the bytes of data per second that TCP carries over a link; infinite if it is not throttled.
+
+    Args:
+        rate: As "500 Mb/s".
+    """
+    return math.inf if rate is None else tcp_bandwidth(parse_bandwidth(rate))
+
+
+def payload(card_bytes: float) -> float:
+    """Return about how many bytes of data a throttled card has sent: without headers, but with acknowledgements.
+
+    A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
+    """
+    return tcp_bandwidth(card_bytes)
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """Latency and bandwidth between two ranks, from exchanges of many sizes.
+
+    Attributes:
+        where: "inside" a host, "across" two hosts, or "ring".
+        rate: Of the link across, as text.
+        line: The fitted t = α + S/W; its `.latency`, `.bandwidth` and `.residuals`.
+        sizes: S of each point in bytes.
+        medians: The time of each in seconds.
+        predicted_bandwidth: What TCP can carry on a link of this rate, bytes per second; infinite inside.
+    """
+
+    where: str
+    rate: str | None
+    line: Line
+    sizes: tuple[int, ...]
+    medians: tuple[float, ...]
+    predicted_bandwidth: float
+
+
+def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
+    """Fit α and W to the medians of a study's exchanges.
+
+    Args:
+        samples: Of a study.
+        where: "inside", "across" or "ring".
+
+    Raises:
+        ValueError: If there are no such samples.
+    """
+    of_link = [s for s in samples if s["part"] == "link" and s["where"] == where]
+    sizes = sorted({s["bytes"] for s in of_link})
+    if not sizes:
+        raise ValueError(f"the study has no exchanges {where!r}; use 'inside', 'across' or 'ring'")
+    times = [median(seconds_of(of_link, bytes=size)) for size in sizes]
+    rate = of_link[0]["rate"]
+    bandwidth = math.inf if where == "inside" else link_bandwidth(rate)
+    return LinkFit(where, rate, fit_line(sizes, times), tuple(sizes), tuple(times), bandwidth)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The two hosts as the exchanges of a study describe them.
+
+    Attributes:
+        links: Bandwidth inside and across, one card a host; no latency.
+        pair: α of a round in which two ranks exchange a message.
+        ring: α of a round in which all ranks send one: they share one machine's processors, so it takes longer.
+    """
+
+    links: Topology
+    pair: float
+    ring: float
+
+    def seconds(self, algorithm: str, size: int, itemsize: int = 4) -> float:
+        """Return the time of a collective: for each round its latency, and the bytes through the busiest port.
+
+        Args:
+            algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
+            size: S in bytes.
+            itemsize: Bytes per element.
+        """
+        numel, ranks = round(size / itemsize), self.links.ranks
+        hierarchical = algorithm == "hierarchical_all_reduce"
+        todo = (
+            hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
+            if hierarchical
+            else algorithm_rounds(algorithm, numel, ranks)
+        )
+        waiting = sum(self.pair if len(sends) <= 2 else self.ring for sends in todo)
+        return waiting + self.links.time(todo, itemsize)
+
+
+def two_hosts(samples: Sequence[Sample]) -> Cluster:
+    """Return the cluster that the exchanges of a study describe."""
+    inside, across, ring = (link_fit(samples, where).line for where in ("inside", "across", "ring"))
+    links = Topology(nodes=2, ranks_per_node=2, inside=inside.bandwidth, across=across.bandwidth)
+    return Cluster(links, max(0.0, across.latency), max(0.0, ring.latency))
+
+
+@dataclass(frozen=True)
+class AllReduceRow:
+    """One algorithm at one size.
+
+    Attributes:
+        algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
+        bytes: S.
+        predicted: Seconds, from the fitted link.
+        measured: Median seconds.
+        samples: The raw seconds.
+    """
+
+    algorithm: str
+    bytes: int
+    predicted: float
+    measured: float
+    samples: tuple[float, ...]
+
+
+def all_reduce_rows(samples: Sequence[Sample]) -> list[AllReduceRow]:
+    """Return every algorithm at every size, predicted by the exchanges of the same study and measured."""
+    cluster, rows = two_hosts(samples), []
+    pairs = dict.fromkeys((s["algorithm"], s["bytes"]) for s in samples if s["part"] == "all-reduce")
+    for algorithm, size in sorted(pairs):
+        raw = tuple(seconds_of(samples, part="all-reduce", algorithm=algorithm, bytes=size))
+        predicted = cluster.seconds(algorithm, size)
+        rows.append(AllReduceRow(algorithm, size, predicted, median(raw), raw))
+    return rows
+
+
+def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: bool) -> float | None:
+    """Return the size in bytes from which `long` is the faster of two algorithms, None if it never is.
+
+    Between two measured sizes it is where the ratio of the times passes 1, on scales that count factors.
+
+    Args:
+        rows: As `all_reduce_rows` returns them.
+        short: The algorithm with fewer rounds.
+        long: The one with fewer bytes over the link.
+        measured: By the measured times; otherwise by the predicted ones.
+    """
+    times = {(row.algorithm, row.bytes): row.measured if measured else row.predicted for row in rows}
+    sizes = sorted(size for name, size in times if name == long and (short, size) in times)
+    gains = [math.log(times[short, size] / times[long, size]) for size in sizes]  # above 0: long is faster
+    if not gains or gains[-1] <= 0:
+        return None
+    last = max((k for k, gain in enumerate(gains) if gain <= 0), default=None)
+    if last is None:
+        return float(sizes[0])
+    share = -gains[last] / (gains[last + 1] - gains[last])
+    return math.exp((1 - share) * math.log(sizes[last]) + share * math.log(sizes[last + 1]))
+
+
+#: What a variant changes, in the order of the table.
+VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """DDP at one rate of the link.
+
+    Attributes:
+        rate: As text, or None if not throttled; the prediction is then what a link without cost would give.
+        bytes_across: Bytes that leave a host in a step.
+        compute: Seconds of a step without communication.
+        predicted: Seconds of a step.
+        measured: Median seconds of a step.
+        predicted_efficiency: compute / predicted.
+        efficiency: compute / measured.
+        samples: The raw seconds.
+    """
+
+    rate: str | None
+    bytes_across: float
+    compute: float
+    predicted: float
+    measured: float
+    predicted_efficiency: float
+    efficiency: float
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SavingsRow:
+    """One way to spend less on communication, at one rate; seconds are of one micro-batch.
+
+    Attributes:
+        variant: One of `VARIANTS`.
+        rate: Of the link, as text.
+        bytes_across: Bytes that leave a host for each micro-batch.
+        predicted: Seconds of a micro-batch.
+        measured: Median seconds of a micro-batch.
+        bought: The measured time of "buckets" over this one's; above 1 it is faster.
+        predicted_bought: The same of the predicted times.
+        samples: The raw seconds of a micro-batch.
+    """
+
+    variant: str
+    rate: str
+    bytes_across: float
+    predicted: float
+    measured: float
+    bought: float
+    predicted_bought: float
+    samples: tuple[float, ...]
+
+
+def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
+    """Return DDP's step at every rate of the study, the widest link first."""
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
+    rows = []
+    for rate in dict.fromkeys(s["rate"] for s in steps):
+        raw = tuple(seconds_of(steps, rate=rate))
+        sample = next(s for s in steps if s["rate"] == rate)
+        step, measured = predicted_step(samples, sample), median(raw)
+        rows.append(
+            ScalingRow(
+                rate,
+                sample["bytes_across"],
+                step.compute,
+                step.step,
+                measured,
+                step.compute / step.step,
+                step.compute / measured,
+                raw,
+            )
+        )
+    return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
+
+
+def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
+    """Return every variant at the rate where the study compares them; "buckets" comes first."""
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in VARIANTS]
+    rate = next(s["rate"] for s in steps if s["variant"] != "buckets")
+    found = {}
+    for variant in VARIANTS:
+        sample = next(s for s in steps if s["variant"] == variant and s["rate"] == rate)
+        m = sample["micro_batches"]
+        raw = tuple(t / m for t in seconds_of(steps, variant=variant, rate=rate))
+        found[variant] = sample["bytes_across"] / m, predicted_step(samples, sample).step / m, raw
+    _, base_predicted, base_raw = found["buckets"]
+    return [
+        SavingsRow(
+            variant,
+            rate,
+            across,
+            predicted,
+            median(raw),
+            median(base_raw) / median(raw),
+            base_predicted / predicted,
+            raw,
+        )
+        for variant, (across, predicted, raw) in found.items()
+    ]
+
+
+def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
+    """Return a step's predicted time: measured computation, and communication by the bytes that cross the link.
+
+    Args:
+        samples: Of a study; they tell the computation and the latency.
+        sample: The step, one of its "ddp" samples.
+    """
+    computing = [s for s in samples if s["part"] == "ddp" and s["variant"] == "compute"]
+    forward, backward = (median(s[half] for s in computing) for half in ("forward", "backward"))
+    buckets = sample["buckets"]
+    # An all-reduce is as slow as a flat ring would be on the bytes that it lets cross the link.
+    flat = ring_all_reduce_bytes(sum(buckets), sample["ranks"])
+    share = sample["bytes_across"] / flat
+    return ddp_step_time(
+        compute_forward=forward,
+        compute_backward=backward,
+        gradient_bytes=share * sum(buckets),
+        ranks=sample["ranks"],
+        bandwidth=link_bandwidth(sample["rate"]),
+        latency=0.0 if sample["rate"] is None else max(0.0, link_fit(samples).line.latency),
+        buckets=[share * size for size in buckets],
+        micro_batches=sample["micro_batches"],
+    )
+
+
+#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
+LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """One layout at one rate.
+
+    Attributes:
+        layout: One of `LAYOUTS`.
+        rate: Of the link, as text, or None.
+        bytes_across: Bytes that leave a host in a step, by the formula.
+        counted: The same, counted by the network card, without what headers take.
+        link_seconds: What those bytes take at least, bytes_across / W; 0 on a link that is not throttled.
+        predicted: link_seconds and the step's time on the link that is not throttled, one after the other. What
+            overlaps makes the step shorter, but never shorter than link_seconds.
+        measured: Median seconds of a step.
+        loss: Of the last step; the same for all layouts.
+        samples: The raw seconds.
+    """
+
+    layout: str
+    rate: str | None
+    bytes_across: float
+    counted: float
+    link_seconds: float
+    predicted: float
+    measured: float
+    loss: float
+    samples: tuple[float, ...]
+
+
+def layout_bytes(
+    layout: str, config: ModelConfig, *, batch: int, seq: int, bytes_per_value: int = 4
+) -> float:
+    """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
+
+    Args:
+        layout: One of `LAYOUTS`.
+        config: A dense model without tied embeddings.
+        batch: B, sequences of all ranks together.
+        seq: S, tokens in a sequence.
+        bytes_per_value: 4 for fp32.
+
+    Raises:
+        ValueError: If the layout is unknown, or the model's embeddings are tied, which a pipeline would send too.
+    """
+    if config.tied:
+        raise ValueError("tied embeddings would cross the link too; use a config with tied=False")
+    stream = batch * seq * config.hidden
+    values = {
+        "dp over all": lambda: ring_all_reduce_bytes(count_params(config).total, 4),
+        # Both ranks of a host send the half that they hold, and every norm is on both.
+        "tp inside, dp across": lambda: 2 * ring_all_reduce_bytes(rank_params(config, 2), 2),
+        "pp across, dp inside": lambda: float(stream),
+        # f and g of every block, the embedding's sum and the gradient of the head's input; then the cross-entropy:
+        # its highest logit, its sum and its target, for every token.
+        "tp across, dp inside": lambda: float((4 * config.num_layers + 2) * stream + 3 * batch * seq),
+    }
+    if layout not in values:
+        raise ValueError(f"layout={layout!r} is unknown; use one of {'; '.join(LAYOUTS)}")
+    return bytes_per_value * values[layout]()
+
+
+def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
+    """Return every layout of the study at the throttled rate, fewest bytes first: that is the predicted order."""
+    steps = [s for s in samples if s["part"] == "placement"]
+    rate = next(s["rate"] for s in steps if s["rate"] is not None)
+    rows = []
+    for layout in LAYOUTS:
+        last = [s for s in steps if s["layout"] == layout and s["rate"] == rate][-1]
+        raw = tuple(seconds_of(steps, layout=layout, rate=rate))
+        link = last["bytes_across"] / link_bandwidth(rate)
+        rows.append(
+            PlacementRow(
+                layout,
+                rate,
+                last["bytes_across"],
+                payload(last["card_bytes"]),
+                link,
+                link + median(seconds_of(steps, layout=layout, rate=None)),
+                median(raw),
+                last["loss"],
+                raw,
+            )
+        )
+    return sorted(rows, key=lambda row: row.bytes_across)

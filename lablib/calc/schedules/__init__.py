@@ -1,0 +1,115 @@
+"""Pipeline schedules: make one by name, read one, check it, run it on paper. The front door of `schedule_*.py`.
+
+    from lablib.calc.schedules import schedule, simulate
+    timeline = simulate(schedule("1f1b", p=4, m=8))
+    timeline.bubble_over_ideal          # 0.375, which is (p - 1)/m
+
+| name | function | what it trades |
+|---|---|---|
+| naive | `naive` | nothing: one rank in p works |
+| gpipe | `gpipe` | memory of m micro-batches for a bubble of (p - 1)/m |
+| 1f1b | `one_f_one_b` | the same bubble with the memory of at most p |
+| interleaved | `interleaved` | v times the messages for 1/v of the bubble |
+| zb-h1 | `zb_h1` | a later weight half for a smaller bubble |
+| zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
+| zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
+| dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lablib.calc.errors import one_of
+from lablib.calc.schedules.actions import KINDS, Action, Overlap, Schedule, Step, parse_action, parse_schedule
+from lablib.calc.schedules.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from lablib.calc.schedules.simulation import Event, Message, Timeline, peak_activations, simulate, time_grid
+from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
+from lablib.calc.schedules.text import ScheduleError, from_csv, step_grid, to_csv
+from lablib.calc.schedules.validation import check_chart, needs, validate
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "Action",
+    "Event",
+    "Message",
+    "Overlap",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Timeline",
+    "check_chart",
+    "dualpipe_v",
+    "from_csv",
+    "gpipe",
+    "in_flight",
+    "interleaved",
+    "layers_of_stage",
+    "naive",
+    "needs",
+    "one_f_one_b",
+    "parse_action",
+    "parse_schedule",
+    "peak_activations",
+    "schedule",
+    "schedule_names",
+    "simulate",
+    "stage_layers",
+    "step_grid",
+    "time_grid",
+    "to_csv",
+    "validate",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
+
+_MAKE: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def schedule_names() -> list[str]:
+    """Return the names that `schedule` knows, simplest first."""
+    return list(_MAKE)
+
+
+def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md.
+
+    Args:
+        name: One of `schedule_names()`; case does not matter, and `_` may stand for `-`.
+        p: Ranks.
+        m: Micro-batches.
+        v: Stages on every rank; more than 1 only for "interleaved". "zb-v" and "dualpipe-v" always have 2.
+
+    Raises:
+        ValueError: If the name is unknown or the numbers do not fit it.
+    """
+    known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
+    if known == "interleaved":
+        return interleaved(p, m, v)
+    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
+    if v not in (1, fixed):
+        raise ValueError(
+            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; "
+            f"use v={fixed}, or interleaved"
+        )
+    return _MAKE[known](p, m)

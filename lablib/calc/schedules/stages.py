@@ -1,0 +1,125 @@
+"""What a pipeline stage holds: its layers, and how many micro-batches are in flight there.
+
+Four stages and 8 micro-batches. GPipe runs all forwards first, so every stage holds 8.
+1F1B starts a backward as soon as it can: stage 0 holds 4, then 3, 2, 1.
+Interleaving gives each stage v chunks of layers; with v = 2 stage 0 holds 11 chunks, which is 5.5 full stages.
+
+    GPipe m      1F1B min(m, p - i)      interleaved (2 (p - 1 - i) + (v - 1) p + 1) / v
+
+Stage 0 of the last is `p (1 + (p - 1)/(p v))`: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3.
+The schedules are those of Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from lablib.calc.errors import either
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+def stage_layers(
+    num_layers: int, pp: int, virtual_stages: int = 1, layers_per_stage: Sequence[int] | None = None
+) -> list[list[range]]:
+    """Return the layers of every stage, as one range per chunk.
+
+    Chunk c of stage i comes after chunk c of stage i - 1; the second chunks start after the last stage's first.
+
+    Args:
+        num_layers: Layers of the model.
+        pp: Pipeline stages.
+        virtual_stages: Chunks in each stage, `v`.
+        layers_per_stage: Layers of each stage where they are not equal, as Llama 3 did (arXiv 2407.21783, 3.3.2).
+
+    Raises:
+        ValueError: If the layers cannot be divided so, or a stage between the first and the last has none.
+    """
+    sizes = None if layers_per_stage is None else tuple(layers_per_stage)
+    return [list(chunks) for chunks in _stages(num_layers, pp, virtual_stages, sizes)]
+
+
+def layers_of_stage(
+    num_layers: int, pp: int, virtual_stages: int, layers_per_stage: Sequence[int] | None, stage: int
+) -> list[range]:
+    """Return the layers of one stage, as one range per chunk; of many stages only the first question costs.
+
+    Args:
+        num_layers: As in `stage_layers`.
+        pp: As there.
+        virtual_stages: As there.
+        layers_per_stage: As there.
+        stage: Number of the stage, from 0.
+
+    Raises:
+        ValueError: As there.
+    """
+    sizes = None if layers_per_stage is None else tuple(layers_per_stage)
+    return list(_stages(num_layers, pp, virtual_stages, sizes)[stage])
+
+
+@lru_cache(maxsize=256)
+def _stages(
+    num_layers: int, pp: int, virtual_stages: int, sizes: tuple[int, ...] | None
+) -> tuple[tuple[range, ...], ...]:
+    if sizes is None:
+        if num_layers % (pp * virtual_stages):
+            factors = f"pp={pp}" + (f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else "")
+            possible = [n for n in range(1, num_layers + 1) if num_layers % (n * virtual_stages) == 0]
+            raise ValueError(
+                f"{factors} does not divide num_layers={num_layers}; "
+                + (f"use pp={either(possible)}, or " if possible else "")
+                + "give layers_per_stage"
+            )
+        sizes = (num_layers // pp,) * pp
+    if len(sizes) != pp or sum(sizes) != num_layers or min(sizes) < 0:
+        below = ", one of them below 0" if sizes and min(sizes) < 0 else ""
+        raise ValueError(
+            f"layers_per_stage={list(sizes)} must have pp={pp} entries that sum to num_layers={num_layers}; "
+            f"it has {len(sizes)} that sum to {sum(sizes)}{below}"
+        )
+    if 0 in sizes[1:-1]:
+        raise ValueError(
+            f"layers_per_stage={list(sizes)} leaves stage {sizes.index(0, 1)} nothing to do: only the first stage, "
+            "which has the embedding, and the last, which has the head, can be without layers; "
+            f"give it at least 1, or use pp={pp - sizes[1:-1].count(0)}"
+        )
+    if any(size % virtual_stages for size in sizes):
+        raise ValueError(f"virtual_stages={virtual_stages} does not divide layers_per_stage={list(sizes)}")
+    stages: list[list[range]] = [[] for _ in range(pp)]
+    start = 0
+    for _ in range(virtual_stages):
+        for stage, size in zip(stages, sizes, strict=True):
+            stage.append(range(start, start + size // virtual_stages))
+            start += size // virtual_stages
+    return tuple(tuple(chunks) for chunks in stages)
+
+
+def in_flight(
+    schedule: str, stage: int, pp: int, *, virtual_stages: int = 1, num_microbatches: int | None = None
+) -> list[int]:
+    """Return how many micro-batches each chunk of a stage holds at the stage's peak.
+
+    Args:
+        schedule: "1f1b", "gpipe" or "interleaved".
+        stage: Number of the stage, from 0.
+        pp: Pipeline stages, `p`.
+        virtual_stages: Chunks in a stage, `v`; more than 1 only when interleaved.
+        num_microbatches: Micro-batches of a step, `m`; None means enough to fill the pipeline. GPipe needs it.
+
+    Raises:
+        ValueError: If GPipe has no number of micro-batches.
+    """
+    if pp == 1:
+        return [1] * virtual_stages
+    if schedule == "gpipe":
+        if num_microbatches is None:
+            raise ValueError("schedule='gpipe' holds every micro-batch of the step: give num_microbatches")
+        return [num_microbatches]
+    chunks = 2 * (pp - 1 - stage) + (virtual_stages - 1) * pp + 1 if virtual_stages > 1 else pp - stage
+    if num_microbatches is not None:
+        chunks = min(chunks, num_microbatches * virtual_stages)
+    # Forwards run p micro-batches through a chunk, then p through the next, and begin again.
+    whole, left = divmod(chunks, pp * virtual_stages)
+    return [whole * pp + min(max(left - chunk * pp, 0), pp) for chunk in range(virtual_stages)]

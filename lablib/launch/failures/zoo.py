@@ -1,0 +1,373 @@
+"""The failure zoo: run a program with a planted fault on two ranks, and look at its symptoms.
+
+    seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
+    print(seen)                         # what monitoring shows: losses, norms, traffic, where ranks stand
+    seen.calls[1]                       # [("all_reduce", 712), ...]: what rank 1 communicated
+
+The programs stand in `lablib.launch.failures.zoo`, and their names give them away; a letter does not.
+
+The failure zoo: eight small training programs, each with one planted fault and a healthy twin.
+
+Diagnose them from their symptoms (`lablib.launch.failures.zoo`) before you read this file.
+In each program the lines under `if fault` are the fault, and nothing else differs between the twins.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lablib.launch.failures.job import Job, Setting, calls_of, reference, watched
+from lablib.launch.measure import Call, flight_recorder_settings, read_flight_records
+from lablib.launch.ranks import RankError, rank_mesh, run_ranks
+from lablib.launch.records import RankLog, read_logs
+
+
+def mismatched_collectives(setting: Setting, log: RankLog, fault: bool) -> None:
+    """One rank shares a running mean before the gradients, the others after them."""
+    job = Job(setting, log)
+    optimizer, mean = job.optimizer(), torch.zeros(3)
+    with watched(log):
+        for number in job.mine(job.ranks * setting.steps):
+            loss, gradient = job.backward(number)
+            if fault and job.culprit:
+                dist.broadcast(mean, src=0)
+                dist.all_reduce(gradient)
+            else:
+                dist.all_reduce(gradient)
+                dist.broadcast(mean, src=0)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def skipped_batch(setting: Setting, log: RankLog, fault: bool) -> None:
+    """One rank leaves out a batch that it does not like, and the collective with it."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    with watched(log):
+        for i, number in enumerate(job.mine(job.ranks * setting.steps)):
+            if fault and job.culprit and i == setting.steps // 2:
+                continue
+            loss, gradient = job.backward(number)
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def uneven_data(setting: Setting, log: RankLog, fault: bool) -> None:
+    """The number of batches is no multiple of the ranks, and the rest is not dropped."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    batches = job.ranks * setting.steps + 1
+    if not fault:
+        batches -= batches % job.ranks
+    with watched(log):
+        for number in job.mine(batches):
+            loss, gradient = job.backward(number)
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def forgotten_zero_grad(setting: Setting, log: RankLog, fault: bool) -> None:
+    """The gradients of all steps so far add up."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    with watched(log):
+        for number in job.mine(job.ranks * setting.steps):
+            if not fault:
+                optimizer.zero_grad()
+            loss, gradient = job.backward(number)
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+
+
+def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
+    """FSDP2 is told to leave the largest weight alone; it stays whole, and its gradient is averaged by nobody."""
+    from torch.distributed.fsdp import fully_shard  # here: the other programs start sooner without it
+
+    job = Job(setting, log, sharded=True)
+    largest = max(job.model.parameters(), key=torch.Tensor.numel)
+    fully_shard(job.model, mesh=rank_mesh(), ignored_params={largest} if fault else None)
+    optimizer = job.optimizer()
+    with watched(log):
+        for number in job.mine(job.ranks * setting.steps):
+            loss = job.loss(number)
+            loss.backward()
+            job.step(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = [p.to_local() if hasattr(p, "to_local") else p for p in job.model.parameters()]
+    log.write("state", bytes=sum(p.nbytes for p in kept))
+
+
+def wrong_dtype(setting: Setting, log: RankLog, fault: bool) -> None:
+    """The gradients are reduced in bfloat16, which keeps 8 of their 24 significant bits."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    with watched(log):
+        for number in job.mine(job.ranks * setting.steps):
+            loss, gradient = job.backward(number)
+            if fault:
+                gradient = gradient.bfloat16()
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def slow_rank(setting: Setting, log: RankLog, fault: bool) -> None:
+    """The batches of one rank are padded to three times their length."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    with watched(log):
+        for number in job.mine(job.ranks * setting.steps):
+            loss, gradient = job.backward(number, padding=8 if fault and job.culprit else 0)
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> None:
+    """DDP reduces after the backward pass of every micro-batch, not of the last one only."""
+    job = Job(setting, log)
+    job.forward = ddp = DistributedDataParallel(job.model)
+    optimizer = job.optimizer()
+    count = setting.micro_batches
+    mine = job.mine(job.ranks * count * setting.steps)
+    with watched(log):
+        for step in range(setting.steps):
+            batches = mine[step * count : (step + 1) * count]
+            losses = []
+            for i, number in enumerate(batches):
+                with nullcontext() if fault or i == count - 1 else ddp.no_sync():
+                    loss = job.loss(number)
+                    (loss / count).backward()
+                losses.append(loss.item())
+            job.step(*losses)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+RANKS = 2
+_TIMEOUT_S = 60.0  # never waited for: the watch in each rank proves a hang long before
+
+#: Fault by letter.
+FAULTS = {
+    "A": "forgotten zero_grad",
+    "B": "skipped batch",
+    "C": "wrong-dtype reduction",
+    "D": "mismatched collectives",
+    "E": "slow rank",
+    "F": "accumulation that communicates",
+    "G": "uneven data",
+    "H": "unsharded parameter",
+}
+_PROGRAMS = {
+    "A": forgotten_zero_grad,
+    "B": skipped_batch,
+    "C": wrong_dtype,
+    "D": mismatched_collectives,
+    "E": slow_rank,
+    "F": communicating_accumulation,
+    "G": uneven_data,
+    "H": unsharded_parameter,
+}
+_HANGS = frozenset("BDG")
+HEALTHY = "healthy"
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What the logs of a job show. Lists of lists are by rank.
+
+    Attributes:
+        parameters: Of the model, 4 bytes each.
+        sharded: Whether FSDP2 shards the model.
+        micro_batches: Gradients added up before each optimizer step.
+        expected: Mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the
+            same batches.
+        batches: Numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets
+            0, 2, 4 ... and rank 1 gets 1, 3, 5 ...
+        losses: Mean loss of each step.
+        norms: Norm of the gradients that the rank's optimizer got, each step.
+        flops: Work of each step until the gradients are there, counted.
+        calls: Operation and bytes of every collective of the training loop. The last one of a rank that hangs is
+            the one that it waits in.
+        state_bytes: Bytes of parameters that the rank keeps between steps; None where it was not logged.
+        ended: "returned", or the line of the program on which the rank hangs.
+    """
+
+    parameters: int
+    sharded: bool
+    micro_batches: int
+    expected: dict[str, list[float]]
+    batches: list[list[int]]
+    losses: list[list[float]]
+    norms: list[list[float]]
+    flops: list[list[int]]
+    calls: list[list[tuple[str, int]]]
+    state_bytes: list[int | None]
+    ended: list[str]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a rank waits for ever."""
+        return any(each != "returned" for each in self.ended)
+
+    def __str__(self) -> str:
+        """Return what fits on a screen."""
+        kind = "sharded by FSDP2" if self.sharded else "a copy on each rank"
+        lines = [
+            f"{self.parameters} parameters of 4 bytes, {kind}; {self.micro_batches} micro-batches a step"
+        ]
+        rows = [("expected", self.expected["losses"], self.expected["norms"])]
+        rows += [(f"rank {r}", self.losses[r], self.norms[r]) for r in range(len(self.ended))]
+        lines += [
+            f"  {who:9}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows
+        ]
+        for r, ended in enumerate(self.ended):
+            calls = self.calls[r]
+            first = ", ".join(f"{op} {size} B" for op, size in calls[:3])
+            kept = f"; keeps {self.state_bytes[r]} B" if self.state_bytes[r] is not None else ""
+            lines.append(f"  rank {r}: batches {self.batches[r]}, FLOPs a step {self.flops[r][:1]}{kept}")
+            lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 3 else ''}")
+            if ended != "returned":
+                waits = f"{calls[-1][0]} {calls[-1][1]} B" if calls else "no collective"
+                lines.append(f"          waits for ever in {waits}: {ended}")
+        return "\n".join(lines)
+
+
+def run(program: str, *, healthy: bool = False, setting: Setting | None = None) -> Symptoms:
+    """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven.
+
+    Args:
+        program: A letter, see `FAULTS`.
+        healthy: Run the twin without the fault.
+        setting: Size, seed and culprit; the uneven batch of an epoch always falls to rank 0.
+
+    Raises:
+        ValueError: If there is no such program, or the setting makes no sense.
+    """
+    return run_programs([(program, healthy, setting or Setting())])[0]
+
+
+def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
+    """Run many programs, those that cannot hang in one start of the ranks.
+
+    Args:
+        cases: (program, healthy, setting) of each.
+
+    Returns:
+        Their symptoms, in order.
+
+    Raises:
+        ValueError: As `run`.
+    """
+    for program, _, setting in cases:
+        _check(program, setting)
+    hanging = [program in _HANGS and not healthy for program, healthy, _ in cases]
+    with tempfile.TemporaryDirectory(prefix="zoo-") as top:
+        folders = [Path(top, str(i)) for i in range(len(cases))]
+        together = [(*case, str(f)) for case, f, h in zip(cases, folders, hanging, strict=True) if not h]
+        if together:
+            run_ranks(_play, RANKS, together, timeout=_TIMEOUT_S)
+        for case, folder, hangs in zip(cases, folders, hanging, strict=True):
+            if hangs:
+                _run_until_it_hangs([(*case, str(folder))], folder)
+        return [_symptoms(folder, case[2]) for folder, case in zip(folders, cases, strict=True)]
+
+
+def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, list[Call]]:
+    """Run a program that hangs, and return what PyTorch's flight recorder kept of it.
+
+    Args:
+        program: A letter; one of those that hang.
+        setting: As of `run`.
+
+    Returns:
+        The calls of each rank, for `flight_recorder.compare`.
+
+    Raises:
+        ValueError: If the program does not exist, or does not hang.
+    """
+    setting = setting or Setting()
+    _check(program, setting)
+    if program not in _HANGS:
+        raise ValueError(f"program {program} does not hang; {', '.join(sorted(_HANGS))} do")
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        case = (program, False, setting, folder)
+        _run_until_it_hangs([case], Path(folder), flight_recorder_settings(folder))
+        return read_flight_records(folder)
+
+
+def _run_until_it_hangs(
+    work: list[tuple[str, bool, Setting, str]], folder: Path, env: dict[str, str] | None = None
+) -> None:
+    try:
+        run_ranks(_play, RANKS, work, timeout=_TIMEOUT_S, env=env)
+    except RankError:
+        # A rank that hangs is ended by its watch, and has said so in its log. Anything else is an error.
+        if not any(line["event"] == "hang" for lines in read_logs(folder).values() for line in lines):
+            raise
+
+
+def _play(work: list[tuple[str, bool, Setting, str]]) -> None:
+    for program, healthy, setting, folder in work:
+        log = RankLog(folder)
+        _PROGRAMS[program](setting, log, not healthy)
+        log.close()
+
+
+def _check(program: str, setting: Setting) -> None:
+    if program not in _PROGRAMS:
+        raise ValueError(f"there is no program {program!r}; use {', '.join(_PROGRAMS)}")
+    if setting.steps < 4 or setting.micro_batches < 1 or setting.width < 2 or setting.width % 2:
+        raise ValueError(
+            f"steps={setting.steps} must be at least 4, micro_batches={setting.micro_batches} at least 1, and "
+            f"width={setting.width} even"
+        )
+    if setting.culprit not in range(RANKS):
+        raise ValueError(f"culprit={setting.culprit} must be a rank, 0 to {RANKS - 1}")
+    if (program == "F") != (setting.micro_batches > 1):
+        raise ValueError(
+            f"program {program} with micro_batches={setting.micro_batches}: F accumulates and needs at least 2, the "
+            "others take one micro-batch a step"
+        )
+
+
+def _symptoms(folder: Path, setting: Setting) -> Symptoms:
+    logs = [lines for _, lines in sorted(read_logs(folder).items())]
+
+    def column(name: str) -> list[list[Any]]:
+        return [[line[name] for line in lines if name in line] for lines in logs]
+
+    job = _first(logs[0], "job")
+    return Symptoms(
+        parameters=job["parameters"],
+        sharded=job["sharded"],
+        micro_batches=setting.micro_batches,
+        expected=reference(setting, RANKS),
+        batches=column("number"),
+        losses=column("loss"),
+        norms=column("norm"),
+        flops=column("flops"),
+        calls=[calls_of(lines) for lines in logs],
+        state_bytes=[_first(lines, "state").get("bytes") for lines in logs],
+        ended=[_first(lines, "hang").get("line", "returned") for lines in logs],
+    )
+
+
+def _first(lines: list[dict[str, Any]], event: str) -> dict[str, Any]:
+    return next((line for line in lines if line["event"] == event), {})
+
+
+def _row(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)

@@ -1,0 +1,329 @@
+"""Shard a model with FSDP2, and say what was done.
+
+    model, report = shard(Transformer(config), wrap="block", precision="bf16")
+    print(report)
+    optimizer = torch.optim.AdamW(model.parameters())       # after sharding: it must see the shards
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) keeps every parameter as a DTensor split along its first dim. A forward
+hook gathers the parameters of a unit before it runs, another frees them; in backward the same, and the gradients
+are reduce-scattered. The module stays the same object with the same parameter names.
+
+What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
+compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
+
+The options of `lablib.launch.fsdp.shard`, checked before anything is changed.
+
+What a training step of a sharded model needs: accumulation without communication, clipping, whole tensors.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lablib.calc.parallel import check_reshard
+from lablib.launch.fsdp.report import ShardReport
+from lablib.launch.fsdp.wrapping import Rule, calc_units, tied_parameters, wrap_units
+from lablib.launch.ranks import rank_device, rank_mesh
+
+#: Parameters are kept in the model's dtype, gathered and used in `param_dtype`, and their gradients reduced in fp32.
+PRECISIONS = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+}
+
+
+def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
+    """Return a mesh with dims (shard,) or (replicate, shard) over all ranks.
+
+    Args:
+        mesh: None, a shape, or a mesh, which is returned as it is.
+
+    Raises:
+        ValueError: If no process group is there, the shape has more than 2 dims, or its product is not the
+            number of ranks.
+    """
+    rank_device()
+    ranks = dist.get_world_size()
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 2:
+            raise ValueError(f"the mesh has {mesh.ndim} dims; FSDP takes (shard,) or (replicate, shard)")
+        return mesh
+    shape = (ranks,) if mesh is None else tuple(mesh)
+    product = torch.Size(shape).numel()
+    if len(shape) not in (1, 2) or product != ranks or min(shape) < 1:
+        raise ValueError(
+            f"mesh={shape} is {' x '.join(map(str, shape))} = {product} ranks, but there are {ranks}; "
+            f"use ({ranks},) or (replicas, shards) with product {ranks}"
+        )
+    return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+
+
+def policy_of(precision: str | MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return the policy of a precision by name, or the policy itself."""
+    if isinstance(precision, MixedPrecisionPolicy):
+        return precision
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} is unknown; use {', '.join(PRECISIONS)} or a MixedPrecisionPolicy"
+        )
+    return PRECISIONS[precision]
+
+
+def compiler(compile_blocks: bool | str, device: str) -> str | None:
+    """Return the backend for torch.compile, or None for no compilation."""
+    if not compile_blocks:
+        return None
+    backend = "inductor" if compile_blocks is True else compile_blocks
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"compile_blocks={backend!r} is no backend of torch.compile; use {', '.join(known)}")
+    if backend == "inductor" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise ValueError("compile_blocks=True needs a C++ compiler on a CPU; install g++, or use 'aot_eager'")
+    return backend
+
+
+def check_options(
+    model: nn.Module,
+    wrap: Rule,
+    offload: bool,
+    device: str,
+    prefetch: int | None,
+    backend: str | None,
+    recompute: bool,
+) -> None:
+    """Raise a ValueError for options that contradict each other or the device."""
+    if isinstance(model, FSDPModule) or any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise ValueError("the model is sharded already; build it again to shard it in another way")
+    if offload and device == "cpu":
+        raise ValueError(
+            "offload=True moves shards from an accelerator into CPU memory, and on this mesh they are there already; "
+            "use offload=False on the CPU"
+        )
+    if prefetch is not None and prefetch < 1:
+        raise ValueError(f"prefetch={prefetch} must be at least 1; None leaves it to FSDP2")
+    if wrap == "none" and (backend or recompute or prefetch):
+        raise ValueError("wrap='none' has no units to compile, recompute or prefetch; use wrap='block'")
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise a ValueError for parameters that FSDP2 cannot shard."""
+    parameters = dict(model.named_parameters())
+    if scalars := [name for name, p in parameters.items() if p.dim() == 0]:
+        raise ValueError(
+            f"{', '.join(scalars)}: FSDP2 splits the first dim, and a scalar has none; use shape (1,)"
+        )
+    if turned := [name for name, p in parameters.items() if not p.is_contiguous()]:
+        raise ValueError(
+            f"{', '.join(turned)}: FSDP2 shards plain memory layouts alone; use weight.data = weight.data.contiguous()"
+        )
+    dtypes = {p.dtype for p in parameters.values() if p.requires_grad}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"trained parameters of {' and '.join(sorted(map(str, dtypes)))}: a unit is reduced in one dtype; "
+            "build the model in one, and let precision= cast"
+        )
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Return a mesh in words."""
+    sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        return f"{sizes[0]} {mesh.device_type} ranks share every parameter"
+    return f"{sizes[0]} replicas x {sizes[1]} {mesh.device_type} ranks that share every parameter"
+
+
+def describe_casts(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> str:
+    """Return in words which dtype is used where."""
+    names = [str(d).removeprefix("torch.") for d in (dtype, policy.param_dtype or dtype)]
+    reduce = str(policy.reduce_dtype or policy.param_dtype or dtype).removeprefix("torch.")
+    return f"shards {names[0]}, gathered and computed in {names[1]}, gradients reduced in {reduce}"
+
+
+@contextmanager
+def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
+    """Accumulate gradients without communication: backward passes in the block reduce nothing.
+
+    A rank then holds whole gradients, not shards. The first backward after the block reduces all of them.
+
+    Args:
+        model: A sharded model.
+        keep_gathered: Also leave the parameters gathered after backward: no all-gather for the next forward,
+            for the price of the whole model in memory.
+
+    Raises:
+        ValueError: If the model is not sharded.
+    """
+    root = _root(model)
+    root.set_requires_gradient_sync(False)
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(not keep_gathered)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
+
+    The norm is that of the whole model. torch's own returns it as a DTensor; `full_tensor` makes it the same
+    number on every rank, however the DTensor holds it.
+
+    Args:
+        model: A sharded model, after backward.
+        max_norm: Above 0.
+
+    Raises:
+        ValueError: If `max_norm` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; float('inf') measures and changes nothing")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole model on every rank, on the CPU, under its own names; for small models and tests.
+
+    Args:
+        model: A sharded model; every rank must call.
+    """
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def _root(model: nn.Module) -> FSDPModule:
+    if not isinstance(model, FSDPModule):
+        raise ValueError(f"{type(model).__name__} is not sharded: call shard(model) first")
+    return model
+
+
+def shard(
+    model: nn.Module,
+    *,
+    wrap: Rule = "block",
+    mesh: DeviceMesh | tuple[int, ...] | None = None,
+    precision: str | MixedPrecisionPolicy = "fp32",
+    reshard_after_forward: bool | int = True,
+    root_reshard: bool | int | None = None,
+    prefetch: int | None = None,
+    offload: bool = False,
+    compile_blocks: bool | str = False,
+    recompute: bool = False,
+) -> tuple[nn.Module, ShardReport]:
+    """Shard a model in place with FSDP2.
+
+    Every rank must call it, on the same model. Weights are taken from each rank as they are: give all ranks the
+    same, by a seed or by `materialize`.
+
+    Args:
+        model: `lablib.toys.transformer`, a Hugging Face causal LM, or any module; on the meta device too.
+        wrap: Which modules are gathered one by one, see `lablib.launch.fsdp.wrapping`.
+        mesh: None for all ranks in one dim; (replicas, shards) or a 2-d DeviceMesh for hybrid sharding.
+        precision: "fp32", "bf16", "fp16", or a MixedPrecisionPolicy.
+        reshard_after_forward: Of the units: True frees them after forward (ZeRO-3), False keeps them until
+            backward (ZeRO-2), a number keeps 1/number of them on each rank, for a cheaper gather in backward.
+        root_reshard: The same for the root; None is False, as backward starts with it.
+        prefetch: Units to gather ahead, explicitly, in forward and backward. None leaves it to FSDP2, which
+            gathers one ahead in backward.
+        offload: Keep the shards in CPU memory; needs an accelerator.
+        compile_blocks: Compile the forward of every unit with torch.compile; a text names the backend.
+        recompute: Recompute the activations of every unit in backward.
+
+    Returns:
+        The same model, and what was done to it.
+
+    Raises:
+        ValueError: If the options contradict each other, the model or the ranks; before anything is changed.
+    """
+    device_mesh = make_mesh(mesh)
+    device, shards = device_mesh.device_type, device_mesh.size(device_mesh.ndim - 1)
+    root_reshard = False if root_reshard is None else root_reshard
+    check_reshard(reshard_after_forward, shards, "reshard_after_forward")
+    check_reshard(root_reshard, shards, "root_reshard")
+    policy = policy_of(precision)
+    backend = compiler(compile_blocks, device)
+    check_options(model, wrap, offload, device, prefetch, backend, recompute)
+    chosen = wrap_units(model, wrap)
+    units, ties = calc_units(model, wrap), tied_parameters(model)
+    check_parameters(model)
+    dtype = next(model.parameters()).dtype
+    notes = [f"tied: {' = '.join(names)}" for names in ties]
+
+    if recompute and getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False
+        notes.append("config.use_cache was switched off: recomputation would fill the cache twice")
+    for _, module in chosen:
+        if recompute:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        if backend:
+            module.forward = torch.compile(module.forward, backend=backend)
+    options = {
+        "mesh": device_mesh,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for _, module in chosen:
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=root_reshard, **options)
+    if prefetch:
+        _prefetch(model, [unit.name for unit in units[1:]], prefetch)
+
+    if wrap == "linear":
+        notes.append(
+            "linear layers return views: an in-place operation on one would skip its gather in backward"
+        )
+    if next(model.parameters()).is_meta:
+        notes.append("on the meta device: call materialize before the first step")
+    if policy.param_dtype == torch.float16:
+        notes.append("fp16: scale the loss, or small gradients become zero")
+    if offload:
+        notes.append("offloaded: the optimizer runs on the CPU")
+    report = ShardReport(
+        units=tuple(units),
+        wrap=wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "function"),
+        shards=shards,
+        replicas=device_mesh.size() // shards,
+        device=device,
+        mesh=describe_mesh(device_mesh),
+        reshard=reshard_after_forward,
+        root_reshard=root_reshard,
+        param_bytes=(policy.param_dtype or dtype).itemsize,
+        reduce_bytes=(policy.reduce_dtype or policy.param_dtype or dtype).itemsize,
+        precision=describe_casts(dtype, policy),
+        prefetch=prefetch,
+        order=("recompute",) * recompute + (f"compile ({backend})",) * bool(backend) + ("fully_shard",),
+        notes=tuple(notes),
+    )
+    return model, report
+
+
+def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:
+    """Have every unit gather the `ahead` next ones, in forward and, the other way round, in backward."""
+    order = [model, *map(model.get_submodule, names)]
+    for i, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
+        before = order[::-1][:ahead] if i == 0 else order[max(1, i - ahead) : i][::-1]
+        module.set_modules_to_backward_prefetch(before)

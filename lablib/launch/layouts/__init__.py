@@ -1,0 +1,28 @@
+"""Several kinds of parallelism in one job, small enough for a laptop.
+
+    composition    the miniature: what it checks, its predictions
+    variants       built from `lablib.toys`, and from PyTorch's own parts
+    job            what is trained, and what a rank reports
+    orders         wrappers in every order: which work, and what the others do
+    pipeline_runs  schedules on real ranks, timed
+
+Read `composition` first. Chapters 04 and 07.
+"""
+
+from lablib.launch.layouts.composition import run_miniature
+from lablib.launch.layouts.orders import try_orders
+from lablib.launch.layouts.pipeline_runs import (
+    measured_times,
+    microbatch_windows,
+    predicted_peaks,
+    watched_step,
+)
+
+__all__ = [
+    "measured_times",
+    "microbatch_windows",
+    "predicted_peaks",
+    "run_miniature",
+    "try_orders",
+    "watched_step",
+]

@@ -1,0 +1,386 @@
+"""The orders that `composition_order` tries, each a few lines of PyTorch. Called on every rank.
+
+Two replicas (dp) of two tensor-parallel ranks. Every case starts from the same small model and the same tokens. The
+verdict is made from what happened: an error, or a number held against the right one.
+
+The order in which kinds of parallelism are applied, and what really happens in another order.
+
+    for outcome in try_orders():
+        print(outcome)
+
+The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. Each wrong
+order here is run on four ranks, two replicas of two tp ranks, with PyTorch's own functions. What is reported is what
+was seen: the text of the error, or the number that came out wrong without one.
+
+Not every other order is wrong: one here makes no difference, against what is often said.
+
+The programs are in `composition_order_cases`.
+
+What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from lablib.launch.layouts.job import mean_loss
+from lablib.launch.layouts.variants import apply_in_order, clip_grad_norm, shard_blocks, tp_plan, wrap_blocks
+from lablib.launch.measure import record_comms
+from lablib.launch.ranks import run_ranks
+from lablib.launch.torch_private import checkpoint_wrapper
+from lablib.toys.pipeline import split_stages
+from lablib.toys.transformer import Transformer, tiny_config
+
+RANKS = 4
+VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One order, tried.
+
+    Attributes:
+        name: Short name.
+        order: What was applied, in this order.
+        verdict: One of `VERDICTS`.
+        seen: What was seen: the first line of the error, or the numbers as a sentence.
+        numbers: The numbers behind the sentence.
+        warned: How many different warnings PyTorch gave.
+        fix: What to do.
+    """
+
+    name: str
+    order: tuple[str, ...]
+    verdict: str
+    seen: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    warned: int = 0
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
+
+
+def case_names() -> list[str]:
+    """Return the names of all orders that can be tried."""
+    return list(CASES)
+
+
+def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[Outcome]:
+    """Run orders of application on four ranks, and say what happened.
+
+    Args:
+        names: Of `case_names()`; None means all.
+        timeout: Seconds for all of them.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    chosen = case_names() if names is None else list(names)
+    if unknown := [name for name in chosen if name not in CASES]:
+        raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
+    found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
+    return [Outcome(name, CASES[name].order, *found[name], CASES[name].fix) for name in chosen]
+
+
+RATE = 0.1  # of plain SGD
+
+
+class Bench:
+    """The model and the tokens that every case starts from, and what is right for them."""
+
+    def __init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        config = tiny_config("gpt2", num_layers=2, hidden=16, vocab=32, max_positions=16, tied=False)
+        self.base = Transformer(config)
+        self.all_tokens = tokens = torch.randint(0, config.vocab, (4, 9))
+        self.tokens = tokens.chunk(2)[self.mesh["dp"].get_local_rank()]
+        alone = self.model()
+        optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
+        loss = mean_loss(alone(tokens[:, :-1]), tokens)
+        loss.backward()
+        self.before = loss.item()
+        self.norm = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+        optimizer.step()
+        with torch.no_grad():
+            self.after = mean_loss(alone(tokens[:, :-1]), tokens).item()
+        self.blocks = sum(p.numel() for p in alone.blocks.parameters())
+
+    def model(self) -> Transformer:
+        """Return a fresh copy of the model."""
+        return copy.deepcopy(self.base)
+
+    def loss(self, model: nn.Module, *, replicas: bool = True) -> Tensor:
+        """Return the loss of this replica's tokens; of all of them where there are no replicas."""
+        tokens = self.tokens if replicas else self.all_tokens
+        return mean_loss(model(tokens[:, :-1]), tokens)
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        replicas: bool = True,
+    ) -> tuple[float, dict[str, int]]:
+        """Take one step; return the loss of all tokens after it, and the calls of forward and backward."""
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+        with record_comms() as log:
+            self.loss(model, replicas=replicas).backward()
+        optimizer.step()
+        with torch.no_grad():
+            loss = self.loss(model, replicas=replicas).detach()
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size(), dict(log.calls)
+
+    def local(self, model: nn.Module) -> int:
+        """Return the parameters of the blocks that this rank holds."""
+        held = (p for name, p in model.named_parameters() if "blocks." in name)
+        return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in held)
+
+    def tp(self, model: nn.Module) -> nn.Module:
+        """Split the layers."""
+        return parallelize_module(model, self.mesh["tp"], tp_plan(self.base))
+
+    def fsdp(self, model: Transformer) -> Transformer:
+        """Shard the blocks, then the rest."""
+        shard_blocks(model, self.mesh["dp"])
+        return model
+
+    def ddp(self, model: nn.Module) -> DistributedDataParallel:
+        """Make replicas."""
+        return DistributedDataParallel(model, process_group=self.mesh["dp"].get_group())
+
+
+SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
+
+Found = tuple[str, str, dict[str, float], int]  # verdict, what was seen, numbers, warnings
+
+
+@dataclass(frozen=True)
+class Case:
+    """One order.
+
+    Attributes:
+        order: What is applied, in this order.
+        run: Does it; gets the bench, returns verdict, sentence and numbers.
+        fix: What to do.
+    """
+
+    order: tuple[str, ...]
+    run: Callable[[Bench], tuple[str, str, dict[str, float]]]
+    fix: str = ""
+
+
+def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    apply_in_order(model, bench.mesh, recompute=True, compile_backend="eager")
+    loss, _ = bench.train(model)
+    off = abs(loss - bench.after)
+    numbers = {"loss": loss, "right": bench.after, "off": off}
+    if off >= SAME:
+        return "silently wrong", f"Loss {loss:.4f} after a step; one process has {bench.after:.4f}.", numbers
+    return "right", f"Loss {loss:.4f} after a step, as in one process.", numbers
+
+
+def _fsdp_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    return _untrue(bench, bench.tp(bench.fsdp(bench.model())))
+
+
+def _tp_then_ddp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    return _untrue(bench, bench.ddp(bench.tp(bench.model())))
+
+
+def _fsdp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    first, last = split_stages(bench.fsdp(bench.model()), 2)
+    return _untrue(bench, nn.Sequential(first, last))
+
+
+def _root_first(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    fully_shard(model, mesh=bench.mesh["dp"])
+    return _untrue(bench, bench.fsdp(model))
+
+
+def _wrapper_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    wrap_blocks(model, checkpoint_wrapper)
+    return _split(bench, bench.tp(model), replicas=False)
+
+
+def _compile_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    wrap_blocks(model, lambda block: torch.compile(block, backend="eager"))
+    return _split(bench, bench.tp(model), replicas=False)
+
+
+def _ddp_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    return _split(bench, bench.tp(bench.ddp(bench.model())))
+
+
+def _optimizer_then_fsdp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return _by_loss(bench, bench.train(bench.fsdp(model), optimizer)[0])
+
+
+def _optimizer_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return _by_loss(bench, bench.train(bench.tp(model), optimizer, replicas=False)[0])
+
+
+def _ddp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.model()
+    bench.ddp(model)  # its hooks are there, but its forward never runs
+    model = nn.Sequential(*split_stages(model, 2))
+    with record_comms() as log:
+        bench.loss(model).backward()
+    grad = model[1].head.weight.grad
+    mean = grad.clone()
+    dist.all_reduce(mean, group=bench.mesh["dp"].get_group())
+    apart = (grad - mean / 2).abs().max().item() / grad.abs().max().item()
+    numbers = {"apart": apart, "all_reduces": float(log.calls["all_reduce"])}
+    seen = f"Backward reduces nothing: gradients of the head are {apart:.0%} of their largest value off the mean."
+    return ("silently wrong" if apart > SAME else "no difference"), seen, numbers
+
+
+def _tp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model, stage = bench.model(), split_stages(bench.model(), 2)[bench.mesh["dp"].get_local_rank()]
+    with record_comms() as all_layers:
+        bench.tp(model)
+    with record_comms() as own_layers:
+        parallelize_module(stage, bench.mesh["tp"], tp_plan(stage))
+    much, little = (sum(log.bytes.values()) for log in (all_layers, own_layers))
+    numbers = {"bytes": float(much), "bytes_of_own_stage": float(little)}
+    seen = (
+        f"Every rank splits and sends {much:,} bytes of weights, where its own stage has {little:,}: "
+        "the whole model must fit before it is cut."
+    )
+    return ("wasteful" if much > little else "no difference"), seen, numbers
+
+
+def _fsdp_then_recompute(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    other, usual = bench.fsdp(bench.model()), bench.model()
+    wrap_blocks(other, checkpoint_wrapper)
+    wrap_blocks(usual, checkpoint_wrapper)
+    (loss, calls), (_, expected) = bench.train(other), bench.train(bench.fsdp(usual))
+    numbers = {"all_gathers": float(calls["all_gather"]), "usual_all_gathers": float(expected["all_gather"])}
+    same = abs(loss - bench.after) < SAME and calls == expected
+    seen = (
+        f"Loss {loss:.4f} after a step, as in one process, and {calls['all_gather']} all-gathers in a step against "
+        f"{expected['all_gather']} in the usual order."
+    )
+    return ("no difference" if same else "wasteful"), seen, numbers
+
+
+def _optimizer_clips(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model = bench.fsdp(bench.tp(bench.model()))
+    bench.loss(model).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return "no difference", f"The norm is {norm}.", {}
+
+
+def _clip_by_mesh(bench: Bench) -> tuple[str, str, dict[str, float]]:
+    model, most = bench.fsdp(bench.tp(bench.model())), bench.norm / 2
+    bench.loss(model).backward()
+    norm = clip_grad_norm(model.parameters(), most)
+    clipped = clip_grad_norm(model.parameters(), float("inf"))
+    right = abs(norm - bench.norm) < SAME * bench.norm and abs(clipped - most) < SAME * most
+    seen = f"Norm {norm:.5f}; one process has {bench.norm:.5f}."
+    return (
+        ("right" if right else "silently wrong"),
+        seen,
+        {"norm": norm, "right": bench.norm, "clipped": clipped},
+    )
+
+
+def _untrue(bench: Bench, model: nn.Module) -> tuple[str, str, dict[str, float]]:
+    """For an order that PyTorch refuses, here at the latest: if it does not, say what it trained."""
+    return _by_loss(bench, bench.train(model)[0])
+
+
+def _by_loss(bench: Bench, loss: float) -> tuple[str, str, dict[str, float]]:
+    numbers = {"loss": loss, "before": bench.before, "right": bench.after}
+    seen = f"Loss {loss:.4f} after a step; one process goes from {bench.before:.4f} to {bench.after:.4f}."
+    return ("no difference" if abs(loss - bench.after) < SAME else "silently wrong"), seen, numbers
+
+
+def _split(bench: Bench, model: nn.Module, *, replicas: bool = True) -> tuple[str, str, dict[str, float]]:
+    """For an order in which the plan finds no block: how much a rank still holds of them."""
+    held = bench.local(model)
+    loss, _ = bench.train(model, replicas=replicas)
+    right = abs(loss - bench.after) < SAME
+    numbers = {"held": float(held), "whole": float(bench.blocks), "loss": loss, "right": bench.after}
+    seen = (
+        f"A rank holds {held:,} of the {bench.blocks:,} parameters of the blocks, and the loss after a step, {loss:.4f}, "
+        f"is {'right: nothing but warnings tells' if right else f'not {bench.after:.4f}'}."
+    )
+    return ("silently wrong" if held == bench.blocks else "no difference"), seen, numbers
+
+
+CASES: dict[str, Case] = {
+    "right": Case(("tp", "recompute", "compile", "FSDP", "optimizer"), _in_order),
+    "fsdp-tp": Case(("FSDP", "tp"), _fsdp_then_tp, "tp first: FSDP shards DTensors, tp does not split shards."),
+    "tp-ddp": Case(("tp", "DDP"), _tp_then_ddp, "FSDP in place of DDP: it takes DTensors."),
+    "root-blocks": Case(("FSDP of the model", "FSDP of its blocks"), _root_first, "Blocks first, the model last."),
+    "fsdp-stages": Case(
+        ("FSDP", "stages"), _fsdp_then_stages, "Cut stages first: what is gathered by the root's forward must have a root that runs."
+    ),
+    "recompute-tp": Case(
+        ("recompute", "tp"), _wrapper_then_tp, "tp first: the wrapper changes the names that the plan looks for."
+    ),
+    "compile-tp": Case(
+        ("compile", "tp"), _compile_then_tp, "tp first: the compiled module has other names too; read the warnings."
+    ),
+    "ddp-tp": Case(("DDP", "tp"), _ddp_then_tp, "tp first, with FSDP: DDP's wrapper changes the names too."),
+    "optimizer-fsdp": Case(
+        ("optimizer", "FSDP"), _optimizer_then_fsdp, "The optimizer last: it holds parameters that the model no longer has."
+    ),
+    "optimizer-tp": Case(
+        ("optimizer", "tp"), _optimizer_then_tp, "The optimizer last: it still trains what tp left alone, and nothing else."
+    ),
+    "ddp-stages": Case(
+        ("DDP", "stages"), _ddp_then_stages, "Cut stages first, and wrap each: DDP prepares its hooks in its own forward."
+    ),
+    "tp-stages": Case(("tp", "stages"), _tp_then_stages, "Cut stages first."),
+    "fsdp-recompute": Case(("FSDP", "recompute"), _fsdp_then_recompute, "The usual order all the same: FSDP1 gathered once more here."),
+    "clip": Case(
+        ("tp of some layers", "FSDP", "clip"), _optimizer_clips, "Norms (the layers) have no place on the tp mesh: add up the squares mesh by mesh."
+    ),
+    "clip-by-mesh": Case(("tp of some layers", "FSDP", "clip mesh by mesh"), _clip_by_mesh),
+}  # fmt: skip
+
+
+def run_cases(names: list[str]) -> dict[str, Found]:
+    """Run cases on this rank, all ranks the same.
+
+    Args:
+        names: Of `CASES`.
+    """
+    bench = Bench()
+    return {name: _run(bench, CASES[name]) for name in names}
+
+
+def _run(bench: Bench, case: Case) -> Found:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            verdict, seen, numbers = case.run(bench)
+        except (RuntimeError, ValueError) as error:
+            text = str(error).strip().splitlines()[0]
+            verdict, seen, numbers = "refused", f"{type(error).__name__}: {text}", {}
+    told = {str(one.message).splitlines()[0] for one in caught if issubclass(one.category, UserWarning)}
+    return verdict, seen, numbers, len(told)

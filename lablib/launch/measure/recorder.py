@@ -1,0 +1,248 @@
+"""Count what a rank communicates: calls, messages and bytes, collectives and send/recv alike.
+
+    with record_comms() as log:
+        loss.backward()
+    log.calls            # Counter({'all_reduce': 3})
+    log.ring_bytes_sent()
+
+Every call of `torch.distributed`, of functional collectives (DTensor) and of PyTorch's own wrappers
+(DistributedDataParallel's C++ reducer, FSDP2, pipeline stages) ends in an operator of the dispatcher, and a
+TorchDispatchMode sees all of them, in backward too.
+Two things stay out: barriers, which carry no data, and what another Python thread sends, since a mode
+belongs to its thread; open `record_comms(log)` in that thread to count it in the same log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes, ring_reduce_scatter_bytes
+from lablib.launch.torch_private import TorchDispatchMode, resolve_process_group
+
+
+@dataclass(frozen=True)
+class CommEvent:
+    """One call.
+
+    Attributes:
+        op: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather",
+            "scatter", "send" or "recv".
+        bytes: The whole array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and
+            after an all-gather or broadcast; what the root holds in a gather or scatter; the tensor of a
+            send or recv.
+        group_size: Ranks in the group.
+        time: Seconds from the opening of the log to the call.
+        sent: Bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says.
+        messages: Messages that it sends then.
+        ranks: The ranks of the group, in order.
+    """
+
+    op: str
+    bytes: int
+    group_size: int
+    time: float
+    sent: float
+    messages: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass
+class CommLog:
+    """What was communicated while the log was open.
+
+    Attributes:
+        events: Every call, in order.
+    """
+
+    events: list[CommEvent] = field(default_factory=list)
+    _opened: float = field(default_factory=time.perf_counter, repr=False)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Number of calls by operation."""
+        return Counter(event.op for event in self.events)
+
+    @property
+    def messages(self) -> Counter[str]:
+        """Messages that this rank sends, by operation: one a send, 2(n-1) a ring all-reduce."""
+        return self._sum("messages")
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """Bytes of the whole arrays (see `CommEvent`), by operation."""
+        return self._sum("bytes")
+
+    def ring_bytes_sent(self) -> float:
+        """Return the bytes this rank sends when ring algorithms carry the collectives.
+
+        For n ranks and an array of S bytes: all-reduce 2(n-1)/n · S; reduce-scatter and all-gather
+        (n-1)/n · S; all-to-all S minus the piece that stays; broadcast and reduce along a chain S, nothing
+        for the rank at its end; gather S/n from each rank but the root; scatter (n-1)/n · S from the root;
+        send S; recv nothing.
+        """
+        return sum(event.sent for event in self.events)
+
+    def _sum(self, what: str) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for event in self.events:
+            total[event.op] += getattr(event, what)
+        return total
+
+
+@contextmanager
+def record_comms(log: CommLog | None = None) -> Iterator[CommLog]:
+    """Record what this rank communicates inside the block.
+
+    It sees every operator, so `torch.compile` compiles nothing inside the block.
+
+    Args:
+        log: A log to add to; a new one by default.
+
+    Yields:
+        The log, which can be read at any time and keeps its events after the block.
+    """
+    log = CommLog() if log is None else log
+    with _Recorder(log):
+        yield log
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How to read one operator: its name here, which argument holds the data, and how often it fits the array."""
+
+    op: str
+    data: int = 0
+    times_n: bool = False
+
+
+# By the dispatcher's names, which stay when Python's change: `all_gather_single` of torch 2.13 and the older
+# `all_gather_into_tensor` are both `_allgather_base_`, and so for reduce-scatter.
+_C10D = {
+    "allreduce_": _Kind("all_reduce"),
+    "allreduce_coalesced_": _Kind("all_reduce"),
+    "allgather_": _Kind("all_gather"),
+    "_allgather_base_": _Kind("all_gather"),
+    "allgather_coalesced_": _Kind("all_gather"),
+    "allgather_into_tensor_coalesced_": _Kind("all_gather"),
+    "reduce_scatter_": _Kind("reduce_scatter", data=1),
+    "_reduce_scatter_base_": _Kind("reduce_scatter", data=1),
+    "reduce_scatter_tensor_coalesced_": _Kind("reduce_scatter", data=1),
+    "alltoall_": _Kind("all_to_all", data=1),
+    "alltoall_base_": _Kind("all_to_all", data=1),
+    "broadcast_": _Kind("broadcast"),
+    "reduce_": _Kind("reduce"),
+    "gather_": _Kind("gather", data=1, times_n=True),
+    "scatter_": _Kind("scatter", times_n=True),
+    "send": _Kind("send"),
+    "recv_": _Kind("recv"),
+    "recv_any_source_": _Kind("recv"),
+}
+_FUNCTIONAL = {
+    "all_reduce": _Kind("all_reduce"),
+    "all_reduce_": _Kind("all_reduce"),
+    "all_reduce_coalesced": _Kind("all_reduce"),
+    "all_reduce_coalesced_": _Kind("all_reduce"),
+    "all_gather_into_tensor": _Kind("all_gather", times_n=True),
+    "all_gather_into_tensor_out": _Kind("all_gather", times_n=True),
+    "all_gather_into_tensor_coalesced": _Kind("all_gather", times_n=True),
+    "reduce_scatter_tensor": _Kind("reduce_scatter"),
+    "reduce_scatter_tensor_out": _Kind("reduce_scatter"),
+    "reduce_scatter_tensor_coalesced": _Kind("reduce_scatter"),
+    "all_to_all_single": _Kind("all_to_all"),
+    "broadcast": _Kind("broadcast"),
+    "broadcast_": _Kind("broadcast"),
+    "isend": _Kind("send"),
+    "irecv": _Kind("recv"),
+}
+_KINDS = {
+    **{f"c10d::{name}": kind for name, kind in _C10D.items()},
+    **{f"_c10d_functional::{name}": kind for name, kind in _FUNCTIONAL.items()},
+    "_dtensor::shard_dim_alltoall": _Kind("all_to_all"),
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes an event for every operator in the table."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, log: CommLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            # DTensor goes first, and its collectives come back here on plain tensors.
+            return NotImplemented
+        schema = getattr(func, "_schema", None)
+        kind = _KINDS.get(schema.name) if schema else None
+        started = time.perf_counter() - self._log._opened
+        result = func(*args, **(kwargs or {}))
+        if kind:
+            names = [argument.name for argument in schema.arguments]
+            named = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self._log.events.append(_event(kind, named[names[kind.data]], named, started))
+        return result
+
+
+def _event(kind: _Kind, data: Any, named: dict[str, Any], started: float) -> CommEvent:
+    group = _group(named)
+    n, rank = group.size(), group.rank()
+    size = _nbytes(data) * (n if kind.times_n else 1)
+    root = named.get("root_rank", named.get("src", 0))
+    match kind.op:
+        case "all_reduce":
+            sent, messages = ring_all_reduce_bytes(size, n), 2 * (n - 1)
+        case "reduce_scatter":
+            sent, messages = ring_reduce_scatter_bytes(size, n), n - 1
+        case "all_gather":
+            sent, messages = ring_all_gather_bytes(size, n), n - 1
+        case "all_to_all":
+            sent, messages = size - _own_piece(data, named, rank, n), n - 1
+        case "broadcast":
+            forwards = (rank + 1) % n != root
+            sent, messages = size * forwards, int(forwards)
+        case "reduce":
+            sent, messages = size * (rank != root), int(rank != root)
+        case "gather":
+            sent, messages = size / n * (rank != root), int(rank != root)
+        case "scatter":
+            sent, messages = size * (n - 1) / n * (rank == root), (n - 1) * (rank == root)
+        case "send":
+            sent, messages = size, 1
+        case _:  # recv
+            sent, messages = 0, 0
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return CommEvent(kind.op, size, n, started, float(sent), messages, ranks)
+
+
+def _group(named: dict[str, Any]) -> dist.ProcessGroup:
+    """Return the process group of a call: c10d passes it boxed, functional collectives by name."""
+    if "process_group" in named:
+        return dist.ProcessGroup.unbox(named["process_group"])
+    name = named["group_name"]
+    return resolve_process_group(name) if isinstance(name, str) else name
+
+
+def _own_piece(data: Any, named: dict[str, Any], rank: int, n: int) -> float:
+    """Return the bytes of an all-to-all that a rank keeps for itself."""
+    if isinstance(data, list | tuple):
+        return _nbytes(data[rank])
+    splits = named.get("input_split_sizes")
+    return _nbytes(data) * (splits[rank] / max(1, sum(splits)) if splits else 1 / n)
+
+
+def _nbytes(data: torch.Tensor | list | tuple) -> int:
+    if isinstance(data, list | tuple):
+        return sum(_nbytes(item) for item in data)
+    return data.numel() * data.element_size()

@@ -1,0 +1,37 @@
+"""Training in 16 and 8 bits: what breaks, what autocast does, what a reduced sum loses.
+
+    runs           small trainings that overflow, underflow or stall
+    autocast       what autocast casts, traced, and its memory
+    fp8            FP8 layers and their errors, and the error of an all-reduce in 16 bits
+
+Read `runs` first. Chapter 08.
+"""
+
+from lablib.launch.precision.autocast import differs_on_gpu, gpu_policy, precision_memory, trace_autocast
+from lablib.launch.precision.fp8 import (
+    allreduce_error,
+    expected_error,
+    gloo_error,
+    missing_for_float8,
+    rounding_noise,
+    to_float8,
+)
+from lablib.launch.precision.runs import overflow, small_model, stall, train_watched, underflow
+
+__all__ = [
+    "allreduce_error",
+    "differs_on_gpu",
+    "expected_error",
+    "gloo_error",
+    "gpu_policy",
+    "missing_for_float8",
+    "overflow",
+    "precision_memory",
+    "rounding_noise",
+    "small_model",
+    "stall",
+    "to_float8",
+    "trace_autocast",
+    "train_watched",
+    "underflow",
+]

@@ -1,0 +1,439 @@
+"""What an all-reduce in 16 bits loses: the error of a sum over ranks, measured and derived.
+
+A ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums the only rounding
+is the last one, of the result.
+
+How much FP8 loses, by what is quantized and by how its scales are shared: from a transformer that really trains.
+
+Weights, activations and gradients spread differently. The error of a block comes from its largest value: all others
+are read relative to it, and those that are too small become zero.
+
+Float8 training with torchao, for a GPU: the optional extra `fp8`.
+
+torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as `lablib.toys.precision.fp8.Fp8Linear` does, and runs
+`torch._scaled_mm` on tensor cores. With FSDP2 it can also gather the weights in float8. Without `torch.compile` the
+casts cost more than the matmuls gain.
+
+Needs compute capability 8.9 or more, `lablib.calc.precision.formats`. On a CPU everything runs too, slowly, which is how
+the tests see it.
+
+Source: torchao documentation, quantized training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lablib.calc.communication import summation_orders
+from lablib.calc.errors import one_of
+from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, MasterWeights, quantize
+from lablib.toys.text import batches, tokens
+from lablib.toys.transformer import Transformer, tiny_config
+
+KINDS = ("weights", "activations", "gradients")
+
+
+@dataclass(frozen=True)
+class Fp8Error:
+    """What one quantization lost.
+
+    Attributes:
+        error: Relative, `rms(x' - x) / rms(x)`.
+        zeroed: Share of the values that were not zero and became zero.
+        saturated: Share of the values that are the largest of the format, or were cut off at it.
+    """
+
+    error: float
+    zeroed: float
+    saturated: float
+
+
+def fp8_error(
+    x_MK: Tensor, scaling: str = "tensor", dtype: torch.dtype = E4M3, *, scale: Tensor | None = None
+) -> Fp8Error:
+    """Return what is lost when a matrix goes to FP8 and back.
+
+    Args:
+        x_MK: A matrix.
+        scaling: As in `lablib.toys.precision.quantize`.
+        dtype: A float8 dtype.
+        scale: A given scale, as there.
+    """
+    quantized = quantize(x_MK, scaling, dtype, scale=scale)
+    exact, found = x_MK.detach().double(), quantized.dequantize().double()
+    power = exact.square().sum()
+    error = ((found - exact).square().sum() / power).sqrt().item() if power else 0.0
+    zeroed = ((found == 0) & (exact != 0)).double().mean().item()
+    return Fp8Error(error, zeroed, quantized.saturated / exact.numel())
+
+
+@contextmanager
+def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Catch what the linear layers of a model multiply, while the block runs forward and backward.
+
+    Yields:
+        By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
+    """
+    caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+
+    def watch(name: str, layer: nn.Linear):
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            caught["weights"][name] = layer.weight.detach()
+            caught["activations"][name] = inputs[0].detach().flatten(0, -2)
+            output.register_hook(lambda g: caught["gradients"].update({name: g.detach().flatten(0, -2)}))
+
+        return layer.register_forward_hook(hook)
+
+    handles = [watch(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    try:
+        yield caught
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trained_tensors(*, steps: int = 15, hidden: int = 256, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Return the matrices of one step of a small Llama after a short training on real text.
+
+    Args:
+        steps: Of AdamW before.
+        hidden: Width, wide enough for two blocks of 128.
+        seed: Of weights and batches.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(tiny_config("llama", num_layers=2, hidden=hidden))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    stream = batches(tokens(), batch=4, seq=64, seed=seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss(next(stream)).backward()
+        optimizer.step()
+    with linear_tensors(model) as caught:
+        model.loss(next(stream)).backward()
+    return {kind: {name: t for name, t in caught[kind].items() if name != "head"} for kind in KINDS}
+
+
+def error_table(
+    matrices: dict[str, dict[str, Tensor]],
+    *,
+    scalings: tuple[str, ...] = tuple(SCALINGS),
+    dtypes: tuple[torch.dtype, ...] = (E4M3, E5M2),
+) -> dict[tuple[str, str, str], Fp8Error]:
+    """Return the mean loss over layers by kind, scaling and format ("e4m3", "e5m2").
+
+    Args:
+        matrices: From `trained_tensors`.
+        scalings: To try.
+        dtypes: To try.
+    """
+    table = {}
+    for kind, layers in matrices.items():
+        for scaling in scalings:
+            for dtype in dtypes:
+                found = [fp8_error(x, scaling, dtype) for x in layers.values()]
+                columns = zip(*((e.error, e.zeroed, e.saturated) for e in found), strict=True)
+                key = (kind, scaling, "e4m3" if dtype == E4M3 else "e5m2")
+                table[key] = Fp8Error(*(math.fsum(column) / len(found) for column in columns))
+    return table
+
+
+def with_outlier(x_MK: Tensor, factor: float, *, row: int = 0, column: int = 0) -> Tensor:
+    """Return a copy of a matrix with one value made `factor` times its largest."""
+    copy = x_MK.detach().clone()
+    copy[row, column] = factor * x_MK.abs().max()
+    return copy
+
+
+def delayed_scaling_run(
+    *, steps: int = 40, history: int = 8, spike: int | None = 25, factor: float = 8.0
+) -> list[dict[str, float]]:
+    """Train, and quantize one layer's gradient in every step with a scale from the past and one from the present.
+
+    Args:
+        steps: Of training.
+        history: Steps that delayed scaling remembers.
+        spike: Step in which the gradient is `factor` times larger, as in a loss spike; None for no spike.
+        factor: Of the spike.
+
+    Returns:
+        For every step: "amax", the scale's range "covered", relative errors "delayed" and "current", and "saturated",
+        the share of values that the delayed scale cuts off.
+    """
+    from lablib.launch.precision.runs import BATCH, SEQ, small_model
+
+    weights = MasterWeights(small_model(), torch.float32)
+    optimizer = torch.optim.AdamW(weights.master.parameters(), lr=3e-3)
+    delayed, stream = DelayedScaling(E5M2, history=history), batches(tokens(), batch=BATCH, seq=SEQ, seed=1)
+    rows = []
+    for step in range(steps):
+        with linear_tensors(weights.model) as caught:
+            weights.model.loss(next(stream)).backward()
+        x = caught["gradients"]["blocks.0.mlp.up"] * (factor if step == spike else 1.0)
+        scale, top = delayed.scale(), torch.finfo(E5M2).max
+        late, now = fp8_error(x, "tensor", E5M2, scale=scale), fp8_error(x, "tensor", E5M2)
+        delayed.quantize(x)
+        cut = (x.abs() > scale * top).double().mean().item()
+        rows.append(
+            {
+                "amax": x.abs().max().item(),
+                "covered": scale.item() * top,
+                "delayed": late.error,
+                "current": now.error,
+                "saturated": cut,
+            }
+        )
+        weights.take_gradients()
+        optimizer.step()
+        weights.give_weights()
+    return rows
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LEAST_CAPABILITY = (8, 9)
+MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
+
+
+@dataclass(frozen=True)
+class Float8Report:
+    """What `to_float8` did.
+
+    Attributes:
+        swapped: Linear layers that multiply in float8 now.
+        kept: Linear layers that stayed as they were, with the reason.
+    """
+
+    swapped: tuple[str, ...]
+    kept: dict[str, str]
+
+
+def missing_for_float8() -> str | None:
+    """Return what this machine lacks for float8 training, as a sentence, or None if it has all."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed; in the course's folder, .venv/bin/pip install -e '.[fp8]' adds it"
+    if not torch.cuda.is_available():
+        return "no GPU: float8 training would run, but not faster; see lablib.toys.precision.fp8 for what it computes"
+    capability = torch.cuda.get_device_capability()
+    if torch.version.hip is None and capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; float8 needs {least}"
+    return None
+
+
+def to_float8(
+    model: nn.Module,
+    *,
+    recipe: str = "tensorwise",
+    fsdp_gather: bool = False,
+    keep: Callable[[str], bool] = lambda name: name.rpartition(".")[2] in ("head", "lm_head"),
+    emulate: bool = False,
+) -> Float8Report:
+    """Swap the linear layers of a model for torchao's float8 ones, in place; do it before `fully_shard`.
+
+    Args:
+        model: On the device and in the dtype where it will train.
+        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in bf16).
+        fsdp_gather: Whether FSDP2 gathers the weights in float8; with "tensorwise" only.
+        keep: Says by its name which layer stays in high precision: the head, as a rule.
+        emulate: Compute in fp32 what float8 would give: for machines without float8 units.
+
+    Raises:
+        ValueError: If torchao is missing, the recipe is unknown, or the gather does not go with it.
+    """
+    one_of("recipe", recipe, RECIPES)
+    if fsdp_gather and recipe != "tensorwise":
+        raise ValueError(
+            f"fsdp_gather needs one scale for a tensor, and recipe={recipe!r} has more; use 'tensorwise'"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            "torchao is not installed; in the course's folder, .venv/bin/pip install -e '.[fp8]' adds it"
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kept: dict[str, str] = {}
+    for module, name in names.items():
+        odd = [size for size in (module.in_features, module.out_features) if size % MULTIPLE]
+        if keep(name):
+            kept[name] = "kept in high precision"
+        elif odd:
+            kept[name] = f"{odd[0]} is not a multiple of {MULTIPLE}"
+    if recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=fsdp_gather, emulate=emulate)
+    else:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        object.__setattr__(config, "emulate", emulate)  # a frozen dataclass whose recipes take no arguments
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name not in kept)
+    return Float8Report(tuple(name for name in names.values() if name not in kept), kept)
+
+
+def precompute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights with one all-reduce; call it after every step of the optimizer.
+
+    Only with `fsdp_gather`: without it FSDP2 asks for every weight's scale by itself.
+
+    Args:
+        model: Sharded by `fully_shard`.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@dataclass(frozen=True)
+class SumError:
+    """The error of one sum over ranks, relative: `rms(result - exact) / rms(exact)`.
+
+    Attributes:
+        ranks: n.
+        reduced: Summed in the low precision.
+        full: Summed in fp32 and rounded once at the end.
+        expected_reduced: What `expected_error` says for it.
+        expected_full: And for the other.
+    """
+
+    ranks: int
+    reduced: float
+    full: float
+    expected_reduced: float
+    expected_full: float
+
+
+def ring_sum(values: list[Tensor], *, full: bool = False) -> Tensor:
+    """Return the sum of one tensor from each rank as a ring computes it: chunk by chunk, one rank after the other.
+
+    Args:
+        values: From every rank, 1-D, all of one dtype; that dtype holds the running sum.
+        full: Whether the running sum is fp32, rounded at the end.
+    """
+    orders = summation_orders(len(values))
+    chunks = []
+    for chunk, order in enumerate(orders):
+        parts = [values[rank].tensor_split(len(orders))[chunk] for rank in order]
+        total = parts[0].float() if full else parts[0]
+        for part in parts[1:]:
+            total = total + part
+        chunks.append(total.to(parts[0].dtype))
+    return torch.cat(chunks)
+
+
+def rounding_noise(dtype: torch.dtype) -> float:
+    """Return the relative root mean square error of rounding one number.
+
+    The error is even over a gap g, so its mean square is g²/12. A gap is `eps` times the power of two below the number,
+    and where the logarithm of numbers is even over a binade, `E[(2^e/x)²] = 3 / (8 ln 2)`:
+
+        noise = eps * sqrt(1/12) * sqrt(3 / (8 ln 2))
+
+    Args:
+        dtype: A float dtype.
+    """
+    return torch.finfo(dtype).eps * math.sqrt(3 / (8 * math.log(2)) / 12)
+
+
+def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_sign: bool = False) -> float:
+    """Return the relative error that a ring's sum should have.
+
+    Each of n - 1 additions rounds a running sum. Of k numbers with random signs it has the size sqrt(k), so the squares
+    of the errors add up to `noise² * (2 + 3 + ... + n)`, against a result of size sqrt(n). Where all numbers have one
+    sign, as with a mean far from zero, the running sum has the size k and the result n:
+
+        random signs   noise * sqrt((n + 1)/2 - 1/n)
+        one sign       noise * sqrt((2² + 3² + ... + n²) / n²)      ~ noise * sqrt(n/3)
+        fp32 sums      noise
+
+    Args:
+        ranks: n.
+        dtype: Of the running sum.
+        full: Whether the sum is fp32, rounded at the end.
+        same_sign: Whether all numbers have one sign.
+    """
+    if ranks == 1:
+        return 0.0  # nothing is added, and so nothing is rounded
+    sizes = [k * k if same_sign else k for k in range(2, ranks + 1)]
+    growth = 1.0 if full else math.sqrt(sum(sizes) / (ranks * ranks if same_sign else ranks))
+    return rounding_noise(dtype) * growth
+
+
+def rank_values(
+    ranks: int, *, size: int, dtype: torch.dtype, seed: int = 0, mean: float = 0.0
+) -> list[Tensor]:
+    """Return a tensor of random numbers for every rank; a rank has the same whatever the number of ranks.
+
+    Args:
+        ranks: n.
+        size: Values in each.
+        dtype: Of the values.
+        seed: Of the draw.
+        mean: Of the values, whose deviation is 1.
+    """
+    made = []
+    for rank in range(ranks):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        made.append((torch.randn(size, generator=generator) + mean).to(dtype))
+    return made
+
+
+def allreduce_error(
+    world_sizes: tuple[int, ...] = (2, 4, 8, 16, 64),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    size: int = 1 << 14,
+    seed: int = 0,
+    mean: float = 0.0,
+) -> list[SumError]:
+    """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums.
+
+    Args:
+        world_sizes: Numbers of ranks, each at least 2.
+        dtype: The low precision.
+        size: Values that are summed.
+        seed: Of the values.
+        mean: Of the values, whose deviation is 1; from about 4 on they have one sign.
+
+    Raises:
+        ValueError: If a number of ranks is below 2.
+    """
+    if min(world_sizes) < 2:
+        raise ValueError(f"world_sizes={world_sizes}: a sum over ranks needs at least 2 of them")
+    errors = []
+    for ranks in world_sizes:
+        values = rank_values(ranks, size=size, dtype=dtype, seed=seed, mean=mean)
+        exact = torch.stack(values).double().sum(0)
+        found = [relative_error(ring_sum(values, full=full), exact) for full in (False, True)]
+        expected = [expected_error(ranks, dtype, full=f, same_sign=mean >= 4) for f in (False, True)]
+        errors.append(SumError(ranks, *found, *expected))
+    return errors
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Return `rms(x - exact) / rms(exact)`."""
+    return ((x.double() - exact).square().mean() / exact.double().square().mean()).sqrt().item()
+
+
+def gloo_error(
+    dtype: torch.dtype = torch.bfloat16, *, size: int = 1 << 14, seed: int = 0, mean: float = 0.0
+) -> SumError:
+    """Return the error of a real all-reduce between the ranks of this job; call it through `run_ranks`.
+
+    The ranks sum the same numbers as `allreduce_error` with the same seed, once in the low precision and once in fp32.
+    The backend chooses the order of the additions, so its error is near the ring's and not equal to it.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values = rank_values(ranks, size=size, dtype=dtype, seed=seed, mean=mean)
+    exact = torch.stack(values).double().sum(0)
+    reduced, full = values[rank].clone(), values[rank].float()
+    dist.all_reduce(reduced)
+    dist.all_reduce(full)
+    found = (relative_error(reduced, exact), relative_error(full.to(dtype), exact))
+    expected = (expected_error(ranks, dtype, full=f, same_sign=mean >= 4) for f in (False, True))
+    return SumError(ranks, *found, *expected)

@@ -1,0 +1,269 @@
+"""Three failures of 16-bit training, reproduced: a small transformer on real text, each run beside its fp32 twin.
+
+| function | what goes wrong | what cures it |
+|---|---|---|
+| `underflow` | fp16 has no numbers below 2^-24: gradients become zero | loss scaling |
+| `overflow` | fp16 has none above 65504: scaled gradients become infinite | a scale that gives way, and skipped steps |
+| `stall` | bf16 has 8 significant bits: weights do not feel small updates | a master copy, or stochastic rounding |
+
+All variants of a failure start from the same weights and read the same batches, so that their curves differ by
+precision alone. Each failure takes a second or two on one CPU core, and the same seed gives the same curves.
+
+Where the magnitudes of gradients lie, power of two by power of two, and which of them fp16 would lose.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lablib.calc.precision import FORMATS
+from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
+from lablib.toys.text import batches, tokens
+from lablib.toys.transformer import Transformer, tiny_config
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Where the magnitudes of a tensor lie.
+
+    Attributes:
+        exponents: How many values have `floor(log2 |x|)` equal to the key.
+        zeros: How many are zero.
+        odd: How many are infinite or NaN.
+    """
+
+    exponents: Counter[int]
+    zeros: int
+    odd: int = 0
+
+    @property
+    def count(self) -> int:
+        """All values."""
+        return self.exponents.total() + self.zeros + self.odd
+
+    @property
+    def zero_share(self) -> float:
+        """Share of the values that are zero."""
+        return self.zeros / self.count
+
+    def below(self, exponent: int) -> int:
+        """Return how many values are smaller than `2^exponent`, zeros not counted."""
+        return sum(count for power, count in self.exponents.items() if power < exponent)
+
+
+def histogram(x: Tensor) -> Histogram:
+    """Return the histogram of a tensor's magnitudes, one bin for each power of two.
+
+    Args:
+        x: Any float tensor; it is read in fp64, where the subnormals of all others are normal.
+    """
+    full = x.detach().double().flatten()
+    finite = full[full.isfinite()]
+    exponents = torch.frexp(finite[finite != 0]).exponent - 1
+    powers, counts = exponents.unique(return_counts=True)
+    return Histogram(
+        Counter(dict(zip(powers.tolist(), counts.tolist(), strict=True))),
+        int((finite == 0).sum()),
+        full.numel() - finite.numel(),
+    )
+
+
+def gradient_histograms(model: nn.Module) -> dict[str, Histogram]:
+    """Return a histogram of every gradient that a model has, by the name of its parameter."""
+    return {name: histogram(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def lost_to_fp16(gradients: dict[str, Histogram]) -> dict[str, float]:
+    """Return, for fp32 gradients, which share of each tensor rounds to zero in fp16.
+
+    It is a forecast: an fp16 backward also rounds what lies between the loss and the gradient, and a tensor behind
+    one that became zero is zero too.
+
+    Args:
+        gradients: Histograms of fp32 gradients.
+    """
+    # Half of the smallest subnormal, 2^-25, rounds to zero: a tie, and zero is the even neighbour.
+    half = math.frexp(FORMATS["fp16"].min_subnormal)[1] - 2
+    return {name: (h.below(half) + h.zeros) / h.count for name, h in gradients.items()}
+
+
+BATCH, SEQ = 4, 32
+
+
+@dataclass
+class Training:
+    """One run.
+
+    Attributes:
+        losses: Loss of every step, before its update.
+        gradients: Histograms of the first step's gradients as backward left them, in the dtype of the run.
+        scales: Loss scale of every step.
+        skipped: Steps whose gradients were infinite or NaN, and which changed nothing.
+        frozen: Share of each parameter's values that are bit for bit what they were at the start.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Histogram] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    frozen: dict[str, float] = field(default_factory=dict)
+
+    def mean_loss(self, last: int = 10) -> float:
+        """Return the mean loss of the last steps."""
+        return math.fsum(self.losses[-last:]) / len(self.losses[-last:])
+
+
+def small_model(seed: int = 0) -> Transformer:
+    """Return the model of this rung's runs: GPT-2's kind, 2 layers of width 32, bytes as tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Transformer(tiny_config("gpt2", num_layers=2, hidden=32, max_positions=SEQ))
+
+
+@functools.cache
+def _text() -> Tensor:
+    return tokens()
+
+
+def train_watched(
+    weights: MasterWeights,
+    *,
+    steps: int,
+    lr: float,
+    scaler: LossScaler | None = None,
+    check: bool = True,
+    accumulate: int = 1,
+    repeat: bool = False,
+    seed: int = 1,
+) -> Training:
+    """Train a model whose gradients have the dtype of its working copy, and watch it.
+
+    Args:
+        weights: The working copy computes; the optimizer updates the fp32 values.
+        steps: Steps of AdamW.
+        lr: Learning rate.
+        scaler: Loss scaling; by default none.
+        check: Whether a step with an infinite or NaN gradient is skipped; without it the scale is fixed.
+        accumulate: Micro-batches of a step, each of which backward divides by their number. One is computed, and its
+            fp32 gradient taken this many times: the magnitudes that backward meets are those of the large batch.
+        repeat: Whether every step reads the same batch, so that the loss falls without noise.
+        seed: Of the batches.
+    """
+    run, scaler = Training(), scaler or LossScaler(1.0, interval=steps + 1)
+    start = [p.detach().clone() for p in weights.model.parameters()]
+    optimizer = torch.optim.AdamW(weights.master.parameters(), lr=lr, weight_decay=0.0)
+    stream = batches(_text(), batch=BATCH, seq=SEQ, seed=seed)
+    windows = next(stream)
+    for step in range(steps):
+        loss = weights.model.loss(windows)
+        run.losses.append(loss.item())
+        run.scales.append(scaler.value)
+        scaler.scale(loss / accumulate).backward()
+        if step == 0:
+            run.gradients = gradient_histograms(weights.model)
+        weights.take_gradients()
+        if scaler.unscale(optimizer) and check:
+            run.skipped.append(step)
+        for parameter in weights.master.parameters():
+            parameter.grad.mul_(accumulate)
+        if check:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+            scaler.overflows.clear()
+        weights.give_weights()
+        windows = windows if repeat else next(stream)
+    named = zip(weights.model.named_parameters(), start, strict=True)
+    run.frozen = {name: (now == before).double().mean().item() for (name, now), before in named}
+    return run
+
+
+def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> dict[str, Training]:
+    """Train with gradients that are too small for fp16: in fp32, in fp16, and in fp16 with loss scaling.
+
+    A batch of a million tokens makes gradients small: the loss is a mean, so each of 8192 micro-batches of 128 tokens
+    is divided by 8192. AdamW does not mind, as it divides by the gradient's own size; fp16 does.
+
+    Returns:
+        Runs "fp32", "fp16" and "fp16, loss scaling".
+    """
+    settings = {"steps": steps, "lr": lr, "accumulate": accumulate}
+    return {
+        "fp32": train_watched(MasterWeights(small_model(), torch.float32), **settings),
+        "fp16": train_watched(MasterWeights(small_model(), torch.float16), **settings),
+        "fp16, loss scaling": train_watched(
+            MasterWeights(small_model(), torch.float16), scaler=LossScaler(), **settings
+        ),
+    }
+
+
+def overflow(
+    *, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8
+) -> dict[str, Training]:
+    """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one.
+
+    Args:
+        steps: Steps of each run.
+        lr: Learning rate.
+        scale: The first scale.
+        interval: Good steps before the dynamic scale grows; 2000 in PyTorch, fewer here so that it is seen.
+
+    Returns:
+        Runs "fp32", "fp16, fixed scale" and "fp16, dynamic scale".
+    """
+    settings = {"steps": steps, "lr": lr}
+    return {
+        "fp32": train_watched(MasterWeights(small_model(), torch.float32), **settings),
+        "fp16, fixed scale": train_watched(
+            MasterWeights(small_model(), torch.float16), scaler=LossScaler(scale), check=False, **settings
+        ),
+        "fp16, dynamic scale": train_watched(
+            MasterWeights(small_model(), torch.float16),
+            scaler=LossScaler(scale, interval=interval),
+            **settings,
+        ),
+    }
+
+
+def stall(
+    *, steps: int = 40, lr: float = 3e-5, warm_up: int = 80, trained: nn.Module | None = None
+) -> dict[str, Training]:
+    """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures.
+
+    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays.
+
+    Args:
+        steps: Steps of each run.
+        lr: The small learning rate.
+        warm_up: Steps of the training before.
+        trained: Start from this fp32 model instead, and train nothing before.
+
+    Returns:
+        Runs "fp32", "bf16", "bf16, stochastic rounding" and "bf16, master weights".
+    """
+    if trained is None:
+        before = MasterWeights(small_model(), torch.float32)
+        train_watched(before, steps=warm_up, lr=1e-2)
+        trained = before.master
+    generator = torch.Generator().manual_seed(0)
+    made: dict[str, Callable[[nn.Module], MasterWeights]] = {
+        "fp32": lambda model: MasterWeights(model, torch.float32),
+        "bf16": lambda model: RoundedWeights(model, stochastic=False),
+        "bf16, stochastic rounding": lambda model: RoundedWeights(
+            model, stochastic=True, generator=generator
+        ),
+        "bf16, master weights": lambda model: MasterWeights(model, torch.bfloat16),
+    }
+    return {
+        name: train_watched(make(copy.deepcopy(trained)), steps=steps, lr=lr, repeat=True, seed=2)
+        for name, make in made.items()
+    }

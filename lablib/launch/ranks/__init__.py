@@ -1,0 +1,51 @@
+"""Start ranks from a notebook or a script, and hear which one failed.
+
+`run_ranks(fn, world_size)` runs a function on every rank and returns their results. A rank that fails is named with its own
+traceback, a hung one with the line where it stands; an interrupt ends them all.
+
+    run              `run_ranks`
+    devices          where a rank computes
+    agreement        fail on all ranks if one fails, and what long errors mean, in a sentence
+    handle, rank_process, transport: the inside of `run_ranks`
+
+Read `run` first. All chapters from 02 on.
+"""
+
+from lablib.launch.ranks.agreement import (
+    agree,
+    count_ranks,
+    explain,
+    from_rank_0,
+    one_sentence,
+    own_group,
+    own_line,
+    own_rank,
+    readable,
+)
+from lablib.launch.ranks.devices import hide_gpus, rank_device, rank_mesh
+from lablib.launch.ranks.handle import ending
+from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
+from lablib.launch.ranks.transport import check_device, environment, pickle_call, pickle_result
+
+__all__ = [
+    "RankError",
+    "RankTimeout",
+    "agree",
+    "check_device",
+    "count_ranks",
+    "ending",
+    "environment",
+    "explain",
+    "from_rank_0",
+    "hide_gpus",
+    "one_sentence",
+    "own_group",
+    "own_line",
+    "own_rank",
+    "pickle_call",
+    "pickle_result",
+    "rank_device",
+    "rank_mesh",
+    "readable",
+    "run_ranks",
+]

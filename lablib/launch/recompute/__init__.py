@@ -1,0 +1,29 @@
+"""Activation checkpointing on real models: applied, measured, combined with other kinds of parallelism.
+
+Read `apply` first, then `runs`. Chapter 09.
+"""
+
+from lablib.launch.recompute.apply import apply_strategy
+from lablib.launch.recompute.runs import (
+    ddp_with,
+    find_largest_batch,
+    fsdp_gathers,
+    measure_step,
+    pipeline_error,
+    predicted_cost,
+    tensor_parallel_reduces,
+)
+from lablib.launch.recompute.saved_tensors import bytes_by_name, named_saved_tensors
+
+__all__ = [
+    "apply_strategy",
+    "bytes_by_name",
+    "ddp_with",
+    "find_largest_batch",
+    "fsdp_gathers",
+    "measure_step",
+    "named_saved_tensors",
+    "pipeline_error",
+    "predicted_cost",
+    "tensor_parallel_reduces",
+]

@@ -1,0 +1,82 @@
+"""Predictions, measurements and logs on disk, each with the machine that they come from.
+
+    experiments     predictions that are locked before a run, and records of runs
+    samples         samples kept one by one, measured on a GPU or replayed
+    logs            one file of JSON lines a rank
+    machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
+
+Read `experiments` first. Every lab.
+"""
+
+from lablib.launch.records.experiments import (
+    FOLDER_SWITCH,
+    RECORD_SWITCH,
+    Predictions,
+    Record,
+    experiments_dir,
+    git_commit,
+    recorded,
+    repository_root,
+    run_or_replay,
+    utc_now,
+    write_json,
+)
+from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read_logs
+from lablib.launch.records.machine import (
+    all_reduce_rates,
+    compile_seconds,
+    disk_rate,
+    gpu_topology,
+    host_rates,
+    kernel_log,
+    lacks_for_compile,
+    machine_label,
+    nvidia_smi,
+    this_machine,
+    versions,
+    while_busy,
+)
+from lablib.launch.records.samples import (
+    Kept,
+    coverage,
+    gpu_record_name,
+    gpu_samples,
+    recorded_counts,
+    recorded_on_gpus,
+)
+
+__all__ = [
+    "FOLDER_SWITCH",
+    "RECORD_SWITCH",
+    "JsonLines",
+    "Kept",
+    "Predictions",
+    "RankLog",
+    "Record",
+    "all_reduce_rates",
+    "compile_seconds",
+    "coverage",
+    "disk_rate",
+    "experiments_dir",
+    "git_commit",
+    "gpu_record_name",
+    "gpu_samples",
+    "gpu_topology",
+    "host_rates",
+    "kernel_log",
+    "lacks_for_compile",
+    "machine_label",
+    "nvidia_smi",
+    "read_json_lines",
+    "read_logs",
+    "recorded",
+    "recorded_counts",
+    "recorded_on_gpus",
+    "repository_root",
+    "run_or_replay",
+    "this_machine",
+    "utc_now",
+    "versions",
+    "while_busy",
+    "write_json",
+]

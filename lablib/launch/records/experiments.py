@@ -1,0 +1,254 @@
+"""Predictions locked before a run, comparisons after it, and records that say where they were made.
+
+`predict` stores a number before anything is measured; `compare` puts the measurement beside it.
+`run_or_replay` measures and writes a record when the runner asks for one, and otherwise loads the record
+that is committed under `labs/recorded/`.
+
+Chapter: every lab uses it; book/status.md shows the records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lablib import __version__
+from lablib.launch.records.machine import gpu_topology, machine_label, this_machine
+
+#: The runner sets this variable; without it nothing is ever written to `labs/recorded/`.
+RECORD_SWITCH = "LABLIB_RECORD"
+#: The runner sets this variable to the folder of the lab that it runs.
+FOLDER_SWITCH = "LABLIB_LAB_FOLDER"
+
+
+def repository_root() -> Path:
+    """Return the folder that holds pyproject.toml, wherever the notebook runs."""
+    return Path(__file__).resolve().parents[3]
+
+
+def experiments_dir() -> Path:
+    """Return the folder for a learner's own results; `LABLIB_EXPERIMENTS` moves it."""
+    return Path(os.environ.get("LABLIB_EXPERIMENTS", repository_root() / "distributed-experiments"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    """Write JSON so that a reader sees the old file or the new one, never a half.
+
+    Args:
+        path: Target; its folder is made when missing.
+        content: What `json` can write.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp's 0600 would keep a record from everyone but its author.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+@dataclass
+class _Prediction:
+    value: float
+    unit: str
+    when: str
+    measured: float | None = None
+
+
+class Predictions:
+    """The predictions of one lab, locked from the first measurement on.
+
+    Args:
+        lab: The lab's stem, for the file name.
+    """
+
+    def __init__(self, lab: str) -> None:
+        self.lab = lab
+        self._entries: dict[str, _Prediction] = {}
+
+    def predict(self, name: str, value: float, unit: str) -> float:
+        """Store a number before the run; after the run it no longer changes.
+
+        Args:
+            name: What is predicted.
+            value: Your number, or lablib's.
+            unit: Its unit, printed beside it.
+
+        Returns:
+            The number that counts: `value`, or the locked one if `name` was already measured.
+        """
+        entry = self._entries.get(name)
+        if entry is not None and entry.measured is not None:
+            if entry.value != value:
+                print(
+                    f"{name}: locked at {_number(entry.value)} {entry.unit}, because it is already measured."
+                )
+            return entry.value
+        self._entries[name] = _Prediction(float(value), unit, utc_now())
+        self._save()
+        print(f"predicted  {name}: {_number(value)} {unit}")
+        return float(value)
+
+    def compare(self, name: str, measured: float) -> float:
+        """Put a measurement beside its prediction.
+
+        Args:
+            name: A name given to `predict` before.
+            measured: In the unit of the prediction.
+
+        Returns:
+            Measured over predicted; not a number where zero was predicted.
+
+        Raises:
+            ValueError: If nothing was predicted under this name.
+        """
+        if name not in self._entries:
+            known = ", ".join(self._entries) or "none yet"
+            raise ValueError(f"no prediction named {name!r}; predict before you measure (predicted: {known})")
+        entry = self._entries[name]
+        entry.measured = float(measured)
+        self._save()
+        ratio = measured / entry.value if entry.value else float("nan")
+        times = f", ratio {ratio:.3f}" if entry.value else ""  # there is none to a prediction of zero
+        print(
+            f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})"
+        )
+        return ratio
+
+    def table(self) -> str:
+        """Return predicted, measured and ratio of every prediction, one a line."""
+        width = max((len(name) for name in self._entries), default=4)
+        lines = [f"{'':{width}}  {'predicted':>14}  {'measured':>14}  {'ratio':>7}"]
+        for name, entry in self._entries.items():
+            measured = "-" if entry.measured is None else _number(entry.measured)
+            ratio = "-" if not entry.measured or not entry.value else f"{entry.measured / entry.value:.3f}"
+            lines.append(
+                f"{name:{width}}  {_number(entry.value):>14}  {measured:>14}  {ratio:>7}  {entry.unit}"
+            )
+        return "\n".join(lines)
+
+    def _save(self) -> None:
+        content = {"lab": self.lab, "predictions": {name: asdict(e) for name, e in self._entries.items()}}
+        # A run of its own folder keeps its own, so that unpacking it at home replaces nobody else's.
+        folder = Path(os.environ.get(FOLDER_SWITCH) or experiments_dir())
+        write_json(folder / f"{self.lab}-predictions.json", content)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measured result with everything needed to judge it.
+
+    Attributes:
+        name: File stem under `labs/recorded/`.
+        samples: Every raw sample, in the order measured, as a list of dictionaries.
+        machine: Hardware identity and versions, from `machine`.
+        command: How it was started.
+        commit: The commit it was measured at, with "+changes" when the tree was not clean.
+        date: UTC, ISO 8601.
+        topology: What connects its GPUs, from `lablib.launch.records.gpu_topology`; empty without any.
+    """
+
+    name: str
+    samples: list[dict[str, Any]]
+    machine: dict[str, Any]
+    command: str
+    commit: str
+    date: str
+    lablib: str = field(default=__version__)
+    topology: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The hardware in one line, with a word when ranks shared a GPU."""
+        return machine_label(self.machine, self.samples)
+
+
+def recorded(name: str) -> Record | None:
+    """Load a committed record, or None where nobody has recorded one yet.
+
+    Args:
+        name: File stem under `labs/recorded/`.
+    """
+    path = repository_root() / "labs" / "recorded" / f"{name}.json"
+    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def save_record(name: str, samples: list[dict[str, Any]], command: str, *, device: str = "cpu") -> Record:
+    """Write a record under `labs/recorded/`, with this machine, the commit and the date.
+
+    Only the runner and the bench call this.
+
+    Args:
+        name: File stem under `labs/recorded/`.
+        samples: Every raw sample.
+        command: What measures this again.
+        device: Where it was measured; a record of CPU ranks names no GPU, though the machine may have some.
+    """
+    here = this_machine() | ({} if device == "cuda" else {"gpus": [], "gpu_details": []})
+    links = gpu_topology() if here["gpus"] else {}
+    record = Record(name, samples, here, command, git_commit(), utc_now(), topology=links)
+    path = write_json(repository_root() / "labs" / "recorded" / f"{name}.json", asdict(record))
+    print(f"recorded {len(samples)} samples in {path.relative_to(repository_root())}")
+    return record
+
+
+def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Record:
+    """Measure and write a record when the runner asks for one; replay the committed record otherwise.
+
+    Args:
+        name: File stem under `labs/recorded/`.
+        measure: Returns every raw sample as a list of dictionaries.
+
+    Raises:
+        FileNotFoundError: If there is nothing to replay.
+    """
+    if os.environ.get(RECORD_SWITCH) == "1":
+        return save_record(name, measure(), os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv)))
+    record = recorded(name)
+    if record is None:
+        raise FileNotFoundError(f"{name} is not yet recorded; `rung labs run` with --record makes it")
+    print(
+        f"replaying {name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}"
+    )
+    return record
+
+
+def utc_now() -> str:
+    """Return the moment as UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _number(value: float) -> str:
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+
+
+def git_commit() -> str:
+    """Return the commit of this working tree, with "+changes" when it is not clean; "unknown" without git."""
+    git = ["git", "-C", str(repository_root())]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        # A record is itself a change: what it writes does not make the tree it measured unclean.
+        status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":!labs/recorded"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+changes" if changed else "")

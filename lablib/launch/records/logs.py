@@ -1,0 +1,133 @@
+"""A structured log of each rank: what happened to it and when, one JSON object a line.
+
+    log = RankLog("logs")
+    log.write("step", step=7, loss=2.31, seconds=0.42)
+    read_logs("logs")[0][-1]                # {"time": ..., "event": "step", "step": 7, ...}
+
+After a restart the same file goes on; `lablib.launch.records.logs` says what a kill can leave in it.
+
+Lines of JSON that survive kill -9: each goes to its file in a single write, and a torn one costs only itself.
+
+    file = JsonLines("runs/a/metrics-rank0.jsonl")
+    file.write({"step": 7, "loss": 2.31})
+    read_json_lines(file.path)[-1]          # {"step": 7, "loss": 2.31}
+
+A process that is killed, or that meets a full disk, may leave half a line, its last. Who goes on with the file begins
+a new line, and who reads it leaves out what is no JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lablib.launch.ranks import own_rank
+
+
+class JsonLines:
+    """Appends lines to a file.
+
+    Args:
+        path: The file; it and its folder are made when missing.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; it is with the operating system when this returns.
+
+        Raises:
+            OSError: If it does not fit on the disk.
+        """
+        content = (("\n" if self._torn else "") + json.dumps(line) + "\n").encode()
+        self._torn = True  # until all of it is there
+        if os.write(self._file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a file, without any that was left torn.
+
+    Args:
+        path: A file that `JsonLines` writes, perhaps at this moment.
+    """
+    lines = []
+    for line in Path(path).read_bytes().split(b"\n"):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            lines.append(content)
+    return lines
+
+
+_NAME = "rank-{:05d}.jsonl"
+
+
+class RankLog:
+    """Writes the log of one rank.
+
+    Args:
+        folder: Where the logs of all ranks lie; made when missing.
+        rank: Number in the file's name; by default this process's rank.
+        clock: Seconds for the field "time".
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(
+        self, folder: str | Path, rank: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._lines = JsonLines(Path(folder) / _NAME.format(own_rank() if rank is None else rank))
+        self.path, self._clock = self._lines.path, clock
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one line.
+
+        Args:
+            event: What happened.
+            **values: What JSON can write; NaN and infinity become text, since JSON has neither.
+        """
+        told = {name: _plain(value) for name, value in values.items()}
+        self._lines.write({"time": self._clock(), "event": event, **told})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def read_logs(folder: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the logs of all ranks, by rank.
+
+    Args:
+        folder: As given to `RankLog`.
+    """
+    found = sorted(Path(folder).glob("rank-*.jsonl"))
+    return {int(path.stem.removeprefix("rank-")): read_json_lines(path) for path in found}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,63 @@
+"""Runs under torchrun: started, killed, resumed, compared.
+
+    elastic     torchrun from Python, and a rank that is killed once
+    start       the script that torchrun starts, and a plain loop beside it
+    real_run    what lab 11 measures on GPUs, and its predictions
+    scaling     scaling reports: records, report, comparison
+    rendezvous, forked_rank: small programs that jobs start
+
+Read `elastic` first. Chapter 11.
+"""
+
+from lablib.launch.runs.elastic import agent_command, kill_and_resume, torchrun, undisturbed
+from lablib.launch.runs.forked_rank import like_a_new_process
+from lablib.launch.runs.real_run import (
+    LearnerPredictions,
+    RealRun,
+    compare_with,
+    describe,
+    lock_predictions,
+    loss_verdict,
+    rate,
+    what_can_be_measured,
+)
+from lablib.launch.runs.scaling import (
+    REAL_PARAMS,
+    ScalingReport,
+    compare_reports,
+    gpu_report,
+    read_run,
+    report_differences,
+    report_rows,
+    scaling_records,
+    where_of,
+)
+from lablib.launch.runs.start import compare_loops, launched_ranks, plain_loop
+
+__all__ = [
+    "REAL_PARAMS",
+    "LearnerPredictions",
+    "RealRun",
+    "ScalingReport",
+    "agent_command",
+    "compare_loops",
+    "compare_reports",
+    "compare_with",
+    "describe",
+    "gpu_report",
+    "kill_and_resume",
+    "launched_ranks",
+    "like_a_new_process",
+    "lock_predictions",
+    "loss_verdict",
+    "plain_loop",
+    "rate",
+    "read_run",
+    "report_differences",
+    "report_rows",
+    "scaling_records",
+    "torchrun",
+    "undisturbed",
+    "what_can_be_measured",
+    "where_of",
+]

@@ -1,0 +1,51 @@
+"""A trainer of one page and what it needs.
+
+    trainer      the loop: global batch fixed, mean over tokens, agreed stop
+    config       its settings, and their command line
+    data         the order of samples, windows of tokens, and what is trained
+    metrics      metrics of every step, and MFU
+    monitors     callbacks that watch a run
+    resilience   checkpoints on a signal, resume, damaged files
+
+Read `trainer` first. Chapter 11.
+"""
+
+from lablib.launch.training.config import TrainConfig, config_of, train_model, train_parser
+from lablib.launch.training.data import (
+    IGNORE_INDEX,
+    SampleOrder,
+    Task,
+    TaskFlops,
+    TokenWindows,
+    open_tokens,
+    text_tokens,
+)
+from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
+from lablib.launch.training.monitors import PrintSteps
+from lablib.launch.training.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
+from lablib.launch.training.trainer import Callback, Trainer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "METRIC_KEYS",
+    "Callback",
+    "KillOnce",
+    "LogEvents",
+    "PrintSteps",
+    "SampleOrder",
+    "SaveEvery",
+    "StopOnSignal",
+    "Task",
+    "TaskFlops",
+    "TokenWindows",
+    "TrainConfig",
+    "Trainer",
+    "config_of",
+    "exit_code",
+    "open_tokens",
+    "read_metrics",
+    "resume",
+    "text_tokens",
+    "train_model",
+    "train_parser",
+]

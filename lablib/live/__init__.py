@@ -1,0 +1,12 @@
+"""Explorers: pages that compute in the reader's browser with `lablib.calc`.
+
+`{livecalc} lablib.live.training` in a chapter shows an explorer: its first state is drawn at build time, and the browser
+calls the same function for every other. Standard library and calc only, because the room is zipped for the browser.
+
+    explorer   controls and states, and how one is found
+    training   the memory of a training run      chapter 01
+    zero       what a rank holds by stage        chapter 05
+    svg        SVG as text
+
+Read `explorer` first.
+"""

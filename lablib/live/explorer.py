@@ -1,0 +1,180 @@
+"""An explorer: a calculator with controls, drawn once by the book and then by the reader's own browser.
+
+An explorer is a module with an `EXPLORER`. Its function takes one value for each control and returns an `Answer`. The
+directive {livecalc} calls it when the book is built, and Pyodide calls the same function in the page, so both show the
+same numbers. A control offers a finite list of values: what the page may ask is known, and every state can be tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from lablib.calc.errors import one_of
+from lablib.calc.hardware import accelerator
+from lablib.calc.models import preset
+from lablib.calc.params import count_params
+from lablib.calc.units import format_count
+from lablib.live.svg import COLORS
+
+Value = str | int
+PARTS = ("picture", "caption", "table", "call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """One thing that the reader can change.
+
+    Attributes:
+        name: Argument of the explorer's function, and its key in the page's address.
+        label: What the reader sees.
+        options: Every value, with what the reader sees for it, in order.
+        first: The value that it has before the reader touches it.
+        slider: Whether it is a slider over the options, which then grow; else a list to choose from.
+    """
+
+    name: str
+    label: str
+    options: tuple[tuple[Value, str], ...]
+    first: Value
+    slider: bool = False
+
+    def read(self, given: object) -> Value:
+        """Return the option that was meant; text is accepted for a number, since addresses and pages hold text.
+
+        Raises:
+            ValueError: If no option reads like this.
+        """
+        known = {str(value): value for value, _ in self.options}
+        return known[one_of(self.name, str(given), known)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an explorer shows for one state.
+
+    Attributes:
+        picture: An SVG.
+        caption: What it says, as a sentence or two.
+        table: HTML of the numbers behind the picture.
+        call: Python that computes the same numbers.
+        numbers: The numbers as they were computed, by name, before they were rounded for the reader.
+    """
+
+    picture: str
+    caption: str
+    table: str
+    call: str
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explorer:
+    """A calculator with controls.
+
+    Attributes:
+        name: Prefix of its keys in the page's address.
+        title: Heading of the controls.
+        controls: What the reader can change.
+        compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
+    """
+
+    name: str
+    title: str
+    controls: tuple[Control, ...]
+    compute: Callable[..., Answer]
+
+    def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
+        """Return a whole state: the given values, and the first ones for all else.
+
+        Raises:
+            ValueError: If a control or a value does not exist.
+        """
+        given = dict(given or {})
+        for name in given:
+            one_of(f"control of the {self.name} explorer", name, [control.name for control in self.controls])
+        return {
+            control.name: control.read(given.get(control.name, control.first)) for control in self.controls
+        }
+
+    def answer(self, given: Mapping[str, object] | None = None) -> dict[str, object]:
+        """Return the parts of a page that show a state: picture, caption, table and call, and the bare numbers.
+
+        Raises:
+            ValueError: If a control or a value does not exist. Settings that contradict each other are an answer: the
+                caption says so in the words of the calculator's own error.
+        """
+        state = self.state(given)
+        try:
+            found = self.compute(**state)
+        except ValueError as error:
+            return dict.fromkeys(PARTS, "") | {"caption": escape(str(error)), "numbers": {}}
+        return {
+            "picture": found.picture,
+            "caption": escape(found.caption),
+            "table": found.table,
+            "call": escape(found.call),
+            "numbers": dict(found.numbers),
+        }
+
+
+def number_options(values: Iterable[int]) -> tuple[tuple[int, str], ...]:
+    """Return numbers as options, each shown with its thousands apart."""
+    return tuple((value, f"{value:,}") for value in values)
+
+
+def model_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return models as options, each shown with its parameters."""
+    return tuple((name, f"{name} ({format_count(count_params(preset(name)).total)})") for name in names)
+
+
+def device_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return devices as options, each shown with its capacity, in GB as everything in an explorer.
+
+    Args:
+        names: Keys of `ACCELERATORS`.
+    """
+    devices = [(name, accelerator(name)) for name in names]
+    return tuple((name, f"{device.name}, {device.memory_gb:.1f} GB") for name, device in devices)
+
+
+def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
+    """Return rows of numbers under headings, each row with the colour that it has in the picture.
+
+    Args:
+        groups: Heading to {name of a row: (its role in `svg.COLORS`, or nothing; what is written)}.
+    """
+    lines = []
+    for heading, rows in groups.items():
+        lines.append(f'<tr><th colspan="2" scope="colgroup">{escape(heading)}</th></tr>')
+        for name, (role, words) in rows.items():
+            chip = f'<span class="livecalc-chip" style="background:{COLORS[role]}"></span>' if role else ""
+            lines.append(f'<tr><th scope="row">{chip}{escape(name)}</th><td>{escape(words)}</td></tr>')
+    return f'<table class="livecalc-table"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def find_explorer(module: str) -> Explorer:
+    """Return the explorer of a module.
+
+    Args:
+        module: Such as "lablib.live.training".
+
+    Raises:
+        ValueError: If the module has none.
+    """
+    found = getattr(importlib.import_module(module), "EXPLORER", None)
+    if not isinstance(found, Explorer):
+        raise ValueError(f"{module} has no EXPLORER")
+    return found
+
+
+def answer_json(module: str, state: str) -> str:
+    """Return what `Explorer.answer` returns, from text to text: this is what the page calls.
+
+    Raises:
+        ValueError: If the module has no explorer, or a control or a value does not exist.
+    """
+    return json.dumps(find_explorer(module).answer(json.loads(state)))

@@ -1,0 +1,232 @@
+"""Predicted beside measured, term by term, and whether the calculator keeps its word.
+
+| what | bound |
+|---|---|
+| states, each term | exact to the byte |
+| what forward keeps, in all and in each group of modules | 1 percent of all that is kept |
+| the peak of the step, in all | 5 percent |
+| the peak by kind of memory (`lablib.proof.verdict`) | 5 percent of the whole peak |
+
+The measurements are those of `lablib.proof.oracles.measurement`; here is arithmetic alone.
+
+The kinds of memory that PyTorch's trackers tell apart, and to which of them each term of the calculator belongs.
+
+    by_kind(memory_timeline("gpt2").peak)       # {"weights": 497759232, "activations": ...}
+
+Why the two words differ, where they do, is said in `lablib.calc.memory.terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lablib.calc.memory import When, find_term, training_memory
+from lablib.calc.memory.timeline import MemoryMoment, memory_timeline
+from lablib.calc.torch_versions import PINNED
+from lablib.proof.cases import Case
+from lablib.proof.grid import DRAWN
+
+KINDS = (
+    "weights",
+    "gathered weights",
+    "optimizer",
+    "gradients",
+    "unsharded gradients",
+    "gradient buckets",
+    "reduce-scatter buffers",
+    "all-gather buffers",
+    "activations",
+    "temporary",
+    "buffers",
+    "inputs",
+)
+
+
+def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
+    """Return the kind of a term at a moment.
+
+    Args:
+        term: Its name.
+        moment: When.
+        recompute: "none", "selective" or "full".
+        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
+
+    Raises:
+        ValueError: If no tracker was asked about this term.
+    """
+    kind = find_term(term).kind
+    if kind is None:
+        raise ValueError(f"term {term!r} has no kind: none of PyTorch's trackers was asked about it")
+    return kind if isinstance(kind, str) else kind(When(moment.phase, moment.at, recompute, fsdp2))
+
+
+def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
+    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total.
+
+    Args:
+        moment: Of a timeline.
+        recompute: Of its run: "none", "selective" or "full".
+        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
+
+    Raises:
+        ValueError: If a term has no kind.
+    """
+    found = dict.fromkeys(KINDS, 0)
+    for term, size in moment.terms:
+        found[kind_of(term, moment, recompute=recompute, fsdp2=fsdp2)] += size
+    return {kind: size for kind, size in found.items() if size}
+
+
+SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
+#: Terms of what forward keeps, by the modules that keep them.
+GROUPS = {
+    "norms": ("norms",),
+    "attention": ("attention", "scores"),
+    "mlp": ("mlp", "router", "experts"),
+    "embedding": ("embedding", "dropout"),
+    "head": ("head", "logits", "loss"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number, predicted and measured.
+
+    Attributes:
+        what: "states", "saved" or "peak", for a part with its name: "states: momentum", "saved: norms",
+            "peak: activations".
+        predicted: Bytes.
+        measured: Bytes.
+        bound: The largest error allowed, as a share of `whole`; 0 where it must be exact.
+        whole: What the error is a share of: the measured bytes themselves, all that is kept, or the whole peak.
+    """
+
+    what: str
+    predicted: int
+    measured: int
+    bound: float
+    whole: int
+
+    @property
+    def error(self) -> float:
+        """Predicted less measured, as a share of the whole."""
+        if self.predicted == self.measured:
+            return 0.0
+        return (self.predicted - self.measured) / self.whole if self.whole else float("inf")
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured; 1 where both are nothing."""
+        if self.predicted == self.measured:
+            return 1.0
+        return self.predicted / self.measured if self.measured else float("inf")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within the bound."""
+        return abs(self.error) <= self.bound
+
+
+def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str, object]:
+    """Return what the calculator says about a case, in the words of a measurement.
+
+    Args:
+        case: The case.
+        at: Moment of "peak_terms": where PyTorch's peak was found. Of two moments that are nearly equal the
+            calculator may take the other one, and kinds can be compared at one and the same moment alone. None for
+            the calculator's own peak.
+        torch: Version of PyTorch that is predicted; see `lablib.calc.torch_versions`.
+
+    Returns:
+        "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
+        "peak_terms_at". Kernels "paper" have no peak: no paper says what an operator needs for a moment. "moments" and
+        "moment_terms" are there for the cases that are drawn.
+
+    Raises:
+        ValueError: If the timeline has no moment `at`, or the version is not known.
+    """
+    settings = case.settings() | {"torch": torch}
+    memory = training_memory(**settings)
+    terms = {name.removeprefix("activations."): size for name, size in memory.activation_terms}
+    found: dict[str, object] = {
+        "states": dict(memory.state_terms),
+        "groups": {group: sum(terms.get(term, 0) for term in names) for group, names in GROUPS.items()},
+        "saved": memory.activations,
+    }
+    if case.kernels == "paper":
+        return found
+    # Under PyTorch's trackers, which are dispatch modes, autograd adds gradients out of place.
+    timeline = memory_timeline(step=case.step, out_of_place=True, **settings)
+    how = {"recompute": case.recompute, "fsdp2": case.shards}
+    if case in DRAWN:
+        moments = _as_tracked(timeline.moments)
+        found["moments"] = {name: moment.total for name, moment in moments.items()}
+        found["moment_terms"] = {name: by_kind(moment, **how) for name, moment in moments.items()}
+    moment = timeline.moment(at or "peak")
+    # With autocast's casts, and without what the upper bounds of `training_memory` have too much.
+    return found | {
+        "saved": sum(timeline.saved.values()),
+        "peak": timeline.peak_bytes,
+        "peak_at": timeline.peak.name,
+        "peak_terms": by_kind(moment, **how),
+        "peak_terms_at": moment.name,
+    }
+
+
+def _as_tracked(moments: Iterable[MemoryMoment]) -> dict[str, MemoryMoment]:
+    """The moments that a tracker tells apart: to it the last reduction is the end of the embedding's backward."""
+    found: dict[str, MemoryMoment] = {}
+    for moment in moments:
+        name = "backward of the embedding" if moment.phase == "reduction" else moment.name
+        if name not in found or moment.total > found[name].total:
+            found[name] = moment
+    return found
+
+
+def compare(predicted: dict, measured: dict) -> list[Comparison]:
+    """Return every number that was predicted and measured.
+
+    Args:
+        predicted: From `predict`.
+        measured: The same of `lablib.proof.oracles.measurement`.
+    """
+    rows = [
+        Comparison(
+            f"states: {term}", predicted["states"].get(term, 0), measured["states"].get(term, 0), 0.0, 1
+        )
+        for term in dict.fromkeys((*predicted["states"], *measured["states"]))
+    ]
+    rows = [Comparison(r.what, r.predicted, r.measured, 0.0, r.measured) for r in rows]
+    kept = measured["saved"]
+    rows.append(Comparison("saved", predicted["saved"], kept, SAVED_BOUND, kept))
+    rows += [
+        Comparison(f"saved: {group}", predicted["groups"].get(group, 0), size, SAVED_BOUND, kept)
+        for group, size in measured["groups"].items()
+    ]
+    if "peak" in predicted:
+        peak = measured["peak"]
+        rows.append(Comparison("peak", predicted["peak"], peak, PEAK_BOUND, peak))
+        here, there = predicted["peak_terms"], measured["peak_terms"]
+        rows += [
+            Comparison(f"peak: {kind}", here.get(kind, 0), there.get(kind, 0), PEAK_BOUND, peak)
+            for kind in KINDS
+            if kind in here or kind in there
+        ]
+    return rows
+
+
+def worst(comparisons: Iterable[Comparison], what: str) -> Comparison:
+    """Return the comparison of one kind that is farthest off.
+
+    Args:
+        comparisons: Of one case or of many.
+        what: "states", "saved" or "peak"; the terms of the first two count, too.
+
+    Raises:
+        ValueError: If there is none of this kind.
+    """
+    of_kind = [c for c in comparisons if c.what.partition(":")[0] == what]
+    if not of_kind:
+        raise ValueError(f"nothing of kind {what!r} was compared; use states, saved or peak")
+    return max(of_kind, key=lambda comparison: abs(comparison.error))

@@ -1,0 +1,56 @@
+"""Every collective from send and receive: the names in one place, and which algorithm is for what.
+
+    name                            steps               bytes a rank sends       for
+    ring_all_reduce                 2(n-1)              2(n-1)/n · S             long messages
+    halving_doubling_all_reduce     2 log2 n            2(n-1)/n · S             long messages, n a power of two
+    recursive_doubling_all_reduce   log2 n              log2 n · S               short messages
+    tree_all_reduce                 2 ⌈log2 n⌉          up to ⌈log2 n⌉ · S        short messages, any n
+    naive_all_reduce                2(n-1)              rank 0: (n-1) · S        nothing: what not to do
+    hierarchical_all_reduce         2(g-1) + 2(n/g-1)   across nodes: 2(n/g-1)/(n/g) · S/g   nodes of g ranks
+
+The module of each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
+
+Tensors have any shape, the same on all ranks, and are contiguous: a ValueError refuses others before anything is sent.
+`group` is the process group, None for all ranks, and a root is a rank in it. Every function returns the `Traffic` that
+this rank sent.
+"""
+
+from __future__ import annotations
+
+from lablib.calc.communication import Traffic
+from lablib.toys.collectives.hierarchy import (
+    NodeGroups,
+    NodeTraffic,
+    hierarchical_all_reduce,
+    node_groups,
+    pairwise_all_to_all,
+)
+from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lablib.toys.collectives.tree import (
+    halving_doubling_all_reduce,
+    naive_all_reduce,
+    recursive_doubling_all_reduce,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+from lablib.toys.collectives.wire import Wire
+
+__all__ = [
+    "NodeGroups",
+    "NodeTraffic",
+    "Traffic",
+    "Wire",
+    "halving_doubling_all_reduce",
+    "hierarchical_all_reduce",
+    "naive_all_reduce",
+    "node_groups",
+    "pairwise_all_to_all",
+    "recursive_doubling_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "tree_all_reduce",
+    "tree_broadcast",
+    "tree_reduce",
+]

@@ -1,0 +1,128 @@
+"""All-to-all: rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it.
+
+In step k every rank sends to the rank k places to its right and receives from the one k places to its left: nobody
+gets two messages at once, and every piece goes straight to where it belongs.
+
+Paper: Thakur, Rabenseifner and Gropp 2005.
+
+An all-reduce that knows about nodes: most bytes stay on the fast links inside, few cross the slow ones.
+
+With g ranks a node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
+
+    reduce-scatter inside   rank i of every node has chunk i of its node's sum
+    all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
+    all-gather inside       every rank gets the other chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lablib.calc.communication import Traffic, chunk_sizes
+from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lablib.toys.collectives.wire import Wire, chunks, flat, same_size
+
+
+class NodeGroups(NamedTuple):
+    """The two groups that a rank belongs to.
+
+    Attributes:
+        inside: The ranks of its node.
+        across: The ranks with its place on all nodes.
+    """
+
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+class NodeTraffic(NamedTuple):
+    """What one rank sent to its own node, and to others."""
+
+    inside: Traffic
+    across: Traffic
+
+
+def node_groups(ranks_per_node: int) -> NodeGroups:
+    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once.
+
+    Raises:
+        ValueError: If g does not divide the number of ranks.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks")
+    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, ranks, ranks_per_node)]
+    inside, _ = dist.new_subgroups_by_enumeration(nodes)
+    across, _ = dist.new_subgroups_by_enumeration([list(place) for place in zip(*nodes, strict=True)])
+    assert rank in dist.get_process_group_ranks(inside)
+    return NodeGroups(inside, across)
+
+
+def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
+    """Replace the tensor by its sum over all ranks of all nodes.
+
+    Inside a rank sends 2(g-1)/g · S bytes, across 2(m-1)/m · S/g for m nodes.
+
+    Args:
+        tensor: Any shape, contiguous, the same on all ranks.
+        groups: As `node_groups` returns them.
+
+    Returns:
+        What this rank sent inside its node and across nodes.
+
+    Raises:
+        ValueError: If the tensor is not contiguous.
+    """
+    row, place = flat(tensor), Wire(groups.inside).rank
+    own = chunks(row, dist.get_world_size(groups.inside))[place]
+    share = own.new_empty(own.shape)
+    scattered = ring_reduce_scatter(share, row, groups.inside)
+    across = ring_all_reduce(share, groups.across)
+    gathered = ring_all_gather(row, share, groups.inside)
+    return NodeTraffic(scattered + gathered, across)
+
+
+def pairwise_all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Traffic:
+    """Exchange pieces between all pairs of ranks in n - 1 steps: a rank sends (n-1)/n · S bytes.
+
+    Args:
+        output: What comes, one piece of each rank after the other.
+        input: What leaves, one piece for each rank after the other; contiguous, like `output`.
+        output_sizes: Elements of each piece that comes; None cuts `output` as evenly as can be. Where the pieces
+            differ, give both: what rank i calls `input_sizes[j]` rank j must call `output_sizes[i]`.
+        input_sizes: The same for `input`.
+        group: The process group; None is all ranks.
+
+    Returns:
+        What this rank sent.
+
+    Raises:
+        ValueError: If the sizes do not fit the tensors, or a tensor is not contiguous.
+    """
+    wire = Wire(group)
+    coming = _pieces(output, output_sizes, wire.size, "output")
+    leaving = _pieces(input, input_sizes, wire.size, "input")
+    same_size(coming[wire.rank], leaving[wire.rank], "the output's piece", "the input's piece of this rank")
+    coming[wire.rank].copy_(leaving[wire.rank])
+    for step in range(1, wire.size):
+        to, source = (wire.rank + step) % wire.size, (wire.rank - step) % wire.size
+        wire.exchange(send=leaving[to], to=to, receive=coming[source], source=source)
+    return wire.traffic
+
+
+def _pieces(tensor: Tensor, sizes: Sequence[int] | None, parts: int, name: str) -> list[Tensor]:
+    row = flat(tensor)
+    sizes = chunk_sizes(row.numel(), parts) if sizes is None else list(sizes)
+    if len(sizes) != parts or sum(sizes) != row.numel() or min(sizes) < 0:
+        raise ValueError(f"{name}_sizes={sizes} must be {parts} sizes that add up to {row.numel()} elements")
+    return list(row.split(sizes))

@@ -1,0 +1,94 @@
+"""Ring reduce-scatter, all-gather and all-reduce from send and receive.
+
+n ranks stand in a ring and the array is cut into n chunks. In every step each rank sends one chunk to its right
+neighbour and receives one from its left: all links are busy all the time, and no rank sends a number twice that it
+could have added first. That is why a ring sends as little as is possible.
+
+    reduce-scatter   the chunk that arrives is added to this rank's own, and the sum goes on: n - 1 steps
+    all-gather       the chunk that arrives is kept, and goes on as it is: n - 1 steps
+    all-reduce       one after the other
+
+Paper: Patarasuk and Yuan 2009.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lablib.calc.communication import Traffic
+from lablib.toys.collectives.wire import Wire, chunks, flat, same_size
+
+
+def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
+    """Add the inputs of all ranks up and leave chunk r of the sum on rank r: (n-1)/n · S bytes sent.
+
+    Args:
+        output: This rank's chunk, `input.numel() / n` elements; where that is no whole number, the first ranks have
+            one element more.
+        input: The unsharded array, contiguous; not changed.
+        group: The process group; None is all ranks.
+
+    Returns:
+        What this rank sent.
+
+    Raises:
+        ValueError: If `output` has another size or dtype than its chunk, or a tensor is not contiguous.
+    """
+    wire = Wire(group)
+    pieces = chunks(flat(input).clone(), wire.size)  # where the sums grow
+    same_size(output, pieces[wire.rank], "output", f"chunk {wire.rank} of input")
+    _reduce_scatter(wire, pieces)
+    flat(output).copy_(pieces[wire.rank])
+    return wire.traffic
+
+
+def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
+    """Put the inputs of all ranks one after the other on every rank: (n-1)/n · S bytes sent.
+
+    Args:
+        output: The unsharded array, contiguous.
+        input: This rank's chunk of it, cut as in `ring_reduce_scatter`; may be the view inside `output`.
+        group: The process group; None is all ranks.
+
+    Returns:
+        What this rank sent.
+
+    Raises:
+        ValueError: If `input` has another size or dtype than its chunk, or a tensor is not contiguous.
+    """
+    wire = Wire(group)
+    pieces = chunks(flat(output), wire.size)
+    same_size(input, pieces[wire.rank], "input", f"chunk {wire.rank} of output")
+    pieces[wire.rank].copy_(flat(input))
+    _all_gather(wire, pieces)
+    return wire.traffic
+
+
+def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
+    """Replace the tensor by its sum over the ranks: 2(n-1)/n · S bytes sent, 2(n-1) steps."""
+    wire = Wire(group)
+    pieces = chunks(flat(tensor), wire.size)
+    _reduce_scatter(wire, pieces)
+    _all_gather(wire, pieces)
+    return wire.traffic
+
+
+def _reduce_scatter(wire: Wire, pieces: list[Tensor]) -> None:
+    """In step k chunk r - 1 - k leaves rank r, and chunk r - 2 - k arrives and is added: the last one is chunk r."""
+    n, r = wire.size, wire.rank
+    theirs = torch.empty_like(pieces[0])  # chunk 0 is as long as any
+    for step in range(n - 1):
+        leaving, growing = pieces[(r - 1 - step) % n], pieces[(r - 2 - step) % n]
+        arriving = theirs[: growing.numel()]
+        wire.exchange(send=leaving, to=(r + 1) % n, receive=arriving, source=(r - 1) % n)
+        growing += arriving
+
+
+def _all_gather(wire: Wire, pieces: list[Tensor]) -> None:
+    """In step k chunk r - k leaves rank r, and chunk r - 1 - k arrives where it belongs."""
+    n, r = wire.size, wire.rank
+    for step in range(n - 1):
+        leaving, arriving = pieces[(r - step) % n], pieces[(r - 1 - step) % n]
+        wire.exchange(send=leaving, to=(r + 1) % n, receive=arriving, source=(r - 1) % n)

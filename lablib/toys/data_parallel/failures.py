@@ -1,0 +1,173 @@
+"""Five patients: data-parallel runs that all end with a falling loss. One is healthy, four are not.
+
+Every patient is a way to wrap a model and a way to share out the samples, with the interface of the right
+thing. `train` runs one on all ranks and returns its chart; which patient has what is for the reader of the
+chart to find. Loss curves are poor witnesses, so the chart has better ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from lablib.toys.data_parallel.ddp import NaiveDDP
+
+#: What a patient can have, in the words of the chapter.
+DIAGNOSES = (
+    "healthy",
+    "gradients summed instead of averaged",
+    "replicas start from different weights",
+    "same data on every rank",
+    "set_epoch is missing",
+)
+_WARD = {"A": 3, "B": 1, "C": 0, "D": 4, "E": 2}  # letter to diagnosis; look only after you have decided
+
+
+class _Model(NaiveDDP):
+    """NaiveDDP, with two ways to break it."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, factor: bool, start: bool):
+        self._factor, self._start = factor, start
+        super().__init__(module, group)
+
+    def _broadcast(self, *tensors: torch.Tensor) -> None:
+        if not self._start:
+            super()._broadcast(*tensors)
+
+    def _reduce(self) -> None:
+        super()._reduce()
+        for p in self.params:
+            p.grad.mul_(self.world_size if self._factor else 1)
+
+
+class _Sampler(DistributedSampler):
+    """DistributedSampler, with a way to lose the epoch."""
+
+    def __init__(self, length: int, ranks: int, rank: int, seed: int, deaf: bool):
+        super().__init__(range(length), num_replicas=ranks, rank=rank, seed=seed, drop_last=True)
+        self._deaf = deaf
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(0 if self._deaf else epoch)
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A way to wrap a model and a way to share out samples, both with the usual interface.
+
+    Attributes:
+        name: The letter.
+    """
+
+    name: str
+    _case: int = field(repr=False)
+
+    def wrap(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+        """Return the module as a replica, used as in `lablib.toys.data_parallel.ddp`: forward, backward, `sync`.
+
+        Args:
+            module: Any module, of the same shapes on every rank.
+            group: The process group of the replicas; None is all ranks.
+        """
+        return _Model(module, group, factor=self._case == 1, start=self._case == 2)
+
+    def sampler(self, length: int, *, ranks: int, rank: int, seed: int = 0) -> DistributedSampler:
+        """Return this rank's sampler over a data set, used as PyTorch's: `set_epoch`, then iterate."""
+        return _Sampler(length, ranks, 0 if self._case == 3 else rank, seed, deaf=self._case == 4)
+
+
+def patient(name: str) -> Patient:
+    """Return a patient by letter.
+
+    Raises:
+        ValueError: For another name.
+    """
+    if name not in _WARD:
+        raise ValueError(f"there is no patient {name!r}; there are {', '.join(_WARD)}")
+    return Patient(name, _WARD[name])
+
+
+def diagnosis(name: str) -> str:
+    """Return what the patient has: one of `DIAGNOSES`. Decide before you look."""
+    return DIAGNOSES[patient(name)._case]
+
+
+@dataclass
+class Chart:
+    """What one rank noted down during `train`; one entry per step.
+
+    Attributes:
+        losses: Mean loss over this rank's own samples.
+        gradient_norms: 2-norm of all gradients after `sync`.
+        weights: All parameters as one vector of shape (parameters,), as the step found them.
+        samples: `samples[epoch][step]`, the indices of the samples that this rank took.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    samples: list[list[list[int]]] = field(default_factory=list)
+
+
+def _small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def train_regression(
+    name: str,
+    *,
+    epochs: int = 3,
+    samples: int = 48,
+    global_batch: int = 8,
+    lr: float = 0.05,
+    seed: int = 0,
+    make_model: Callable[[], nn.Module] = _small_model,
+) -> Chart:
+    """Train a small regression with SGD on every rank, and return this rank's chart.
+
+    Call it on all ranks. Each rank seeds its generator with its own number, as programs with dropout do, and
+    builds its model after that. The data are the same whatever the number of ranks.
+
+    Args:
+        name: The patient.
+        epochs: Passes over the data.
+        samples: Size of the data set.
+        global_batch: Samples of one step, over all ranks; a multiple of the number of ranks.
+        lr: Learning rate.
+        seed: Of the data and the shuffle.
+        make_model: Builds a model from 8 numbers to 1.
+
+    Raises:
+        ValueError: If the ranks do not divide the global batch, or there is no such patient.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if global_batch % ranks:
+        raise ValueError(f"ranks={ranks} does not divide global_batch={global_batch}")
+    chosen, chart, batch = patient(name), Chart(), global_batch // ranks
+    data = torch.Generator().manual_seed(seed)
+    x_ND = torch.randn(samples, 8, generator=data)
+    y_N1 = torch.sin(x_ND.sum(dim=1, keepdim=True))
+    torch.manual_seed(rank)
+    model = chosen.wrap(make_model())
+    sampler = chosen.sampler(samples, ranks=ranks, rank=rank, seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        steps = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
+        chart.samples.append(steps)
+        for indices in steps:
+            chart.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+            loss = nn.functional.mse_loss(model(x_ND[indices]), y_N1[indices])
+            loss.backward()
+            model.sync()
+            chart.losses.append(loss.item())
+            chart.gradient_norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return chart

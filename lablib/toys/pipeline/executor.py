@@ -1,0 +1,215 @@
+"""Pipeline parallelism: one executor that runs any schedule of `lablib.calc.schedules` on real ranks.
+
+    stages = split_stages(model, num_stages=2)
+    pipeline = PipelineExecutor(stages, schedule("1f1b", p=2, m=8), group)
+    loss = pipeline.step(tokens_BT.chunk(8))    # on the rank of the last stage; None elsewhere
+    optimizer.step()                            # of pipeline.parameters(), this rank's
+
+The schedule is data, and the executor knows none by name: a rank goes through its list, waits for the message that
+an action needs (`lablib.toys.pipeline.mailbox`), computes (`lablib.toys.pipeline.stages`), and lets the result leave.
+
+Papers: GPipe (1811.06965), 1F1B and interleaving (2104.04473), Zero Bubble
+(2401.10241).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lablib.calc.schedules import Action, Event, Schedule, Timeline, validate
+from lablib.toys import transformer
+from lablib.toys.pipeline.mailbox import Mailbox
+from lablib.toys.pipeline.stages import DeferWeights, Stage
+
+
+class _Held(NamedTuple):
+    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+
+    x: Tensor
+    y: Tensor | None  # the loss on the last stage; None after the input half, which frees the graph
+    deferred: DeferWeights | None
+
+
+class PipelineExecutor:
+    """Run the stages of this rank by a schedule.
+
+    A step sends one message per boundary between ranks, micro-batch and direction, and one more each way if the first
+    and the last stage share a weight (tied embeddings): each rank has a copy of it, and both get the same gradient,
+    the sum of the two. The last stage's rank takes over the first one's value when the executor is made.
+
+    Args:
+        stages: All stages of the model, in order of depth; those that the schedule puts on this rank are kept.
+        schedule: What every rank does, in order. Of two overlapped actions the forward runs first.
+        group: The process group of the pipeline, on a backend where a send and a receive between two ranks pass each
+            other, as gloo's do and NCCL's do not; None is all ranks.
+        loss: Returns the mean loss of a micro-batch from the last stage's output and the windows tokens_BT.
+
+    Attributes:
+        events: The last step: every action of this rank with its start and end, in `time.perf_counter()` seconds.
+        peak_in_flight: Most micro-batches held at once in the last step, from F until B or W; one of v stages on a
+            rank counts 1/v, as in `lablib.calc.schedules.peak_activations`.
+
+    Raises:
+        ValueError: If stages, schedule and group do not fit each other.
+        ScheduleError: If the schedule could not run to its end.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None = None,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor] = transformer.loss,
+    ) -> None:
+        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group; build only on the group's ranks")
+        if schedule.num_ranks != ranks or schedule.num_stages != len(stages):
+            raise ValueError(
+                f"{schedule.name} is for {schedule.num_ranks} ranks and {schedule.num_stages} stages; "
+                f"the group has {ranks} ranks, and there are {len(stages)} stages"
+            )
+        validate(schedule)
+        self.schedule, self.group, self.loss = schedule, group, loss
+        self.hidden, self.dtype = stages[0].config.hidden, next(stages[0].parameters()).dtype
+        self.stages = {number: stages[number] for number in schedule.stages_of(self.rank)}
+        self.actions = schedule.actions(self.rank)
+        self.in_halves = {(a.stage, a.microbatch) for a in self.actions if a.kind == "W"}
+        self.events: list[Event] = []
+        self.peak_in_flight = 0.0
+        self.tied = self._find_tied(stages[0], stages[-1])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank's stages, a tied one once."""
+        return list(nn.ModuleList(self.stages.values()).parameters())
+
+    def step(self, microbatches: Sequence[Tensor]) -> Tensor | None:
+        """Run forward and backward of all micro-batches, and add the gradients of the batch's mean loss to `.grad`.
+
+        Args:
+            microbatches: Windows tokens_BT, one tensor a micro-batch, the same on every rank; B may differ, T may not.
+
+        Returns:
+            The mean loss over all windows on the rank of the last stage, None on the others.
+
+        Raises:
+            ValueError: If there are not as many micro-batches as in the schedule, one is empty, or their T differ.
+            RuntimeError: Without gradients; or under autocast, if the schedule cuts backward in halves.
+        """
+        if len(microbatches) != (m := self.schedule.num_microbatches):
+            raise ValueError(f"{len(microbatches)} micro-batches for a schedule of num_microbatches={m}")
+        if len(lengths := {tokens_BT.shape[1] for tokens_BT in microbatches}) > 1:
+            raise ValueError(
+                f"micro-batches of T={sorted(lengths)}: a mean of windows is no mean of tokens; use one T"
+            )
+        if empty := [k for k, tokens_BT in enumerate(microbatches) if not len(tokens_BT)]:
+            raise ValueError(
+                f"micro-batch {empty[0]} has no windows; use fewer micro-batches, or more windows"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("a step runs backward too; call it outside of torch.no_grad()")
+        if self.in_halves and torch.is_autocast_enabled(microbatches[0].device.type):
+            raise RuntimeError(
+                f"{self.schedule.name} keeps products of one dtype for later, and autocast mixes two; "
+                "convert the model to bf16, or use a schedule without W, such as 1f1b"
+            )
+        self.microbatches, self.windows = microbatches, sum(map(len, microbatches))
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.losses: list[Tensor] = []
+        self.events, peak = [], 0
+        with self._summing_tied():
+            mail = Mailbox(self.schedule, self.group, self._empty)
+            for action in self.actions:
+                message = mail.receive(action)
+                start = time.perf_counter()
+                result = self._run(action, message)
+                self.events.append(Event(self.rank, action, start, time.perf_counter()))
+                mail.send(action, result)
+                peak = max(peak, len(self.held))
+            mail.close()
+        self.peak_in_flight = peak / max(1, len(self.stages))
+        return torch.stack(self.losses).sum() if self.losses else None
+
+    def timeline(self) -> Timeline:
+        """Return the last step of all ranks in seconds from its first start; every rank must call it.
+
+        The ranks must share a clock, as those on one machine do.
+        """
+        ranks: list[list[Event]] = [[]] * self.schedule.num_ranks
+        dist.all_gather_object(ranks, self.events, group=self.group)
+        zero = min(event.start for events in ranks for event in events)
+        moved = [
+            tuple(e._replace(start=e.start - zero, end=e.end - zero) for e in events) for events in ranks
+        ]
+        return Timeline(self.schedule, tuple(moved), ())
+
+    def _run(self, action: Action, message: Tensor | None) -> Tensor | None:
+        """Compute one action and return what the neighbouring stage waits for."""
+        kind, stage, k = action
+        if kind == "F":
+            return self._forward(stage, k, message)
+        x, y, deferred = self.held.pop((stage, k))
+        if kind == "W":
+            deferred.run()
+            return None
+        if y.requires_grad:  # not if all of the first stage is frozen
+            with deferred or contextlib.nullcontext():  # recomputation runs linear layers again
+                y.backward(message)  # on the last stage y is the loss, which needs no message
+        if (stage, k) in self.in_halves:
+            self.held[stage, k] = _Held(x, None, deferred)
+        return x.grad
+
+    def _forward(self, stage: int, k: int, message: Tensor | None) -> Tensor:
+        tokens_BT = self.microbatches[k]
+        x = tokens_BT[:, :-1] if stage == 0 else message.requires_grad_()
+        deferred = DeferWeights() if (stage, k) in self.in_halves else None
+        with deferred or contextlib.nullcontext():
+            y = self.stages[stage](x)
+        if stage == self.schedule.num_stages - 1:
+            # Weighted by its share of the windows: then the losses add up to the mean of the batch, as gradients do.
+            y = self.loss(y, tokens_BT) * (len(tokens_BT) / self.windows)
+            self.losses.append(y.detach())
+        self.held[stage, k] = _Held(x, y, deferred)
+        return y.detach()
+
+    def _empty(self, k: int) -> Tensor:
+        """Return a tensor for what a stage reads of micro-batch k, x_BSH, or for its gradient."""
+        tokens_BT = self.microbatches[k]
+        batch, seq = len(tokens_BT), tokens_BT.shape[1] - 1
+        return torch.empty(batch, seq, self.hidden, dtype=self.dtype, device=tokens_BT.device)
+
+    def _find_tied(self, first: Stage, last: Stage) -> nn.Parameter | None:
+        """Return the weight of which this rank and another one have a copy, made equal; None if there is none."""
+        shared = [p for p in last.parameters() if any(p is q for q in first.parameters())]
+        ends = self.schedule.placement[0], self.schedule.placement[-1]
+        if not shared or ends[0] == ends[1] or self.rank not in ends:
+            return None
+        self.other_end = ends[1] if self.rank == ends[0] else ends[0]
+        if self.rank == ends[0]:
+            dist.send(shared[0].detach(), group=self.group, group_dst=self.other_end)
+        else:
+            dist.recv(shared[0].detach(), group=self.group, group_src=self.other_end)
+        return shared[0]
+
+    @contextlib.contextmanager
+    def _summing_tied(self) -> Iterator[None]:
+        """Give both copies of a tied weight the sum of what the step adds to their gradients."""
+        if self.tied is None or not self.tied.requires_grad:
+            yield
+            return
+        before, self.tied.grad = self.tied.grad, None  # a sum of earlier steps must not be summed again
+        yield
+        mine = self.tied.grad
+        theirs = torch.empty_like(mine)
+        work = dist.isend(mine, group=self.group, group_dst=self.other_end)
+        dist.recv(theirs, group=self.group, group_src=self.other_end)
+        work.wait()
+        self.tied.grad = mine + theirs if before is None else before + (mine + theirs)

@@ -1,0 +1,319 @@
+"""ZeRO stage 3: every rank keeps a shard of everything, and gathers the weights of one unit at a time.
+
+A unit is a module that is gathered as a whole, such as a transformer block; the root unit is what is left over.
+
+    forward    gather unit k -> run it -> release
+    backward   gather unit k -> run it -> reduce-scatter its gradients -> release
+
+While a unit computes, the next one is on its way (prefetch). Two all-gathers and a reduce-scatter send 3ψ(N-1)/N
+values, half as much again as DDP's 2ψ(N-1)/N.
+
+Autograd keeps the weights that it needs by reference. Releasing therefore frees the memory under the tensor and
+leaves the tensor in place; gathering again puts the same values under it. Hooks on a unit's inputs and outputs say when
+backward comes and goes. Where autograd takes another way, it finds its weight released, and has it gathered then.
+
+Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
+Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
+
+Units of ZeRO stage 3: which modules are gathered as a whole, and whose parameters those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from lablib.toys.zero.flat_shards import FlatShards, group_flat
+from lablib.toys.zero.stages_1_2 import ZeRO1
+
+
+class Unit:
+    """What is gathered together.
+
+    Attributes:
+        flats: Its shards, one for each kind of parameter; none if all its parameters belong to others.
+        inputs_left: Inputs of its forward calls whose gradient backward has not reached yet.
+        reduced: Whether its gradients have left in this backward.
+    """
+
+    def __init__(self, flats: list[FlatShards]):
+        self.flats, self.inputs_left, self.reduced = flats, 0, False
+
+    def gather(self) -> None:
+        """Start to gather what is released."""
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        """Wait until all of it is there."""
+        for flat in self.flats:
+            flat.wait()
+
+    def release(self) -> None:
+        """Free the memory of the whole weights."""
+        for flat in self.flats:
+            flat.release()
+
+
+def default_units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield every child of a list, a dict or a chain of modules, unless it is only a container itself."""
+    for m in module.modules():
+        if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            yield from filter(has_forward, m.children())
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether a module can be called; an nn.ModuleList cannot, and so no hook would gather it."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def assign(module: nn.Module, units: list[nn.Module]) -> dict[nn.Parameter, nn.Module]:
+    """Return the unit of every parameter: the innermost around it, or the root where those differ."""
+    homes: dict[nn.Parameter, set[nn.Module]] = {}
+
+    def walk(m: nn.Module, home: nn.Module) -> None:
+        home = m if m in units else home
+        for p in m.parameters(recurse=False):
+            homes.setdefault(p, set()).add(home)
+        for child in m.children():
+            walk(child, home)
+
+    walk(module, module)
+    return {p: home.pop() if len(home) == 1 else module for p, home in homes.items()}
+
+
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, dicts and dataclasses.
+
+    Args:
+        tree: What a forward takes or returns.
+    """
+    if isinstance(tree, Tensor):
+        yield tree
+    elif is_dataclass(tree):
+        yield from tensors_in(vars(tree))
+    elif isinstance(tree, tuple | list | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(item)
+
+
+class ZeRO3(ZeRO1):
+    """Shard weights, gradients and optimizer; frozen weights too.
+
+    Every rank must run the same units in the same order, or their messages don't match. Outside of forward and
+    backward the module's parameters have no memory and read as NaN: use `full_state_dict`. In forward, a unit's
+    parameters are there only while its forward runs; one that several units share belongs to the root, which is there
+    throughout.
+
+    Args:
+        units: Modules to gather one by one; by default every child of an nn.ModuleList, nn.ModuleDict or
+            nn.Sequential that has a forward.
+        prefetch: Units to gather ahead of the one in use.
+
+    Raises:
+        ValueError: As in ZeRO1; or a unit is not part of the module, or has no forward; or prefetch is negative.
+    """
+
+    stage = 3
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: object,
+        units: Iterable[nn.Module] | None = None,
+        prefetch: int = 1,
+        **options: object,
+    ):
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} must not be negative; use 0 to gather nothing ahead")
+        chosen = list(default_units(module) if units is None else units)
+        if strangers := [type(unit).__name__ for unit in chosen if unit not in set(module.modules())]:
+            raise ValueError(
+                f"units {', '.join(strangers)} are not in the module; choose from module.modules()"
+            )
+        if containers := [type(unit).__name__ for unit in chosen if not has_forward(unit)]:
+            raise ValueError(f"units {', '.join(containers)} have no forward; choose the modules inside")
+        # The constructor below makes a unit of each of them.
+        self._chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]
+        self.prefetch = prefetch
+        super().__init__(module, *args, **options)
+        for unit_module, unit in zip(self._chosen, self.units, strict=True):
+            # First of all hooks, as old-style weight_norm computes its weight in one.
+            unit_module.register_forward_pre_hook(
+                partial(self._before_forward, unit), prepend=True, with_kwargs=True
+            )
+            unit_module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
+        module.register_load_state_dict_pre_hook(self._before_load)
+        memory = [(tensor.untyped_storage(), f) for f in self.flats for tensor in (f.full, f.nothing)]
+        self._homes = {
+            storage._cdata: flat for storage, flat in memory
+        }  # by the address of the storage object
+        self._begun, self._ended = [], []  # units in the order of this forward
+        self._next, self._previous = {}, {}  # what followed whom in the last one, forward and backward
+
+    def _make_flats(self) -> list[FlatShards]:
+        home = assign(self.module, self._chosen)
+        self.units = []
+        for unit_module in self._chosen:
+            flats = group_flat([p for p, m in home.items() if m is unit_module], self.group, self.master)
+            for flat in flats:
+                flat.detach_shard()
+            self.units.append(Unit(flats))
+            self.units[-1].release()
+        return [flat for unit in self.units for flat in unit.flats]
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the module."""
+        with torch.autograd.graph.saved_tensors_hooks(self._on_save, self._on_need):
+            return super().forward(*args, **kwargs)
+
+    def _on_save(self, tensor: Tensor) -> tuple[Tensor, FlatShards | None]:
+        flat = self._home_of(tensor)
+        if flat is not None and flat.released:
+            raise RuntimeError("a weight is used where its unit's forward does not run; choose other units")
+        return tensor, flat
+
+    def _on_need(self, saved: tuple[Tensor, FlatShards | None]) -> Tensor:
+        tensor, flat = saved
+        if flat is not None:
+            flat.gather()
+            flat.wait()
+        return tensor
+
+    def _home_of(self, tensor: Tensor) -> FlatShards | None:
+        """Return the flat in whose memory, or in whose stand-in for it, a tensor is."""
+        return self._homes.get(tensor.untyped_storage()._cdata)
+
+    def _use(self, unit: Unit, following: dict[Unit, Unit]) -> None:
+        """Have a unit's weights, and the ones after it on their way."""
+        unit.gather()
+        unit.wait()
+        for _ in range(self.prefetch):
+            if unit := following.get(unit):
+                unit.gather()
+
+    @torch.no_grad()
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._in_backward:  # activation recomputation runs forward again
+            unit.gather()
+            return unit.wait()
+        if unit is self.units[0]:
+            self._begun, self._ended = [], []
+        self._begun.append(unit)
+        self._use(unit, self._next)
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                unit.inputs_left += 1
+                # A leaf's hook would fire before the unit's other gradients are there: such a unit stays to the end.
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._on_input_gradient, unit))
+
+    @torch.no_grad()
+    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
+        if self._in_backward:
+            return
+        for tensor in tensors_in(output):
+            if self._home_of(tensor) in unit.flats:
+                raise RuntimeError(
+                    f"{type(module).__name__} returns its own weight, whose memory goes now; return weight.clone()"
+                )
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._before_backward, unit))
+        unit.release()
+        self._ended.append(unit)
+        if unit is self.units[0]:
+            self._next = dict(pairwise(self._begun))
+            self._previous = dict(pairwise(reversed(self._ended)))
+            for other in self.units:  # gathered ahead, and then not used
+                other.release()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward, as in ZeRO1, unless the loss is NaN: a released weight makes it so."""
+        if loss.isnan():
+            raise RuntimeError(
+                "the loss is NaN: weights are, or one was read where its unit's forward does not run"
+            )
+        super().backward(loss)
+
+    @torch.no_grad()
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+        if not self._in_backward:
+            raise RuntimeError("call model.backward(loss), not loss.backward()")
+        self._use(unit, self._previous)
+
+    @torch.no_grad()
+    def _on_input_gradient(self, unit: Unit, gradient: Tensor) -> None:
+        """Backward has left the unit when the gradients of all its inputs are there."""
+        unit.inputs_left -= 1
+        if unit.inputs_left == 0:
+            self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        unit.release()
+        unit.reduced = True
+        self._reduce(flat for flat in unit.flats if flat.trained)
+
+    def _after_backward(self) -> None:
+        """Send what is left: units without inputs that have a gradient, such as embeddings."""
+        for unit in self.units:
+            unit.release()
+            if not unit.reduced or any(flat.grads is not None for flat in unit.flats):
+                self._leave(unit)
+            unit.reduced = False
+        self._finish()
+
+    def _reduce_rest(self) -> None:
+        for unit in self.units:
+            unit.inputs_left = 0  # forward passes without a backward
+
+    def _publish(self) -> None:
+        """Nothing to send: the next forward gathers what it needs."""
+        for flat in self.trained:
+            if flat.master is not None:
+                flat.shard.copy_(flat.updated)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the unsharded module, with its own names, on every rank.
+
+        Units are gathered one by one; only the result is as large as the whole model.
+        """
+        by_name = dict(self.module.named_parameters(remove_duplicate=False))
+        copies: dict[nn.Parameter, Tensor] = {}
+        for unit in self.units:
+            self._use(unit, {})
+            copies |= {p: p.detach().clone() for flat in unit.flats for p in flat.params}
+            unit.release()
+        # What is in no shard, such as buffers, is taken as it is.
+        state = self.module.state_dict()
+        return {
+            name: copies[by_name[name]] if by_name.get(name) in copies else tensor.clone()
+            for name, tensor in state.items()
+        }
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a state dict of the unsharded module, the same on every rank.
+
+        Args:
+            state: As from `full_state_dict`.
+        """
+        for unit in self.units:
+            self._use(unit, {})
+        self.module.load_state_dict(state)
+        for flat in self.flats:
+            flat.shard.copy_(flat.full.chunk(flat.world_size)[flat.rank])
+            flat.release()
+
+    def _before_load(self, *_: object) -> None:
+        if any(flat.released for flat in self.flats):
+            raise RuntimeError("the weights are sharded; use model.load_full_state_dict(state)")
+
+    def state_dict(self, *_: object, **__: object) -> dict[str, Tensor]:
+        """Refuse: the parameters have no values here."""
+        raise RuntimeError("the weights are sharded; use model.full_state_dict()")

@@ -1,0 +1,356 @@
+"""ZeRO stage 1: every rank keeps all weights, and updates only its shard of them.
+
+DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two:
+
+    reduce-scatter of gradients  ->  each rank updates its shard  ->  all-gather of weights
+
+The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state.
+
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1 and 7.
+
+The optimizer's state of a ZeRO model, whole and by parameter name, as checkpoints want it.
+
+Shards depend on the number of ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
+
+ZeRO stage 2: as stage 1, and no two ranks hold the same gradients either.
+
+Stage 1 has the whole gradient on every rank until its step. Here a bucket leaves as soon as backward has filled it, and
+what comes back is this rank's piece.
+
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lablib.toys.data_parallel import check_replica, take_from_first
+from lablib.toys.torch_names import all_gather
+from lablib.toys.zero.flat_shards import FlatShards, group_flat
+
+MASTER = "master"
+
+
+@torch.no_grad()
+def gather(
+    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of every parameter, on every rank."""
+    names = {p: name for name, p in module.named_parameters()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for flat in flats:
+        mine = dict(optimizer.state.get(flat.updated, {}))
+        if flat.master is not None:
+            flat.adopt()
+            mine[MASTER] = flat.updated.detach()
+        for key, value in mine.items():
+            parts = [value] * len(flat.params)  # one for all, such as the number of steps
+            if isinstance(value, Tensor) and value.shape == flat.updated.shape:
+                whole = value.new_empty(flat.world_size * flat.width)
+                all_gather(whole, value, group=flat.group)
+                parts = flat.split(whole)
+            for p, part in zip(flat.params, parts, strict=True):
+                states.setdefault(names[p], {})[key] = part.clone() if isinstance(part, Tensor) else part
+    return states
+
+
+def _is_per_element(value: object, p: Tensor) -> bool:
+    """Whether a piece of state has a number for each of a parameter's; NAdam's `mu_product` is one for all."""
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+@torch.no_grad()
+def scatter(
+    module: nn.Module,
+    flats: list[FlatShards],
+    optimizer: torch.optim.Optimizer,
+    states: dict[str, dict[str, Tensor]],
+) -> None:
+    """Give every shard its piece of the state of the parameters.
+
+    Args:
+        module: As in `gather`.
+        flats: As in `gather`.
+        optimizer: As in `gather`.
+        states: As from `gather`, the same on every rank.
+
+    Raises:
+        ValueError: If a parameter that is trained has no state, or not that of its neighbours; nothing is changed then.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    for flat in flats:
+        keys = {frozenset(states.get(names[p], {})) for p in flat.params}
+        if len(keys) > 1 or (flat.master is not None) != (MASTER in next(iter(keys))):
+            raise ValueError(
+                f"the state of {names[flat.params[0]]} and its neighbours is not of this model: load what "
+                "full_optimizer_state returned for the same module and master dtype"
+            )
+    for flat in flats:
+        mine = {}
+        for key, value in states.get(names[flat.params[0]], {}).items():
+            mine[key] = value
+            if key != "step" and all(_is_per_element(states[names[p]][key], p) for p in flat.params):
+                whole = value.new_zeros(flat.world_size * flat.width)
+                for p, part in zip(flat.params, flat.split(whole), strict=True):
+                    part.copy_(states[names[p]][key])
+                mine[key] = whole.chunk(flat.world_size)[flat.rank]
+            mine[key] = mine[key].clone() if isinstance(value, Tensor) else value
+        if flat.master is not None:
+            flat.updated.copy_(mine.pop(MASTER))
+        optimizer.state[flat.updated] = mine
+
+
+class ZeRO1(nn.Module):
+    """Shard the optimizer: gradients add up on every rank, and are reduce-scattered once a step.
+
+    To accumulate, call `backward` several times before `step`, each time with its part of the mean loss.
+    A parameter that no rank used has a zero gradient, where one process leaves it None.
+
+    Args:
+        module: Any module with dense gradients, the same on every rank; convert and freeze it first, then wrap. Rank
+            0's weights and buffers go to all; later the buffers (running statistics) are each rank's own.
+        optimizer: Makes an optimizer from a list of flat shards. It must treat every value alike: SGD, Adam and
+            AdamW do; LAMB, Adafactor and Muon look at whole tensors and don't. So one weight decay is everyone's: a
+            shard does not know which of its values are a norm's.
+        group: The process group of the replicas; None is all ranks.
+        master: Dtype of the optimizer's copy of its shard: torch.float32 for a module in bf16. None for no copy.
+
+    Raises:
+        ValueError: As `lablib.toys.data_parallel.check_replica`; or nothing is to be trained, the master dtype cannot hold
+            the weights, or the optimizer does not have all shards.
+    """
+
+    stage = 1
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        master: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_replica(module, group)
+        if not (trained := _trained(module)):
+            raise ValueError("every parameter is frozen; ZeRO needs at least one with requires_grad=True")
+        for p in trained if master else ():
+            if torch.promote_types(p.dtype, master) != master:
+                raise ValueError(f"master={master} cannot hold {p.dtype} weights; use torch.float32 or None")
+        self.module, self.group, self.master = module, group, master
+        with torch.no_grad():
+            take_from_first([*module.parameters(), *module.buffers()], group)
+            self.flats = self._make_flats()
+        self.trained = [flat for flat in self.flats if flat.trained]
+        self.home = {p: flat for flat in self.trained for p in flat.params}
+        for p in self.home:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+        self.optimizer = optimizer([flat.updated for flat in self.trained])
+        if {p for g in self.optimizer.param_groups for p in g["params"]} != {f.updated for f in self.trained}:
+            raise ValueError("the optimizer must have all flat shards; give it the whole list")
+        self.optimizer.zero_grad = self.zero_grad  # the gradients are here, not where it would look for them
+        self.optimizer.register_step_pre_hook(self._before_step)
+        self._in_backward, self._any_backward = False, False
+        self._on_the_wire: list[FlatShards] = []
+
+    def _make_flats(self) -> list[FlatShards]:
+        # Frozen parameters are never updated: nothing of them to shard.
+        return group_flat([p for p in self.module.parameters() if p.requires_grad], self.group, self.master)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the module."""
+        if _trained(self.module) != self.home.keys() or not all(flat.intact for flat in self.flats):
+            raise RuntimeError("the module was changed after wrapping; convert or freeze it first, then wrap")
+        return self.module(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Refuse: whoever asks wants gradients, to clip or to zero them, and the parameters have none."""
+        raise RuntimeError(
+            "the gradients of a ZeRO model are in flat shards: clip with model.step(max_norm=...), forget with "
+            "model.zero_grad(), read weights with model.full_state_dict(), count with model.module.parameters()"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what backward has added since the last step; every rank must call it."""
+        self._finish()
+        for flat in self.trained:
+            flat.forget()
+        self._any_backward = False
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward; every rank must call it equally often.
+
+        Args:
+            loss: The mean over this rank's samples. The gradient becomes the mean over the ranks.
+        """
+        self._in_backward = self._any_backward = True
+        try:
+            loss.backward()
+            with torch.no_grad():
+                for p in self.home:
+                    if p.grad is not None:  # made without autograd, as a zero-bubble pipeline's W does
+                        self._put(p)
+                self._after_backward()
+        finally:
+            self._in_backward = False
+
+    @torch.no_grad()
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        if not self._in_backward:
+            raise RuntimeError("call model.backward(loss), not loss.backward()")
+        if p.grad is not None:  # None: backward came by, and had nothing for it
+            self._put(p)
+
+    def _put(self, p: nn.Parameter) -> None:
+        self.home[p].put(p)
+
+    def _after_backward(self) -> None:
+        pass
+
+    def _reduce(self, flats: Iterable[FlatShards]) -> None:
+        """Send gradients; never more than one message in flight, so that few are in memory."""
+        for flat in flats:
+            flat.reduce()
+            self._on_the_wire.append(flat)
+            while len(self._on_the_wire) > 1:
+                self._on_the_wire.pop(0).finish()
+
+    def _finish(self) -> None:
+        while self._on_the_wire:
+            self._on_the_wire.pop(0).finish()
+
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> Tensor | None:
+        """Update this rank's shard and let every rank have the weights; gradients are zero after it.
+
+        Args:
+            max_norm: Scale the gradient down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Returns:
+            The norm before clipping, if `max_norm` is given.
+        """
+        self._reduce_rest()
+        self._finish()
+        norm = None if max_norm is None else self._clip(max_norm)
+        for flat in self.trained:
+            flat.updated.grad = None if flat.grad is None else flat.grad.to(flat.updated.dtype)
+            flat.adopt()
+        self.optimizer.step()
+        self.zero_grad()
+        self._publish()
+        return norm
+
+    def _before_step(self, *_: object) -> None:
+        if self._any_backward and all(flat.updated.grad is None for flat in self.trained):
+            raise RuntimeError("call model.step(), not optimizer.step(), which has no gradients to use")
+
+    def _reduce_rest(self) -> None:
+        if self._any_backward:
+            self._reduce(self.trained)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Every value is on one rank only, so squares add up over the ranks: |g|² = Σ_r |g_r|²."""
+        norms = [torch.linalg.vector_norm(flat.grad) for flat in self.trained if flat.grad is not None]
+        zero = torch.zeros((), dtype=torch.float64, device=self.trained[0].shard.device)
+        square = sum((norm.double() ** 2 for norm in norms), start=zero)
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt()
+        for flat in self.trained:
+            if flat.grad is not None:
+                flat.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(flat.grad.dtype))
+        return norm
+
+    def _publish(self) -> None:
+        """Bring the updated shards to all ranks."""
+        for flat in self.trained:
+            if flat.master is not None:
+                flat.shard.copy_(flat.updated)
+            flat.refill()
+        for flat in self.trained:
+            flat.wait()
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the unsharded module, with its own names, on every rank."""
+        return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a state dict of the unsharded module, the same on every rank.
+
+        Args:
+            state: As from `full_state_dict`.
+        """
+        self.module.load_state_dict(state)
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's state by parameter name, gathered from all ranks; a tied one has its first name.
+
+        With a master copy, that is part of it, as "master": the weights alone are rounded.
+        """
+        return gather(self.module, self.trained, self.optimizer)
+
+    def load_full_optimizer_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Load the optimizer's state, the same on every rank; with the weights, training goes on where it was.
+
+        Args:
+            state: As from `full_optimizer_state`, of any number of ranks and any stage.
+        """
+        scatter(self.module, self.trained, self.optimizer, state)
+
+
+def _trained(module: nn.Module) -> set[nn.Parameter]:
+    return {p for p in module.parameters() if p.requires_grad and p.numel()}
+
+
+class ZeRO2(ZeRO1):
+    """Shard gradients too: reduce-scatter each bucket from within backward, and keep only this rank's piece.
+
+    Accumulating costs a reduce-scatter for every backward, where stage 1 needs one for every step.
+
+    Args:
+        bucket_bytes: A bucket is sent when it holds at least so many bytes of gradients.
+    """
+
+    stage = 2
+
+    def __init__(self, *args: object, bucket_bytes: int = 25 * 2**20, **options: object):
+        self.bucket_bytes = bucket_bytes  # the constructor below makes the buckets
+        super().__init__(*args, **options)
+        self._sent = 0
+
+    def _make_flats(self) -> list[FlatShards]:
+        flats, filling = [], []
+        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):  # backward's order
+            filling.append(p)
+            if sum(q.nbytes for q in filling) >= self.bucket_bytes:
+                flats += group_flat(filling, self.group, self.master)
+                filling = []
+        return flats + group_flat(filling, self.group, self.master)
+
+    def _put(self, p: nn.Parameter) -> None:
+        if self.home[p] in self.trained[: self._sent]:
+            raise RuntimeError(
+                "a weight got a second gradient after its bucket had left; use checkpoint(..., use_reentrant=False)"
+            )
+        super()._put(p)
+        # Strictly in order, so that ranks agree on it whatever their backward used.
+        while self._sent < len(self.trained) and self.trained[self._sent].complete:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._reduce([self.trained[self._sent]])
+        self._sent += 1
+
+    def _after_backward(self) -> None:
+        while self._sent < len(self.trained):
+            self._send_next()
+        self._finish()
+        self._sent = 0
+
+    def _reduce_rest(self) -> None:
+        pass

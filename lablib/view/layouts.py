@@ -1,0 +1,368 @@
+"""Pictures of a mesh and of a plan: ranks in their nodes, one axis's groups, and where a step's time goes.
+
+Every function takes what `lablib.calc` computed and returns a figure.
+
+A map of the kinds of parallelism: what each one cuts, for four ranks.
+
+Pictures of a layout: what sits on which node, what each axis sends, and a rule of thumb with its price.
+
+Every function takes what `lablib.calc` computed, or what a run measured, and returns a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
+
+from lablib.view.style import COLORS, HATCHES, figure
+
+#: One colour per rank; the numbers in the boxes say the same for readers who see no hue.
+_RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
+
+
+def _box(ax: Axes, x: float, y: float, width: float, height: float, rank: int | None) -> None:
+    color = COLORS["idle"] if rank is None else _RANKS[rank]
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, alpha=0.85))
+    text = "all" if rank is None else str(rank)
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=9)
+
+
+def _grid(ax: Axes, x: float, rows: list[int | None], columns: list[int | None], label: str) -> None:
+    """Draw a 2 by 2 square cut into `rows` or `columns`, one entry a piece; None means every rank."""
+    gap = 0.06
+    if len(rows) > 1:
+        height = 2 / len(rows)
+        for i, rank in enumerate(rows):
+            _box(ax, x, 2 - (i + 1) * height + gap / 2, 2, height - gap, rank)
+    else:
+        width = 2 / len(columns)
+        for i, rank in enumerate(columns):
+            _box(ax, x + i * width + gap / 2, 0, width - gap, 2, rank)
+    ax.text(x + 1, -0.42, label, ha="center", va="center", fontsize=9)
+
+
+def parallelism_map() -> Figure:
+    """Draw, for six kinds of parallelism, which rank holds which piece of the tokens and of the model.
+
+    Tokens are drawn as sequences (rows) of positions (columns).
+    The model is drawn as layers (rows), each as wide as the hidden size (columns).
+    A piece marked "all" is held by every rank.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    every: list[int | None] = [None]
+    ranks: list[int | None] = [0, 1, 2, 3]
+    cuts = {
+        "data": ((ranks, every), (every, every)),
+        "tensor": ((every, every), (every, ranks)),
+        "pipeline": ((every, every), (ranks, every)),
+        "sequence": ((every, ranks), (every, ranks)),
+        "context": ((every, ranks), (every, every)),
+        "expert": ((ranks, every), (every, ranks)),
+    }
+    notes = {
+        "sequence": "(with tensor)",
+        "expert": "(experts only)",
+        "pipeline": "(by depth)",
+        "tensor": "(inside a layer)",
+        "data": "(by sequence)",
+        "context": "(by position)",
+    }
+    fig, axes = figure(width=5.2, height=5.4, nrows=3, ncols=2)
+    for ax, (kind, (tokens, model)) in zip(axes.flat, cuts.items(), strict=True):
+        _grid(ax, 0.0, *tokens, label="tokens")
+        _grid(ax, 2.35, *model, label="model")
+        ax.set_title(f"{kind} {notes[kind]}", fontsize=10)
+        ax.set_xlim(-0.25, 4.6)
+        ax.set_ylim(-0.75, 2.1)
+        ax.set_aspect("equal")
+        ax.axis("off")
+    return fig
+
+
+_ROLES = ("weights", "gradients", "optimizer", "activations", "forward", "backward")
+_DASHES = ("-", "--", "-.", ":")
+
+
+def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
+    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for.
+
+    Args:
+        panels: Title to one (text, colour number) per node, in the order of the nodes.
+        columns: Nodes in a row.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    rows = max(-(-len(nodes) // columns) for nodes in panels.values())
+    fig, axes = figure(height=(0.62 * rows + 0.35) * len(panels), nrows=len(panels), squeeze=False)
+    for ax, (title, nodes) in zip(axes[:, 0], panels.items(), strict=True):
+        for node, (text, color) in enumerate(nodes):
+            x, y = node % columns, -(node // columns)
+            fill = COLORS[_ROLES[color % len(_ROLES)]]
+            ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.94, 0.86, facecolor=fill))
+            ax.text(
+                x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white"
+            )
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_xlim(0, columns)
+        ax.set_ylim(1 - rows, 1)
+        ax.axis("off")
+    return fig
+
+
+def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number: str = "{:,.3g}") -> Figure:
+    """Draw one number for every axis of every layout, on a log scale, each bar with its value.
+
+    Args:
+        values: Name of the layout to {axis: value}; zero is drawn as no bar.
+        xlabel: Quantity and unit.
+        number: Format of the values.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    known = list(dict.fromkeys(axis for parts in values.values() for axis in parts))
+    fig, ax = figure(height=0.9 + 0.29 * sum(len(parts) + 0.6 for parts in values.values()))
+    row, ticks = 0.0, []
+    for parts in values.values():
+        for axis, value in parts.items():
+            color = COLORS[_ROLES[known.index(axis) % len(_ROLES)]]
+            if value > 0:
+                ax.barh(row, value, 0.8, color=color)
+                ax.text(value * 1.08, row, number.format(value), va="center", fontsize=9)
+            ticks.append((row, axis))
+            row += 1
+        row += 0.7
+    starts, row = [], 0.0
+    for name, parts in values.items():
+        starts.append((row - 0.62, name))
+        row += len(parts) + 0.7
+    for height, name in starts:
+        if len(values) > 1:
+            ax.text(
+                0.0, height, name, transform=ax.get_yaxis_transform(), va="center", fontsize=9, style="italic"
+            )
+    ax.set_yticks([at for at, _ in ticks], labels=[axis for _, axis in ticks])
+    ax.set_ylim(row - 0.9, -1.05)
+    ax.set_xscale("log")
+    present = [v for parts in values.values() for v in parts.values() if v > 0]
+    ax.set_xlim(min(present) / 3, max(present) * 9)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    return fig
+
+
+def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel: str) -> Figure:
+    """Draw two bars for every group of ranks: what was predicted, and what was counted.
+
+    Args:
+        groups: Name of the group to (predicted, measured).
+        ylabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=2.9)
+    for i, (name, role, hatch) in enumerate(
+        (("predicted", "forward", None), ("measured", "communication", HATCHES["communication"]))
+    ):
+        heights = [pair[i] for pair in groups.values()]
+        places = [place + 0.4 * i - 0.2 for place in range(len(groups))]
+        ax.bar(
+            places, heights, 0.38, color=COLORS[role], hatch=hatch, edgecolor="white", linewidth=0, label=name
+        )
+    ax.set_xticks(range(len(groups)), labels=list(groups))
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def curves(
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    rule: tuple[float, str] | None = None,
+) -> Figure:
+    """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line.
+
+    Args:
+        x: Ascending, on a log scale of base 2.
+        lines: Name of the line to its shares, 0 to 1.
+        xlabel: What x is.
+        ylabel: What the shares are of.
+        rule: (x, text) of the rule.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for (name, values), role, dash in zip(lines.items(), _ROLES, _DASHES, strict=False):
+        ax.plot(x, [100 * value for value in values], dash, color=COLORS[role], label=name)
+    if rule is not None:
+        ax.axvline(rule[0], color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+        ax.text(rule[0] * 1.05, ax.get_ylim()[1] * 0.97, rule[1], va="top", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(x, labels=[f"{value:g}" for value in x])
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
+    """Draw, for every cluster, one bar a layout: yours, the published one, the planner's.
+
+    Args:
+        clusters: Name of the cluster to {who: value}.
+        xlabel: Quantity and unit.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    who = list(dict.fromkeys(name for bars in clusters.values() for name in bars))
+    fig, ax = figure(height=1.3 + 0.27 * sum(len(bars) + 1 for bars in clusters.values()))
+    row, ticks = 0.0, []
+    for cluster, bars in clusters.items():
+        ticks.append((row + (len(bars) - 1) / 2, cluster))
+        for name, value in bars.items():
+            number = who.index(name)
+            first = not any(text == name for text in ax.get_legend_handles_labels()[1])
+            ax.barh(
+                row, value, 0.85, color=COLORS[_ROLES[number % len(_ROLES)]], label=name if first else None
+            )
+            ax.text(value, row, f" {value:.2f}", va="center", fontsize=9)
+            row += 1
+        row += 0.8
+    ax.set_yticks([at for at, _ in ticks], labels=[name for _, name in ticks])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.16 * max(value for bars in clusters.values() for value in bars.values()))
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(xlabel)
+    fig.legend(loc="outside lower center", ncols=3 if sum(map(len, who)) < 36 else 1)
+    return fig
+
+
+_FILLS = tuple(COLORS[role] for role in ("weights", "gradients", "optimizer", "activations"))
+
+#: Parts of a step and how they are drawn.
+_PARTS = {
+    "matmul": ("matrix products", COLORS["forward"], None),
+    "memory": ("memory-bound kernels", COLORS["optimizer"], None),
+    "tp": ("tensor parallelism", COLORS["communication"], HATCHES["communication"]),
+    "cp": ("context parallelism", COLORS["gradients"], HATCHES["communication"]),
+    "ep": ("expert parallelism", COLORS["activations"], HATCHES["communication"]),
+    "pp": ("pipeline sends", COLORS["weights"], HATCHES["communication"]),
+    "dp": ("exposed data parallelism", COLORS["backward"], HATCHES["communication"]),
+    "bubble": ("bubble", COLORS["idle"], HATCHES["idle"]),
+    "optimizer": ("optimizer", COLORS["neutral"], None),
+}
+
+
+def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node: int) -> Figure:
+    """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node.
+
+    Args:
+        groups: Axis to its process groups, as `Mesh.groups` lists them; the same ranks for every axis.
+        gpus_per_node: Ranks of a node.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    ranks = sum(len(group) for group in next(iter(groups.values())))
+    rows = -(-ranks // gpus_per_node)
+    fig, axes = figure(height=(0.42 * rows + 0.45) * len(groups), nrows=len(groups), squeeze=False)
+    for ax, (axis, found) in zip(axes[:, 0], groups.items(), strict=True):
+        for number, group in enumerate(found):
+            for rank in group:
+                _cell(ax, rank, number, gpus_per_node)
+        for node in range(rows):
+            ax.text(-0.15, -node + 0.45, f"node {node}", ha="right", va="center", fontsize=9)
+        ax.set_title(f"{axis}: {len(found)} groups of {len(found[0])}", loc="left", fontsize=10)
+        ax.set_xlim(-1.3, min(ranks, gpus_per_node))
+        ax.set_ylim(-rows + 0.95, 1.0)
+        ax.axis("off")
+    return fig
+
+
+def _cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
+    x, y = rank % gpus_per_node, -(rank // gpus_per_node)
+    ax.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.86, facecolor=_FILLS[group % len(_FILLS)]))
+    letter = chr(ord("A") + group % 26) + (str(group // 26) if group >= 26 else "")
+    ax.text(x + 0.5, y + 0.47, f"{rank} {letter}", ha="center", va="center", fontsize=9, color="white")
+
+
+def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw predicted steps as stacked bars, one a layout, parts in the order of `plan_time.PARTS`.
+
+    Args:
+        steps: Label of a layout to its seconds by part.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.5 * len(steps) + 1.9)
+    for row, parts in enumerate(steps.values()):
+        start = 0.0
+        for part, (name, color, hatch) in _PARTS.items():
+            width = parts.get(part, 0.0)
+            if width:
+                first = not any(earlier.get(part) for earlier in list(steps.values())[:row])
+                ax.barh(
+                    row, width, left=start, color=color, hatch=hatch, edgecolor="white", linewidth=0,
+                    label=name if first else None,
+                )  # fmt: skip
+            start += width
+    ax.set_yticks(range(len(steps)), list(steps))
+    ax.invert_yaxis()
+    ax.set_xlabel("predicted seconds of a step")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
+    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent.
+
+    Args:
+        rows: (paper, published, predicted) in TFLOP/s per device.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.6)
+    rates = [rate for _, *pair in rows for rate in pair]
+    ends = [min(rates) / 1.25, max(rates) * 1.25]
+    for share, dash in ((0.0, "-"), (0.1, "--"), (0.25, ":")):
+        for sign in {share, -share}:
+            line = [end * (1 + sign) for end in ends]
+            ax.plot(ends, line, dash, color=COLORS["neutral"], linewidth=0.9)
+    for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
+        points = [(published, predicted) for name, published, predicted in rows if name == paper]
+        ax.plot(
+            *zip(*points, strict=True),
+            "os^D"[number % 4],
+            color=_FILLS[number % 4],
+            label=paper,
+            markersize=5,
+        )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+    ax.set_xlim(ends)
+    ax.set_ylim(ends)
+    ax.set_xlabel("published TFLOP/s per device")
+    ax.set_ylabel("predicted")
+    ax.legend(loc="upper left")
+    return fig

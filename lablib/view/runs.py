@@ -1,0 +1,478 @@
+"""Pictures and page of a scaling report: step times beside their prediction, what was lost, every single step.
+
+Every function takes numbers that somebody else measured or computed.
+
+Pictures of a real run: what every rank did, what a restart changed, what it held, and when it should save.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+What of its efficiency a run lost is drawn by `lablib.view.runs`.
+
+Pictures of scaling: Amdahl's curves and the cost of a compute-optimal run.
+
+Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.timeline import Span
+
+#: One colour and one dash for each line that shares a picture with others.
+_HUES = ("forward", "backward", "optimizer", "gradients", "activations", "communication")
+_DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 1)))
+
+
+def rank_timeline(
+    spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms"
+) -> Figure:
+    """Draw what every rank did over the same time axis, and at the right how its time splits.
+
+    Args:
+        spans: One lane per rank; roles are keys of `COLORS`, idle time is a role of its own or simply left empty.
+        shares: Text beside each lane, such as "70% / 20%".
+        header: Text above those, such as "computing / waiting".
+        unit: Of the spans' times.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+
+    Raises:
+        ValueError: If there is nothing to draw.
+    """
+    if not spans:
+        raise ValueError("a timeline needs at least one span")
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    longest = max(span.end for span in spans)
+    fig, ax = figure(height=1.2 + 0.42 * len(lanes))
+    for span in spans:
+        row = len(lanes) - 1 - lanes.index(span.lane)
+        ax.barh(
+            row,
+            span.end - span.start,
+            0.72,
+            span.start,
+            color=COLORS[span.role],
+            edgecolor="white",
+            hatch=HATCHES.get(span.role),
+        )
+    if header:
+        ax.text(1.37 * longest, len(lanes) - 0.42, header, ha="right", va="bottom", fontsize=9)
+    for lane, text in shares.items():
+        row = len(lanes) - 1 - lanes.index(lane)
+        ax.text(1.37 * longest, row, text, ha="right", va="center", fontsize=9)
+    ax.set_yticks(range(len(lanes)), labels=list(reversed(lanes)))
+    ax.set_xlim(0, longest * (1.38 if shares else 1.01))
+    ax.set_ylim(-0.55, len(lanes) - 0.45)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(f"time ({unit})")
+    roles = dict.fromkeys(span.role for span in spans)
+    handles = [
+        ax.barh([0], [0], color=COLORS[role], edgecolor="white", hatch=HATCHES.get(role), label=_said(role))
+        for role in roles
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    return fig
+
+
+def _said(role: str) -> str:
+    return {"forward": "computing", "backward": "computing", "idle": "waiting"}.get(role, role)
+
+
+def loss_curves(
+    runs: Mapping[str, Sequence[tuple[float, float]]], marks: Mapping[str, float], *, xlabel: str = "step"
+) -> Figure:
+    """Draw losses over steps, one line per run, and where something happened.
+
+    Args:
+        runs: Name of the run to its (step, loss) points. The first is drawn broad and pale, so that a run that
+            coincides with it stays visible on top of it.
+        marks: Text beside a vertical line to its step.
+        xlabel: Quantity of the steps.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for number, (name, points) in enumerate(runs.items()):
+        steps, losses = zip(*points, strict=True)
+        look = {"linewidth": 6.0, "alpha": 0.4} if number == 0 else {"linewidth": 1.6}
+        ax.plot(
+            steps,
+            losses,
+            color=COLORS[_HUES[number]],
+            linestyle=_DASHES[max(0, number - 1)],
+            label=name,
+            **look,
+        )
+    top = max(loss for points in runs.values() for _, loss in points)
+    for text, step in marks.items():
+        ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+        ax.annotate(text, (step, top), (4, -2), textcoords="offset points", fontsize=9, va="top")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel("loss (nats)")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def memory_bars(
+    predicted: Mapping[str, float], measured: Mapping[str, float | None], *, capacity: float, unit: str = "GB"
+) -> Figure:
+    """Draw predicted and measured memory side by side, and where the device ends.
+
+    Args:
+        predicted: Name of the case to what was predicted.
+        measured: The same names to what was measured; None where it did not fit.
+        capacity: Of the device, in the same unit.
+        unit: Printed at the axis.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=0.9 + 0.62 * len(predicted))
+    for place, (name, value) in enumerate(predicted.items()):
+        ax.barh(place - 0.19, value, 0.34, color=COLORS["neutral"])
+        got = measured.get(name)
+        if got is None:
+            ax.text(0, place + 0.19, " does not fit", va="center", fontsize=9)
+        else:
+            ax.barh(place + 0.19, got, 0.34, color=COLORS["weights"])
+    ax.axvline(capacity, color=COLORS["backward"], linewidth=1.2, linestyle="--")
+    ax.annotate(
+        "device",
+        (capacity, len(predicted) - 0.6),
+        (-4, 0),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
+    ax.set_yticks(range(len(predicted)), labels=list(predicted))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(f"peak memory ({unit})")
+    handles = [
+        ax.barh([0], [0], color=COLORS["neutral"], label="predicted"),
+        ax.barh([0], [0], color=COLORS["weights"], label="measured"),
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    return fig
+
+
+def checkpoint_interval(
+    minutes: Sequence[float],
+    shares: Mapping[str, Sequence[float]],
+    marks: Mapping[str, float],
+) -> Figure:
+    """Draw the share of time that is lost over the interval between checkpoints, by cause.
+
+    Args:
+        minutes: Intervals, ascending.
+        shares: Cause to its share at every interval, 0 to 1; they are stacked.
+        marks: Text beside a vertical line to its interval.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.3)
+    roles = {"checkpoints": "optimizer", "work done again": "backward", "restarts": "idle"}
+    ax.stackplot(
+        minutes,
+        *[[100 * share for share in values] for values in shares.values()],
+        colors=[COLORS[roles.get(name, "neutral")] for name in shares],
+        labels=list(shares),
+        alpha=0.85,
+    )
+    top = 100 * max(sum(values) for values in zip(*shares.values(), strict=True))
+    for row, (text, place) in enumerate(marks.items()):
+        ax.axvline(place, color=COLORS["neutral"], linewidth=1.2, linestyle="--")
+        spot = (place, top * (0.97 - 0.1 * row))
+        ax.annotate(text, spot, (4, 0), textcoords="offset points", fontsize=9, va="top")
+    ax.set_xscale("log")
+    ticks = [m for m in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if minutes[0] <= m <= minutes[-1]]
+    ax.set_xticks(ticks, labels=[f"{m:g}" for m in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set_xlim(minutes[0], minutes[-1])
+    ax.set_ylim(0, top)
+    ax.set_xlabel("minutes of work between checkpoints")
+    ax.set_ylabel("lost time (%)")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+def curves(
+    xs: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    marks: Mapping[str, float] | None = None,
+    log: str = "x",
+    bottom: float | None = None,
+) -> Figure:
+    """Draw several lines over a quantity that grows by factors, such as a batch.
+
+    Args:
+        xs: Where, ascending.
+        lines: Name of the line to its values.
+        xlabel: Quantity and unit.
+        ylabel: Quantity and unit.
+        marks: Text beside a vertical line to its place.
+        log: "x", or "xy" where the values grow by factors, too.
+        bottom: Lower end of a linear vertical axis.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.3)
+    for (name, values), role, dash in zip(lines.items(), _HUES, _DASHES, strict=False):
+        ax.plot(xs, values, color=COLORS[role], linestyle=dash, label=name)
+    ax.set_xscale("log", base=2)
+    step = max(1, len(xs) // 6)
+    ax.set_xticks(xs[::step], labels=[_short(x) for x in xs[::step]])
+    ax.set_xticks([], minor=True)
+    if "y" in log:
+        ax.set_yscale("log")
+    elif bottom is not None:
+        ax.set_ylim(bottom=bottom)
+    for text, place in (marks or {}).items():
+        ax.axvline(place, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
+        ax.annotate(
+            text, (place, ax.get_ylim()[1]), (4, -3), textcoords="offset points", fontsize=9, va="top"
+        )
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def _short(x: float) -> str:
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if x >= size and x % size == 0:
+            return f"{x / size:g}{letter}"
+    return f"{x:g}"
+
+
+def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw speedup over ranks, one line per case, each named at its right end.
+
+    Args:
+        ranks: Numbers of ranks, ascending.
+        speedups: Text at the line's end to the speedup at each number of ranks.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.4)
+    ax.plot(ranks, ranks, "--", color=COLORS["neutral"], linewidth=1.3)
+    ax.annotate("ideal", (ranks[-1], ranks[-1]), (5, 1), textcoords="offset points", fontsize=9)
+    roles = ("forward", "optimizer", "gradients", "backward", "activations")
+    for role, (text, values) in zip(roles, speedups.items(), strict=False):
+        ax.plot(ranks, values, color=COLORS[role])
+        ax.annotate(
+            text, (ranks[-1], values[-1]), (5, -5), textcoords="offset points", color=COLORS[role], fontsize=9
+        )
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ticks = [rank for rank in ranks if rank & (rank - 1) == 0][::2]
+    ax.set_xticks(ticks, labels=[f"{rank}" for rank in ticks])
+    ax.set_yticks(ticks, labels=[f"{rank}" for rank in ticks])
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("speedup")
+    # Room for the names at the right end.
+    ax.set_xlim(1, ranks[-1] * 3.2)
+    return fig
+
+
+def cost_curves(
+    params: Sequence[float],
+    years: Mapping[str, Sequence[float]],
+    marks: Mapping[str, tuple[float, float]],
+) -> Figure:
+    """Draw the time one device would need over model size, with named models as points.
+
+    Args:
+        params: Parameters, ascending.
+        years: Name of a rule for the tokens to years on one device.
+        marks: Model name to (parameters, years).
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.4)
+    for (name, values), role, dash in zip(years.items(), ("forward", "gradients"), ("-", "--"), strict=False):
+        ax.plot(params, values, dash, color=COLORS[role], label=name)
+    for name, (size, value) in marks.items():
+        ax.plot(size, value, "o", color=COLORS["neutral"], markersize=5)
+        ax.annotate(name, (size, value), (-5, 4), textcoords="offset points", ha="right", fontsize=9)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xticks([1e9, 1e10, 1e11, 1e12], labels=["1B", "10B", "100B", "1T"])
+    ax.set_xlabel("parameters")
+    ax.set_ylabel("years on one device")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+#: Part of the loss to its colour and, beside colour, its hatch.
+PARTS = {
+    "communication": ("communication", "///"),
+    "imbalance": ("idle", "..."),
+    "bubble": ("neutral", "xx"),
+    "data": ("activations", "\\\\\\"),
+    "compute": ("forward", ""),
+}
+
+
+def step_times(rows: Sequence[Mapping[str, object]]) -> Figure:
+    """Draw the measured step of every run as a bar with its quartiles, and the predicted one as a line across it.
+
+    Args:
+        rows: With run, seconds (median, low, high) and predicted, in seconds or None.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.1 + 0.45 * len(rows))
+    for place, row in enumerate(reversed(rows)):
+        seconds = row["seconds"]
+        middle = 1e3 * seconds["median"]
+        around = [[middle - 1e3 * seconds["low"]], [1e3 * seconds["high"] - middle]]
+        first = place == 0
+        ax.barh(place, middle, 0.55, color=COLORS["forward"], label="measured" if first else None)
+        ax.errorbar(middle, place, xerr=around, color=COLORS["neutral"], capsize=4, linewidth=1.5)
+        if row.get("predicted"):
+            at = 1e3 * row["predicted"]
+            ax.plot([at, at], [place - 0.38, place + 0.38], color=COLORS["gradients"], linewidth=3)
+    if any(row.get("predicted") for row in rows):
+        ax.plot([], [], color=COLORS["gradients"], linewidth=3, label="predicted")
+    ax.set_yticks(range(len(rows)), labels=[row["run"] for row in reversed(rows)])
+    ax.grid(axis="y", visible=False)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("ms a step: median and quartiles")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
+    """Draw for every run on several ranks its efficiency and what took the rest, as parts of one bar.
+
+    A part that was gained, not lost, is left out of the bar, which is then longer than 100 percent.
+
+    Args:
+        rows: With run, efficiency and loss, a mapping of parts to shares.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=1.3 + 0.45 * len(rows))
+    for place, row in enumerate(reversed(rows)):
+        kept = 100 * (1 - sum(row["loss"].values()))
+        ax.barh(place, kept, 0.55, color=COLORS["optimizer"], label="kept" if place == 0 else None)
+        left = kept
+        for part, share in row["loss"].items():
+            role, hatch = PARTS[part]
+            width = 100 * max(0.0, share)
+            ax.barh(
+                place, width, 0.55, left, color=COLORS[role], hatch=hatch, edgecolor="white",
+                label=part if place == 0 else None,
+            )  # fmt: skip
+            left += width
+    ax.set_yticks(range(len(rows)), labels=[row["run"] for row in reversed(rows)])
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("percent of the step")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
+    """Draw the time of every step of every run, the warm-up in grey.
+
+    Args:
+        runs: Name of a run to the seconds of its steps, from the first one on.
+        warm_up: Steps that do not count.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=2.6)
+    for (name, seconds), role in zip(runs.items(), COLORS, strict=False):
+        steps = range(1, len(seconds) + 1)
+        ax.plot(
+            steps, [1e3 * s for s in seconds], "o-", markersize=3, linewidth=1, color=COLORS[role], label=name
+        )
+    if warm_up:
+        ax.axvspan(
+            0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up"
+        )
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel("ms")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+_STYLE = """
+:root { color-scheme: light dark; --figure-grid: rgba(128, 128, 128, .35); }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+@media (prefers-color-scheme: dark) { body { background: #14181d; color: #e6e8ea; } }
+figure { margin: 1.5rem 0; } figcaption { font-size: .9rem; opacity: .85; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--figure-grid); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; }
+code { overflow-wrap: anywhere; }
+"""
+
+
+def page(
+    title: str,
+    *,
+    sentences: Sequence[str],
+    head: Sequence[str],
+    table: Sequence[Sequence[str]],
+    figures: Sequence[tuple[str, str]],
+    facts: Mapping[str, str],
+    notes: Sequence[str],
+) -> str:
+    """Return a report as one HTML page that needs no other file and follows the reader's light or dark theme.
+
+    Args:
+        title: Of the page.
+        sentences: What the report says, first.
+        head: Titles of the table's columns.
+        table: Its rows.
+        figures: (SVG, caption) pairs; the SVG goes in as it is.
+        facts: How and where it was measured.
+        notes: What the numbers mean.
+    """
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+    drawn = "\n".join(
+        f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for svg, caption in figures
+    )
+    known = "".join(
+        f"<dt>{html.escape(k)}</dt><dd><code>{html.escape(v)}</code></dd>" for k, v in facts.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><style>{_STYLE}</style></head>
+<body>
+<h1>{html.escape(title)}</h1>
+{"".join(f"<p>{html.escape(text)}</p>" for text in sentences)}
+<div class="wide"><table><thead>{cells("th", head)}</thead><tbody>
+{"".join(cells("td", row) for row in table)}
+</tbody></table></div>
+{drawn}
+<h2>How it was measured</h2>
+<dl>{known}</dl>
+<h2>What the numbers mean</h2>
+<ul>{"".join(f"<li>{html.escape(text)}</li>" for text in notes)}</ul>
+</body>
+</html>
+"""

@@ -1,0 +1,290 @@
+"""More pictures of pipelines: measured over simulated, what ranks hold over time, bubbles as curves.
+
+Every function takes numbers that somebody else computed or measured and returns a matplotlib figure.
+
+Pipelines over time: one lane a rank, one bar an action, the bubble in grey.
+
+Every function takes events that somebody else computed or measured and returns a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+from lablib.calc.schedules import Action, Step
+from lablib.view.style import COLORS, figure
+
+#: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
+KINDS = {
+    "F": ("forward", COLORS["forward"]),
+    "B": ("backward", COLORS["backward"]),
+    "I": ("backward: input", COLORS["activations"]),
+    "W": ("backward: weight", COLORS["gradients"]),
+}
+_HEIGHT = 0.8
+#: Points: what a digit of 9 pt takes, and the width of the axes in a figure 5.2 inches wide.
+_DIGIT, _AXES_WIDTH = 5.8, 318
+
+
+class Event(Protocol):
+    """What `simulate` returns and what an executor records: an action of a rank, from start to end."""
+
+    rank: int
+    action: Step
+    start: float
+    end: float
+
+
+class Message(Protocol):
+    """What is on the wire from one rank to another, from start to end."""
+
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+class _Bar(NamedTuple):
+    """A piece of a lane: overlapped actions share its height, so `box` is the bottom and the height."""
+
+    action: Action
+    start: float
+    width: float
+    box: tuple[float, float]
+
+
+def pipeline(
+    panels: Mapping[str, Iterable[Event]],
+    *,
+    messages: Mapping[str, Iterable[Message]] | None = None,
+    unit: str = "forward times",
+    height: float | None = None,
+) -> Figure:
+    """Draw one panel per schedule over a common time axis.
+
+    A bar carries the number of its micro-batch where there is room for it. On a rank with several stages, the later
+    ones are darker. What no bar covers is idle, up to the panel's last end.
+
+    Args:
+        panels: Title to the events of the panel, for example `{"1F1B": timeline.events}`; time 0 is the step's begin.
+        messages: Title to the messages of the panel, drawn as lines from rank to rank; left out by default.
+        unit: Unit of the times, printed at the axis.
+        height: Inches; by default enough for every rank.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+
+    Raises:
+        ValueError: If there is nothing to draw, or there are messages for a panel that does not exist.
+    """
+    drawn = {title: list(events) for title, events in panels.items()}
+    if not drawn or not all(drawn.values()):
+        raise ValueError("a pipeline needs at least one panel, and an event in each")
+    sent = {title: list(some) for title, some in (messages or {}).items()}
+    if unknown := sorted(set(sent) - set(drawn)):
+        raise ValueError(f"messages for {unknown[0]!r}, but the panels are {', '.join(map(repr, drawn))}")
+    ranks = {title: 1 + max(event.rank for event in events) for title, events in drawn.items()}
+    lane = 0.3 if max(ranks.values()) <= 8 else 0.16
+    height = height or 1.05 + sum(lane * count + 0.3 for count in ranks.values())
+    fig, axes = figure(
+        height=height, nrows=len(drawn), sharex=True, squeeze=False, height_ratios=list(ranks.values())
+    )
+    longest = max(event.end for events in drawn.values() for event in events)
+    for ax, (title, events) in zip(axes[:, 0], drawn.items(), strict=True):
+        _panel(ax, events, ranks[title], longest)
+        for message in sent.get(title, ()):
+            ends = (message.start, message.end), (message.sender, message.receiver)
+            ax.plot(*ends, color=COLORS["communication"], linewidth=1.2, solid_capstyle="round")
+        ax.set_title(title, loc="left", fontsize=10)
+    axes[-1, 0].set_xlim(0, longest)
+    axes[-1, 0].set_xlabel(f"time ({unit})")
+    kinds = {part.kind for events in drawn.values() for event in events for part in event.action.parts}
+    handles = [Patch(color=color, label=label) for kind, (label, color) in KINDS.items() if kind in kinds]
+    if any(sent.values()):
+        handles.append(Line2D([], [], color=COLORS["communication"], label="communication"))
+    handles.append(Patch(color=COLORS["idle"], alpha=0.35, label="idle"))
+    fig.legend(handles=handles, loc="outside upper left", ncols=min(3, len(handles)), fontsize=9)
+    return fig
+
+
+def _panel(ax: Axes, events: Sequence[Event], ranks: int, longest: float) -> None:
+    end = max(event.end for event in events)
+    for rank in range(ranks):
+        ax.broken_barh([(0, end)], (rank - _HEIGHT / 2, _HEIGHT), facecolor=COLORS["idle"], alpha=0.35)
+        bars = [bar for event in events if event.rank == rank for bar in _bars(event)]
+        stages = sorted({bar.action.stage for bar in bars})
+        alike: dict[tuple, list[_Bar]] = {}  # drawn in one call: one by one takes several times as long
+        for bar in bars:
+            alike.setdefault((bar.action.kind, bar.action.stage, bar.box), []).append(bar)
+        for (kind, stage, box), some in sorted(alike.items()):
+            color = _darker(KINDS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
+            times = [(bar.start, bar.width) for bar in some]
+            ax.broken_barh(times, box, facecolor=color, edgecolor="white", linewidth=0.4)
+        for bar in bars:
+            _number(ax, bar, longest)
+    # Rank 0 on top, as every paper draws it.
+    ax.set_ylim(ranks - 0.45, -0.55)
+    every = 1 if ranks <= 8 else 8
+    ax.set_yticks(range(0, ranks, every), labels=[f"rank {rank}" for rank in range(0, ranks, every)])
+    ax.grid(visible=False)
+
+
+def _bars(event: Event) -> list[_Bar]:
+    parts = event.action.parts
+    height = _HEIGHT / len(parts)
+    top = event.rank - _HEIGHT / 2
+    return [
+        _Bar(part, event.start, event.end - event.start, (top + index * height, height))
+        for index, part in enumerate(parts)
+    ]
+
+
+def _number(ax: Axes, bar: _Bar, longest: float) -> None:
+    """Write the number of a bar's micro-batch into it if there is room."""
+    label, (bottom, height) = str(bar.action.microbatch), bar.box
+    if height == _HEIGHT and bar.width / longest * _AXES_WIDTH > _DIGIT * len(label) + 1:
+        middle = (bar.start + bar.width / 2, bottom + height / 2)
+        ax.text(*middle, label, ha="center", va="center", color="white", fontsize=9)
+
+
+def _darker(color: str, depth: float) -> tuple[float, ...]:
+    """Return the colour as it is at depth 0, and a third of the way to black at depth 1."""
+    return tuple(channel * (1 - 0.35 * depth) for channel in to_rgb(color))
+
+
+_LINES = (("forward", "-"), ("backward", "--"), ("optimizer", "-."), ("gradients", ":"))
+_HALF = 0.4
+
+
+def overlay(
+    measured: Mapping[str, Iterable[Event]], simulated: Mapping[str, Iterable[Event]], *, unit: str = "ms"
+) -> Figure:
+    """Draw measured actions as bars, with a frame where the simulation puts each of them.
+
+    Args:
+        measured: Title of the panel to the events of a real step.
+        simulated: The same titles to the events of the simulation, in the same unit.
+        unit: Of the times.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+
+    Raises:
+        ValueError: If the titles differ.
+    """
+    if set(measured) != set(simulated):
+        raise ValueError(f"measured has {sorted(measured)}, simulated has {sorted(simulated)}: give the same")
+    fig = pipeline(measured, unit=unit)
+    frame = {"facecolor": "none", "edgecolor": COLORS["neutral"], "linewidth": 1.3}
+    longest = fig.axes[-1].get_xlim()[1]
+    for ax, title in zip(fig.axes, measured, strict=True):
+        events = list(simulated[title])
+        longest = max([longest, *(event.end for event in events)])
+        for rank in {event.rank for event in events}:
+            frames = [(event.start, event.end - event.start) for event in events if event.rank == rank]
+            ax.broken_barh(frames, (rank - _HALF, 2 * _HALF), **frame)
+    fig.axes[-1].set_xlim(0, longest)
+    legend = fig.legends[0]
+    handles = [*legend.legend_handles, Patch(**frame, label="simulated")]
+    labels = [text.get_text() for text in legend.get_texts()] + ["simulated"]
+    legend.remove()
+    fig.legend(handles, labels, loc="outside upper left", ncols=min(3, len(handles)), fontsize=9)
+    return fig
+
+
+def held_over_time(
+    panels: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, unit: str = "forward times"
+) -> Figure:
+    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank.
+
+    Args:
+        panels: Title to, for each rank, the points (time, micro-batches held from then on).
+        unit: Of the times.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, axes = figure(
+        height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False
+    )
+    for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
+        for rank, (points, (role, dash)) in enumerate(zip(ranks, _LINES, strict=False)):
+            times, counts = zip(*points, strict=True)
+            ax.step(times, counts, dash, where="post", color=COLORS[role], label=f"rank {rank}")
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 4, 5, 10]))
+        ax.set_ylabel("held")
+    axes[-1, 0].set_xlabel(f"time ({unit})")
+    handles = [
+        Line2D([], [], color=COLORS[role], linestyle=dash, label=f"rank {rank}")
+        for rank, (role, dash) in enumerate(_LINES[: max(map(len, panels.values()))])
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=4)
+    return fig
+
+
+def bubble_curves(
+    microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str
+) -> Figure:
+    """Draw a bubble over the number of micro-batches, one line a pipeline.
+
+    Args:
+        microbatches: Ascending.
+        bubbles: Name of the line to the bubble at each number of micro-batches.
+        what: Which bubble it is, for the axis.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for (name, values), (role, dash) in zip(bubbles.items(), _LINES, strict=False):
+        ax.plot(microbatches, values, dash, color=COLORS[role], label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(microbatches[::2], labels=[f"{m}" for m in microbatches[::2]])
+    ax.set_ylim(0, None)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.set_xlabel("micro-batches m")
+    ax.set_ylabel(what)
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:
+    """Draw every schedule as a point: what its fullest rank holds, and how long it idles.
+
+    Args:
+        points: Name to (micro-batches held, idle over ideal time).
+        right: Names to write to the left of their points, where the right has no room.
+
+    Returns:
+        The figure, for `lablib.view.style.show`.
+    """
+    fig, ax = figure(height=3.2)
+    for name, (held, bubble) in points.items():
+        ax.plot([held], [bubble], "o", color=COLORS["backward"], markersize=8)
+        left = name in right
+        ax.annotate(
+            name,
+            (held, bubble),
+            (-8 if left else 8, 4),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            fontsize=9,
+        )
+    ax.set_xlim(0, 1.15 * max(held for held, _ in points.values()))
+    ax.set_ylim(0, 1.2 * max(bubble for _, bubble in points.values()))
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    ax.yaxis.set_major_locator(MultipleLocator(0.05))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.set_xlabel("micro-batches held by the fullest rank")
+    ax.set_ylabel("idle over ideal time")
+    return fig
