@@ -110,9 +110,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def _weight(path):
     """Labs weigh most, then files that start processes, each by how often."""
     if path not in _WEIGHTS:
-        starts = len(
-            re.findall(r"run_ranks\(|torchrun\(|subprocess\.|visit", path.read_text(encoding="utf-8"))
-        )
+        starts = len(re.findall(r"run_ranks\(|torchrun\(|subprocess\.|visit", path.read_text(encoding="utf-8")))
         _WEIGHTS[path] = (path.suffix == ".ipynb", starts)
     return _WEIGHTS[path]
 
@@ -123,28 +121,9 @@ def _files_of_labs():
 
 #: Of a job or a terminal around the run: it would change who is a rank, what runs, and how it is printed.
 _FOREIGN = (
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "GLOO_",
-        "TORCHELASTIC_",
-    ),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "GLOO_", "TORCHELASTIC_"),
     *("SLURM_", "SKYPILOT_", "ACCELERATE_", "FSDP_"),
-    *(
-        "LC_",
-        "LANGUAGE",
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "CLICOLOR",
-        "PY_COLORS",
-        "GITHUB_ACTIONS",
-        "TERMINAL_WIDTH",
-    ),
+    *("LC_", "LANGUAGE", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH"),
 )
 _BEFORE, _LEFT = pytest.StashKey[set](), pytest.StashKey[list]()
 _PASSED = pytest.StashKey[dict]()

@@ -65,10 +65,7 @@ def local_pyodide(root: Path = ROOT) -> Path | None:
 def calc_sources() -> dict[str, bytes]:
     """Return the files of lablib.calc, which needs the standard library only, by their place in the package."""
     package = Path(lablib.__file__).parent
-    files = (
-        package / "__init__.py",
-        *(p for room in ("calc", "live") for p in sorted((package / room).rglob("*.py"))),
-    )
+    files = (package / "__init__.py", *(p for room in ("calc", "live") for p in sorted((package / room).rglob("*.py"))))
     return {f"lablib/{file.relative_to(package).as_posix()}": file.read_bytes() for file in files}
 
 
@@ -189,9 +186,7 @@ def _skip(self: object, node: livecalc) -> None:
     raise nodes.SkipNode
 
 
-def _load_script(
-    app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None
-) -> None:
+def _load_script(app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
     """Load the script on pages that have an explorer, and on no other."""
     if doctree is not None and next(doctree.findall(livecalc), None) is not None:
         app.add_js_file("livecalc.mjs", type="module")

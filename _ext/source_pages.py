@@ -114,9 +114,7 @@ def _show_code(app: Sphinx, doctree: nodes.document) -> None:
     """Link the names in the cells of a page, fold the cells that say so, and say who drew its figures."""
     here, figures, number = app.env.docname, 0, -1
     for container in list(doctree.findall(nodes.container)):
-        parts = {
-            child.get("nb_element"): child for child in container.children if isinstance(child, nodes.Element)
-        }
+        parts = {child.get("nb_element"): child for child in container.children if isinstance(child, nodes.Element)}
         if (shown := parts.get("cell_code_source")) is None:
             continue
         cells = _cells_of(app, here)
@@ -141,9 +139,7 @@ def _show_code(app: Sphinx, doctree: nodes.document) -> None:
 def _cell_html(builder: Builder, here: str, cells: Cells, number: int) -> str:
     lines = highlighted(cells.text(number), _addressed(builder, here, cells.links(number)))
     # As Sphinx writes a block of code.
-    return (
-        '<div class="notranslate"><div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div></div>\n"
-    )
+    return '<div class="notranslate"><div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div></div>\n"
 
 
 def _number_figures(output: nodes.Element | None, before: int) -> list[tuple[str, str, str]]:

@@ -79,9 +79,7 @@ class Case:
     accumulate: int  # micro-batches of a step
     clip: float | None  # largest norm of the gradient, or None
     save: int | None  # after which step everything is saved, and another model goes on
-    habits: frozenset[
-        str
-    ]  # what else is done between steps: "discard", "evaluate", "abandon"; or what must be refused
+    habits: frozenset[str]  # what else is done between steps: "discard", "evaluate", "abandon"; or what must be refused
     options: dict = field(hash=False)  # of the toy
 
     @property
@@ -142,9 +140,7 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.LayerNorm(W), nn.Sequential(nn.Linear(W, 5), nn.GELU(), nn.Linear(5, W))
-        )
+        self.inner = nn.Sequential(nn.LayerNorm(W), nn.Sequential(nn.Linear(W, 5), nn.GELU(), nn.Linear(5, W)))
         self.stats = nn.BatchNorm1d(W).eval()
         self.register_buffer("shift", torch.rand(W))
 
@@ -170,9 +166,7 @@ class Contained(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList(
-            [nn.ModuleDict({"a": nn.Linear(W, W)}), nn.ParameterList([torch.randn(W)])]
-        )
+        self.parts = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(W, W)}), nn.ParameterList([torch.randn(W)])])
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x + torch.tanh(self.parts[0]["a"](x)) * self.parts[1][0]
@@ -246,11 +240,7 @@ class Net(nn.Module):
         for number in case.frozen:
             self.layers[number].requires_grad_(False)
         for number in case.single:
-            values = {
-                name: t.float()
-                for name, t in self.layers[number].state_dict().items()
-                if t.is_floating_point()
-            }
+            values = {name: t.float() for name, t in self.layers[number].state_dict().items() if t.is_floating_point()}
             if single:
                 self.layers[number].float()
             else:  # the same numbers, in float64
@@ -290,10 +280,7 @@ def draw(seed: int, number: int, toys: tuple[str, ...] = TOYS) -> Case:
     habits = {habit for habit in ("discard", "evaluate", "abandon") if dice.random() < 0.25}
     options: dict[str, object] = {}
     if toy in ("BucketedDDP", "OverlappedDDP"):
-        options |= {
-            "first_bytes": dice.choice([1, 500, 2**20]),
-            "bucket_bytes": dice.choice([1, 1500, 2**25]),
-        }
+        options |= {"first_bytes": dice.choice([1, 500, 2**20]), "bucket_bytes": dice.choice([1, 1500, 2**25])}
     if not zero:
         options["find_unused"] = dice.random() < 0.6
     if toy == "ZeRO2":
@@ -330,13 +317,9 @@ def draw(seed: int, number: int, toys: tuple[str, ...] = TOYS) -> Case:
     if "reentrant" in how:  # a recomputed layer after none that is trained has no graph
         skips = [frozenset()] * steps
     kind = dice.choice(["SGD", "AdamW"])
-    keywords = (
-        {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1} if kind == "SGD" else {"lr": 1e-2, "eps": 1e-2}
-    )
+    keywords = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1} if kind == "SGD" else {"lr": 1e-2, "eps": 1e-2}
     keywords |= dice.choice([{}, {"foreach": True}, {"fused": True}])
-    if kind == "SGD" and any(
-        skips
-    ):  # torch's fused SGD fails where a weight has its first gradient after others
+    if kind == "SGD" and any(skips):  # torch's fused SGD fails where a weight has its first gradient after others
         keywords.pop("fused", None)
     paired = {i for pair in tied for i in pair}
     frozen = frozenset(i for i in range(count) if dice.random() < 0.15 and i not in paired)
@@ -446,9 +429,7 @@ class Trainer:
         if "narrow master" in case.habits:
             options["master"] = torch.bfloat16
         if case.zero:
-            self.model = STAGES[int(case.toy[-1])](
-                self.net, lambda shards: make_optimizer(case, shards), **options
-            )
+            self.model = STAGES[int(case.toy[-1])](self.net, lambda shards: make_optimizer(case, shards), **options)
             self.optimizer = self.model.optimizer
         else:
             self.model = getattr(ddp, case.toy)(self.net, **options)
@@ -471,9 +452,7 @@ class Trainer:
         if self.case.clip:
             nn.utils.clip_grad_norm_(trained(self.net), self.case.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad(
-            set_to_none=self.case.options["find_unused"]
-        )  # a zero left behind counts as used
+        self.optimizer.zero_grad(set_to_none=self.case.options["find_unused"])  # a zero left behind counts as used
 
     def not_yet(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.case.zero else self.model.no_sync()
@@ -548,9 +527,7 @@ def judge(case: Case) -> str:
 
 def judge_all(cases: list[Case], notes: str) -> None:
     """Write down the outcome of each case, line by line, so that an end of the process loses none."""
-    torch.use_deterministic_algorithms(
-        True
-    )  # with this, torch.empty is filled with NaN: nothing of a step is left
+    torch.use_deterministic_algorithms(True)  # with this, torch.empty is filled with NaN: nothing of a step is left
     torch.utils.deterministic.fill_uninitialized_memory = True
     with Path(notes, str(dist.get_rank())).open("w") as file:
         for case in cases:

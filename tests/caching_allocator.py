@@ -78,17 +78,8 @@ def snapshot(*devices, max_entries=None):
     """Return what `torch.cuda.memory._snapshot()` would; the trace has its last `max_entries` events."""
     segments = [
         {"device": number, "address": address, "total_size": block["size"], "blocks": [dict(block)]}
-        | {
-            "stream": 0,
-            "segment_type": "large",
-            "segment_pool_id": (0, 0),
-            "allocated_size": 0,
-            "active_size": 0,
-        }
+        | {"stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "allocated_size": 0, "active_size": 0}
         for number, device in enumerate(devices)
         for address, block in device.blocks.items()
     ]
-    return {
-        "segments": segments,
-        "device_traces": [device.trace[-(max_entries or 10**9) :] for device in devices],
-    }
+    return {"segments": segments, "device_traces": [device.trace[-(max_entries or 10**9) :] for device in devices]}

@@ -86,10 +86,7 @@ def by_scores(seen):
     last = {r: numbers[-1] - numbers[0] for r, numbers in enumerate(seen.batches)}
     suspicions = [
         ("mismatched collectives", seen.hangs and calls[0][:rounds] != calls[1][:rounds]),
-        (
-            "skipped batch",
-            seen.hangs and any(last[r] != 2 * (len(n) - 1) for r, n in enumerate(seen.batches)),
-        ),
+        ("skipped batch", seen.hangs and any(last[r] != 2 * (len(n) - 1) for r, n in enumerate(seen.batches))),
         ("uneven data", seen.hangs),
         ("unsharded parameter", seen.sharded and sum(seen.state_bytes) > 1.2 * 4 * seen.parameters),
         ("slow rank", max(map(sum, seen.flops)) > 1.5 * min(map(sum, seen.flops))),

@@ -19,9 +19,7 @@ def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_g
             chunk, right = (rank + first - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
             old = held[right][chunk]
-            held[right][chunk] = (
-                [a + b for a, b in zip(old, arriving, strict=True)] if add_in_gather else arriving
-            )
+            held[right][chunk] = [a + b for a, b in zip(old, arriving, strict=True)] if add_in_gather else arriving
     scale = n if divide else 1
     return [[value / scale for chunk in chunks for value in chunk] for chunks in held]
 
@@ -47,10 +45,7 @@ class all_reduce_mean:
         n = len(gradients)
         result = []
         for rank in range(n):
-            rows = [
-                gradients[other] if other == rank else send(other, rank, gradients[other])
-                for other in range(n)
-            ]
+            rows = [gradients[other] if other == rank else send(other, rank, gradients[other]) for other in range(n)]
             result.append([sum(column) / n for column in zip(*rows, strict=True)])
         return result
 
@@ -136,9 +131,7 @@ class make_buckets:
     one_per_gradient = lambda sizes, first, cap: [[index] for index in reversed(range(len(sizes)))]
 
     def sizes_for_indices(sizes, first, cap):
-        return [
-            [sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)
-        ]
+        return [[sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
 
     last_bucket_first = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
     one_for_all = lambda sizes, first, cap: [list(reversed(range(len(sizes))))]

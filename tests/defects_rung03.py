@@ -50,9 +50,7 @@ def column_with_a_hook(x, weight, bias, group):
 
     entering = x.view_as(x)
     entering.register_hook(summed)
-    return F.linear(
-        entering, weight.chunk(group.size())[group.rank()], bias.chunk(group.size())[group.rank()]
-    )
+    return F.linear(entering, weight.chunk(group.size())[group.rank()], bias.chunk(group.size())[group.rank()])
 
 
 class row_parallel:
@@ -104,10 +102,7 @@ class split_qkv:
         """Cuts both projections into tp equal parts, through a key head if there are not enough."""
         _refuse(num_heads, num_kv_heads, tp)
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
-        return [
-            (range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp))
-            for r in range(tp)
-        ]
+        return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp)) for r in range(tp)]
 
     def every_key_head_everywhere(num_heads, num_kv_heads, head_dim, tp):
         _refuse(num_heads, num_kv_heads, tp)
@@ -122,10 +117,7 @@ class split_qkv:
         for r in range(tp):
             first = r * keys if tp <= num_kv_heads else r % num_kv_heads
             ranks.append(
-                (
-                    _rows(range(r * each, (r + 1) * each), head_dim),
-                    _rows(range(first, first + keys), head_dim),
-                )
+                (_rows(range(r * each, (r + 1) * each), head_dim), _rows(range(first, first + keys), head_dim))
             )
         return ranks
 
@@ -159,9 +151,7 @@ def from_the_queries(num_heads, num_kv_heads, head_dim, tp):
     while queries:
         mine = [queries.pop() for _ in range(num_heads // tp)][::-1]
         keys = sorted({head // group for head in mine})
-        ranks.insert(
-            0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys))
-        )
+        ranks.insert(0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)))
     return ranks
 
 

@@ -13,8 +13,7 @@ def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
     own = -(-params // ranks) if shard is None else shard(params, ranks)
     names = ("weights", "gradients", "optimizer")
     return {
-        name: size * (own if stage >= least else params)
-        for name, least, size in zip(names, first, each, strict=True)
+        name: size * (own if stage >= least else params) for name, least, size in zip(names, first, each, strict=True)
     }
 
 
@@ -232,9 +231,7 @@ class zero_tradeoffs:
         return _tradeoffs(params, ranks, micro_batches, budget, part=1)
 
     def always_the_highest_stage(params, ranks, micro_batches, budget):
-        return _tradeoffs(
-            params, ranks, micro_batches, budget, choose=lambda fits, sent, held: max(fits, default=None)
-        )
+        return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: max(fits, default=None))
 
     def stage_3_whatever_the_budget(params, ranks, micro_batches, budget):
         return _tradeoffs(

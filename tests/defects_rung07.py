@@ -38,10 +38,7 @@ class coordinates:
 def by_strides(rank, sizes):
     """Second solution: divide by the product of the sizes before, keep the remainder."""
     names = list(sizes)
-    return {
-        axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis]
-        for i, axis in enumerate(names)
-    }
+    return {axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis] for i, axis in enumerate(names)}
 
 
 def _groups(sizes, axis):
@@ -88,9 +85,7 @@ class sketch:
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: sizes[axis] > gpus_per_node)
 
     def crossing_by_the_first_group(sizes, gpus_per_node):
-        return _sketch(
-            sizes, gpus_per_node, crosses=lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node)
-        )
+        return _sketch(sizes, gpus_per_node, crosses=lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node))
 
     def all_but_the_first_axis_cross(sizes, gpus_per_node):
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: axis != next(iter(sizes)))
@@ -163,15 +158,7 @@ def counted_half_by_half(layers, stream, gradients, tp, pp, dp, micro_batches):
 _RIGHT = {
     "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "recompute": "full", "micro_batch": 2},
     "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-    "llama-405b": {
-        "tp": 8,
-        "cp": 2,
-        "pp": 16,
-        "dp": 64,
-        "zero": 1,
-        "schedule": "interleaved",
-        "virtual_stages": 8,
-    },
+    "llama-405b": {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 1, "schedule": "interleaved", "virtual_stages": 8},
 }
 
 
@@ -203,17 +190,8 @@ def tried_in_turn(case):
     gpus = CASES[case].run.gpus
     for pp in (4, 8, 16):
         for recompute, chunks in product(("none", "selective"), (1, 2, 4, 5, 8)):
-            fields = {
-                "tp": 8,
-                "pp": pp,
-                "dp": gpus // (8 * pp),
-                "recompute": recompute,
-                "virtual_stages": chunks,
-            }
-            fields |= {
-                "zero": 1 if gpus > 8 * pp else 0,
-                "schedule": "1f1b" if chunks == 1 else "interleaved",
-            }
+            fields = {"tp": 8, "pp": pp, "dp": gpus // (8 * pp), "recompute": recompute, "virtual_stages": chunks}
+            fields |= {"zero": 1 if gpus > 8 * pp else 0, "schedule": "1f1b" if chunks == 1 else "interleaved"}
             found.append((score(fields, case).points, len(found), fields))
     return max(found)[2]
 

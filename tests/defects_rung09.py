@@ -215,8 +215,7 @@ class segment_peak:
     def inner_inputs_counted_out(layers, boundary, block, k):
         """Takes the inputs inside a segment for kept already, as the first one is."""
         return max(
-            (i + 1) * boundary + min(k, layers - f) * (block - boundary)
-            for i, f in enumerate(range(0, layers, k))
+            (i + 1) * boundary + min(k, layers - f) * (block - boundary) for i, f in enumerate(range(0, layers, k))
         )
 
     earlier_inputs_forgotten = lambda layers, boundary, block, k: min(k, layers) * block
@@ -282,11 +281,7 @@ class choose:
         """Takes recomputed blocks to keep nothing at all."""
 
         def free(job, name, size):
-            return (
-                size
-                if name in ("none", "selective")
-                else max(job.block, (job.layers - int(name[6:])) * job.block)
-            )
+            return size if name in ("none", "selective") else max(job.block, (job.layers - int(name[6:])) * job.block)
 
         return _choose(job, peak=free)
 

@@ -165,11 +165,7 @@ def _leaving(order, axes, per_host, *, host=None, back=True, factor=None, crossi
         size, kind, payload = axes[name]
         for rank in range(ranks):
             at = rank // stride % size
-            edges = (
-                [1]
-                if kind == "all_reduce"
-                else [s for s in ((1, -1) if back else (1,)) if 0 <= at + s < size]
-            )
+            edges = [1] if kind == "all_reduce" else [s for s in ((1, -1) if back else (1,)) if 0 <= at + s < size]
             share = 1 if kind == "stages" else factor(size) if factor else 2 * (size - 1) / size
             for step in edges:
                 target = rank + ((at + step) % size - at) * stride
@@ -214,9 +210,7 @@ class place:
         """Takes rank r to be on host r mod hosts."""
         ranks = math.prod(size for size, _, _ in axes.values())
         hosts = ranks // ranks_per_host
-        return _best(
-            axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts)
-        )
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts))
 
 
 def group_by_group(axes, ranks_per_host):
@@ -246,11 +240,7 @@ def group_by_group(axes, ranks_per_host):
 
 DEFECTS = listed(ring_all_reduce, choose_algorithm, place)
 
-SECOND_SOLUTIONS = {
-    "ring_all_reduce": to_the_left,
-    "choose_algorithm": from_the_library,
-    "place": group_by_group,
-}
+SECOND_SOLUTIONS = {"ring_all_reduce": to_the_left, "choose_algorithm": from_the_library, "place": group_by_group}
 
 #: What the sentence about a defect must say.
 SENTENCES = {

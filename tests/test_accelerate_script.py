@@ -41,12 +41,7 @@ def script() -> ModuleType:
 
 def test_ddp_on_two_cpu_ranks_says_so_and_equals_one_process(script: ModuleType, tmp_path: Path) -> None:
     """fp32, and AdamW's first three steps of 1e-3: rounding stays below 1e-4, and a doubled step does not."""
-    usual = {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-    }
+    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     usual["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     # The ranks are forks of torchrun: what takes longest, loading the libraries, happens once and not three times.
     libraries = ("accelerate", "transformers.models.qwen2.modeling_qwen2", "torch._dynamo")
@@ -56,11 +51,7 @@ def test_ddp_on_two_cpu_ranks_says_so_and_equals_one_process(script: ModuleType,
     assert job.log.count("Accelerate runs no FSDP on a CPU") == 1
     assert "MULTI_CPU on 2 ranks" in job.log
 
-    found, expected, doubled = (
-        json.loads((tmp_path / "losses").read_text()),
-        one_process(1e-3),
-        one_process(2e-3),
-    )
+    found, expected, doubled = (json.loads((tmp_path / "losses").read_text()), one_process(1e-3), one_process(2e-3))
     assert found == pytest.approx(expected, abs=1e-4)
     assert found != pytest.approx(doubled, abs=1e-3)
 
@@ -185,9 +176,7 @@ def test_the_model_is_really_sharded(script: ModuleType, two_ranks: None) -> Non
     partly, _ = shard(small_qwen(), wrap=lambda name, module: name == "model.layers.1")
     assert script.check_sharded(good) == 3  # two blocks and the root
     for model in (small_qwen(), partly):
-        with pytest.raises(
-            SystemExit, match="2 blocks, but not each is a unit: check fsdp_transformer_layer"
-        ):
+        with pytest.raises(SystemExit, match="2 blocks, but not each is a unit: check fsdp_transformer_layer"):
             script.check_sharded(model)
     blocks_alone = small_qwen()
     for block in blocks_alone.model.layers:

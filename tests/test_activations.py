@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.memory.activations import (
-    embedding_activations,
-    head_activations,
-    layer_activations,
-    model_activations,
-)
+from lablib.calc.memory.activations import embedding_activations, head_activations, layer_activations, model_activations
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.launch.measure import saved_activations
 from lablib.toys.transformer import Transformer, tiny_config
@@ -77,8 +72,7 @@ def test_the_papers_extra_terms():
 
 
 @pytest.mark.parametrize(
-    ("a", "h", "b", "percent"),
-    [(64, 6144, 4, (66.8, 49.4, 16.1, 7.6)), (96, 12288, 1, (62.0, 56.5, 18.5, 8.7))],
+    ("a", "h", "b", "percent"), [(64, 6144, 4, (66.8, 49.4, 16.1, 7.6)), (96, 12288, 1, (62.0, 56.5, 18.5, 8.7))]
 )
 def test_the_papers_percentages(a, h, b, percent):
     """Figure 7: each technique in percent of the tensor parallel baseline, for 22B and 175B with t = 8."""
@@ -199,9 +193,7 @@ def drawn(dice: random.Random, family: str) -> ModelConfig:
     return tiny_config(family, **sizes)
 
 
-def measured(
-    config: ModelConfig, batch: int, seq: int, dtype, recompute: str, attention: str, dropout: float
-):
+def measured(config: ModelConfig, batch: int, seq: int, dtype, recompute: str, attention: str, dropout: float):
     model = Transformer(config, dropout=dropout, attention=attention).to(dtype)
     for block in model.blocks:
         if recompute == "full":

@@ -31,9 +31,7 @@ def mentioned(source):
         if isinstance(node, ast.Import):
             for item in node.names:
                 names.add(item.name)
-                alias[item.asname or item.name.split(".")[0]] = (
-                    item.name if item.asname else item.name.split(".")[0]
-                )
+                alias[item.asname or item.name.split(".")[0]] = item.name if item.asname else item.name.split(".")[0]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             names.add(module)
@@ -52,9 +50,7 @@ def mentioned(source):
 
 def oracles_in(source):
     """Return the oracles that a module uses."""
-    return sorted(
-        name for name in mentioned(source) if any(name == o or name.startswith(f"{o}.") for o in ORACLES)
-    )
+    return sorted(name for name in mentioned(source) if any(name == o or name.startswith(f"{o}.") for o in ORACLES))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +75,7 @@ def test_the_collectives_are_no_oracle():
 
 
 def test_no_toy_is_built_from_its_oracle():
-    used = {
-        path.name: oracles_in(path.read_text(encoding="utf-8")) for path in (LABLIB / "toys").rglob("*.py")
-    }
+    used = {path.name: oracles_in(path.read_text(encoding="utf-8")) for path in (LABLIB / "toys").rglob("*.py")}
     assert len(used) > 10
     assert not any(used.values()), {name: oracles for name, oracles in used.items() if oracles}
 
@@ -107,8 +101,7 @@ def imports(package: Path) -> dict[str, set[str]]:
                 source = ".".join([*above, *([node.module] if node.module else [])])
                 # What is no module of its own comes from the one that it is imported from.
                 names |= {
-                    f"{source}.{item.name}" if f"{source}.{item.name}" in files else source
-                    for item in node.names
+                    f"{source}.{item.name}" if f"{source}.{item.name}" in files else source for item in node.names
                 }
         found[module] = {name for name in names if name in files and name != module}
     return found
@@ -161,7 +154,4 @@ def test_every_kind_of_cycle_is_seen(tmp_path):
     }
     for name, text in texts.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
-    assert cycles(imports(package)) == [
-        ["house.lazy", "house.plain"],
-        ["house.room.corner.deep", "house.typed"],
-    ]
+    assert cycles(imports(package)) == [["house.lazy", "house.plain"], ["house.room.corner.deep", "house.typed"]]

@@ -65,9 +65,7 @@ def test_gpu_lists_from_pytorchs_header() -> None:
     policy = gpu_policy()
     low = {"linear", "matmul", "mm", "bmm", "addmm", "conv2d", "scaled_dot_product_attention"}
     assert {policy[name] for name in low} == {"lower"}
-    assert {policy[name] for name in ("layer_norm", "exp", "log", "pow", "nll_loss", "softmax", "sum")} == {
-        "fp32"
-    }
+    assert {policy[name] for name in ("layer_norm", "exp", "log", "pow", "nll_loss", "softmax", "sum")} == {"fp32"}
     assert {policy[name] for name in ("addcdiv", "bilinear", "index_put")} == {"promote"}
     assert "gelu" not in policy
     assert "embedding" not in policy

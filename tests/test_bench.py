@@ -35,9 +35,7 @@ def bench(monkeypatch):
 )
 def test_a_missed_limit_is_seen_printed_and_fatal(result, verdict, bench, capsys, monkeypatch):
     kept = {}
-    monkeypatch.setattr(
-        harness, "save_record", lambda name, rows, command: kept.update({name: (rows, command)})
-    )
+    monkeypatch.setattr(harness, "save_record", lambda name, rows, command: kept.update({name: (rows, command)}))
     bench.result = result
     assert harness.main(["ranks", "--record"]) == (verdict == "MISSED")
     assert capsys.readouterr().out.split()[-1] == verdict

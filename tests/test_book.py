@@ -37,9 +37,7 @@ def test_numbers_are_written_for_readers(page):
     text = _prose(page)
     # A short number that rounding missed by a hair is shown on purpose: it is what floating point does to a sum.
     long = [
-        number
-        for number in re.findall(r"\b\d+\.\d{7,}", text)
-        if abs(float(number) - round(float(number), 6)) > 1e-12
+        number for number in re.findall(r"\b\d+\.\d{7,}", text) if abs(float(number) - round(float(number), 6)) > 1e-12
     ]
     assert long == []
     assert not re.findall(r"np\.float\d+\([^)]*\)|\btensor\(|\bnan\b", text)
@@ -131,9 +129,7 @@ def test_a_lab_ran_as_shipped(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_asks_no_other_host_for_anything(page):
-    asked = [
-        tag[name] for name in ("src", "href") for tag in parsed(page).select(f"script[{name}], img[{name}]")
-    ]
+    asked = [tag[name] for name in ("src", "href") for tag in parsed(page).select(f"script[{name}], img[{name}]")]
     asked += [tag["href"] for tag in parsed(page).select("link[rel=stylesheet], link[rel=preload]")]
     foreign = {url for url in asked if urlparse(url).netloc}
     assert foreign <= (set() if MATHJAX_IS_LOCAL else {url for url in foreign if url.startswith(MATHJAX_CDN)})

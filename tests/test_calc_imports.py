@@ -27,9 +27,7 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 
 
 def _import(*modules: str) -> tuple[float, list[str]]:
-    output = subprocess.run(
-        [sys.executable, "-c", PROBE, *modules], capture_output=True, text=True, check=True
-    )
+    output = subprocess.run([sys.executable, "-c", PROBE, *modules], capture_output=True, text=True, check=True)
     seconds, loaded = json.loads(output.stdout)
     return seconds, loaded
 

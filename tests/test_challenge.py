@@ -70,9 +70,7 @@ def test_slow_layouts_hear_the_idea() -> None:
     assert across.to_planner > 2
     assert any("leaves the node of 8" in sentence for sentence in across.sentences)
     idle = score({"tp": 8, "pp": 8, "recompute": "full", "micro_batch": 8}, "gpt-175b")
-    assert any(
-        "8 micro-batches for 8 stages leave the pipeline idle" in sentence for sentence in idle.sentences
-    )
+    assert any("8 micro-batches for 8 stages leave the pipeline idle" in sentence for sentence in idle.sentences)
     gathered = score({"dp": 64, "zero": 3, "recompute": "full"}, "gpt-175b")
     assert any("ZeRO-3 gathers the weights" in sentence for sentence in gathered.sentences)
     # 6 of 8 parts of a step grow; the sentence names the one that grows most.
@@ -98,9 +96,7 @@ def test_readings_are_what_the_papers_print() -> None:
     assert llama.groups["pp"] == (1024, 16, True)
     assert deepseek.layout.shape == (1, 1, 16, 128)
     assert deepseek.groups["ep"] == (32, 64, True)
-    assert len(deepseek.mesh.nodes_of(deepseek.mesh.group(0, "ep"))) == deepseek.fact(
-        "nodes of an expert group"
-    )
+    assert len(deepseek.mesh.nodes_of(deepseek.mesh.group(0, "ep"))) == deepseek.fact("nodes of an expert group")
     assert deepseek.mesh.ranks == deepseek.fact("GPUs") == 2048
     assert sum(deepseek.layers) == deepseek.model.num_layers == 61
     for reading in (llama, deepseek):

@@ -201,12 +201,7 @@ def test_killed_in_the_middle_of_a_save(runs: dict) -> None:
     assert runs["death"].rank == 0
     assert "SIGKILL" in runs["death"].traceback
     (dead,) = folder.glob(".writing-00000005-*")
-    assert {file.name for file in dead.iterdir()} == {
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "training.json",
-    }
+    assert {file.name for file in dead.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "training.json"}
     assert latest_checkpoint(folder) == older
     model, optimizer = build()
     assert load_checkpoint(latest_checkpoint(folder), model, optimizer).step == 3
@@ -233,9 +228,7 @@ def test_export_and_load_without_ranks(runs: dict, tmp_path: Path) -> None:
     model, optimizer = build()
     load_model(model, file)
     assert equal(model.state_dict(), saved["state"])
-    assert {t.dtype for t in load_file(export_safetensors(path, file, torch.bfloat16)).values()} == {
-        torch.bfloat16
-    }
+    assert {t.dtype for t in load_file(export_safetensors(path, file, torch.bfloat16)).values()} == {torch.bfloat16}
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
     model, optimizer = build()
@@ -261,22 +254,16 @@ def test_clear_errors(runs: dict, tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = Transformer(tiny_config("gpt2", **SIZES | {"hidden": 24}))
-    with pytest.raises(
-        ValueError, match=r"of another model: blocks.0.attention.k.bias is \(18,\) there and \(24,\)"
-    ):
+    with pytest.raises(ValueError, match=r"of another model: blocks.0.attention.k.bias is \(18,\) there and \(24,\)"):
         load_checkpoint(path, other)
     llama = Transformer(tiny_config("llama", hidden=18, num_heads=3, num_layers=1, vocab=64))
-    with pytest.raises(
-        ValueError, match=r"it lacks blocks.0.mlp.gate.weight.*; the model has no blocks.0.attention"
-    ):
+    with pytest.raises(ValueError, match=r"it lacks blocks.0.mlp.gate.weight.*; the model has no blocks.0.attention"):
         load_checkpoint(path, llama)
     shards = path / "__0_0.distcp"
     content = shards.read_bytes()
     shards.write_bytes(content[:-100])
     for use in (lambda: load_checkpoint(path, model), lambda: export_safetensors(path, tmp_path / "x")):
-        with pytest.raises(
-            ValueError, match=rf"__0_0.distcp has {len(content) - 100} bytes and was written with"
-        ):
+        with pytest.raises(ValueError, match=rf"__0_0.distcp has {len(content) - 100} bytes and was written with"):
             use()
     shards.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing; use an older one"):

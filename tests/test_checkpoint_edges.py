@@ -152,9 +152,7 @@ def test_what_breaks_after_the_check_is_an_exception_that_says_so(
 
     monkeypatch.setattr(checkpoint, "check_whole", then_gone)
     model, optimizer = build()
-    with pytest.raises(
-        RuntimeError, match="step-00000003 failed on the way, and the model is loaded in part"
-    ):
+    with pytest.raises(RuntimeError, match="step-00000003 failed on the way, and the model is loaded in part"):
         load_checkpoint(path, model, optimizer)
     assert not optimizer.state
 

@@ -55,9 +55,7 @@ def test_memory_says_by_how_much_it_does_not_fit() -> None:
     assert f"does not fit, {over / 1e9:.1f} GB too much." in out
 
 
-@pytest.mark.parametrize(
-    "args", [RUN, [*RUN, "--gpu", "mi300x", "--unit", "B"], ["models"], ["doctor"], ["--help"]]
-)
+@pytest.mark.parametrize("args", [RUN, [*RUN, "--gpu", "mi300x", "--unit", "B"], ["models"], ["doctor"], ["--help"]])
 def test_output_is_plain_and_fits_80_columns(args: list[str]) -> None:
     out = rung(*args)[1]
     assert out.isascii()
@@ -119,13 +117,7 @@ def test_options_reach_the_calculator() -> None:
 
 
 def test_memory_takes_a_config_json(tmp_path: Path) -> None:
-    config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_head": 12,
-    }
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 12, "n_embd": 768, "n_head": 12}
     config |= {"vocab_size": 50257, "n_positions": 1024}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -235,9 +227,7 @@ def test_doctor_looks_at_everything_and_reports_each_with_a_verdict() -> None:
     assert findings["torch"]["verdict"] == findings["gloo"]["verdict"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"), [((3, 10, 9), "missing"), ((3, 11, 0), "ok"), ((3, 14, 0), "missing")]
-)
+@pytest.mark.parametrize(("version", "verdict"), [((3, 10, 9), "missing"), ((3, 11, 0), "ok"), ((3, 14, 0), "missing")])
 def test_doctor_judges_python(version: tuple[int, ...], verdict: str) -> None:
     assert doctor.check_python(version).verdict == verdict
 

@@ -11,14 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.layouts.fit import (
-    cheapest_change,
-    fewest_gpus,
-    largest_micro_batch,
-    longest_sequence,
-    setup,
-    size,
-)
+from lablib.calc.layouts.fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence, setup, size
 from lablib.calc.memory import SETTINGS, training_memory
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.cli.fit import SHOWN, command, fit
@@ -53,10 +46,7 @@ def test_a_run_that_does_not_fit_says_what_makes_it_fit() -> None:
     have = setup("llama-3-70b", gpu="h100", gpus=16)
     changes = cheapest_change(have)
     times = f"{have.memory / have.budget:.3g} times its budget"
-    assert (
-        f"It does not fit: a GPU needs {size(have.memory)}, {times}. {len(changes)} changes make it fit"
-        in flat
-    )
+    assert f"It does not fit: a GPU needs {size(have.memory)}, {times}. {len(changes)} changes make it fit" in flat
     assert "8,192 tokens a sequence (the model's longest: --seq was not given)" in flat
     for change in changes:
         assert f"{change.kind}: {change}, " in flat
@@ -91,11 +81,7 @@ def test_output_is_plain_and_fits_80_columns(args) -> None:
 def test_json_has_the_numbers_of_the_python_api() -> None:
     data = json.loads(rung(*RUN, "--json")[1])
     have = setup("llama-3-70b", gpu="h100", gpus=16)
-    assert (data["memory"], data["budget"], data["left"]) == (
-        have.memory,
-        have.budget,
-        have.budget - have.memory,
-    )
+    assert (data["memory"], data["budget"], data["left"]) == (have.memory, have.budget, have.budget - have.memory)
     assert data["fits"] is False
     changes = cheapest_change(have)
     assert [row["settings"] for row in data["changes"]] == [change.settings for change in changes]
@@ -133,13 +119,7 @@ def test_the_command_it_prints_shows_the_same_bytes() -> None:
 
 def test_the_command_says_all_that_is_not_the_default() -> None:
     have = setup(
-        "llama-3-8b",
-        gpu="h100",
-        tp=4,
-        sequence_parallel=True,
-        pp=2,
-        layers_per_stage=[15, 17],
-        recipe="pure-bf16",
+        "llama-3-8b", gpu="h100", tp=4, sequence_parallel=True, pp=2, layers_per_stage=[15, 17], recipe="pure-bf16"
     )
     assert command(have, "a folder/config.json") == (
         "rung memory 'a folder/config.json' --recipe pure-bf16 --seq 8192 --tp 4 --sequence-parallel --pp 2 "
@@ -167,10 +147,7 @@ def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
         (["fit", "no/config.json", "--gpu", "h100"], "cannot read no"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--nic", "fast"], "unknown link 'fast'"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--step", "slow"], "unknown step 'slow'"),
-        (
-            ["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"],
-            "ep=8 does not divide dp * cp=4",
-        ),
+        (["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"], "ep=8 does not divide dp * cp=4"),
         (["memory", "gpt2", "--step", "slow"], "unknown step 'slow'"),
         (["memory", "gpt2", "--at", ""], "unknown moment ''"),
         (["memory", "gpt2", "--at", "all", "--explain"], "--explain is about one moment"),
@@ -207,9 +184,7 @@ TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_siz
 def test_a_folder_hides_no_preset_unless_it_holds_a_config(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
-    assert (
-        rung("memory", "gpt2", "--json")[1] == json.dumps(training_memory("gpt2").as_dict(), indent=1) + "\n"
-    )
+    assert rung("memory", "gpt2", "--json")[1] == json.dumps(training_memory("gpt2").as_dict(), indent=1) + "\n"
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY))
     assert json.loads(rung("memory", "gpt2", "--json")[1])["seq"] == 16
     assert command(setup(tmp_path / "gpt2", gpu="t4"), "-x.json") == "rung memory ./-x.json --seq 16"

@@ -43,13 +43,7 @@ def test_constraints_hold() -> None:
     assert {(row["tp"], row["zero"], row["recompute"]) for row in rows} == {(4, 1, "full")}
     _, out, _ = rung(*RUN, "--no-sequence-parallel", "--attention", "plain", "--nic", "100gbe", "--json")
     other = plan(
-        "llama-3-8b",
-        gpus=16,
-        seq=8192,
-        global_batch=64,
-        sequence_parallel=False,
-        attention="plain",
-        nic="100gbe",
+        "llama-3-8b", gpus=16, seq=8192, global_batch=64, sequence_parallel=False, attention="plain", nic="100gbe"
     )
     assert json.loads(out)["layouts"][0]["step_seconds"] == other.best.step
     _, out, _ = rung(*RUN, "--nic", "12.5 GB/s", "--json")

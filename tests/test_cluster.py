@@ -150,10 +150,7 @@ def job(rates: list[str]) -> dict:
         if dist.get_rank() == 0:
             throttle(rate)
         dist.barrier()
-        for name, call in (
-            ("flat", ring_all_reduce),
-            ("levels", lambda x: hierarchical_all_reduce(x, groups)),
-        ):
+        for name, call in (("flat", ring_all_reduce), ("levels", lambda x: hierarchical_all_reduce(x, groups))):
             x = torch.full((2**17,), float(dist.get_rank()))
             dist.barrier()
             before, start = card_bytes(), time.perf_counter()
@@ -291,9 +288,7 @@ def _names() -> list[str]:
 @needs_hosts
 def test_delay_or_the_reason_why_not() -> None:
     if not _has_netem():
-        with pytest.raises(
-            Refused, match=r"^this kernel has no netem, which delays packets; leave delay out$"
-        ):
+        with pytest.raises(Refused, match=r"^this kernel has no netem, which delays packets; leave delay out$"):
             Cluster(2, delay=0.02)
         return
     with Cluster(2, delay=0.02) as cluster:
@@ -324,9 +319,7 @@ def test_one_sentence_where_there_can_be_no_cluster(monkeypatch: pytest.MonkeyPa
         with pytest.raises(Refused, match=r"unshare, nsenter.* is not installed"):
             Cluster(2)
     for tool in _cluster_network.TOOLS:
-        (tmp_path / tool).write_text(
-            "#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n"
-        )
+        (tmp_path / tool).write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     why_not.cache_clear()

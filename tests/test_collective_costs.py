@@ -110,9 +110,7 @@ def test_every_number_arrives_once(n: int, numel: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_all_to_all_sends_each_piece_once(n: int) -> None:
-    sent = Counter(
-        (s.source, s.target) for sends in algorithm_rounds("pairwise_all_to_all", 3 * n, n) for s in sends
-    )
+    sent = Counter((s.source, s.target) for sends in algorithm_rounds("pairwise_all_to_all", 3 * n, n) for s in sends)
     assert sent == Counter(itertools.permutations(range(n), 2))
     for sends in algorithm_rounds("pairwise_all_to_all", 3 * n, n):
         assert len({s.target for s in sends}) == n  # nobody gets two messages at once
@@ -165,13 +163,9 @@ def test_crossover(n: int, link: dict) -> None:
     size = crossover(short, long, n, **link)
     if n > 4:  # at 3 and 4 the ring has as few rounds as folding, or a few more
         assert size > 0
-        assert collective_time(short, size, n, **link) == pytest.approx(
-            collective_time(long, size, n, **link)
-        )
+        assert collective_time(short, size, n, **link) == pytest.approx(collective_time(long, size, n, **link))
     for factor in (0.5, 2):
-        faster = collective_time(long, size * factor, n, **link) < collective_time(
-            short, size * factor, n, **link
-        )
+        faster = collective_time(long, size * factor, n, **link) < collective_time(short, size * factor, n, **link)
         assert faster == (factor == 2 or size == 0) or size == 0
     assert crossover(long, long, n, **link) == 0
     assert crossover("ring_all_reduce", "naive_all_reduce", n, **link) is None
@@ -226,10 +220,7 @@ def test_a_cluster_of_equal_links_is_one_node(name: str, nodes: int, g: int, lin
 
 def _printed(collective: str, n: int, rows: list[tuple[int, float, float]], root: bool) -> str:
     """Lines in the program's own columns, from times alone."""
-    lines = [
-        "# nThread 1 nGpus 8 minBytes 8",
-        "#       size         count      type   redop    root     time",
-    ]
+    lines = ["# nThread 1 nGpus 8 minBytes 8", "#       size         count      type   redop    root     time"]
     factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1}.get(collective, (n - 1) / n)
     for size, *halves in rows:
         words = [str(size), str(size // 4), "float", *(["sum", "-1"] if root else [])]
@@ -244,16 +235,9 @@ def _printed(collective: str, n: int, rows: list[tuple[int, float, float]], root
 def test_printed_bandwidths_are_computed_from_size_and_time(collective: str, root: bool) -> None:
     text = _printed(collective, 8, [(2**20, 71.25, 70.5), (2**30, 4700.0, 4712.0)], root)
     runs = parse_nccl_tests(text)
-    assert [(run.size, run.in_place) for run in runs] == [
-        (2**20, False),
-        (2**20, True),
-        (2**30, False),
-        (2**30, True),
-    ]
+    assert [(run.size, run.in_place) for run in runs] == [(2**20, False), (2**20, True), (2**30, False), (2**30, True)]
     for run in runs:
-        for ours, printed in zip(
-            recomputed_bandwidths(run, collective, 8), (run.algbw, run.busbw), strict=True
-        ):
+        for ours, printed in zip(recomputed_bandwidths(run, collective, 8), (run.algbw, run.busbw), strict=True):
             assert ours == pytest.approx(printed, abs=0.005e9)  # two decimals of GB/s
         assert run.wrong == 0
 
@@ -308,10 +292,7 @@ def test_pieces_find_where_the_line_breaks() -> None:
         (lambda: algorithm_rounds("ring_all_reduce", 8, 0), "ranks=0"),
         (lambda: collective_time("ring_all_reduce", 8, 2, bandwidth=0), "bandwidth=0"),
         (lambda: _two_nodes(cards=0), "cards=0"),
-        (
-            lambda: _two_nodes(placement=(3, 2, 1, 0)).collective_time("hierarchical_all_reduce", 8),
-            "placement",
-        ),
+        (lambda: _two_nodes(placement=(3, 2, 1, 0)).collective_time("hierarchical_all_reduce", 8), "placement"),
         (lambda: fit_line([1, 1], [1, 2]), "two different sizes"),
         (lambda: fit_pieces([1, 2, 3], [1, 2, 3], 2), "pieces=2"),
     ],

@@ -28,11 +28,7 @@ ranks_ = st.integers(1, 4096)
 
 @pytest.mark.parametrize(
     ("ranks", "bandwidth", "printed"),
-    [
-        (8, 300e9, "2.04"),
-        (64, 200e9, "3.45"),
-        (64, 25e9, "27.6"),
-    ],  # NVLink 3; eight and one 200 Gb/s card a node
+    [(8, 300e9, "2.04"), (64, 200e9, "3.45"), (64, 25e9, "27.6")],  # NVLink 3; eight and one 200 Gb/s card a node
 )
 def test_gpt3_example(ranks: int, bandwidth: float, printed: str) -> None:
     """350 GB of 16-bit gradients over three links."""

@@ -153,9 +153,7 @@ def test_the_comparison_can_fail(four: list[Composition], seed: int) -> None:
 
 def test_traffic_by_hand() -> None:
     """2 layers of width 8 in 2 stages, tp=2, dp=2, 2 micro-batches of 1 window of 4 tokens, fp32: X is 128 bytes."""
-    config = tiny_config(
-        "llama", num_layers=2, hidden=8, num_heads=2, num_kv_heads=2, ffn=6, vocab=10, tied=False
-    )
+    config = tiny_config("llama", num_layers=2, hidden=8, num_heads=2, num_kv_heads=2, ffn=6, vocab=10, tied=False)
     job = Miniature(config=config, dp=2, tp=2, pp=2, micro_batches=2, batch=4, seq=4)
     assert job.stream_bytes == 128
     first, last = predicted_traffic(job, 0), predicted_traffic(job, 7)
@@ -198,7 +196,5 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         run_miniature(job, ("jax",))
     with pytest.raises(ValueError, match="only the toys take others"):
         run_miniature(replace(job, order="dp-tp-cp-ep-pp", sharded=True), ("torch",))
-    with pytest.raises(
-        ValueError, match="micro_batches=1 with pp=2: PyTorch's Schedule1F1B needs one for every"
-    ):
+    with pytest.raises(ValueError, match="micro_batches=1 with pp=2: PyTorch's Schedule1F1B needs one for every"):
         run_miniature(Miniature(config=config, pp=2), ("toys", "torch"))

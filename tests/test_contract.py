@@ -18,8 +18,7 @@ METADATA = {
 }
 #: Sections of a chapter that need no takeaway of their own.
 FURNITURE = re.compile(
-    r"notation|claims you will meet|problems|exercises|done when|reading guide|what('s| comes)? next|where to go",
-    re.I,
+    r"notation|claims you will meet|problems|exercises|done when|reading guide|what('s| comes)? next|where to go", re.I
 )
 
 
@@ -43,9 +42,7 @@ def _bullets(text):
 def _stems(text):
     """Return the first five letters of each longer word: enough to see `count` in `counted`."""
     words = set(re.findall(r"[a-z]{4,}", text.lower()))
-    return {
-        word[:5] for word in words - {"with", "what", "that", "from", "your", "have", "this", "which", "when"}
-    }
+    return {word[:5] for word in words - {"with", "what", "that", "from", "your", "have", "this", "which", "when"}}
 
 
 def _last_call(source):
@@ -232,9 +229,7 @@ BROKEN_LABS = {
     "tagged parameters": lambda nb: _cell(nb, "parameters")["metadata"].clear(),
     "there is one H1": _edit("## Summary", "## Summary", "# Summary"),
     "three to five": _edit("After this lab", "- ", ""),
-    "mirror the promises": _edit(
-        "You can now", "- compare a prediction with its measurement", "- look at things"
-    ),
+    "mirror the promises": _edit("You can now", "- compare a prediction with its measurement", "- look at things"),
     "how many minutes": _edit("**Minutes:**", "10", "few"),
     "what hardware": _edit("**Minutes:**", "Hardware", "Needs"),
     "what's next": _edit("What's next", "What's next", "The end"),

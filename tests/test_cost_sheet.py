@@ -40,9 +40,7 @@ def test_the_sheet_bills_the_labs_with_a_cell_that_uses_cuda_and_no_others():
     for path in labs.glob("[0-9][0-9]_*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]
-        if any(
-            "gpu" in cell["metadata"].get("tags", []) or "cuda" in "".join(cell["source"]) for cell in code
-        ):
+        if any("gpu" in cell["metadata"].get("tags", []) or "cuda" in "".join(cell["source"]) for cell in code):
             uses.add(path.name[:2])
     assert uses == {budget.lab for budget in LABS}
 

@@ -46,16 +46,12 @@ def test_the_way_home_is_printed_as_it_is(page):
 
 @pytest.mark.parametrize("page", ["README.md", "book/how_to_use.md"])
 def test_pages_without_code_have_the_minutes_that_rung_cost_computes(page):
-    said = re.findall(
-        r"(\d+) minutes(?= for all of it)?, setting up included|(\d+) minutes for all of it", _text(page)
-    )
+    said = re.findall(r"(\d+) minutes(?= for all of it)?, setting up included|(\d+) minutes for all of it", _text(page))
     assert {int(a or b) for a, b in said} == {rented_minutes()}
 
 
 def test_the_hours_of_the_tables_are_those_of_the_plan():
-    rows = re.findall(
-        r"(?m)^\| (\d\d) [^|]*\| (\d+) min \| (\d+) min \| ([^|]*) \|$", _text("book/how_to_use.md")
-    )
+    rows = re.findall(r"(?m)^\| (\d\d) [^|]*\| (\d+) min \| (\d+) min \| ([^|]*) \|$", _text("book/how_to_use.md"))
     assert {rung: (int(a), int(b)) for rung, a, b, _ in rows} == MINUTES
     assert all(hours(study_minutes(rung)) == total for rung, _, _, total in rows)
     readme = re.findall(r"(?m)^\| \[(\d\d) [^|]*\|[^|]*\| (\d+) min \| (\d+) min \|", _text("README.md"))

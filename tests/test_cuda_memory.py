@@ -200,10 +200,7 @@ def test_a_case_of_several_ranks_and_a_machine_without_gpus_are_refused() -> Non
     with pytest.raises(ValueError, match="no GPU here"):
         counters_of("cuda")
     result = CliRunner().invoke(app, ["memory-table", "--gpu"])
-    assert (result.exit_code, result.output) == (
-        2,
-        "rung: no GPU here, and this measures the memory of one\n",
-    )
+    assert (result.exit_code, result.output) == (2, "rung: no GPU here, and this measures the memory of one\n")
     result = CliRunner().invoke(app, ["memory-table", "--gpu", "--few"])
     assert (result.exit_code, result.output.count("\n")) == (2, 1)
 
@@ -283,9 +280,7 @@ def test_the_page_says_that_nothing_is_recorded_or_what_the_record_says(house, c
 def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
     asked, freed = [], []
     stats = {"requested_bytes.all.current": 9}
-    stats |= {
-        f"{name}_bytes.all.peak": size for size, name in enumerate(("requested", "allocated", "reserved"))
-    }
+    stats |= {f"{name}_bytes.all.peak": size for size, name in enumerate(("requested", "allocated", "reserved"))}
     backends = iter(["native", "cudaMallocAsync"])
     of_memory = {
         "get_allocator_backend": lambda: next(backends),

@@ -36,9 +36,7 @@ def play(seed: int, *, before: int = 30, events: int = 70, **how) -> tuple[Simul
             device.free(draw.choice(device.live()))
         held: dict[str, int] = {}
         for address in device.live():
-            held[lines.get(address)] = (
-                held.get(lines.get(address), 0) + device.blocks[address]["requested_size"]
-            )
+            held[lines.get(address)] = held.get(lines.get(address), 0) + device.blocks[address]["requested_size"]
         instants.append((len(device.trace), dict(device.now), held))
     return device, instants[before:]
 

@@ -50,9 +50,7 @@ class Awkward(nn.Module):
         self.sometimes = nn.Linear(width, width)
         self.never = nn.Linear(width, 3)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.turned = nn.Parameter(
-            torch.randn(width, hidden).t() / hidden
-        )  # not contiguous, nor its gradient
+        self.turned = nn.Parameter(torch.randn(width, hidden).t() / hidden)  # not contiguous, nor its gradient
         self.scale = nn.Parameter(torch.tensor(0.5))  # no dimension
         self.nothing = nn.Parameter(torch.zeros(0, 3))  # no element
         self.head = nn.Linear(width, self.vocab, bias=False)
@@ -76,9 +74,7 @@ def wrap(cls: type, module: nn.Module, *, find_unused: bool = False) -> nn.Modul
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-8, weight_decay=0.1
-    )
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-8, weight_decay=0.1)
 
 
 def distance(a: nn.Module, b: nn.Module) -> float:
@@ -486,16 +482,12 @@ def odd_replicas() -> None:
         "another shape": nn.Linear(2, 2 + rank),
         "another number": nn.Sequential(*[nn.Linear(2, 2) for _ in range(2 - rank)]),
         "another dtype": nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32),
-        "another layout": nn.Conv2d(2, 2, 2).to(
-            memory_format=torch.channels_last if rank else torch.contiguous_format
-        ),
+        "another layout": nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last if rank else torch.contiguous_format),
         "frozen on one": nn.Linear(2, 2).requires_grad_(rank == 0),
     }
     for module in other.values():
         for cls in CLASSES:
-            with pytest.raises(
-                ValueError, match=r"rank 1 of the group has another module than rank 0, first.*"
-            ):
+            with pytest.raises(ValueError, match=r"rank 1 of the group has another module than rank 0, first.*"):
                 cls(module)
 
 

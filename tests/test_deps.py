@@ -169,9 +169,7 @@ def test_python_versions_agree_everywhere():
     assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows_install_nothing_by_themselves(path):
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]

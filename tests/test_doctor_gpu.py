@@ -88,9 +88,7 @@ def test_pcie_rates_are_those_of_the_table():
 
     for generation in (3, 4, 5):
         # The table has them rounded to a part of a GB/s.
-        assert smi.pcie_bandwidth(generation, 16) == pytest.approx(
-            link(f"pcie{generation}-x16").bandwidth, rel=2e-3
-        )
+        assert smi.pcie_bandwidth(generation, 16) == pytest.approx(link(f"pcie{generation}-x16").bandwidth, rel=2e-3)
     assert smi.pcie_bandwidth(1, 4) == 1e9
     with pytest.raises(ValueError, match="generation 9"):
         smi.pcie_bandwidth(9, 16)
@@ -176,9 +174,7 @@ def test_without_a_gpu_one_sentence_says_so_and_the_rest_is_measured(tmp_path, m
 
 
 def test_the_command_measures_only_when_asked(monkeypatch):
-    monkeypatch.setattr(
-        doctor, "examine_gpu", lambda folder: [doctor.Finding("GPU", "limited", "x " * 60, "y " * 60)]
-    )
+    monkeypatch.setattr(doctor, "examine_gpu", lambda folder: [doctor.Finding("GPU", "limited", "x " * 60, "y " * 60)])
     out = CliRunner().invoke(app, ["doctor", "--gpu"]).output
     assert "GPU           limited  x x" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -245,13 +241,7 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     assert found["GPU 1 load"].verdict == "ok"
 
 
-FINE = {
-    "capabilities": [(9, 0)] * 2,
-    "memory": 80 * 2**30,
-    "compiles": True,
-    "talks": True,
-    "no_float8": None,
-}
+FINE = {"capabilities": [(9, 0)] * 2, "memory": 80 * 2**30, "compiles": True, "talks": True, "no_float8": None}
 
 
 @pytest.mark.parametrize(
@@ -294,10 +284,7 @@ def test_a_measurement_that_fails_is_a_finding_and_not_the_end():
         raise RuntimeError("\nCUDA error: peer access is not supported\nmore")
 
     finding = doctor.tried("NCCL links", broken)
-    assert (finding.verdict, finding.detail) == (
-        "missing",
-        "failed: CUDA error: peer access is not supported",
-    )
+    assert (finding.verdict, finding.detail) == ("missing", "failed: CUDA error: peer access is not supported")
 
 
 def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):

@@ -100,9 +100,7 @@ def test_the_page_computes_without_torch():
     assert all(name.startswith("lablib.calc.") or name in sys.stdlib_module_names for name in modules)
 
 
-@pytest.mark.parametrize(
-    ("table", "claims"), [(MEMORY, CLAIMS), (PAPERS, MISPRINTS)], ids=["claims", "papers"]
-)
+@pytest.mark.parametrize(("table", "claims"), [(MEMORY, CLAIMS), (PAPERS, MISPRINTS)], ids=["claims", "papers"])
 def test_every_claim_has_its_row_and_the_row_its_numbers(table, claims, names):
     for claim, numbers in claims.items():
         found = [cells for cells in table if claim in cells[0]]

@@ -132,13 +132,7 @@ def test_megatron_runs_llama_3s_layout() -> None:
         "pipeline-model-parallel-size": "16",
         "context-parallel-size": "1",
     }
-    for switch in (
-        "sequence-parallel",
-        "use-distributed-optimizer",
-        "swiglu",
-        "group-query-attention",
-        "bf16",
-    ):
+    for switch in ("sequence-parallel", "use-distributed-optimizer", "swiglu", "group-query-attention", "bf16"):
         assert found[switch] == ""
     # 126 layers and the two ends over 16 x 8 chunks: one layer each.
     assert found["num-virtual-stages-per-pipeline-rank"] == "8"
@@ -172,10 +166,7 @@ def test_published_layouts_run_in_both_frameworks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "strategy"),
-    [
-        (Layout(dp=8, zero=2), "optim_grads"),
-        (Layout(dp=8, zero=3, recompute="selective"), "optim_grads_params"),
-    ],
+    [(Layout(dp=8, zero=2), "optim_grads"), (Layout(dp=8, zero=3, recompute="selective"), "optim_grads_params")],
 )
 def test_megatrons_own_fsdp(layout: Layout, strategy: str) -> None:
     found = options(megatron_arguments(export_job("llama-3-8b", layout, seq=8192, global_batch=64)))
@@ -241,10 +232,7 @@ def test_accelerate_reads_its_file(layout: Layout, kind: str, tmp_path: Path) ->
     if kind == "FSDP":
         assert read.fsdp_config["fsdp_reshard_after_forward"] is (layout.zero == 3)
         assert read.fsdp_config["fsdp_activation_checkpointing"] is (layout.recompute == "full")
-    sizes = {
-        name.removeprefix("parallelism_config_"): size
-        for name, size in (read.parallelism_config or {}).items()
-    }
+    sizes = {name.removeprefix("parallelism_config_"): size for name, size in (read.parallelism_config or {}).items()}
     if sizes:
         assert ParallelismConfig(**sizes).total_size == 16
 
@@ -276,8 +264,6 @@ def test_every_exporter_is_behind_the_door() -> None:
     ("framework", "model", "layout", "more", "message"),
     [("megatron", "llama-3-8b", {"dp": 8, "schedule": "gpipe"}, {}, "schedule='gpipe' does not exist"), ("megatron", "gemma-2-9b", {"dp": 8}, {}, "four norms"), ("torchtitan", "llama-3-8b", {"dp": 8}, {"dtype": "fp16"}, "trains in bf16"), ("accelerate", "llama-3-8b", {"dp": 4, "pp": 2}, {}, "pp=2: Accelerate has no such parallelism"), ("accelerate", "llama-3-8b", {"dp": 4, "tp": 2}, {}, "tp=2, cp=1 with zero=0"), ("accelerate", "llama-3-8b", {"dp": 8, "recompute": "full"}, {}, "only FSDP has a key"), ("deepspeed", "llama-3-8b", {"dp": 3}, {}, "dp x micro_batch=3 does not divide global_batch=64"), ("deepspeed", "llama-3-8b", {"dp": 8}, {"dtype": "fp8"}, "dtype='fp8' must be"),],
 )  # fmt: skip
-def test_what_a_framework_lacks_is_said(
-    framework: str, model: str, layout: dict, more: dict, message: str
-) -> None:
+def test_what_a_framework_lacks_is_said(framework: str, model: str, layout: dict, more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         export_layout(export_job(model, Layout(**layout), seq=8192, global_batch=64, **more), framework)

@@ -86,9 +86,7 @@ def test_young_is_the_smallest_first_order_share():
     assert best == math.sqrt(2 * 7 * 5000)
     share = lost_share(best, cost=cost, mtbf=mtbf)
     assert share == pytest.approx(math.sqrt(2 * cost / mtbf))
-    assert (
-        lost_share(0.8 * best, cost=cost, mtbf=mtbf) > share < lost_share(1.25 * best, cost=cost, mtbf=mtbf)
-    )
+    assert lost_share(0.8 * best, cost=cost, mtbf=mtbf) > share < lost_share(1.25 * best, cost=cost, mtbf=mtbf)
 
 
 def test_a_failure_by_hand():

@@ -42,15 +42,7 @@ SEQ = 12
 
 
 def config(folder: str, **more: Any) -> TrainConfig:
-    usual = {
-        "model": "",
-        "steps": 4,
-        "global_batch": 8,
-        "seq": SEQ,
-        "lr": 1e-2,
-        "eps": 1e-2,
-        "precision": "fp32",
-    }
+    usual = {"model": "", "steps": 4, "global_batch": 8, "seq": SEQ, "lr": 1e-2, "eps": 1e-2, "precision": "fp32"}
     return TrainConfig(folder=folder, **usual | more)
 
 
@@ -236,8 +228,7 @@ def test_adapters_are_saved_loaded_and_merged(runs: dict, pretrained: Path, tmp_
     loaded = load_adapters(Qwen2ForCausalLM.from_pretrained(pretrained), folder)
     for rank in runs[2]:
         assert torch.equal(
-            loaded.state_dict()["model.layers.1.mlp.up_proj.lora_B"],
-            rank["state"]["model.layers.1.mlp.up_proj.lora_B"],
+            loaded.state_dict()["model.layers.1.mlp.up_proj.lora_B"], rank["state"]["model.layers.1.mlp.up_proj.lora_B"]
         )
         assert torch.allclose(loaded(input_ids=inputs_BS).logits, rank["logits"], atol=1e-5)
     wide = loaded.double()
@@ -268,9 +259,7 @@ def test_the_files_have_the_names_of_peft(runs: dict) -> None:
 
 # peft asks for it, not the course
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_peft_reads_what_we_write_and_we_read_what_it_writes(
-    runs: dict, pretrained: Path, tmp_path: Path
-) -> None:
+def test_peft_reads_what_we_write_and_we_read_what_it_writes(runs: dict, pretrained: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft, the extra peft, is not installed")
     ids, folder = torch.arange(10)[None], runs["folder"] / "adapters-2"
     theirs = peft.PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(pretrained), folder)
@@ -313,9 +302,7 @@ def test_each_rank_reads_its_rows(runs: dict, tmp_path: Path) -> None:
     assert all(torch.equal(v, reference.state_dict()[n]) for n, v in whole.state_dict().items())
 
     other = tiny_qwen2(tmp_path, tied=True)
-    with pytest.raises(
-        ValueError, match=r"embed_tokens\.weight is \(256, 40\) there and \(256, 32\) in the model"
-    ):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is \(256, 40\) there and \(256, 32\) in the model"):
         load_pretrained(meta_qwen(str(other)), folder)
     state = load_file(other / "model.safetensors")
     del state["model.norm.weight"]

@@ -109,18 +109,12 @@ def test_the_small_case_by_hand():
 )
 def test_the_papers_closed_forms(layers, h, heads, batch):
     config, s, vocab = gpt(layers, h, heads), 2048, 51200
-    none, selective, full = (
-        step_flops(config, batch=batch, seq=s, recompute=r) for r in ("none", "selective", "full")
-    )
+    none, selective, full = (step_flops(config, batch=batch, seq=s, recompute=r) for r in ("none", "selective", "full"))
     base = batch * s * layers * h**2
     # Exact integers on the left; the right side is floating point.
     assert none.model == pytest.approx(72 * base * (1 + s / (6 * h) + vocab / (12 * h * layers)), rel=1e-12)
-    assert selective.hardware == pytest.approx(
-        72 * base * (1 + s / (3 * h) + vocab / (12 * h * layers)), rel=1e-12
-    )
-    assert full.hardware == pytest.approx(
-        96 * base * (1 + s / (6 * h) + vocab / (16 * h * layers)), rel=1e-12
-    )
+    assert selective.hardware == pytest.approx(72 * base * (1 + s / (3 * h) + vocab / (12 * h * layers)), rel=1e-12)
+    assert full.hardware == pytest.approx(96 * base * (1 + s / (6 * h) + vocab / (16 * h * layers)), rel=1e-12)
     once = step_flops(config, batch=batch, seq=s, recompute="selective", selective_passes=1)
     assert once.recompute == 4 * batch * s**2 * h * layers
 
@@ -138,12 +132,9 @@ NARAYANAN = [
 
 
 @pytest.mark.parametrize(
-    ("billions", "heads", "h", "layers", "gpus", "batch", "teraflops", "percent", "petaflops", "mfu_percent"),
-    NARAYANAN,
+    ("billions", "heads", "h", "layers", "gpus", "batch", "teraflops", "percent", "petaflops", "mfu_percent"), NARAYANAN
 )
-def test_narayanan_table_1(
-    billions, heads, h, layers, gpus, batch, teraflops, percent, petaflops, mfu_percent
-):
+def test_narayanan_table_1(billions, heads, h, layers, gpus, batch, teraflops, percent, petaflops, mfu_percent):
     config = gpt(layers, h, heads)
     # Printed with one decimal; 1.652 is printed as 1.7.
     assert count_params(config).total / 1e9 == pytest.approx(billions, abs=0.05)
@@ -219,15 +210,12 @@ def test_narayanan_table_2(shape, batch, gpus, teraflops, days):
     step = step_flops(gpt(*shape), batch=batch, seq=2048, recompute="full")
     steps = 300e9 / (batch * 2048)
     # Whole days, from TFLOP/s in whole numbers: 48 is 47.5 to 48.5, one percent. Half a day and one percent.
-    assert steps * step.hardware / (gpus * teraflops * 1e12) / DAY == pytest.approx(
-        days, abs=0.5 + 0.011 * days
-    )
+    assert steps * step.hardware / (gpus * teraflops * 1e12) / DAY == pytest.approx(days, abs=0.5 + 0.011 * days)
 
 
 # Hoffmann et al. 2022, table 3: parameters, FLOPs, tokens.
 @pytest.mark.parametrize(
-    ("params", "budget", "tokens"),
-    [(400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9)],
+    ("params", "budget", "tokens"), [(400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9)]
 )
 def test_chinchilla_table_3(params, budget, tokens):
     assert scaling_laws.training_flops(params, tokens) == pytest.approx(budget, rel=0.01)
@@ -249,10 +237,7 @@ def test_deepseek_v3_cost():
     ("call", "message"),
     [
         (lambda: step_flops(preset("gpt2"), batch=0, seq=8), "batch=0 must be"),
-        (
-            lambda: step_flops(preset("gpt2"), batch=1, seq=2048),
-            "seq=2048 is longer than the 1024 learned positions",
-        ),
+        (lambda: step_flops(preset("gpt2"), batch=1, seq=2048), "seq=2048 is longer than the 1024 learned positions"),
         (lambda: mfu(1e15, seconds=0, peak=1e12), "seconds=0 must be"),
         (lambda: mfu(1e15, seconds=1, peak=float("nan")), "peak=nan must be"),
         (lambda: scaling_laws.training_flops(7e9, 1e9, recompute="selective"), "'none' or 'full'"),

@@ -149,12 +149,7 @@ def test_bad_input() -> None:
 
 def test_claim_a100_has_no_fp8() -> None:
     assert not support("a100").fp8_formats
-    assert {row.card for row in support_table() if "mxfp8" in row.formats} == {
-        "b200",
-        "gb200",
-        "b300",
-        "rtx-5090",
-    }
+    assert {row.card for row in support_table() if "mxfp8" in row.formats} == {"b200", "gb200", "b300", "rtx-5090"}
     assert support("mi300x").fp8_formats == ("e4m3fnuz", "e5m2fnuz")
     assert "bf16" not in support("t4").formats
     # Where the hardware table has a rate, the card has the format.

@@ -14,13 +14,7 @@ from lablib.calc.precision.fp8 import BLOCKS
 from lablib.calc.torch_versions import torch_facts
 from lablib.launch.precision import fp8 as float8
 from lablib.launch.precision import rounding_noise
-from lablib.launch.precision.fp8 import (
-    delayed_scaling_run,
-    error_table,
-    fp8_error,
-    trained_tensors,
-    with_outlier,
-)
+from lablib.launch.precision.fp8 import delayed_scaling_run, error_table, fp8_error, trained_tensors, with_outlier
 from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, fp8, quantize, swap_linears
 from lablib.toys.precision.fp8 import Fp8Linear
 from lablib.toys.transformer import Transformer, tiny_config
@@ -116,21 +110,14 @@ def test_linear_backward_is_its_three_matmuls(recipe: str) -> None:
     how, flat, g_MN = layer.recipe, x.detach().flatten(0, 1), g.flatten(0, 1)
 
     def product(a, b, scalings, dtypes):
-        return (
-            quantize(a, scalings[0], dtypes[0]).dequantize()
-            @ quantize(b, scalings[1], dtypes[1]).dequantize().T
-        )
+        return quantize(a, scalings[0], dtypes[0]).dequantize() @ quantize(b, scalings[1], dtypes[1]).dequantize().T
 
     weight = layer.weight.detach()
     forward = product(flat, weight, (how.activations, how.weights), (how.dtype, how.dtype)) + layer.bias
     torch.testing.assert_close(out.flatten(0, 1), forward)
     backward = (how.gradient_dtype, how.dtype)
-    torch.testing.assert_close(
-        x.grad.flatten(0, 1), product(g_MN, weight.T, (how.activations, how.weights), backward)
-    )
-    torch.testing.assert_close(
-        layer.weight.grad, product(g_MN.T, flat.T, (how.activations, how.activations), backward)
-    )
+    torch.testing.assert_close(x.grad.flatten(0, 1), product(g_MN, weight.T, (how.activations, how.weights), backward))
+    torch.testing.assert_close(layer.weight.grad, product(g_MN.T, flat.T, (how.activations, how.activations), backward))
     torch.testing.assert_close(layer.bias.grad, g_MN.sum(0))
     # And near the exact ones: each factor has the noise of E4M3 or E5M2, which random signs do not add up.
     exact = g_MN.T @ flat

@@ -47,10 +47,7 @@ ON_TWO: dict[str, dict] = {
     "none": {"wrap": "none"},
     "block": {"wrap": "block"},
     "linear": {"wrap": "linear"},
-    "nested, clip": {
-        "wrap": lambda name, module: name in ("blocks.1", "blocks.1.mlp", "blocks.2"),
-        "clip": True,
-    },
+    "nested, clip": {"wrap": lambda name, module: name in ("blocks.1", "blocks.1.mlp", "blocks.2"), "clip": True},
     "zero-2": {"reshard_after_forward": False},
     "all, prefetch": {"root_reshard": True, "prefetch": 2},
     "recompute, accumulate": {"recompute": True, "micro_batches": 2},
@@ -71,12 +68,7 @@ def build(seed: int) -> Transformer:
     sizes = random.Random(seed)
     hidden = 6 * sizes.randrange(2, 5)
     config = tiny_config(
-        "gpt2",
-        num_layers=3,
-        hidden=hidden,
-        num_heads=3,
-        ffn=sizes.randrange(21, 60, 2),
-        vocab=sizes.randrange(31, 60),
+        "gpt2", num_layers=3, hidden=hidden, num_heads=3, ffn=sizes.randrange(21, 60, 2), vocab=sizes.randrange(31, 60)
     )
     torch.manual_seed(seed)
     return Transformer(config).double()
@@ -218,14 +210,7 @@ def test_sends_what_the_calculator_says(runs: tuple[int, dict], variant: str) ->
 
 def hf(name: str) -> nn.Module:
     """A tiny model of Hugging Face's; imported here, since most ranks need none."""
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 36, "num_key_value_heads": 1}
@@ -425,11 +410,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(others: list[dict]) -> None:
     assert seen["kept"] == {torch.float32}
     assert seen["bytes"][0] == seen["bytes"][1]
     assert seen["policy"] == 2  # without reduce_dtype gradients are reduced in param_dtype
-    for says in (
-        "2 cpu ranks share every parameter",
-        "gathered and computed in bfloat16",
-        "blocks.0 ... blocks.1, 2",
-    ):
+    for says in ("2 cpu ranks share every parameter", "gathered and computed in bfloat16", "blocks.0 ... blocks.1, 2"):
         assert says in seen["text"]
 
 

@@ -116,10 +116,7 @@ def test_timeline_ends_empty_and_nests() -> None:
     ("arguments", "says"),
     [
         (([], 2), "no units"),
-        (
-            ([8, 8], 4, {"reshard": 3}),
-            r"reshard=3 must divide shards=4 and be neither 1 nor 4; use True, False or 2",
-        ),
+        (([8, 8], 4, {"reshard": 3}), r"reshard=3 must divide shards=4 and be neither 1 nor 4; use True, False or 2"),
         (([8], 2, {"keep_gathered": True}), "keep_gathered=True belongs to no_sync"),
         (([Unit(name="a", shapes=((),))], 2), "needs at least one dim"),
     ],

@@ -10,15 +10,7 @@ from typer.testing import CliRunner
 
 from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks import graduation
-from lablib.checks.graduation import (
-    GOALS,
-    REQUIREMENTS,
-    Requirement,
-    answer_source,
-    examine,
-    is_untouched,
-    unmet,
-)
+from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, answer_source, examine, is_untouched, unmet
 from lablib.cli.main import app
 from lablib.launch.runs import gpu_report, where_of
 
@@ -109,9 +101,7 @@ def test_each_answer_has_its_own_fate(tmp_path):
     work = tmp_path / "work"
     solution = (ROOT / "labs" / "solutions" / "rung05.py").read_text(encoding="utf-8")
     _notebook(
-        work / "05_zero.ipynb",
-        solution,
-        "END = __import__('os')._exit(7)\n\ndef state_bytes(*_):\n    return END",
+        work / "05_zero.ipynb", solution, "END = __import__('os')._exit(7)\n\ndef state_bytes(*_):\n    return END"
     )
     _notebook(work / "05_zero.new.ipynb", "def zero_tradeoffs():\n    return 1")
     _notebook(work / "03_tensor_parallelism.ipynb", "def split_qkv(*_):\n    while True:\n        pass")
@@ -211,9 +201,7 @@ def test_rung_11_is_passed_on_cpu_ranks_until_a_report_says_more(tmp_path, monke
 
 def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch):
     def examined(status):
-        return lambda work, **_: iter(
-            [graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks]
-        )
+        return lambda work, **_: iter([graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks])
 
     monkeypatch.setattr(graduation, "gpu_report", lambda: tmp_path)
     monkeypatch.setattr(graduation, "examine", examined("passed"))

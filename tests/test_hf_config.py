@@ -81,9 +81,7 @@ def test_what_transformers_writes_into_a_folder_reads_back(model_type, tmp_path)
     truth = parameters(config)
     assert count_params(from_hf(tmp_path)).total == truth
     assert count_params(from_hf(str(tmp_path / "config.json"))).total == truth
-    assert from_hf(config.to_dict()) == from_hf(SMALL[model_type] | {"model_type": model_type}), (
-        "every default"
-    )
+    assert from_hf(config.to_dict()) == from_hf(SMALL[model_type] | {"model_type": model_type}), "every default"
     # The other head or another size would be seen.
     other = written(model_type, vocab_size=98)
     assert count_params(from_hf(other.to_dict())).total == parameters(other) != truth
@@ -104,10 +102,7 @@ def test_a_strange_size_is_named_or_means_what_transformers_means(model_type, fi
 
 
 def test_missing_sizes_are_not_made_up() -> None:
-    derived = {
-        "gpt2": {"n_inner"},
-        "llama": {"num_key_value_heads"},
-    }
+    derived = {"gpt2": {"n_inner"}, "llama": {"num_key_value_heads"}}
     for model_type, sizes in SMALL.items():
         for field in sizes:
             if field in NO_SIZE:
@@ -132,24 +127,7 @@ def test_a_strange_flag_is_named(model_type) -> None:
 @pytest.mark.parametrize("model_type", SMALL)
 def test_no_value_in_any_field_does_anything_but_a_sentence(model_type) -> None:
     fields = written(model_type).to_dict() | {"architectures": None, "text_config": None, "auto_map": None}
-    values = (
-        None,
-        True,
-        False,
-        0,
-        -3,
-        7,
-        10**30,
-        0.5,
-        float("nan"),
-        "",
-        "x",
-        [],
-        [None],
-        [0, 1],
-        {},
-        {"a": 1},
-    )
+    values = (None, True, False, 0, -3, 7, 10**30, 0.5, float("nan"), "", "x", [], [None], [0, 1], {}, {"a": 1})
     for field in fields:
         for value in values:
             found = read(fields | {field: value})
@@ -163,11 +141,7 @@ def test_fields_that_change_no_size_are_passed_over() -> None:
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 5e5},
         {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
         {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8_e4m3fn"},
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "auto_map": {"AutoModel": "a.b"},
-            "transformers_version": "9",
-        },
+        {"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoModel": "a.b"}, "transformers_version": "9"},
         {"architectures": ["LlamaModel"], "_name_or_path": 7, "hidden_act": "gelu", "pretraining_tp": 2},
     ):
         assert from_hf(plain | more) == from_hf(plain), more

@@ -72,9 +72,7 @@ def house(tmp_path, monkeypatch):
     # Only a test that failed half-way leaves any. They are in sessions of their own, and known by their environment.
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("LABLIB_EXPERIMENTS") == str(
-                tmp_path / "mine"
-            ):
+            if process.pid != os.getpid() and process.environ().get("LABLIB_EXPERIMENTS") == str(tmp_path / "mine"):
                 process.kill()
 
 
@@ -151,9 +149,7 @@ def test_a_lab_for_gpus_runs_its_gpu_section_alone_where_there_are_some(house, m
     assert parameters({}, [0, 1]) == [{"only_gpu": True}, {}]
     assert parameters({"only_gpu": False}, [0, 1]) == [{"only_gpu": False}, {}]
     assert parameters({}, []) == [{}, {}]
-    job = lab_jobs.find_job(
-        labs.lab_key(labs.find_lab("9"), {"only_gpu": True}, {"gpus": ["H100"] * 2}, record=False)
-    )
+    job = lab_jobs.find_job(labs.lab_key(labs.find_lab("9"), {"only_gpu": True}, {"gpus": ["H100"] * 2}, record=False))
     assert lab_notebook.run(job) is None
     executed = nbformat.read(job.parent / "09_paid.ipynb", 4)
     assert executed.cells[-1].outputs[0].text == "paid True 1\n"
@@ -167,9 +163,7 @@ def test_my_own_copy_is_run_where_i_say_so(house):
     assert (job["path"], job["lab"]) == (str(house / "work" / "07_small.ipynb"), "07_small")
     assert job["parameters"] == {"steps": 5}
     # Its code is another, so it is another run than the course's.
-    other = lab_jobs.read_json(
-        Path(lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"steps": 5}))["jobs"][0])
-    )
+    other = lab_jobs.read_json(Path(lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"steps": 5}))["jobs"][0]))
     assert other["key"] != job["key"]
 
 
@@ -317,9 +311,7 @@ def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
 def test_a_kernel_that_dies_is_a_sentence(house):
     _lab(house / "labs", "09_dies", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     job = Path(lab_jobs.read_json(lab_jobs.prepare_queue(["9"]))["jobs"][0])
-    assert re.fullmatch(
-        r"the kernel died in cell \d: .*want of memory \(dmesg says so\)", lab_notebook.run(job)
-    )
+    assert re.fullmatch(r"the kernel died in cell \d: .*want of memory \(dmesg says so\)", lab_notebook.run(job))
 
 
 def test_a_full_disk_is_a_sentence_with_its_reason(house, monkeypatch, capsys):

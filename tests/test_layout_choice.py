@@ -61,9 +61,7 @@ def test_what_the_framework_says_in_their_place(rows) -> None:
         found, layout = row.choice.plan, row.choice.layout
         load = found.load
         check_layout(layout, load.model, gpus=row.example.gpus, seq=load.seq, global_batch=load.global_batch)
-        assert (
-            sum(layout_memory(load, layout).values()) == row.choice.candidate.total_memory <= found.capacity
-        )
+        assert sum(layout_memory(load, layout).values()) == row.choice.candidate.total_memory <= found.capacity
         assert 0 <= row.choice.slower <= PATIENCE
         assert row.choice.reasons[-1].taken
         assert not any(reason.taken for reason in row.choice.reasons[:-1])
@@ -122,14 +120,7 @@ def test_reasons_speak() -> None:
     tight = choose("llama-3-8b", gpus=8, gpu="h100", seq=8192, global_batch=4)
     assert "no such layout divides 4 sequences" in str(tight.reasons[0])
     slow = choose(
-        "llama-3-8b",
-        gpus=16,
-        gpu="a100",
-        nic="100gbe",
-        gpus_per_node=1,
-        seq=2048,
-        global_batch=16,
-        patience=0.0,
+        "llama-3-8b", gpus=16, gpu="a100", nic="100gbe", gpus_per_node=1, seq=2048, global_batch=16, patience=0.0
     )
     assert any("slower than the best of all" in reason.text for reason in slow.reasons)
     with pytest.raises(ValueError, match="nothing fits"):
@@ -193,9 +184,7 @@ def test_tp_goes_first_and_between_pp_and_dp_the_bytes_decide() -> None:
     assert max(by_order, key=lambda order: by_order[order].total) in ("dp-pp-tp", "pp-dp-tp")
     many = {
         row.order: row
-        for row in order_rule(
-            "llama-3-8b", cluster("h100", 16), Layout(tp=4, pp=2, dp=2), seq=4096, global_batch=512
-        )
+        for row in order_rule("llama-3-8b", cluster("h100", 16), Layout(tp=4, pp=2, dp=2), seq=4096, global_batch=512)
     }
     assert many["tp-pp-dp"].total < many["tp-dp-pp"].total
     for row in few:
@@ -203,12 +192,7 @@ def test_tp_goes_first_and_between_pp_and_dp_the_bytes_decide() -> None:
         assert row.crosses == tuple(axis for axis in row.order.split("-") if grid.crossing(axis))
     with pytest.raises(ValueError, match="must name tp, pp and dp once each"):
         order_rule(
-            "llama-3-8b",
-            cluster("h100", 16),
-            Layout(tp=4, pp=2, dp=2),
-            seq=4096,
-            global_batch=64,
-            orders=("tp-pp",),
+            "llama-3-8b", cluster("h100", 16), Layout(tp=4, pp=2, dp=2), seq=4096, global_batch=64, orders=("tp-pp",)
         )
     with pytest.raises(ValueError, match="gpus=16"):
         order_rule("llama-3-8b", cluster("h100", 16), Layout(tp=4), seq=4096, global_batch=64)

@@ -25,9 +25,7 @@ def build(tmp_path):
         (source / "index.rst").write_text(f"One\n===\n\n{directive}\n\n.. toctree::\n\n   other\n")
         (source / "other.rst").write_text("Other\n=====\n\nText.\n")
         done = subprocess.run(
-            [sys.executable, "-m", "sphinx", "-q", "-W", str(source), str(site)],
-            capture_output=True,
-            text=True,
+            [sys.executable, "-m", "sphinx", "-q", "-W", str(source), str(site)], capture_output=True, text=True
         )
         return done, site
 
@@ -57,14 +55,8 @@ def test_a_page_has_the_first_state_and_alone_loads_the_script(build):
 @pytest.mark.parametrize(
     ("directive", "sentence"),
     [
-        (
-            ".. livecalc:: lablib.calc.units",
-            "index: livecalc lablib.calc.units: lablib.calc.units has no EXPLORER",
-        ),
-        (
-            ".. livecalc:: lablib.live.zero\n\n   rank 7",
-            "'rank 7' is not a setting: write it like 'seq: 4096'",
-        ),
+        (".. livecalc:: lablib.calc.units", "index: livecalc lablib.calc.units: lablib.calc.units has no EXPLORER"),
+        (".. livecalc:: lablib.live.zero\n\n   rank 7", "'rank 7' is not a setting: write it like 'seq: 4096'"),
     ],
 )
 def test_what_cannot_be_drawn_fails_the_build_by_name(build, directive, sentence):

@@ -101,12 +101,7 @@ def test_pins_that_a_torch_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch,
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("# pins\nfilelock==3.1\nsetuptools==84.2.1\ntyping_extensions==4.16.0\n")
     said = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{tool.REFUSED}",
-            constraints,
-        ],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{tool.REFUSED}", constraints],
         capture_output=True,
         text=True,
         check=True,

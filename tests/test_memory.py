@@ -15,14 +15,7 @@ from lablib.calc.hardware import accelerator
 from lablib.calc.memory import MemoryBreakdown, training_memory
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.memory.states import nf4_bytes
-from lablib.calc.models import (
-    ModelConfig,
-    embedding_tensors,
-    head_tensors,
-    layer_tensors,
-    preset,
-    preset_names,
-)
+from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
 from lablib.calc.precision.recipes import optimizer_names, recipe_names
@@ -126,9 +119,7 @@ def test_fsdp_peak_parameters() -> None:
 def test_autocast_keeps_a_cast_of_every_matrix() -> None:
     memory = training_memory(TINY, recipe="autocast-bf16")
     h, layers = TINY.hidden, TINY.num_layers
-    assert memory.terms["weight_casts"] == 2 * (
-        layers * 12 * h * h + TINY.vocab * h
-    )  # the tied head multiplies
+    assert memory.terms["weight_casts"] == 2 * (layers * 12 * h * h + TINY.vocab * h)  # the tied head multiplies
     assert memory.states == 16 * N
 
 
@@ -192,12 +183,9 @@ def test_the_worst_stage_is_the_default() -> None:
         ("interleaved", 4, [4.75, 4.25, 3.75, 3.25]),
     ],
 )
-def test_in_flight_of_4_stages_and_8_micro_batches(
-    schedule: str, virtual: int, expected: list[float]
-) -> None:
+def test_in_flight_of_4_stages_and_8_micro_batches(schedule: str, virtual: int, expected: list[float]) -> None:
     held = [
-        sum(in_flight(schedule, stage, 4, virtual_stages=virtual, num_microbatches=8)) / virtual
-        for stage in range(4)
+        sum(in_flight(schedule, stage, 4, virtual_stages=virtual, num_microbatches=8)) / virtual for stage in range(4)
     ]
     assert held == expected
 
@@ -292,9 +280,7 @@ def test_korthikanti_first_stage_gigabytes(
         ends = ("activations.embedding", "activations.head", "activations.logits")
         layers = sum(size for name, size in memory.activation_terms if name not in ends)
         if p == 1:
-            layers -= (
-                2 * 4 * 2048 * 6144 // (t if variant.get("sequence_parallel") else 1)
-            )  # input of the final norm
+            layers -= 2 * 4 * 2048 * 6144 // (t if variant.get("sequence_parallel") else 1)  # input of the final norm
         assert layers / GB == pytest.approx(expected, abs=0.05)
 
 
@@ -390,11 +376,7 @@ def test_qlora_fits_65b_on_one_48_gb_card() -> None:
 
 def test_offload_moves_terms_to_the_host_and_loses_none() -> None:
     states = dict(training_memory(TINY).state_terms)
-    on_device = {
-        "optimizer": {"weights", "gradients"},
-        "gradients": {"weights"},
-        "parameters": set(),
-    }
+    on_device = {"optimizer": {"weights", "gradients"}, "gradients": {"weights"}, "parameters": set()}
     for offload, stays in on_device.items():
         memory = training_memory(TINY, offload=offload)
         assert dict(memory.state_terms) | dict(memory.host_terms) == states
@@ -494,8 +476,7 @@ def test_zero_without_replicas_changes_no_state(layout: dict) -> None:
 @given(layout=layouts())
 def test_recomputation_never_needs_more(layout: dict) -> None:
     none, selective, full = (
-        training_memory(TINY, **layout | {"recompute": recompute})
-        for recompute in ("none", "selective", "full")
+        training_memory(TINY, **layout | {"recompute": recompute}) for recompute in ("none", "selective", "full")
     )
     assert full.activations <= selective.activations <= none.activations
     assert full.total <= none.total
@@ -515,14 +496,7 @@ def test_fused_attention_never_needs_more(layout: dict) -> None:
 @settings(deadline=None)
 @given(layout=layouts())
 def test_tensor_and_pipeline_parallelism_divide_states(layout: dict) -> None:
-    layout |= {
-        "pp": 1,
-        "stage": 0,
-        "tuning": "full",
-        "offload": "none",
-        "optimizer": "adamw",
-        "recipe": "mixed-bf16",
-    }
+    layout |= {"pp": 1, "stage": 0, "tuning": "full", "offload": "none", "optimizer": "adamw", "recipe": "mixed-bf16"}
     one = training_memory(TINY, **layout | {"tp": 1}).states
     for tp in (2, 4):
         states = training_memory(TINY, **layout | {"tp": tp}).states
@@ -547,14 +521,7 @@ def test_gpipe_holds_at_least_as_much_as_1f1b(layout: dict, stage: int) -> None:
         ("lama-3-8b", {}, "unknown model 'lama-3-8b'; did you mean llama-3-8b"),
         (
             ModelConfig(
-                num_layers=2,
-                hidden=96,
-                num_heads=24,
-                num_kv_heads=6,
-                head_dim=4,
-                ffn=96,
-                vocab=8,
-                max_positions=8,
+                num_layers=2, hidden=96, num_heads=24, num_kv_heads=6, head_dim=4, ffn=96, vocab=8, max_positions=8
             ),
             {"tp": 8},
             "tp=8 does not divide num_kv_heads=6; use 1, 2, 3 or 6",

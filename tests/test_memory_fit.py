@@ -76,9 +76,7 @@ def draw(seed: int) -> Setup:
             "seq": rng.choice([64, 512, 1024]),
         }
         try:
-            return setup(
-                name, gpu=rng.choice(list(ACCELERATORS)), gpus=rng.choice([1, 4, 8, 16, 64]), **chosen
-            )
+            return setup(name, gpu=rng.choice(list(ACCELERATORS)), gpus=rng.choice([1, 4, 8, 16, 64]), **chosen)
         except ValueError:
             continue
 
@@ -89,11 +87,7 @@ def test_the_largest_micro_batch_and_the_longest_sequence_round_trip() -> None:
         for ask, name in ((largest_micro_batch, "micro_batch"), (longest_sequence, "seq")):
             found = ask(have)
             assert found.budget == have.card.memory_bytes - RESERVE
-            grain = (
-                1
-                if name == "micro_batch"
-                else have.run.cp * (have.run.tp if have.run.sequence_parallel else 1)
-            )
+            grain = 1 if name == "micro_batch" else have.run.cp * (have.run.tp if have.run.sequence_parallel else 1)
             if found.value:
                 again = have.having(**{name: found.value})
                 assert found.memory == forwards(again) <= found.budget, seed
@@ -139,9 +133,9 @@ def test_the_end_of_any_rising_need_is_found() -> None:
         slopes = [rng.choice([0, 1, 1, 7, 50]) for _ in range(60)]
         needs = [sum(slopes[: n + 1]) for n in range(60)] + [float("inf")] * 2000
         budget = rng.randint(0, 400)
-        assert _last(lambda n, needs=needs: needs[min(n, 2000) - 1], budget) == sum(
-            one <= budget for one in needs
-        ), seed
+        assert _last(lambda n, needs=needs: needs[min(n, 2000) - 1], budget) == sum(one <= budget for one in needs), (
+            seed
+        )
         square = _last(lambda n: 3 * n * n + 5, budget)
         assert square == max([n for n in range(1, 40) if 3 * n * n + 5 <= budget], default=0)
 
@@ -189,8 +183,7 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "fewest"),
-    [({"tp": 3, "gpus": 3}, 3), ({"tp": 3, "gpus": 24}, 3), ({"cp": 7, "seq": 700, "gpus": 7}, 7)],
+    ("how", "fewest"), [({"tp": 3, "gpus": 3}, 3), ({"tp": 3, "gpus": 24}, 3), ({"cp": 7, "seq": 700, "gpus": 7}, 7)]
 )
 def test_what_was_given_may_not_divide_a_node(how, fewest) -> None:
     have = setup("gpt2", gpu="t4", **how)
@@ -211,11 +204,7 @@ def test_more_replicas_never_need_more() -> None:
     for seed in range(30):
         have, rng = draw(seed), random.Random(seed)
         ep = rng.choice(
-            [
-                n
-                for n in (1, 2, 4)
-                if n == 1 or have.run.model.num_experts % n == 0 < have.run.model.num_experts
-            ]
+            [n for n in (1, 2, 4) if n == 1 or have.run.model.num_experts % n == 0 < have.run.model.num_experts]
         )
         few, many = sorted(rng.sample(range(2, 60), 2))
         at = [forwards(have.having(ep=ep, dp=ep * n)) for n in (few, many)]
@@ -326,9 +315,7 @@ def test_offload_is_timed_by_its_link_and_by_the_cpu() -> None:
     away = have.having(offload="optimizer")
     assert host_bytes(have) == 0
     assert host_bytes(away) == pytest.approx(4 * params / 8)
-    assert host_bytes(have.having(offload="gradients", num_microbatches=3)) == pytest.approx(
-        (3 * 2 + 2) * params / 8
-    )
+    assert host_bytes(have.having(offload="gradients", num_microbatches=3)) == pytest.approx((3 * 2 + 2) * params / 8)
     whole = have.having(offload="parameters", zero=3)
     assert host_bytes(whole) == pytest.approx((2 + 2 * 2) * params / 8)
     extra = step_seconds(away) - step_seconds(have)
@@ -364,10 +351,7 @@ def test_the_step_is_the_planners() -> None:
         ({"nic": [1]}, r"nic=\[1\] must be above 0"),
         ({"step": "slow"}, "unknown step 'slow'"),
         ({"zeroo": 3}, "unknown setting 'zeroo'"),
-        (
-            {"kernels": "toy", "tp": 2, "gpus": 2},
-            "kernels='toy' with tp=2 is not known with recipe='mixed-bf16'",
-        ),
+        ({"kernels": "toy", "tp": 2, "gpus": 2}, "kernels='toy' with tp=2 is not known with recipe='mixed-bf16'"),
         ({"step": "slow", "kernels": "hf"}, "unknown step 'slow'"),
     ],
 )

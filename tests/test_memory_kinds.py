@@ -64,9 +64,7 @@ def test_the_gradient_of_a_tied_table_is_nobody_s_while_it_waits() -> None:
     table = tied.model.vocab * tied.model.hidden * 4
     settings = tied.settings()
     with_it, without = (
-        memory_timeline(
-            out_of_place=True, step=tied.step, **settings | {"model": replace(model, family="llama")}
-        )
+        memory_timeline(out_of_place=True, step=tied.step, **settings | {"model": replace(model, family="llama")})
         for model in (tied.model, free)
     )
     for name in ("backward of block 3", "backward of block 0"):
@@ -152,12 +150,7 @@ def test_a_replay_waits_for_who_needs_it_and_stops_when_nobody_does() -> None:
     tape.op("double", [z], 32)
     played = [(event.direction, event.operator) for event in tape.play()]
     # Doubling needs nothing of forward. Squaring needs its input, which is there before it runs again.
-    assert played[3:] == [
-        ("backward", "double"),
-        ("replay", "exp"),
-        ("backward", "square"),
-        ("backward", "exp"),
-    ]
+    assert played[3:] == [("backward", "double"), ("replay", "exp"), ("backward", "square"), ("backward", "exp")]
 
 
 def test_a_pipeline_holds_the_gradient_that_it_received() -> None:

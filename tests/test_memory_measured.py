@@ -31,17 +31,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, config) -> None:
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = list(optimizer.state.values())
-    return [
-        value for state in states for name, value in state.items() if name != "step" and value is not None
-    ]
+    return [value for state in states for name, value in state.items() if name != "step" and value is not None]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(("recipe", "dtype"), [("fp32", torch.float32), ("pure-bf16", torch.bfloat16)])
-def test_states_are_what_the_optimizer_holds(
-    family: str, optimizer: str, recipe: str, dtype: torch.dtype
-) -> None:
+def test_states_are_what_the_optimizer_holds(family: str, optimizer: str, recipe: str, dtype: torch.dtype) -> None:
     config = tiny_config(family)
     model = Transformer(config).to(dtype)
     updates = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)

@@ -88,13 +88,7 @@ def test_in_flight_is_what_the_schedule_says_forward_by_forward() -> None:
 def test_shared_pieces_say_what_pieces_of_their_own_say() -> None:
     for how in (
         {"kernels": "hf", "model": "qwen2.5-0.5b", "pp": 4, "recipe": "autocast-bf16"},
-        {
-            "kernels": "paper",
-            "model": "deepseek-v3",
-            "layers_per_stage": [2, 20, 39],
-            "pp": 3,
-            "tuning": "lora",
-        },
+        {"kernels": "paper", "model": "deepseek-v3", "layers_per_stage": [2, 20, 39], "pp": 3, "tuning": "lora"},
         {"kernels": "toy", "model": "gpt2", "recompute": "full", "num_microbatches": 3, "dp": 2, "zero": 2},
     ):
         shared = memory_timeline(seq=64, **how)
@@ -169,14 +163,10 @@ def test_absurd_sizes_are_searched_by_few_questions() -> None:
     assert len(knobs(setup("gpt2", gpu="h100", micro_batch=720720))["micro_batch"]) <= 20
     with pytest.raises(ValueError, match="use 307, 7061"):
         must_divide("cp", 10**9 + 7, "seq", 10**9 + 3)
-    deep = ModelConfig(
-        name="deep", num_layers=50_000, hidden=64, num_heads=4, ffn=64, vocab=100, max_positions=64
-    )
+    deep = ModelConfig(name="deep", num_layers=50_000, hidden=64, num_heads=4, ffn=64, vocab=100, max_positions=64)
     one = replace(deep, num_layers=1)
     blocks = training_memory(deep).states - training_memory(one).states
-    assert blocks == 49_999 * (
-        training_memory(replace(deep, num_layers=2)).states - training_memory(one).states
-    )
+    assert blocks == 49_999 * (training_memory(replace(deep, num_layers=2)).states - training_memory(one).states)
 
 
 def test_one_is_one() -> None:

@@ -86,13 +86,7 @@ def test_the_peak_is_that_of_pytorch_s_tracker_without_ours() -> None:
 def test_a_sharded_peak_is_that_of_two_steps_in_pytorch_s_tracker() -> None:
     """Optimizer states that exist already come to the same as a first step that makes them."""
     case = Case(sharding="fsdp2", dp=4, recipe="fsdp2-mixed")
-    two_steps = forecast(
-        lambda: Transformer(case.settings()["model"]),
-        world_size=4,
-        batch=1,
-        seq=64,
-        precision="bf16",
-    )
+    two_steps = forecast(lambda: Transformer(case.settings()["model"]), world_size=4, batch=1, seq=64, precision="bf16")
     assert abs(measure_case(case).peak - two_steps.total) <= 4
 
 
@@ -129,9 +123,7 @@ def test_the_order_of_a_stage_is_pytorch_s(stages: int) -> None:
 
 def test_a_stage_is_as_full_as_its_micro_batches() -> None:
     one, two, four = (measure_case(Case(family="gpt2", pp=pp)) for pp in (1, 2, 4))
-    per_block = (
-        one.moments["forward of block 1"]["activations"] - one.moments["forward of block 0"]["activations"]
-    )
+    per_block = one.moments["forward of block 1"]["activations"] - one.moments["forward of block 0"]["activations"]
     ends = two.inputs + two.outputs + 2 * 64 * 8  # tokens, streams, and the indices of the positions
     assert two.saved == 2 * 2 * per_block + ends  # 2 blocks, 2 micro-batches in flight
     assert four.saved - 4 * per_block == 2 * ends  # 1 block, 4 micro-batches
@@ -194,9 +186,7 @@ def test_the_paper_s_kernels_keep_what_the_paper_says(variant: str, group) -> No
 
 
 def test_buckets_of_ddp_are_a_second_copy_of_the_gradients() -> None:
-    alone, replicated = (
-        measure_case(Case(family="gpt2", sharding=s, dp=dp)) for s, dp in (("none", 1), ("ddp", 4))
-    )
+    alone, replicated = (measure_case(Case(family="gpt2", sharding=s, dp=dp)) for s, dp in (("none", 1), ("ddp", 4)))
     assert replicated.moments["loss"]["gradient buckets"] == replicated.states["gradients"]
     assert replicated.saved == alone.saved
     assert replicated.peak == alone.peak + alone.states["gradients"]

@@ -14,16 +14,7 @@ from typer.testing import CliRunner
 from lablib.cli.main import app
 from lablib.proof.cases import Case
 from lablib.proof.grid import COUNTS, DRAWN, RULES, SEED, grid, held_out
-from lablib.proof.headline import (
-    CAUSES,
-    EARLIER,
-    HELD_OUT,
-    NOTICEABLE,
-    headline,
-    noticeable,
-    read_table,
-    step_moments,
-)
+from lablib.proof.headline import CAUSES, EARLIER, HELD_OUT, NOTICEABLE, headline, noticeable, read_table, step_moments
 from lablib.proof.table import broken, drifted, measured_row, predicted_anew
 from lablib.proof.verdict import KINDS
 from lablib.view import memory as draw
@@ -166,9 +157,7 @@ def test_moments_are_those_of_both_sides() -> None:
 
 @pytest.mark.parametrize(("reduction", "seen"), [(7, 7), (4, 5)])
 def test_a_moment_that_no_tracker_names_is_seen_in_the_one_before(reduction: int, seen: int) -> None:
-    row = _step(
-        {"backward of the embedding": 5, "gradient reduction": reduction}, {"backward of the embedding": 7}
-    )
+    row = _step({"backward of the embedding": 5, "gradient reduction": reduction}, {"backward of the embedding": 7})
     assert [(m.name, m.predicted) for m in step_moments(row)] == [("backward of the embedding", seen)]
 
 
@@ -189,9 +178,7 @@ def _prose() -> str:
 
 def test_the_page_types_no_result() -> None:
     prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", _prose())
-    unit = (
-        r"(?:GB|GiB|MB|MiB|KB|bytes?|B|percent|%|x|times|million|billion|configurations|cases|rows|of \d+)\b"
-    )
+    unit = r"(?:GB|GiB|MB|MiB|KB|bytes?|B|percent|%|x|times|million|billion|configurations|cases|rows|of \d+)\b"
     # A model's name, what one could make up, the width of an fp32 number, and a segment of the allocator.
     allowed = {"8B", "5 percent", "600 bytes", "4 bytes", "2 MiB"}
     typed = {found[0] for found in re.finditer(rf"\b\d[\d,.]*\s?{unit}", prose)}
@@ -211,9 +198,7 @@ def test_the_page_shows_the_worst_case_of_each_kind() -> None:
 
 def test_every_configuration_is_a_dot_on_its_strip() -> None:
     fig = draw.error_strips(
-        {"states": [0, 0, 0], "peak": [0, 1e-8, 0.02]},
-        {"states": 0.0, "peak": 0.05},
-        named={"peak": (0.02, "worst")},
+        {"states": [0, 0, 0], "peak": [0, 1e-8, 0.02]}, {"states": 0.0, "peak": 0.05}, named={"peak": (0.02, "worst")}
     )
     ax = fig.axes[0]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
@@ -241,15 +226,9 @@ def test_a_step_is_layers_on_each_other_with_what_was_measured() -> None:
     assert values == [[1, 1, 1], [1, 3, 2]]
     assert list(ax.lines[0].get_ydata()) == [1, 3, 2]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["forward", "step"]
-    assert {text.get_text() for text in fig.legends[0].get_texts()} == {
-        "weights",
-        "activations",
-        "measured, in all",
-    }
+    assert {text.get_text() for text in fig.legends[0].get_texts()} == {"weights", "activations", "measured, in all"}
     with pytest.raises(ValueError, match="the phases have 2 moments"):
-        draw.step_memory(
-            {"weights": [1]}, phases=[("forward", 2)], measured=[1, 1], peak=(0, ""), ylabel="GB"
-        )
+        draw.step_memory({"weights": [1]}, phases=[("forward", 2)], measured=[1, 1], peak=(0, ""), ylabel="GB")
 
 
 def test_every_kind_of_memory_has_a_layer_and_every_layer_a_colour() -> None:

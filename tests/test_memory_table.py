@@ -67,17 +67,7 @@ def test_the_dozen_is_cheap_and_shows_much() -> None:
     few = representatives()
     assert len(few) == 12
     assert {case.size for case in few} == {"tiny"}
-    seen = (
-        "kernels",
-        "recipe",
-        "optimizer",
-        "step",
-        "recompute",
-        "sharding",
-        "accumulate",
-        "attention",
-        "tuning",
-    )
+    seen = ("kernels", "recipe", "optimizer", "step", "recompute", "sharding", "accumulate", "attention", "tuning")
     for factor in seen:
         assert {getattr(c, factor) for c in few} == {getattr(c, factor) for c in grid()}, factor
 
@@ -103,8 +93,7 @@ def test_a_number_that_moved_is_found() -> None:
 def test_a_row_is_predicted_for_the_version_that_it_was_measured_with() -> None:
     row = next(row for row in ROWS if Case(**row["case"]).sharding == "fsdp2" and "peak" in row["measured"])
     old, new = (
-        predict(Case(**row["case"]), "forward of block 0", version)["peak_terms"]
-        for version in ("2.13", "2.15")
+        predict(Case(**row["case"]), "forward of block 0", version)["peak_terms"] for version in ("2.13", "2.15")
     )
     assert old["all-gather buffers"] > new["all-gather buffers"]
 
@@ -171,9 +160,7 @@ def test_a_drawn_step_is_kept_moment_by_moment_and_kind_by_kind() -> None:
         # In the order of the calculator's: between two of FSDP2's blocks a tracker knows of no block.
         assert set(predicted["moment_terms"]) == set(measured["moment_terms"])
         for side in (predicted, measured):
-            assert {name: sum(kinds.values()) for name, kinds in side["moment_terms"].items()} == side[
-                "moments"
-            ]
+            assert {name: sum(kinds.values()) for name, kinds in side["moment_terms"].items()} == side["moments"]
         for name, total in measured["moments"].items():
             assert abs(predicted["moments"][name] - total) <= PEAK_BOUND * total
 

@@ -35,20 +35,14 @@ def test_it_holds_what_the_calculator_says(case: Case) -> None:
     states = training_memory(**case.settings())
     assert {term: states.terms[term] for term in found.states} == found.states
     assert sum(step.saved.values()) == pytest.approx(found.saved, rel=SAVED_BOUND)
-    if (
-        case.recipe != "autocast-bf16" and not case.shards
-    ):  # where the quick sum counts casts and buffers apart
+    if case.recipe != "autocast-bf16" and not case.shards:  # where the quick sum counts casts and buffers apart
         assert states.activations == pytest.approx(found.saved, rel=SAVED_BOUND)
     for moment in step.moments:
         if moment.name == "forward of the embedding" or moment.name not in found.totals:
             # Nothing of it is split, and what makes rotary tables and masks is in no term, on one rank or many.
             # The last reduction of FSDP2 belongs to the embedding's backward for a tracker.
             continue
-        if (
-            case.shards
-            and moment.name == "backward of the embedding"
-            and release(torch.__version__) == "2.12"
-        ):
+        if case.shards and moment.name == "backward of the embedding" and release(torch.__version__) == "2.12":
             # On two meshes 2.12 frees the root's whole weights before it reduces, and holds its gradients for longer.
             # No other release does, and the calculator does not know it: it says less here, below the peak.
             assert moment.total < found.totals[moment.name] < found.peak
@@ -67,10 +61,7 @@ def test_what_is_split_and_what_stays_whole() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         split_model(model, init_device_mesh("cpu", (2,)), "hf")
-        own = {
-            name: (p.to_local() if isinstance(p, DTensor) else p).numel()
-            for name, p in model.named_parameters()
-        }
+        own = {name: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in model.named_parameters()}
         split, rest = (group["params"] for group in optimizer_groups(model))
     finally:
         dist.destroy_process_group()

@@ -161,9 +161,7 @@ def measure(
     updates.zero_grad()
     del first
     states = sum(p.numel() * p.element_size() for p in parameters)
-    states += sum(
-        v.numel() * v.element_size() for s in updates.state.values() for k, v in s.items() if k != "step"
-    )
+    states += sum(v.numel() * v.element_size() for s in updates.state.values() for k, v in s.items() if k != "step")
     alive = Alive()
     with alive:
         for _ in range(micro_batches):
@@ -186,14 +184,8 @@ def predicted(config: ModelConfig, kernels: str, **how: object) -> tuple[dict[st
     settings.setdefault("recipe", "fp32")
     settings.setdefault("step", "for-loop")
     timeline = memory_timeline(config, kernels=kernels, out_of_place=True, **settings)
-    phases = {
-        "forward": ("forward", "loss"),
-        "backward": ("backward", "reduction"),
-        "optimizer": ("optimizer",),
-    }
-    peaks = {
-        phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()
-    }
+    phases = {"forward": ("forward", "loss"), "backward": ("backward", "reduction"), "optimizer": ("optimizer",)}
+    peaks = {phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()}
     return peaks, sum(timeline.saved.values())
 
 
@@ -303,9 +295,7 @@ def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
     assert peak.term("reduce_scatter_buffers") == found["reduce-scatter buffers"]
     # The states are exact: each tensor by its rows.
     rest = seen.after_backward
-    memory = training_memory(
-        config, recipe=timeline.recipe, dp=world, zero=3, sharding="fsdp2", micro_batch=1, seq=seq
-    )
+    memory = training_memory(config, recipe=timeline.recipe, dp=world, zero=3, sharding="fsdp2", micro_batch=1, seq=seq)
     assert memory.terms["weights"] == rest["parameters"]
     assert memory.terms["gradients"] == rest["gradients"]
     steps = 4 * sum(1 for _ in Transformer(config).parameters())
@@ -334,9 +324,7 @@ def test_tapes_keep_what_the_closed_forms_count() -> None:
 
 def compare(kernels, config, layer, tp, split, attention, dropout, recompute) -> None:
     sizes = {"batch": 2, "seq": 64, "kernels": kernels, "tp": tp, "sequence_parallel": split}
-    counted = layer_activations(
-        config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes
-    )
+    counted = layer_activations(config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes)
     setting = BlockSetting(
         config=config,
         kernels=find_implementation(kernels),
@@ -424,9 +412,7 @@ def test_accumulation_and_pipelines_meet_their_gradients() -> None:
     one = memory_timeline(config, **BASE)
     two = memory_timeline(config, **BASE, num_microbatches=2)
     assert one.moment("forward of block 0").term("gradients") == 0
-    assert two.moment("forward of block 0").term("gradients") == one.moment("optimizer step").term(
-        "gradients"
-    )
+    assert two.moment("forward of block 0").term("gradients") == one.moment("optimizer step").term("gradients")
     # With as many micro-batches as are in flight, all forwards come first: no gradient meets the last forward.
     gpipe = {"pp": 3, "schedule": "gpipe", "stage": 0}
     few = memory_timeline(config, **BASE, **gpipe, num_microbatches=2)
@@ -450,13 +436,7 @@ def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
 def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     """It ran first in forward: x, both of its gradients and that of the r values are there at once."""
     setting = BlockSetting(
-        config=small("llama"),
-        kernels=find_implementation("hf"),
-        batch=2,
-        seq=16,
-        value=4,
-        gradient=4,
-        lora_rank=5,
+        config=small("llama"), kernels=find_implementation("hf"), batch=2, seq=16, value=4, gradient=4, lora_rank=5
     )
     tape, ran = eager_block(setting), ("A of down projection", "down projection", "B of down projection")
     events = tape.play(out_of_place=True)
@@ -468,13 +448,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     assert there["gradient of SiLU(gate) × up"] == 2
     assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
     more = BlockSetting(
-        config=small("llama"),
-        kernels=find_implementation("hf"),
-        batch=2,
-        seq=16,
-        value=4,
-        gradient=4,
-        lora_rank=10,
+        config=small("llama"), kernels=find_implementation("hf"), batch=2, seq=16, value=4, gradient=4, lora_rank=10
     )
     most = [max(e.total - e.weights for e in eager_block(s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
@@ -534,8 +508,7 @@ def test_settings_that_cannot_be() -> None:
     raises("unknown sharding", lambda: training_memory("gpt2", sharding="fsdp3"))
     raises("kernels='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", kernels="hf", seq=64))
     raises(
-        "is not known with cp=2",
-        lambda: memory_timeline("llama-3-8b", kernels="hf", recipe="fp32", tp=2, cp=2, seq=64),
+        "is not known with cp=2", lambda: memory_timeline("llama-3-8b", kernels="hf", recipe="fp32", tp=2, cp=2, seq=64)
     )
     raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, kernels="hf"))
     raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))

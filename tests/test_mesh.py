@@ -70,9 +70,7 @@ def test_which_groups_cross_is_what_looking_at_every_group_says() -> None:
         found = draw(rng)
         for axis in AXES:
             looked = [
-                group
-                for group in oracle(found, axis)
-                if len({rank // found.gpus_per_node for rank in group}) > 1
+                group for group in oracle(found, axis) if len({rank // found.gpus_per_node for rank in group}) > 1
             ]
             assert found.crosses(axis) == bool(looked)
             assert sorted(map(tuple, found.crossing(axis))) == sorted(looked)
@@ -96,9 +94,8 @@ def test_1024_gpus_8_by_8_by_16() -> None:
     assert (len(found.groups("tp")), len(found.groups("pp")), len(found.groups("dp"))) == (128, 128, 64)
     assert [found.crosses(axis) for axis in ("tp", "dp", "pp")] == [False, True, True]
     assert found.group(0, "dp") == list(range(0, 128, 8))
-    assert (
-        "pp: 128 groups of 8, like [0, 128, 256, ..., 896]; they leave a node (the first touches 8)"
-        in mesh_text(found)
+    assert "pp: 128 groups of 8, like [0, 128, 256, ..., 896]; they leave a node (the first touches 8)" in mesh_text(
+        found
     )
 
 

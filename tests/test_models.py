@@ -95,14 +95,8 @@ def test_derived_fields_may_be_missing_or_null():
         (LLAMA_3_8B | {"num_attention_heads": True}, "num_attention_heads is True"),
         (LLAMA_3_8B | {"mlp_bias": "no"}, "mlp_bias is 'no' and must be true or false"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention is True"),
-        (
-            QWEN3_MOE | {"num_experts_per_tok": 200},
-            "num_experts_per_tok is 200 and more than num_experts=128",
-        ),
-        (
-            DEEPSEEK_V3 | {"first_k_dense_replace": 62},
-            "first_k_dense_replace is 62 and more than num_hidden_layers=61",
-        ),
+        (QWEN3_MOE | {"num_experts_per_tok": 200}, "num_experts_per_tok is 200 and more than num_experts=128"),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": 62}, "first_k_dense_replace is 62 and more than num_hidden_layers=61"),
     ],
 )
 def test_a_strange_field_is_named(fields, message):
@@ -143,13 +137,7 @@ def test_mla_widths():
         ({"num_shared_experts": 1}, "num_shared_experts=1 needs num_experts"),
         ({"q_lora_rank": 8}, "belong to latent attention"),
         (
-            {
-                "kv_lora_rank": 8,
-                "qk_nope_head_dim": 4,
-                "qk_rope_head_dim": 2,
-                "v_head_dim": 4,
-                "num_kv_heads": 2,
-            },
+            {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "num_kv_heads": 2},
             "num_kv_heads=2 must equal num_heads=4",
         ),
     ],

@@ -135,10 +135,7 @@ def write_dumps(folder: Path, *ranks: list[dict]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        (
-            ([entry(1), entry(2)], [entry(1), entry(2)]),
-            "All ranks recorded the same calls.",
-        ),
+        (([entry(1), entry(2)], [entry(1), entry(2)]), "All ranks recorded the same calls."),
         (
             ([entry(1), entry(2), entry(3)], [entry(1), entry(2)], [entry(1), entry(2), entry(3)]),
             "rank 1 never came to call 3, where rank 0 waits in all_reduce of [4] Float (train.py, line 12, in step)",

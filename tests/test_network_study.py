@@ -55,14 +55,7 @@ def link_samples(pair: float, ring: float) -> list[dict]:
     across = link_bandwidth(RATE)
     ways = {"inside": (pair, WIDE), "across": (pair, across), "ring": (ring, across)}
     return [
-        {
-            "part": "link",
-            "where": where,
-            "rate": RATE,
-            "bytes": size,
-            "turn": turn,
-            "seconds": alpha + size / w,
-        }
+        {"part": "link", "where": where, "rate": RATE, "bytes": size, "turn": turn, "seconds": alpha + size / w}
         for where, (alpha, w) in ways.items()
         for size in (64, 4096, 2**18)
         for turn in range(3)
@@ -105,17 +98,11 @@ def test_exact_times_give_back_the_link() -> None:
     # A tree has rounds of two messages and of one, and never four: it pays a pair's latency.
     assert cluster.seconds("tree_all_reduce", 4) == pytest.approx(4 * 2e-4, rel=0.01)
     # Halving-doubling and the hierarchical one let S bytes leave a host, the ring 1.5 S, the tree 4 S.
-    waits = {
-        "ring_all_reduce": 6 * 5e-4,
-        "tree_all_reduce": 4 * 2e-4,
-        "halving_doubling_all_reduce": 4 * 5e-4,
-    }
+    waits = {"ring_all_reduce": 6 * 5e-4, "tree_all_reduce": 4 * 2e-4, "halving_doubling_all_reduce": 4 * 5e-4}
     times = {"ring_all_reduce": 1.5, "tree_all_reduce": 4, "halving_doubling_all_reduce": 1}
     for algorithm, share in times.items():
         on_the_link = cluster.seconds(algorithm, 2**24) - waits[algorithm]
-        assert on_the_link == pytest.approx(
-            share * 2**24 / link_bandwidth(RATE), rel=0.06
-        )  # and inside at 1 GB/s
+        assert on_the_link == pytest.approx(share * 2**24 / link_bandwidth(RATE), rel=0.06)  # and inside at 1 GB/s
     with pytest.raises(ValueError, match="use 'inside'"):
         link_fit(samples, "outside")
     with pytest.raises(ValueError, match="no sample has"):
@@ -136,15 +123,9 @@ def test_ddp_by_hand() -> None:
     ]
     wire = 1.5e6 / link_bandwidth(RATE)
     wide, narrow = scaling_rows(samples)
-    assert (wide.rate, wide.predicted, wide.predicted_efficiency) == (
-        None,
-        pytest.approx(0.03),
-        pytest.approx(1),
-    )
+    assert (wide.rate, wide.predicted, wide.predicted_efficiency) == (None, pytest.approx(0.03), pytest.approx(1))
     assert (wide.efficiency, narrow.efficiency) == pytest.approx((0.75, 0.375))
-    assert narrow.predicted == pytest.approx(
-        0.03 - 0.02 * 3 / 4 + wire
-    )  # it starts after a quarter of backward
+    assert narrow.predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire)  # it starts after a quarter of backward
     rows = {row.variant: row for row in savings_rows(samples)}
     assert tuple(rows) == VARIANTS
     assert rows["one bucket"].predicted == pytest.approx(0.03 + wire)
@@ -164,9 +145,7 @@ def test_bytes_of_the_layouts_by_hand() -> None:
     sizes = {name: layout_bytes(name, config, batch=8, seq=32) for name in LAYOUTS}
     stream = 4 * 8 * 32 * 64
     assert sizes["dp over all"] == pytest.approx(1.5 * 4 * whole)
-    assert sizes["tp inside, dp across"] == pytest.approx(
-        4 * (whole + norms)
-    )  # norms are on both ranks of a host
+    assert sizes["tp inside, dp across"] == pytest.approx(4 * (whole + norms))  # norms are on both ranks of a host
     assert sizes["pp across, dp inside"] == stream
     assert sizes["tp across, dp inside"] == 10 * stream + 4 * 3 * 8 * 32
     with pytest.raises(ValueError, match="use one of"):
@@ -195,9 +174,7 @@ def test_a_real_job_counts_the_predicted_bytes() -> None:
         LAYOUTS, key=lambda name: {r.layout: r.bytes_across for r in rows}[name]
     )
     config = tiny_config("llama", hidden=SMALL.hidden, num_layers=SMALL.blocks)
-    windows = torch.randint(
-        config.vocab, (SMALL.batch, SMALL.seq + 1), generator=torch.Generator().manual_seed(0)
-    )
+    windows = torch.randint(config.vocab, (SMALL.batch, SMALL.seq + 1), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model, losses = Transformer(config), []
     for _ in range(3):  # one process: a warm step, then one that counts on each of the two links

@@ -8,15 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.calc.runs import (
-    examples_needed,
-    linear_rule,
-    noise_rule,
-    noise_scale,
-    sqrt_rule,
-    step_gain,
-    steps_needed,
-)
+from lablib.calc.runs import examples_needed, linear_rule, noise_rule, noise_scale, sqrt_rule, step_gain, steps_needed
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import measure_noise_scale
 from lablib.launch.measure.noise_scale import between_micro_batches, between_ranks
@@ -81,9 +73,7 @@ def test_the_trade_between_steps_and_examples():
 
 
 def test_the_three_rules():
-    assert linear_rule(0.1, 256, 8192) == pytest.approx(
-        3.2
-    )  # Goyal et al.'s headline: 0.1 for 256, 3.2 for 8192
+    assert linear_rule(0.1, 256, 8192) == pytest.approx(3.2)  # Goyal et al.'s headline: 0.1 for 256, 3.2 for 8192
     assert sqrt_rule(3e-4, 64, 256) == pytest.approx(6e-4)
     # Far below the noise scale the third is the linear rule, far above it the rate stays.
     assert noise_rule(0.1, 1, 8, noise_scale=1e9) == pytest.approx(0.8, rel=1e-6)

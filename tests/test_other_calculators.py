@@ -87,9 +87,7 @@ def test_korthikanti_s_table_2_and_sentences() -> None:
     for a, h, term, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
         x = letters(a=a, h=h)
         assert korthikanti_layer(x) / x.sbh == 34 + term
-        assert 1 - korthikanti_layer(x, scores=False) / korthikanti_layer(x) == pytest.approx(
-            saved, abs=0.006
-        )
+        assert 1 - korthikanti_layer(x, scores=False) / korthikanti_layer(x) == pytest.approx(saved, abs=0.006)
     # Figure 7: both techniques together leave under 20 percent of the tensor-parallel baseline, full recomputation ~ 8.
     for a, h in ((64, 6144), (96, 12288)):
         x = letters(a=a, h=h, t=8)
@@ -113,10 +111,7 @@ def test_the_playbook_s_pictures_and_table() -> None:
     for s, gib in {1024: 4.25, 131072: 544.0}.items():
         assert 32 * korthikanti_layer(letters(s=s), scores=False) / GiB == gib
     # Its N with 4 bytes each, and one learned position a token.
-    for hidden, layers, s, gib in (
-        (4096, 32, 1024, 25.979034423828125),
-        (2048, 16, 8192, 4.0426177978515625),
-    ):
+    for hidden, layers, s, gib in ((4096, 32, 1024, 25.979034423828125), (2048, 16, 8192, 4.0426177978515625)):
         counted = others.simple_parameters(hidden, layers, 128256)
         assert 4 * (counted + s * hidden) / GiB == gib
 
@@ -175,9 +170,7 @@ def test_what_is_not_covered_is_refused_with_the_reason() -> None:
         if one.name != OWN:
             with pytest.raises(ValueError, match="does not cover tiny-llama"):
                 one.predict(case)
-    with pytest.raises(
-        ValueError, match="no calculator is named 'ZeRO' and says 'total'; there are ZeRO: states"
-    ):
+    with pytest.raises(ValueError, match="no calculator is named 'ZeRO' and says 'total'; there are ZeRO: states"):
         find_calculator("ZeRO", "total")
 
 
@@ -236,9 +229,7 @@ def test_a_number_that_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 # The installed ones.
 
 
-@pytest.mark.parametrize(
-    "case", covered(find_calculator("Accelerate", "states"))[::3], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", covered(find_calculator("Accelerate", "states"))[::3], ids=lambda case: case.name)
 def test_accelerate_itself_says_the_formula(case: Case) -> None:
     """Its own code on a meta model: four or two times the model in fp32, and the buffers of rotary embeddings."""
     formula = find_calculator("Accelerate", "states").predict(case)

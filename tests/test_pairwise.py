@@ -82,10 +82,7 @@ def _some_case(one: str, first: object, other: str, second: object) -> bool:
     """Look for a case with two values by drawing at random: independent of how the chooser looks."""
     draw = random.Random(f"{one} {first} {other} {second}")
     for _ in range(300):
-        row = {factor: draw.choice(values) for factor, values in FACTORS.items()} | {
-            one: first,
-            other: second,
-        }
+        row = {factor: draw.choice(values) for factor, values in FACTORS.items()} | {one: first, other: second}
         if all(rule.allows(row) for rule in RULES):
             return True
     return False

@@ -103,9 +103,7 @@ def _gpt2(draw):
 def _llama(draw):
     config = _rotary(draw, **_bias(draw), mlp_bias=draw.random() < 0.5)
     if draw.random() < 0.3:  # the derived head_dim, and Llama 1 without a field for key and value heads
-        config["hidden_size"] = (
-            config["num_attention_heads"] * 2 * draw.randint(2, 9)
-        )  # rotary widths are even
+        config["hidden_size"] = config["num_attention_heads"] * 2 * draw.randint(2, 9)  # rotary widths are even
         config["head_dim"] = None
     if draw.random() < 0.3:
         del config["num_key_value_heads"]

@@ -99,9 +99,7 @@ def windows(draw: random.Random, model: Transformer, sizes: list[int]) -> list[t
     return [torch.randint(0, model.config.vocab, (b, length), generator=generator) for b in sizes]
 
 
-def one_process(
-    model: Transformer, microbatches: list[torch.Tensor]
-) -> tuple[float, dict[str, torch.Tensor]]:
+def one_process(model: Transformer, microbatches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of a copy of the model, micro-batch by micro-batch."""
     model = copy.deepcopy(model)
     model.zero_grad()
@@ -119,9 +117,7 @@ def one_process(
 
 def distance(executor: PipelineExecutor, expected: dict[str, torch.Tensor]) -> float:
     """The largest difference of a gradient of this rank."""
-    pairs = [
-        (p.grad, expected[name]) for stage in executor.stages.values() for name, p in stage.named_parameters()
-    ]
+    pairs = [(p.grad, expected[name]) for stage in executor.stages.values() for name, p in stage.named_parameters()]
     return max(((ours - theirs).abs().max().item() for ours, theirs in pairs), default=0.0)
 
 
@@ -135,10 +131,7 @@ def compare(model: Transformer, plan: Schedule, layers: list[int], microbatches:
     assert (value is None) == (plan.placement[-1] != rank)
     assert [event.action for event in executor.events] == plan.actions(rank)
     assert executor.peak_in_flight == peak_activations(plan)[rank]
-    return {
-        "loss": 0.0 if value is None else abs(value.item() - loss),
-        "gradients": distance(executor, expected),
-    }
+    return {"loss": 0.0 if value is None else abs(value.item() - loss), "gradients": distance(executor, expected)}
 
 
 # Equal to one process
@@ -325,9 +318,7 @@ def replicated(seed: int) -> dict[str, float]:
                 executor.step(mine)
                 replica.sync()
                 got = {names[p]: p.grad for p in held.parameters()}
-            found[f"{name} {kind.__name__}"] = max(
-                (g - expected[n]).abs().max().item() for n, g in got.items()
-            )
+            found[f"{name} {kind.__name__}"] = max((g - expected[n]).abs().max().item() for n, g in got.items())
     return found
 
 
@@ -383,9 +374,7 @@ def against_torch(seed: int) -> dict[str, float]:
         theirs = split_stages(copy.deepcopy(model), plan.num_stages, layers)
         for stage in theirs:
             stage.zero_grad()
-        own = [
-            PipelineStage(theirs[s], s, plan.num_stages, torch.device("cpu")) for s in plan.stages_of(rank)
-        ]
+        own = [PipelineStage(theirs[s], s, plan.num_stages, torch.device("cpu")) for s in plan.stages_of(rank)]
         tokens_BT, losses = torch.cat(microbatches), []
         torch_schedule = cls(own if v > 1 else own[0], m, loss_fn=exact_loss)
         inputs = [tokens_BT[:, :-1].contiguous()] if rank == 0 else []  # torch 2.11 compares strides
@@ -508,13 +497,10 @@ def bad_input() -> None:
     with pytest.raises(ValueError, match="2 micro-batches for a schedule of num_microbatches=1"):
         executor.step([torch.zeros(1, 4, dtype=torch.long)] * 2)
     two, halves = (
-        PipelineExecutor(stages[:2], schedule(name, 1, 2, 2), loss=exact_loss)
-        for name in ("interleaved", "zb-v")
+        PipelineExecutor(stages[:2], schedule(name, 1, 2, 2), loss=exact_loss) for name in ("interleaved", "zb-v")
     )
     window = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(
-        ValueError, match=r"micro-batches of T=\[4, 5\]: a mean of windows is no mean of tokens"
-    ):
+    with pytest.raises(ValueError, match=r"micro-batches of T=\[4, 5\]: a mean of windows is no mean of tokens"):
         two.step([window, torch.zeros(1, 5, dtype=torch.long)])
     with pytest.raises(ValueError, match="micro-batch 1 has no windows"):
         two.step([window, window[:0]])

@@ -28,14 +28,7 @@ def test_every_byte_that_a_schedule_holds_is_predicted():
     configs = [tiny_config(family, **sizes) for family in ("gpt2", "llama")]
     schedules = [
         schedule(name, p, m, v)
-        for name, v in (
-            ("naive", 1),
-            ("gpipe", 1),
-            ("1f1b", 1),
-            ("interleaved", 2),
-            ("zb-h1", 1),
-            ("zb-h2", 1),
-        )
+        for name, v in (("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1))
     ]
     ranks = run_ranks(_count, p, schedules, configs, batch, seq)
     for number, config in enumerate(configs):

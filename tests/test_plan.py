@@ -48,13 +48,7 @@ def small(**fields: object) -> ModelConfig:
     return ModelConfig(name="small", max_positions=720, **sizes | fields)
 
 
-SPARSE = {
-    "num_experts": 6,
-    "experts_per_token": 2,
-    "expert_ffn": 60,
-    "num_shared_experts": 1,
-    "num_dense_layers": 1,
-}
+SPARSE = {"num_experts": 6, "experts_per_token": 2, "expert_ffn": 60, "num_shared_experts": 1, "num_dense_layers": 1}
 
 
 def flat_machine(gpus: int) -> Cluster:
@@ -82,9 +76,7 @@ def test_matrix_products_are_those_of_step_flops(recompute: str, experts: dict) 
     check_layout(layout, model, gpus=18, seq=240, global_batch=12)
     done = whole_step(load, layout).matmul * machine.gpu.peak() * machine.achievable * layout.tp * layout.dp
     flops = step_flops(model, batch=12, seq=240, recompute=recompute, selective_passes=1)
-    padded = (
-        6 * 12 * 240 * model.hidden * (-(-model.vocab // 3) * 3 - model.vocab)
-    )  # vocabulary rounded up to tp
+    padded = 6 * 12 * 240 * model.hidden * (-(-model.vocab // 3) * 3 - model.vocab)  # vocabulary rounded up to tp
     assert done == pytest.approx(flops.hardware + padded, rel=1e-12)
 
 
@@ -95,9 +87,7 @@ def test_collectives_send_what_parallelism_counts() -> None:
     def sent(model: ModelConfig, kind: str, **layout: int) -> float:
         return getattr(whole_step(Workload(model, machine, 240, 4), Layout(**layout)), kind) * intra
 
-    head = (
-        2 * 2 * 240 * 4 * dense.hidden * (3 - 1) / 3
-    )  # the head's gather and scatter, which that count leaves out
+    head = 2 * 2 * 240 * 4 * dense.hidden * (3 - 1) / 3  # the head's gather and scatter, which that count leaves out
     tokens = 240 * 4
     assert sent(dense, "tp", tp=3) == pytest.approx(tensor_traffic(dense, 3, tokens=tokens).bytes_sent + head)
     again = sent(dense, "tp", tp=3, recompute="full")
@@ -255,9 +245,7 @@ def test_what_does_not_fit_names_its_largest_term() -> None:
         assert one.memory[one.term] == max(one.memory.values())
         assert one.excess == sum(one.memory.values()) - result.capacity > 0
         assert one.layout.shape not in {candidate.layout.shape for candidate in result.candidates}
-    with pytest.raises(
-        ValueError, match=r"nothing fits: of .* is 59\.\d GB over .* largest term is optimizer"
-    ):
+    with pytest.raises(ValueError, match=r"nothing fits: of .* is 59\.\d GB over .* largest term is optimizer"):
         assert plan("llama-3-70b", gpus=8, seq=4096, global_batch=64).best
 
 
@@ -313,10 +301,7 @@ def test_what_cannot_be_planned_names_its_factors(arguments: dict, message: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"tp": 4, "dp": 4},
-            "tp=4 x cp=1 x pp=1 x dp=4 = 16 ranks, but there are gpus=8; with dp=2 they would be 8",
-        ),
+        ({"tp": 4, "dp": 4}, "tp=4 x cp=1 x pp=1 x dp=4 = 16 ranks, but there are gpus=8; with dp=2 they would be 8"),
         ({"dp": 8, "schedule": "interleaved"}, "needs pp and virtual_stages of at least 2"),
         ({"dp": 8, "micro_batch": 5}, "dp x micro_batch=40 does not divide global_batch=24"),
         ({"cp": 8, "dp": 1}, None),

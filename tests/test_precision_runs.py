@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from lablib.calc.precision import FORMATS
-from lablib.launch.precision import (
-    allreduce_error,
-    expected_error,
-    gloo_error,
-    precision_memory,
-    rounding_noise,
-    runs,
-)
+from lablib.launch.precision import allreduce_error, expected_error, gloo_error, precision_memory, rounding_noise, runs
 from lablib.launch.precision.fp8 import rank_values, ring_sum
 from lablib.launch.precision.runs import lost_to_fp16
 from lablib.launch.ranks import run_ranks

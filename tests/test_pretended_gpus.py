@@ -15,9 +15,7 @@ def run(code, gpus, tmp_path, **variables):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))
     env = environment(gpus, tmp_path / "log", tmp_path / "experiments") | variables
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, str(script)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

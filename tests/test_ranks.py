@@ -342,8 +342,7 @@ def test_bad_input_is_refused_before_anything_starts(arguments, options, text, m
 
 
 @pytest.mark.parametrize(
-    ("gpus", "fix"),
-    [(2, 'use device="cpu" or world_size=2'), (1, "or world_size=1"), (0, 'use device="cpu"$')],
+    ("gpus", "fix"), [(2, 'use device="cpu" or world_size=2'), (1, "or world_size=1"), (0, 'use device="cpu"$')]
 )
 def test_more_ranks_than_gpus_are_refused(gpus, fix, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -83,9 +83,7 @@ def stopped_server():
 def test_a_start_that_gets_no_answer_ends_with_the_timeout(stopped_server, monkeypatch):
     monkeypatch.setattr(ranks, "_START_S", 0.3)
     begun = time.monotonic()
-    with pytest.raises(
-        RankTimeout, match=r"no start of all ranks after 0.5 s: the server .* was ended"
-    ) as caught:
+    with pytest.raises(RankTimeout, match=r"no start of all ranks after 0.5 s: the server .* was ended") as caught:
         run_ranks(os.getpid, 2, timeout=0.5)
     assert time.monotonic() - begun < 10
     assert caught.value.standing == {0: "not started", 1: "not started"}

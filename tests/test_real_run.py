@@ -46,8 +46,7 @@ class Machine:
         if work.__name__ == "_traced":
             return [self._trace(rank, Path(args[1])) for rank in range(ranks)]
         turns = [
-            {"loop": loop, "round": 0, "seconds": [0.1], "tokens_per_second": 100.0}
-            for loop in ("plain", "trainer")
+            {"loop": loop, "round": 0, "seconds": [0.1], "tokens_per_second": 100.0} for loop in ("plain", "trainer")
         ]
         return [turns]
 
@@ -128,9 +127,7 @@ def test_without_the_rehearsals_the_setup_and_the_gpu_section_are_left():
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
-def test_the_report_comes_first_with_both_predictions_and_what_a_page_points_to_stays(
-    machine, gpus, capsys, tmp_path
-):
+def test_the_report_comes_first_with_both_predictions_and_what_a_page_points_to_stays(machine, gpus, capsys, tmp_path):
     made = machine(gpus)
     names = run_lab(predicted_step_ms=90, predicted_speedup_weak=1.5, predicted_peak_gb=8.0, gpu_steps=3)
     started = [(work, ranks, config.global_batch) for work, ranks, config in made.started]
@@ -178,11 +175,7 @@ def test_the_report_comes_first_with_both_predictions_and_what_a_page_points_to_
 def test_with_one_gpu_it_says_what_cannot_be_measured_and_measures_the_rest(machine, capsys):
     made = machine(1)
     run_lab(gpu_steps=3, predicted_step_ms=80, predicted_speedup_weak=1.0)
-    assert [(work, ranks) for work, ranks, _ in made.started[:3]] == [
-        ("_train", 1),
-        ("_traced", 1),
-        ("_train", 1),
-    ]
+    assert [(work, ranks) for work, ranks, _ in made.started[:3]] == [("_train", 1), ("_traced", 1), ("_train", 1)]
     assert all(config.reshard for _, _, config in made.started)
     out = capsys.readouterr().out
     assert "one GPU here" in out.splitlines()[0]
@@ -221,12 +214,7 @@ def test_what_cannot_compile_is_recorded_as_that_and_the_rest_goes_on(machine, c
     assert failed["failed"].startswith("did not compile: torch._inductor.exc.InductorError")
     # One attempt is enough to know it: recomputation, the larger micro-batch and the race run without.
     assert sum(config.compile for _, _, config in made.started) == 1
-    assert [s.get("recompute") for s in names["found"].samples] == ["none"] * 3 + [
-        "selective",
-        "full",
-        "none",
-        None,
-    ]
+    assert [s.get("recompute") for s in names["found"].samples] == ["none"] * 3 + ["selective", "full", "none", None]
     assert "compiled: did not compile: " in capsys.readouterr().out
     assert gpu_report() is not None
 
@@ -242,14 +230,10 @@ def test_memory_that_ends_and_a_hang_cost_only_their_own_case(machine, capsys):
 
     made.fails = fails
     names = run_lab(gpu_steps=3)
-    found = {
-        (s["micro_batch"], s["recompute"], s["compile"]): s for s in names["found"].samples if "race" not in s
-    }
+    found = {(s["micro_batch"], s["recompute"], s["compile"]): s for s in names["found"].samples if "race" not in s}
     assert found[32, "none", True]["failed"] == NO_MEMORY
     assert (64, "none", True) not in found  # what is larger fits no better
-    assert (
-        found[8, "selective", True]["failed"] == "no result after 480 s from rank 1 of 2. Where they stand:"
-    )
+    assert found[8, "selective", True]["failed"] == "no result after 480 s from rank 1 of 2. Where they stand:"
     assert "turns" in names["found"].samples[-1]
     assert "recompute selective, compiled: no result after 480 s" in capsys.readouterr().out
 
@@ -258,9 +242,7 @@ def test_memory_that_ends_and_a_hang_cost_only_their_own_case(machine, capsys):
 def test_a_run_of_the_report_that_fails_leaves_the_others(machine, capsys, kind):
     made = machine(2)
     made.fails = lambda config: (
-        _failing("Traceback:\nValueError: something else")
-        if len(made.started) == 1 + (kind == "strong")
-        else None
+        _failing("Traceback:\nValueError: something else") if len(made.started) == 1 + (kind == "strong") else None
     )
     # All the rest is measured, and the lab says at its end that it is not whole: the same command tries again.
     with pytest.raises(AssertionError, match=rf"lacks runs: \['{kind} on .*ValueError: something else"):
@@ -271,9 +253,7 @@ def test_a_run_of_the_report_that_fails_leaves_the_others(machine, capsys, kind)
     assert made.started[-1][0] == "race"
 
 
-def test_the_same_command_tries_again_what_failed_but_not_what_did_not_fit(
-    machine, monkeypatch, tmp_path, capsys
-):
+def test_the_same_command_tries_again_what_failed_but_not_what_did_not_fit(machine, monkeypatch, tmp_path, capsys):
     made = machine(2)
     monkeypatch.setenv(FOLDER_SWITCH, str(tmp_path / "job"))
     out_of_memory = _failing("torch.OutOfMemoryError: CUDA out of memory.")
@@ -316,9 +296,7 @@ def test_observe_scaling_takes_the_report_where_there_is_one(machine, monkeypatc
     monkeypatch.setattr("lablib.launch.ranks.run.run_ranks", lambda *args, **_: started.append(args))
     verdict = rung11.observe_scaling(solutions.observe_scaling)
     assert verdict.status == "passed", verdict
-    assert (
-        "a job on 8 x NVIDIA H100 80GB HBM3: speedup 6.40" in verdict.message
-    )  # 64 sequences: 640 ms and 100 ms
+    assert "a job on 8 x NVIDIA H100 80GB HBM3: speedup 6.40" in verdict.message  # 64 sequences: 640 ms and 100 ms
     assert not started
 
 
@@ -332,9 +310,7 @@ def test_the_functions_of_the_ranks_run_as_they_are(monkeypatch, tmp_path, capsy
     assert [len(sample["loss"]) for sample in samples] == [2, 2, 2]
     one, _, strong = report_rows(real.report.folder)
     assert one["predicted"] is strong["predicted"] is None
-    assert (
-        strong["loss_apart"] < 0.03
-    )  # half the gap of bf16 at a loss of 4 to 8: one step's rounding is far below
+    assert strong["loss_apart"] < 0.03  # half the gap of bf16 at a loss of 4 to 8: one step's rounding is far below
     assert math.isfinite(strong["speedup"])
     parts = real.trace()["parts"]
     assert set(parts) == {"0", "1"}

@@ -66,8 +66,7 @@ def test_8bit_moments_count_one_scale_per_started_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "replicated", "sharded"),
-    [("megatron-fp16", 4, 16), ("mixed-bf16-fp32-grads", 6, 12), ("fp32", 8, 8)],
+    ("name", "replicated", "sharded"), [("megatron-fp16", 4, 16), ("mixed-bf16-fp32-grads", 6, 12), ("fp32", 8, 8)]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_megatron_distributed_optimizer_table(name: str, replicated: int, sharded: int, ranks: int) -> None:
@@ -105,9 +104,7 @@ def test_zero_table_2(mp: int, printed: tuple[float, ...]) -> None:
     name=st.sampled_from(recipe_names()),
     optimizer=st.sampled_from(optimizer_names()),
 )
-def test_stages_only_ever_help_and_shards_cover_the_model(
-    params: int, ranks: int, name: str, optimizer: str
-) -> None:
+def test_stages_only_ever_help_and_shards_cover_the_model(params: int, ranks: int, name: str, optimizer: str) -> None:
     stages = [zero_state_bytes(params, ranks, stage, name, optimizer) for stage in range(4)]
     assert stages == sorted(stages, reverse=True)
     assert ranks * stages[3] >= stages[0]
@@ -122,9 +119,7 @@ def test_stages_only_ever_help_and_shards_cover_the_model(
     name=st.sampled_from(recipe_names()),
     optimizer=st.sampled_from(optimizer_names()),
 )
-def test_max_params_is_the_largest_that_fits(
-    budget: int, ranks: int, stage: int, name: str, optimizer: str
-) -> None:
+def test_max_params_is_the_largest_that_fits(budget: int, ranks: int, stage: int, name: str, optimizer: str) -> None:
     most = max_params(budget, ranks, stage, name, optimizer)
     assert zero_state_bytes(most, ranks, stage, name, optimizer) <= budget
     assert zero_state_bytes(most + 1, ranks, stage, name, optimizer) > budget

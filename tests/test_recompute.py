@@ -55,11 +55,7 @@ def dropped():
 
 def nested():
     inner, outer = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3)), nn.Linear(5, 5)
-    return (
-        lambda x: outer(checkpoint(inner, torch.tanh(x))),
-        [inner, outer],
-        [torch.randn(4, 5, requires_grad=True)],
-    )
+    return (lambda x: outer(checkpoint(inner, torch.tanh(x))), [inner, outer], [torch.randn(4, 5, requires_grad=True)])
 
 
 def mixed_arguments():
@@ -125,9 +121,7 @@ def test_autocast_is_as_it_was_in_forward():
 def test_a_whole_transformer_bit_for_bit(family):
     def build(way):
         torch.manual_seed(0)
-        model = Transformer(
-            tiny_config(family, hidden=24, num_layers=3, vocab=31), dropout=0.2, attention="plain"
-        )
+        model = Transformer(tiny_config(family, hidden=24, num_layers=3, vocab=31), dropout=0.2, attention="plain")
         for block in model.blocks:
             block.forward = partial(way, block.forward)
         return model

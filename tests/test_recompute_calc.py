@@ -27,17 +27,7 @@ from lablib.calc.models import preset, preset_names
 from lablib.toys.transformer import tiny_config
 
 SEED = 9
-STRATEGIES = (
-    "none",
-    "selective",
-    "matmuls",
-    "full",
-    "every:2",
-    "sqrt",
-    "first:2",
-    "one-in:2",
-    "full+offload",
-)
+STRATEGIES = ("none", "selective", "matmuls", "full", "every:2", "sqrt", "first:2", "one-in:2", "full+offload")
 
 
 def gpt(h: int, a: int, layers: int = 1):
@@ -87,11 +77,7 @@ def test_tensors_sum_to_the_layer_and_differences_to_the_difference(family, atte
             norm=dice.choice(("layernorm", "rmsnorm")),
             gated_mlp=dice.random() < 0.5,
         )
-        shape = {
-            "batch": dice.randint(1, 4),
-            "seq": dice.randint(1, 30),
-            "bytes_per_value": dice.choice((2, 4)),
-        }
+        shape = {"batch": dice.randint(1, 4), "seq": dice.randint(1, 30), "bytes_per_value": dice.choice((2, 4))}
         how = shape | {"attention": attention, "dropout": dice.choice((0.0, 0.2))}
         sums = {}
         for kernels in ("paper", "toy"):
@@ -155,13 +141,7 @@ def test_three_layers_by_hand():
     how = {"batch": b, "seq": s, "attention": "plain"}
     ends = model_activations(config, **how)
     outside = ends["embedding"] + ends["head"]
-    saved = {
-        "none": 3 * layer,
-        "full": 3 * edge,
-        "every:2": 2 * edge,
-        "every:3": edge,
-        "selective": 102 * sbh,
-    }
+    saved = {"none": 3 * layer, "full": 3 * edge, "every:2": 2 * edge, "every:3": edge, "selective": 102 * sbh}
     saved |= {"first:2": 2 * edge + layer, "one-in:2": 2 * edge + layer, "full+offload": 0, "offload": 0}
     # Input, q, k, v, scores, context, output, up and down: 2 + 2 (3 + 1 + 1 + 4 + 1) and 2 a s² b.
     saved["matmuls"] = 3 * (22 * sbh + 2 * pairs)

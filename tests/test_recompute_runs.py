@@ -39,9 +39,7 @@ STRATEGIES = (
 CHOOSE_BLOCKS = {"every:2", "sqrt", "first:2", "one-in:2", "full+offload"}
 
 
-def drawn(
-    dice: random.Random, family: str, attention: str, dropout: float, dtype: torch.dtype
-) -> Transformer:
+def drawn(dice: random.Random, family: str, attention: str, dropout: float, dtype: torch.dtype) -> Transformer:
     heads = 2 * dice.randint(1, 3)
     config = tiny_config(
         family,
@@ -99,9 +97,7 @@ def test_measured_is_predicted_to_the_byte_and_the_flop(family, attention, dropo
 
 def test_gradients_are_those_of_a_run_without_recomputation():
     torch.manual_seed(0)
-    model = Transformer(
-        tiny_config("gpt2", num_layers=5, hidden=16, vocab=31), dropout=0.1, attention="plain"
-    )
+    model = Transformer(tiny_config("gpt2", num_layers=5, hidden=16, vocab=31), dropout=0.1, attention="plain")
     names = list(model.state_dict())
     tokens = torch.randint(31, (2, 8))
 

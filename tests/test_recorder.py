@@ -171,12 +171,7 @@ def test_another_thread_is_counted_when_it_opens_the_log_itself():
 #: CommDebugMode's names, by what they are here.
 NAMES = {
     "all_reduce": ["all_reduce", "allreduce_", "all_reduce_coalesced", "allreduce_coalesced_"],
-    "all_gather": [
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-        "allgather_",
-        "_allgather_base_",
-    ],
+    "all_gather": ["all_gather_into_tensor", "all_gather_into_tensor_coalesced", "allgather_", "_allgather_base_"],
     "reduce_scatter": [
         "reduce_scatter_tensor",
         "reduce_scatter_tensor_coalesced",

@@ -32,16 +32,7 @@ from lablib.launch.records import read_logs
 from lablib.launch.runs import kill_and_resume, torchrun
 from lablib.launch.runs.elastic import descendants
 from lablib.launch.runs.rendezvous import check_port
-from lablib.launch.training import (
-    Callback,
-    LogEvents,
-    SaveEvery,
-    StopOnSignal,
-    TrainConfig,
-    Trainer,
-    exit_code,
-    resume,
-)
+from lablib.launch.training import Callback, LogEvents, SaveEvery, StopOnSignal, TrainConfig, Trainer, exit_code, resume
 from lablib.launch.training import resilience as disk_room
 from lablib.launch.training.monitors import StragglerWatch
 from lablib.launch.training.resilience import STOPPED, check_room, finished
@@ -329,10 +320,7 @@ def test_the_real_error_of_a_closed_rendezvous_is_explained():
         ),
         ("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "A file of the checkpoint"),
         ("exitcode  : -9 (pid: 7)", "A rank was killed with signal 9"),
-        (
-            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=680",
-            "A collective was not",
-        ),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=680", "A collective was not"),
         ("RuntimeError: Connection closed by peer [127.0.0.1]:4711", "Another rank ended first"),
         ("Connection closed by peer ... OSError: [Errno 28] No space left on device", "The disk is full"),
     ],
@@ -355,10 +343,7 @@ def test_one_sentence_ends_a_script(tmp_path):
     ends = []
     for case in range(3):
         done = subprocess.run(
-            [sys.executable, str(script), str(case)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"RANK": "1"},
+            [sys.executable, str(script), str(case)], capture_output=True, text=True, env=os.environ | {"RANK": "1"}
         )
         ends.append((done.returncode, done.stderr.strip().splitlines()))
     (full, full_text), (wrong, wrong_text), (bug, bug_text) = ends
@@ -458,9 +443,7 @@ def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path):
     )
     command = [*nameless, sys.executable, "-c", start, str(tmp_path / "meet.py")]
     root = Path(__file__).parents[1]
-    with ended(
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root)
-    ) as job:
+    with ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root)) as job:
         said, _ = job.communicate(timeout=90)
     assert job.returncode == 0, said
     assert said.count("met at 127.0.0.1") == 2

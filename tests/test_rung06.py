@@ -77,9 +77,7 @@ def test_a_step_keeps_the_rules_of_link_and_device(options):
             assert gather.end <= forward.start <= backward.start
             assert backward.end <= scatter.start
         root_again, again = options.get("root_reshard", False), options.get("reshard", True)
-        assert sum(bar.kind == "gather" for bar in step.bars) == 1 + root_again + (1 + again) * (
-            len(units) - 1
-        )
+        assert sum(bar.kind == "gather" for bar in step.bars) == 1 + root_again + (1 + again) * (len(units) - 1)
         work = sum(unit.forward + unit.backward for unit in units)
         assert step.compute == pytest.approx(work)
         assert step.seconds >= step.compute
@@ -92,9 +90,7 @@ def test_prefetch_never_costs_time_and_holds_two_neighbours_at_most():
         assert fast.seconds <= slow.seconds + 1e-9
         root, *rest = [unit.bytes for unit in units]
         assert slow.peak == root + max(rest, default=0)
-        assert fast.peak <= root + max(
-            (a + b for a, b in itertools.pairwise(rest)), default=max(rest, default=0)
-        )
+        assert fast.peak <= root + max((a + b for a, b in itertools.pairwise(rest)), default=max(rest, default=0))
 
 
 def test_a_step_needs_a_unit():
@@ -138,9 +134,7 @@ def test_the_installed_version_and_the_chapters_are_both_accepted(monkeypatch):
     assert "by formula, of torch 2.15" in installed.message
     for defect in defects_rung06.DEFECTS["choose_wrapping"]:
         verdict = rung06.choose_wrapping(defect)
-        assert (verdict.status, "counted as torch 2.13" in verdict.message) == ("wrong", True), (
-            defect.__name__
-        )
+        assert (verdict.status, "counted as torch 2.13" in verdict.message) == ("wrong", True), defect.__name__
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     assert rung06.choose_wrapping(of_2_15).status == "wrong"
 
@@ -209,19 +203,10 @@ def test_the_page_about_fsdp1_says_what_happens():
     assert list(seen) == list(EXPERIMENTS)
     fails = {name for name, result in seen.items() if result.error}
     assert fails >= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names"}
-    assert fails <= {
-        "policy called",
-        "policy of FSDP2",
-        "prefetch policy",
-        "mesh without names",
-        "no device_id",
-    }
+    assert fails <= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names", "no device_id"}
     # Wrapped alike, both send alike; without a policy everything is one message.
     for name in ("wrapped by class", "policy as partial", "original parameters"):
-        assert (seen[name].calls, seen[name].bytes) == (
-            seen["FSDP2 per block"].calls,
-            seen["FSDP2 per block"].bytes,
-        )
+        assert (seen[name].calls, seen[name].bytes) == (seen["FSDP2 per block"].calls, seen["FSDP2 per block"].bytes)
     assert seen["no policy"].calls == {"all_gather": 1, "reduce_scatter": 1}
     assert seen["SHARD_GRAD_OP"].calls == {"all_gather": 5, "reduce_scatter": 5}
     assert seen["NO_SHARD"].calls == {"all_reduce": 5}

@@ -35,25 +35,16 @@ def test_perfect_strong_scaling_takes_the_nth_part():
         ([_rank(data=1.0, compute=7.0, communication=2.0)] * 2, {"communication": 2.0}),
         # Rank 1 computes two seconds longer; rank 0 waits for it inside the collective, which itself takes one.
         (
-            [
-                _rank(data=1.0, compute=7.0, communication=3.0),
-                _rank(data=1.0, compute=9.0, communication=1.0),
-            ],
+            [_rank(data=1.0, compute=7.0, communication=3.0), _rank(data=1.0, compute=9.0, communication=1.0)],
             {"communication": 1.0, "imbalance": 1.0, "compute": 1.0},
         ),
         # Rank 1 waits two seconds for its disk, and rank 0 for rank 1.
         (
-            [
-                _rank(data=1.0, compute=7.0, communication=3.0),
-                _rank(data=3.0, compute=7.0, communication=1.0),
-            ],
+            [_rank(data=1.0, compute=7.0, communication=3.0), _rank(data=3.0, compute=7.0, communication=1.0)],
             {"communication": 1.0, "imbalance": 1.0, "data": 1.0},
         ),
         # A pipeline of two stages, one micro-batch each way: each stage idles while the other one works.
-        (
-            [_rank(data=1.0, compute=7.0, bubble=7.0), _rank(data=1.0, compute=7.0, bubble=7.0)],
-            {"bubble": 7.0},
-        ),
+        ([_rank(data=1.0, compute=7.0, bubble=7.0), _rank(data=1.0, compute=7.0, bubble=7.0)], {"bubble": 7.0}),
         # Rank 0 was done early and waits for nothing: the step is as long as rank 1's.
         ([_rank(data=1.0, compute=7.0), _rank(data=1.0, compute=9.0)], {"imbalance": 1.0, "compute": 1.0}),
     ],
@@ -75,9 +66,7 @@ def test_the_order_of_ranks_plays_no_part_and_all_always_adds_up():
 
         def run(n=n, steps=steps):
             names = ("data", "compute", "communication", "bubble")
-            return [
-                [_rank(**{name: dice.random() for name in names}) for _ in range(n)] for _ in range(steps)
-            ]
+            return [[_rank(**{name: dice.random() for name in names}) for _ in range(n)] for _ in range(steps)]
 
         one, many = run(1), run()
         for scaling in ("weak", "strong"):

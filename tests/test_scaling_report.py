@@ -9,13 +9,7 @@ from typer.testing import CliRunner
 
 from lablib.cli.main import app
 from lablib.cli.report import summary
-from lablib.launch.runs import (
-    ScalingReport,
-    compare_reports,
-    report_differences,
-    report_rows,
-    scaling_records,
-)
+from lablib.launch.runs import ScalingReport, compare_reports, report_differences, report_rows, scaling_records
 from lablib.launch.training import METRIC_KEYS
 
 
@@ -72,11 +66,7 @@ def test_the_rows_are_what_was_put_in(report):
 
 def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compared(tmp_path):
     made = ScalingReport("both", tmp_path / "a")
-    made.add(
-        _run(tmp_path / "one", 1, 0.100, loss=4.0),
-        scaling="one",
-        predicted={"step": 0.09, "memory_bytes": 2.2e9},
-    )
+    made.add(_run(tmp_path / "one", 1, 0.100, loss=4.0), scaling="one", predicted={"step": 0.09, "memory_bytes": 2.2e9})
     told = {"step": 0.06, "memory_bytes": 1.5e9}
     yours = {"step": 0.055, "speedup": 1.8, "memory_bytes": 1e9}
     made.add(_run(tmp_path / "two", 2, 0.065, loss=4.25), scaling="strong", predicted=told, yours=yours)
@@ -101,9 +91,7 @@ def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compare
     # The run's own files are there when its folder is gone.
     assert (made.folder / "metrics" / "strong-2" / "metrics-rank1.jsonl").read_text().count("\n") == 8
     for wrong in ({"speed": 1.0}, {"step": 0.0}):
-        with pytest.raises(
-            ValueError, match=r"yours=.* must be above 0 and one of step, speedup, memory_bytes"
-        ):
+        with pytest.raises(ValueError, match=r"yours=.* must be above 0 and one of step, speedup, memory_bytes"):
             made.add(tmp_path / "two", scaling="strong", yours=wrong)
 
 

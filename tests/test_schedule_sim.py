@@ -57,8 +57,7 @@ def test_simulate_is_the_longest_path(name, p, m, seed):
     dice = random.Random(seed)
     ours = made(name, p, m)
     times = {
-        key: [dice.uniform(1, 3) for _ in range(ours.num_stages)]
-        for key in ("forward", "backward", "input", "weight")
+        key: [dice.uniform(1, 3) for _ in range(ours.num_stages)] for key in ("forward", "backward", "input", "weight")
     }
     # Shorter than any action, so that no message waits for the one before it; overlapped pairs send two at a time.
     communication = 0 if name == "dualpipe-v" else dice.uniform(0, 1)
@@ -126,11 +125,7 @@ def reason(rows, **changes):
 @pytest.mark.parametrize(
     ("rows", "expected", "marks"),
     [
-        (
-            ["0F0 0B0", "1B0 1F0"],
-            "rank 1, step 0: 1B0 needs 1F0, which rank 1 runs later, in step 1",
-            [(1, 0)],
-        ),
+        (["0F0 0B0", "1B0 1F0"], "rank 1, step 0: 1B0 needs 1F0, which rank 1 runs later, in step 1", [(1, 0)]),
         (["0F0 0B0", "1B0"], "rank 1, step 0: 1B0 needs 1F0, which never runs", [(1, 0)]),
         (["0F0 0B0", "1F0 1I0 1B0 1W0"], "1B0 repeats work of 1I0", [(1, 2)]),
         (["0F0 0B0", "1F0 1I0"], "1W0 is missing: stage 1 on rank 1 runs 0 of 1 weight halves", [(1, 2)]),
@@ -199,10 +194,7 @@ def test_a_possible_chart():
 @pytest.mark.parametrize(
     ("chart", "expected"),
     [
-        (
-            ["0F0 0F1 0B0 0B1", ". 1F0 1B0 1F1 1B1"],
-            "rank 0, slot 2: 0B0 needs 1B0, which ends with this slot",
-        ),
+        (["0F0 0F1 0B0 0B1", ". 1F0 1B0 1F1 1B1"], "rank 0, slot 2: 0B0 needs 1B0, which ends with this slot"),
         (["0F0 0F1 0B0 0B1", ". . . 1F0 1B0 1F1 1B1"], "0B0 needs 1B0, which ends with slot 4"),
         (["0F0 . 0B0", "1F0 1B0"], "rank 1, slot 0: 1F0 needs 0F0, which ends with this slot"),
         (["0F0 . . 0B0", ". 1F0"], "1B0 is missing"),
@@ -246,12 +238,7 @@ def test_communication_lies_beside_computation_and_a_link_carries_one_message():
     assert (hidden.makespan, hidden.messages) == (12, ())
     timeline = simulate(gpipe(2, 2), forward=1, backward=1, communication=3)
     spans = [(str(m.action), m.sender, m.receiver, m.start, m.end) for m in timeline.messages]
-    assert spans == [
-        ("0F0", 0, 1, 1, 4),
-        ("0F1", 0, 1, 4, 7),
-        ("1B0", 1, 0, 9, 12),
-        ("1B1", 1, 0, 12, 15),
-    ]
+    assert spans == [("0F0", 0, 1, 1, 4), ("0F1", 0, 1, 4, 7), ("1B0", 1, 0, 9, 12), ("1B1", 1, 0, 12, 15)]
     assert timeline.makespan == 16
     # On a V the turn stays on its rank: 2 (2p - 1) - 2 messages a micro-batch, not 2 (2p - 1).
     assert len(simulate(zb_v(3, 4), communication=0.1).messages) == 4 * (2 * 5 - 2)

@@ -62,9 +62,7 @@ def test_golden_values(name, p, m, v, makespan, over_ideal, over_total, in_fligh
     assert timeline.peak_in_flight == in_flight
 
 
-@pytest.mark.parametrize(
-    ("name", "makespan", "span_idle", "in_flight"), [("zb-h1", 27, 3, 4), ("zb-h2", 27, 0, 7)]
-)
+@pytest.mark.parametrize(("name", "makespan", "span_idle", "in_flight"), [("zb-h1", 27, 3, 4), ("zb-h2", 27, 0, 7)])
 def test_golden_values_of_zero_bubble(name, makespan, span_idle, in_flight):
     timeline = simulate(schedule(name, 4, 8), forward=1, input=1, weight=1)
     assert timeline.makespan == makespan
@@ -118,9 +116,7 @@ def test_interleaving_divides_the_bubble_by_v(p, rounds, v, forward, backward):
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 5))
 def test_memory_is_what_the_memory_calculator_says(p, rounds, v):
     m = p * rounds
-    expected = [
-        sum(stages.in_flight("interleaved", i, p, virtual_stages=v, num_microbatches=m)) / v for i in range(p)
-    ]
+    expected = [sum(stages.in_flight("interleaved", i, p, virtual_stages=v, num_microbatches=m)) / v for i in range(p)]
     assert simulate(interleaved(p, m, v)).peak_in_flight == pytest.approx(expected)
 
 
@@ -131,8 +127,7 @@ def test_zero_bubble_tables(p, more, forward, part, input):
     m, weight = 2 * p - 1 + more, part * min(forward, input)
     work = forward + input + weight
     one, h1, h2 = (
-        simulate(make(p, m), forward=forward, input=input, weight=weight)
-        for make in (one_f_one_b, zb_h1, zb_h2)
+        simulate(make(p, m), forward=forward, input=input, weight=weight) for make in (one_f_one_b, zb_h1, zb_h2)
     )
     assert max(one.span_idle) == pytest.approx((p - 1) * work)
     assert max(h1.span_idle) == pytest.approx((p - 1) * (forward + input - weight))
@@ -180,16 +175,7 @@ def test_dualpipe_v_bubble(p, more):
 # Notation, CSV, names
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "2X0",
-        "2f0",
-        "(2F0)OVERLAP_F_B",
-        "(2F0;3W0)OVERLAP_F_B",
-    ],
-)
+@pytest.mark.parametrize("text", ["", "2X0", "2f0", "(2F0)OVERLAP_F_B", "(2F0;3W0)OVERLAP_F_B"])
 def test_what_is_no_action(text):
     if text == "2F0 ":
         assert parse_action(text) == Action("F", 2, 0)
@@ -239,17 +225,11 @@ def test_a_written_schedule_says_where_stages_live():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: interleaved(4, 6, 2),
-            r"interleaved with v=2 runs micro-batches p=4 at a time, .* m=6; use m=4 or 8",
-        ),
+        (lambda: interleaved(4, 6, 2), r"interleaved with v=2 runs micro-batches p=4 at a time, .* m=6; use m=4 or 8"),
         (lambda: interleaved(4, 8, 0), "p=4, m=8, v=0: each must be a whole number, 1 or more"),
         (lambda: zb_h1(2, 2.5), r"p=2, m=2\.5"),
         (lambda: dualpipe_v(4, 7), "p=4 ranks has 8 stages .* m=7 is too few, use m=8 or more"),
-        (
-            lambda: schedule("1f1b", 4, 8, v=2),
-            "1f1b has 1 stage on every rank, not v=2; use v=1, or interleaved",
-        ),
+        (lambda: schedule("1f1b", 4, 8, v=2), "1f1b has 1 stage on every rank, not v=2; use v=1, or interleaved"),
         (lambda: Schedule([[]], 1, [1]), "stage 0 lives on rank 1; the ranks are 0 to 0"),
         (lambda: peak_activations(gpipe(2, 2), after_input=2), "after_input=2"),
     ],

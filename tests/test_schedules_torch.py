@@ -13,8 +13,7 @@ from tests import torch_schedules
 SEED = random.SystemRandom().randrange(10**6)
 
 pytestmark = pytest.mark.skipif(
-    bool(torch_schedules.why_not()) and not torch_schedules.is_proven(),
-    reason=torch_schedules.why_not() or "-",
+    bool(torch_schedules.why_not()) and not torch_schedules.is_proven(), reason=torch_schedules.why_not() or "-"
 )
 
 

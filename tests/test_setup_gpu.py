@@ -41,9 +41,7 @@ def _wheel(folder, name, version, *requires):
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}/__init__.py", TORCH.format(version) if name == "torch" else "")
-        wheel.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
-        )
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -109,11 +107,7 @@ def _set_up(course, python, *options, **more):
     """Run the one line on the image, where pip finds the wheels and nothing else."""
     held = course / "held.txt"
     held.write_text("old==2.0.0\n")  # as NGC's images do: what they bring is held, whoever asks
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PIP_", "PYTHON", "VIRTUAL"))
-    }
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "VIRTUAL"))}
     ours |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(course / "wheels"), "PIP_CONSTRAINT": str(held)}
     ours |= {"PIP_CONFIG_FILE": os.devnull, "PYTHON": str(python)}
     command = [course / "tools" / "setup_gpu.sh", *options]
@@ -191,10 +185,7 @@ def _missing(name):
 
 def test_an_image_that_will_not_do_is_refused_in_one_sentence(monkeypatch, capsys):
     tool = _tool()
-    for version, message in (
-        (None, "has no torch"),
-        ("2.8.0a0+nv25.05", "need 2.11 or newer: choose a newer image"),
-    ):
+    for version, message in ((None, "has no torch"), ("2.8.0a0+nv25.05", "need 2.11 or newer: choose a newer image")):
         monkeypatch.setattr(tool.importlib.metadata, "version", lambda name, v=version: v or _missing(name))
         with pytest.raises(SystemExit, match=message) as refused:
             tool.held_versions()
@@ -204,9 +195,7 @@ def test_an_image_that_will_not_do_is_refused_in_one_sentence(monkeypatch, capsy
         assert tool.held_versions()["torch"] == version
         assert ("was tried with 2.11 to 2.15" in capsys.readouterr().err) == warned
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if "pip" in name else find(name, *more)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if "pip" in name else find(name, *more))
     with pytest.raises(SystemExit, match="neither pip nor ensurepip"):
         tool.check_python()
     monkeypatch.setattr(tool, "PYTHONS", ((4, 0), (4, 1)))

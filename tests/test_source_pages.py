@@ -89,9 +89,7 @@ def test_a_name_that_does_not_exist_is_refused(repository, name):
 
 def _linked(repository, source):
     lines = source.text.splitlines()
-    return [
-        (lines[link.line - 1][link.start : link.end], link.place.dotted) for link in repository.links(source)
-    ]
+    return [(lines[link.line - 1][link.start : link.end], link.place.dotted) for link in repository.links(source)]
 
 
 def test_names_of_a_source_are_links_and_local_names_are_none(repository):

@@ -142,11 +142,7 @@ def train(seed: int, cases: tuple) -> list[dict[str, float]]:
 CASES = {
     1: (("llama", 2, False, False),),
     2: (("gpt2", 4, True, False), ("llama", 1, True, True)),
-    4: (
-        ("gpt2", 4, False, True),
-        ("llama", 2, False, False),
-        ("llama", 1, True, False),
-    ),
+    4: (("gpt2", 4, False, True), ("llama", 2, False, False), ("llama", 1, True, False)),
 }
 
 

@@ -83,9 +83,7 @@ def test_activations_are_those_of_the_paper(t):
         forms = {False: 10 + 24 / t, "keep": 4 + 30 / t, "shard": 34 / t}
         assert set(forms) == set(VARIANTS)
         for variant, factor in forms.items():
-            kept = paper_activations(
-                config, batch=b, seq=s, tp=t, sequence_parallel=variant, attention="plain"
-            )
+            kept = paper_activations(config, batch=b, seq=s, tp=t, sequence_parallel=variant, attention="plain")
             assert kept == pytest.approx(sbh * (factor + scores))
 
 
@@ -144,7 +142,5 @@ def test_the_toy_keeps_what_is_counted_byte_for_byte(tp):
     for config in configs:
         for rank, kept in enumerate(run_ranks(_measured, tp, config, batch, seq)):
             for variant in VARIANTS:
-                counted = toy_activations(
-                    config, batch=batch, seq=seq, tp=tp, sequence_parallel=variant, rank=rank
-                )
+                counted = toy_activations(config, batch=batch, seq=seq, tp=tp, sequence_parallel=variant, rank=rank)
                 assert kept[variant] == sum(counted.values()), (config.name, rank, variant)

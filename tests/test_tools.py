@@ -93,20 +93,7 @@ def test_a_package_of_npm_is_fetched_once_and_without_npm_the_build_goes_on(tmp_
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "bin").mkdir()
     npm, kept = tmp_path / "bin" / "npm", tmp_path / ".cache" / "mathjax-3.2.2"
-    for name in (
-        "bash",
-        "cp",
-        "dirname",
-        "gzip",
-        "mkdir",
-        "mktemp",
-        "mv",
-        "rm",
-        "sh",
-        "tar",
-        "timeout",
-        "touch",
-    ):
+    for name in ("bash", "cp", "dirname", "gzip", "mkdir", "mktemp", "mv", "rm", "sh", "tar", "timeout", "touch"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
 
     def fetch(content=None):

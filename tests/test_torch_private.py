@@ -20,19 +20,10 @@ FOLDERS = ("lablib", "labs", "tests", "tools", "book", "_ext")
 HOME = "lablib/launch/torch_private.py"
 #: Private names elsewhere, by file and name, each with the reason why it stays there.
 REVIEWED = {
-    (
-        "lablib/launch/recompute/runs.py",
-        "torch.ops.aten._scaled_dot_*",
-    ): "operators keep their names: files hold them",
-    (
-        "lablib/launch/measure/flight_recorder.py",
-        "torch._C",
-    ): "the function itself says what is missing",
+    ("lablib/launch/recompute/runs.py", "torch.ops.aten._scaled_dot_*"): "operators keep their names: files hold them",
+    ("lablib/launch/measure/flight_recorder.py", "torch._C"): "the function itself says what is missing",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
-    (
-        "lablib/launch/runs/real_run.py",
-        "torch._inductor",
-    ): "a word of the compiler's messages; nothing is looked up",
+    ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_train_ddp.py", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_accelerate_script.py", "torch._dynamo"): "loaded ahead to save time",
@@ -41,10 +32,7 @@ REVIEWED = {
     ("tests/test_fp8.py", "torch._scaled_mm"): "the oracle of the test",
     ("tests/test_cuda_snapshot.py", "torch.cuda._memory_viz"): "the oracle of the test",
     ("tests/test_cuda_memory.py", "torch._C"): "a stand-in for the function is put there",
-    (
-        "tests/test_overlap.py",
-        "torch.distributed._compute_bucket_assignment_by_size",
-    ): "the oracle of the test",
+    ("tests/test_overlap.py", "torch.distributed._compute_bucket_assignment_by_size"): "the oracle of the test",
     ("tests/test_recorder.py", "torch.distributed._functional_collectives"): "learners' code uses it",
 }
 
@@ -97,9 +85,7 @@ def private_names(code: str) -> set[str]:
 
 
 def reason(file: str, name: str) -> str | None:
-    return next(
-        (why for (path, what), why in REVIEWED.items() if fnmatch(file, path) and fnmatch(name, what)), None
-    )
+    return next((why for (path, what), why in REVIEWED.items() if fnmatch(file, path) and fnmatch(name, what)), None)
 
 
 def test_private_names_are_in_one_module_or_have_a_reason() -> None:
@@ -111,9 +97,7 @@ def test_private_names_are_in_one_module_or_have_a_reason() -> None:
     }
     unreviewed = sorted(found for found in elsewhere if not reason(*found))
     assert unreviewed == [], f"put them into {HOME}, or say here why not"
-    unused = [
-        key for key in REVIEWED if not any(fnmatch(f, key[0]) and fnmatch(n, key[1]) for f, n in elsewhere)
-    ]
+    unused = [key for key in REVIEWED if not any(fnmatch(f, key[0]) and fnmatch(n, key[1]) for f, n in elsewhere)]
     assert unused == []
 
 
@@ -153,8 +137,6 @@ def test_a_name_that_is_gone_is_said_with_what_to_do(monkeypatch: pytest.MonkeyP
             getattr(torch_private, name)
     with pytest.raises(ImportError, match=r"torch 2\.99\.0 has no torch\._gone"):
         from lablib.launch.torch_private import gone  # noqa: F401
-    with pytest.raises(
-        MissingPrivateNameError, match=r"has no torch\.nn\.modules\.linear\.Linear\._inside: it is"
-    ):
+    with pytest.raises(MissingPrivateNameError, match=r"has no torch\.nn\.modules\.linear\.Linear\._inside: it is"):
         must_have(torch.nn.Linear(1, 1), "weight", "_inside")
     assert not hasattr(torch_private, "anything_else")

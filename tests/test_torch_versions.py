@@ -55,10 +55,7 @@ def test_every_difference_is_a_field_and_has_a_source() -> None:
         assert difference.before[0] != difference.after[0]
         assert difference.source.startswith("https://github.com/pytorch/pytorch/")
         before = SUPPORTED[SUPPORTED.index(difference.since) - 1]
-        assert (difference.of(before), difference.of(difference.since)) == (
-            difference.before,
-            difference.after,
-        )
+        assert (difference.of(before), difference.of(difference.since)) == (difference.before, difference.after)
 
 
 # What the installed PyTorch does. test_fsdp_memory.py has FSDP2's buffers, by PyTorch's own tracker.
@@ -131,13 +128,9 @@ def test_the_buffer_before_goes_earlier_from_2_15() -> None:
     units, ranks = [16, 8, 8, 8], 4
     root, block = 4 * 16, 4 * 8
     old, new = (gathered_timeline(units, ranks, torch=version) for version in ("2.14", "2.15"))
-    assert [(m.event, m.phase, m.unit, m.params) for m in old] == [
-        (m.event, m.phase, m.unit, m.params) for m in new
-    ]
+    assert [(m.event, m.phase, m.unit, m.params) for m in old] == [(m.event, m.phase, m.unit, m.params) for m in new]
     copies = [
-        (a.buffers - b.buffers)
-        for a, b in zip(old, new, strict=True)
-        if (a.event, a.phase) == ("copy", "forward")
+        (a.buffers - b.buffers) for a, b in zip(old, new, strict=True) if (a.event, a.phase) == ("copy", "forward")
     ]
     assert copies == [0, root, block, block]
     rest = [(a, b) for a, b in zip(old, new, strict=True) if (a.event, a.phase) != ("copy", "forward")]

@@ -28,15 +28,7 @@ def chrome(*events: tuple, rank: int | None = 0, base: int = 0) -> dict:
     noise = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
         {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "ts": 1, "pid": 1, "tid": 1, "id": 1},
-        {
-            "ph": "X",
-            "cat": "Trace",
-            "name": "PyTorch Profiler (0)",
-            "ts": -50,
-            "dur": 1e6,
-            "pid": "Spans",
-            "tid": 0,
-        },
+        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "ts": -50, "dur": 1e6, "pid": "Spans", "tid": 0},
     ]
     told = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": 2}}
     return {"schemaVersion": 1, "baseTimeNanoseconds": base, "traceEvents": noise + whole, **told}
@@ -145,9 +137,7 @@ def check_random_events(seed: int) -> None:
         compute, wire = (busy.get((rank, kind), set()) for kind in ("compute", "communication"))
         whole = set(range(low, high))
         expected = (compute - wire, wire - compute, compute & wire, whole - compute - wire)
-        assert (part.compute, part.communication, part.both, part.idle) == tuple(
-            len(e & whole) for e in expected
-        )
+        assert (part.compute, part.communication, part.both, part.idle) == tuple(len(e & whole) for e in expected)
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
@@ -210,8 +200,7 @@ def test_real_steps_hold_what_the_wrappers_do(tmp_path: Path) -> None:
             assert parts[rank].window == pytest.approx(window[1] - window[0])
         # One clock: the collective that begins last on a rank cannot end on the other before it has begun here.
         spans = [
-            [(e.start, e.end) for e in events if e.rank == rank and e.kind == "communication"]
-            for rank in range(2)
+            [(e.start, e.end) for e in events if e.rank == rank and e.kind == "communication"] for rank in range(2)
         ]
         for here, there in (spans, spans[::-1]):
             assert max(end for _, end in there) > max(start for start, _ in here)

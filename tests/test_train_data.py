@@ -198,9 +198,7 @@ def test_settings_survive_json_and_their_differences_are_named() -> None:
     assert set(settings) == set(SAME_RUN)
     assert differences(settings, config.settings()) == ""
     json.dumps(config.as_dict(), allow_nan=False)
-    other = TrainConfig(
-        folder="elsewhere", clip=float("inf"), lr=2e-3, steps=200, lr_steps=100, micro_batch=1
-    )
+    other = TrainConfig(folder="elsewhere", clip=float("inf"), lr=2e-3, steps=200, lr_steps=100, micro_batch=1)
     assert differences(settings, other.settings()) == "lr was 0.001 and is 0.002"
 
 

@@ -87,13 +87,7 @@ def _what_a_test_starts_ends_with_it() -> Iterator[None]:
 
 
 def torchrun(ranks: int, *options: object) -> subprocess.Popen:
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={ranks}",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     return start([*launcher, *arguments(options)], environment())
 
 
@@ -163,9 +157,7 @@ def workers(ranks: int, *options: object, start: Callable[..., Job] = Worker) ->
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    return [
-        start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)
-    ]
+    return [start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)]
 
 
 def finish(*jobs: Job) -> list[int]:
@@ -280,10 +272,7 @@ def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
     torch.save({"settings": dict.fromkeys(load().SAME_RUN, "another")}, checkpoint)
     (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt", start=start)
     (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume", start=start)
-    for job, says in (
-        (no_text, "nowhere.txt"),
-        (other_run, "the checkpoint is of another run: global_batch, seq"),
-    ):
+    for job, says in ((no_text, "nowhere.txt"), (other_run, "the checkpoint is of another run: global_batch, seq")):
         output, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 1
         assert says in output

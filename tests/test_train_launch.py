@@ -35,9 +35,7 @@ from tests.processes import end, ended, free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "labs" / "scripts"
-SMALL = shlex.split(
-    "--model tiny --steps 3 --global-batch 4 --seq 16 --precision fp32 --eps 1e-2 --device cpu"
-)
+SMALL = shlex.split("--model tiny --steps 3 --global-batch 4 --seq 16 --precision fp32 --eps 1e-2 --device cpu")
 TOLERANCE = 2e-5
 
 SCONTROL = """#!/bin/bash
@@ -63,9 +61,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     # Loading the libraries makes no garbage; to look for it is a sixth of the time.
     (folder / "sitecustomize.py").write_text("import gc; gc.set_threshold(100_000)")
     usual["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ours = {
-        name: v for name, v in os.environ.items() if not name.startswith(("SLURM_", "RANK", "ACCELERATE_"))
-    }
+    ours = {name: v for name, v in os.environ.items() if not name.startswith(("SLURM_", "RANK", "ACCELERATE_"))}
     return {**ours, **usual, **more}
 
 
@@ -184,11 +180,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("code", "restarts", "options", "asked"),
-    [
-        (1, "9", ["--save-every", "5"], ["scontrol requeue 4711"]),
-        (0, "0", ["--save-every", "5"], []),
-        (1, "0", [], []),
-    ],
+    [(1, "9", ["--save-every", "5"], ["scontrol requeue 4711"]), (0, "0", ["--save-every", "5"], []), (1, "0", [], [])],
 )
 def test_a_job_that_never_gets_on_or_is_done_is_not_queued_again(
     tmp_path: Path, code: int, restarts: str, options: list[str], asked: list[str]
@@ -229,9 +221,7 @@ def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
         "PATH": os.environ["PATH"],
     }
     command = ["bash", "-euo", "pipefail", "-c", task["run"]]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=sky | task["envs"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=sky | task["envs"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("-m\ntorch.distributed.run\n")
     args, (script, *options) = launcher_arguments(done.stdout.split()[2:])
     assert (args.nnodes, args.nproc_per_node) == ("2", "4")
@@ -300,26 +290,13 @@ def test_one_process_trains_saves_and_resumes(script: Callable, tmp_path: Path, 
 
 
 def test_the_fine_tuning_demo(script: Callable, tmp_path: Path, capfd) -> None:
-    words = shlex.split(
-        "--demo --steps 2 --global-batch 4 --seq 12 --precision fp32 --lora-rank 2 --device cpu"
-    )
+    words = shlex.split("--demo --steps 2 --global-batch 4 --seq 12 --precision fp32 --lora-rank 2 --device cpu")
     assert script("finetune_fsdp.py", "--folder", str(tmp_path), *words)["main"]() == 0
     assert f"the model is in {tmp_path}/merged" in capfd.readouterr().out
-    assert {p.name for p in (tmp_path / "adapters").iterdir()} == {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-    }
+    assert {p.name for p in (tmp_path / "adapters").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "2+2=", "answer": "4"}\n')
-    words = [
-        *words[1:-4],
-        "--device",
-        "cpu",
-        "--pretrained",
-        str(tmp_path / "merged"),
-        "--examples",
-        str(data),
-    ]
+    words = [*words[1:-4], "--device", "cpu", "--pretrained", str(tmp_path / "merged"), "--examples", str(data)]
     again = tmp_path / "again"
     assert script("finetune_fsdp.py", "--folder", str(again), *words, "--bytes")["main"]() == 0
     assert {p.name for p in (again / "merged").iterdir()} == {"config.json", "model.safetensors"}

@@ -26,15 +26,7 @@ from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import compare_loops, launched_ranks, plain_loop
 from lablib.launch.runs.start import check_alone, choose_device
-from lablib.launch.training import (
-    METRIC_KEYS,
-    Callback,
-    PrintSteps,
-    TrainConfig,
-    Trainer,
-    read_metrics,
-    train_model,
-)
+from lablib.launch.training import METRIC_KEYS, Callback, PrintSteps, TrainConfig, Trainer, read_metrics, train_model
 
 TOLERANCE = 2e-5
 STEPS = 6
@@ -118,28 +110,20 @@ def stopped(folder: str) -> dict[str, Any]:
     trainer = Trainer(config(f"{folder}/stopped", peak_flops=1e9), [log, PrintSteps(2)])
     assert trainer.resume() is None
     trainer.run()
-    result = {
-        "calls": log.calls,
-        "reason": trainer.stop_reason,
-        "metrics": read_metrics(trainer.folder, trainer.rank),
-    }
+    result = {"calls": log.calls, "reason": trainer.stop_reason, "metrics": read_metrics(trainer.folder, trainer.rank)}
     path = trainer.save().result()
     log.calls = []
     trainer.run(until=4)  # and it goes on
     result["again"] = (log.calls, trainer.stop_reason)
     before = full_state_dict(trainer.model)
     trainer.config = replace(trainer.config, lr=5e-4, seed=1)
-    with pytest.raises(
-        ValueError, match=r"of another run: seed was 0 and is 1; lr was 0\.001 and is 0\.0005"
-    ):
+    with pytest.raises(ValueError, match=r"of another run: seed was 0 and is 1; lr was 0\.001 and is 0\.0005"):
         trainer.resume(path)
     assert all(torch.equal(before[name], value) for name, value in full_state_dict(trainer.model).items())
     with torch.no_grad():
         next(trainer.model.parameters()).to_local().fill_(torch.nan)
     log.calls = []
-    with pytest.raises(
-        RuntimeError, match=r"step 5: the loss is nan .* newest checkpoint is .*step-00000003"
-    ):
+    with pytest.raises(RuntimeError, match=r"step 5: the loss is nan .* newest checkpoint is .*step-00000003"):
         trainer.run()
     result["failed"] = log.calls
     with pytest.raises(ValueError, match="2 ranks do not divide global_batch=9"):
@@ -275,12 +259,7 @@ def test_the_race_takes_turns(tmp_path: Path) -> None:
         samples = compare_loops(config(str(tmp_path)), rounds=2, steps=1, warmup=1)
         with pytest.raises(ValueError, match="rounds=0"):
             compare_loops(config(str(tmp_path)), rounds=0)
-    assert [(s["round"], s["loop"]) for s in samples] == [
-        (0, "plain"),
-        (0, "trainer"),
-        (1, "trainer"),
-        (1, "plain"),
-    ]
+    assert [(s["round"], s["loop"]) for s in samples] == [(0, "plain"), (0, "trainer"), (1, "trainer"), (1, "plain")]
     assert all(s["tokens_per_second"] == pytest.approx(128 / s["seconds"][0]) for s in samples)
 
 

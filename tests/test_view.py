@@ -54,22 +54,11 @@ def _read(fig) -> dict:
 
 
 _SPANS = [Span("backward", "backward", 0, 10, "L1"), Span("link", "communication", 10, 18)]
-_LANES = [
-    Span("rank 0", "forward", 0, 3),
-    Span("rank 0", "communication", 3, 10),
-    Span("rank 1", "forward", 0, 9),
-]
-_HELD = [
-    {"weights": [True] * 3, "gradients": [r == p for p in range(3)], "optimizer": [False] * 3} for r in (0, 1)
-]
+_LANES = [Span("rank 0", "forward", 0, 3), Span("rank 0", "communication", 3, 10), Span("rank 1", "forward", 0, 9)]
+_HELD = [{"weights": [True] * 3, "gradients": [r == p for p in range(3)], "optimizer": [False] * 3} for r in (0, 1)]
 _STATES = {f"step {i}": [[len(c) for c in row] for row in held] for i, held in enumerate(ring_states(3))}
 _CUT = [{"input": "kept", "rest": "again"}, {"input": "host", "rest": "again"}]
-_POINTS = [
-    ("none", 0, 0, False, True),
-    ("a", 1, 0, False, False),
-    ("b", 3, 2, False, False),
-    ("c", 4, 0, True, False),
-]
+_POINTS = [("none", 0, 0, False, True), ("a", 1, 0, False, False), ("b", 3, 2, False, False), ("c", 4, 0, True, False)]
 _PAPER = simulate(one_f_one_b(2, 2))
 _MESH = mesh(tp=2, dp=2, pp=2, gpus_per_node=4)
 
@@ -361,9 +350,7 @@ def test_one_colour_means_one_thing():
 def test_curves_that_coincide_are_both_seen_and_a_lost_run_is_marked():
     first, second = FIGURES["loss_curves"][0]().axes[0].lines
     assert first.get_linewidth() > second.get_linewidth()
-    lines = (
-        precision.curves({"fp32": [3.0, 2.0, 1.0], "lost": [3.0, 2.5, math.nan]}, ylabel="loss").axes[0].lines
-    )
+    lines = precision.curves({"fp32": [3.0, 2.0, 1.0], "lost": [3.0, 2.5, math.nan]}, ylabel="loss").axes[0].lines
     assert (list(lines[2].get_xdata()), list(lines[2].get_ydata())) == ([1], [2.5])
 
 
@@ -376,11 +363,7 @@ def test_sums_stay_sums():
     tops = [collection.get_paths()[0].get_extents().y1 for collection in ax.collections]
     assert tops == pytest.approx([10, 50])
     assert list(FIGURES["fit_and_residuals"][0]().axes[1].lines[0].get_ydata()) == [50, 0]
-    points = [
-        line
-        for line in FIGURES["predicted_against_published"][0]().axes[0].lines
-        if line.get_marker() != "None"
-    ]
+    points = [line for line in FIGURES["predicted_against_published"][0]().axes[0].lines if line.get_marker() != "None"]
     assert [list(line.get_xdata()) for line in points] == [[44, 138], [430]]
 
 

@@ -7,14 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lablib.launch.fsdp import calc_units, tied_parameters, wrap_units
 from lablib.launch.fsdp.wrapping import is_linear
@@ -77,14 +70,7 @@ def test_every_parameter_has_one_home(name: str, rule: str) -> None:
     assert sum(u.params for u in units) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "least",
-    [
-        1,
-        900,
-        4_000,
-    ],
-)
+@pytest.mark.parametrize("least", [1, 900, 4_000])
 def test_size_closes_a_unit_as_soon_as_it_is_large_enough(least: int) -> None:
     model = built("toy llama")
     by_name = {u.name: u.params for u in calc_units(model, f"size:{least}")}
@@ -124,9 +110,7 @@ def test_frozen_and_tied_parameters() -> None:
 
 def test_what_is_never_called_is_no_unit() -> None:
     """nn.MultiheadAttention reads the weight of its output matrix by itself, so no hook would gather it."""
-    model = nn.Sequential(
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.ModuleDict({"a": nn.Linear(8, 8)})
-    )
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.ModuleDict({"a": nn.Linear(8, 8)}))
     assert {name for name, _ in wrap_units(model, "linear")} == {"0.linear1", "0.linear2", "1.a"}
     asked = []
     wrap_units(model, lambda name, module: asked.append(name))

@@ -235,9 +235,7 @@ def train_torch(seed: int) -> dict[str, float]:
     rank, n = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     sizes = random.Random(seed)
-    config = tiny_config(
-        "gpt2", num_layers=3, num_heads=3, hidden=3 * sizes.randrange(3, 9), ffn=41, tied=True
-    )
+    config = tiny_config("gpt2", num_layers=3, num_heads=3, hidden=3 * sizes.randrange(3, 9), ffn=41, tied=True)
     start = Transformer(config).double()
     start.positions.requires_grad_(False)
     tokens = torch.randint(0, 256, (STEPS, n, 9))[:, rank : rank + 1]
@@ -258,15 +256,11 @@ def train_torch(seed: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
         for model in ours.values():
-            model.backward(
-                nn.functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
-            )
+            model.backward(nn.functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()))
             model.step()
     ddp = theirs.module.state_dict()
     fsdp = {name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()}
-    result = {
-        stage: distance(model.full_state_dict(), fsdp if stage == 3 else ddp) for stage, model in ours.items()
-    }
+    result = {stage: distance(model.full_state_dict(), fsdp if stage == 3 else ddp) for stage, model in ours.items()}
     return result | {"moved": distance(ddp, start.state_dict())}
 
 
@@ -322,9 +316,7 @@ def test_weights_and_bytes_sent_are_torch_s(ranks: int, backwards: int) -> None:
         reduced, gathered = {1: 1, 2: backwards, 3: backwards}, {1: 1, 2: 1, 3: 2 * backwards}
         for stage in STAGES:
             size = padded[stage]
-            assert (
-                psi <= size < psi + 4 * ranks * seen["flats"][stage]
-            )  # fewer than N values of padding a flat
+            assert psi <= size < psi + 4 * ranks * seen["flats"][stage]  # fewer than N values of padding a flat
             by_operation = {"reduce_scatter": reduced[stage] * size, "all_gather": gathered[stage] * size}
             assert seen[stage][0] == by_operation
             times = reduced[stage] + gathered[stage]
@@ -395,9 +387,7 @@ def test_bytes_held_are_the_calculator_s(ranks: int) -> None:
             expected = state_terms(padded, ranks, stage, "fp32", "adamw")
             expected["weights"] += odd[stage]["frozen"]
             assert odd[stage]["held"] == {k: v for k, v in expected.items() if v} | {"master_weights": 0}
-        assert odd[1]["padded"] == ranks * shard_size(
-            odd["psi"], ranks
-        )  # stage 1 has one flat: no more padding
+        assert odd[1]["padded"] == ranks * shard_size(odd["psi"], ranks)  # stage 1 has one flat: no more padding
 
 
 # What stage 3 has gathered, and when
@@ -406,9 +396,7 @@ def test_bytes_held_are_the_calculator_s(ranks: int) -> None:
 def gathered(prefetch: int) -> list[dict[str, int]]:
     """Count, at every layer, in forward and backward, how many units have their weights."""
     torch.manual_seed(0)
-    model = ZeRO3(
-        Transformer(tiny_config("gpt2", num_layers=6, hidden=16)), OPTIMIZERS["adamw"], prefetch=prefetch
-    )
+    model = ZeRO3(Transformer(tiny_config("gpt2", num_layers=6, hidden=16)), OPTIMIZERS["adamw"], prefetch=prefetch)
     most = {"forward": 0, "backward": 0}
 
     def count(phase: str) -> None:
@@ -626,9 +614,7 @@ def mixed_master(seed: int) -> dict[str, object]:
     with torch.no_grad():
         model.module.weight.fill_(0.5)
     model.step()
-    found["changed by others"] = (
-        (model.trained[0].updated[:8] - 0.5).abs().max().item() if not dist.get_rank() else 0
-    )
+    found["changed by others"] = (model.trained[0].updated[:8] - 0.5).abs().max().item() if not dist.get_rank() else 0
     return found
 
 

@@ -88,10 +88,7 @@ def test_what_differs_from_ddp_is_the_optimizer_alone() -> None:
 
 def test_bad_input() -> None:
     for how, message in (
-        (
-            {"zero": 2},
-            "sharding='whole' contradicts zero=2: ZeroRedundancyOptimizer shards the optimizer alone",
-        ),
+        ({"zero": 2}, "sharding='whole' contradicts zero=2: ZeroRedundancyOptimizer shards the optimizer alone"),
         ({"zero": 1, "tuning": "qlora"}, "sharding='whole' is not known with tuning='qlora'"),
         ({"zero": 1, "offload": "optimizer"}, "is not known with .* offload='optimizer'"),
         ({"zero": 1, "optimizer": "adamw-8bit"}, "is not known with optimizer='adamw-8bit'"),

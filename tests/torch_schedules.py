@@ -52,9 +52,7 @@ def order(class_name: str, p: int, m: int, v: int = 1) -> list[list[str]]:
 def grid(class_name: str, p: int, m: int, v: int = 1) -> str:
     """Return the order of a class of PyTorch as PyTorch prints it."""
     steps = order(class_name, p, m, v)
-    return _torch._format_pipeline_order(
-        {r: [_torch._Action.from_str(a) for a in row] for r, row in enumerate(steps)}
-    )
+    return _torch._format_pipeline_order({r: [_torch._Action.from_str(a) for a in row] for r, row in enumerate(steps)})
 
 
 def validate(rows: list[list[str]], p: int, stages: int, m: int) -> dict[int, int]:

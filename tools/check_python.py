@@ -4,11 +4,7 @@ import sys
 
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     version = "%d.%d" % sys.version_info[:2]  # noqa: UP031 (an old Python must be able to read this file)
-    sys.exit(
-        "The course needs Python 3.11, 3.12 or 3.13 and found "
-        + version
-        + ": PYTHON=python3.12 chooses another"
-    )
+    sys.exit("The course needs Python 3.11, 3.12 or 3.13 and found " + version + ": PYTHON=python3.12 chooses another")
 try:
     import ensurepip  # noqa: F401
 except ImportError:

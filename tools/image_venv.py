@@ -36,7 +36,9 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 PYTHONS = ((3, 11), (3, 13))
 #: Where pip finds the pinned torch for a driver that runs CUDA 12; a driver for CUDA 13 takes PyPI's.
 CUDA_12 = "https://download.pytorch.org/whl/cu126"
-PLAN_B = "or bring the course's own torch, some gigabytes, with make setup-gpu OWN_TORCH=1 (tools/setup_gpu.sh --own-torch)"
+PLAN_B = (
+    "or bring the course's own torch, some gigabytes, with make setup-gpu OWN_TORCH=1 (tools/setup_gpu.sh --own-torch)"
+)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -153,9 +155,7 @@ def make_venv(venv: Path, *, sees_image: bool) -> None:
     subprocess.run([sys.executable, "-m", "venv", *options, venv], check=True)
     if sees_image:
         ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        asked = subprocess.run(
-            [venv / "bin" / "python", "-c", ask], check=True, capture_output=True, text=True
-        )
+        asked = subprocess.run([venv / "bin" / "python", "-c", ask], check=True, capture_output=True, text=True)
         # An image may keep torch in a venv of its own, which --system-site-packages does not reach.
         folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (Path(asked.stdout.strip()) / "image.pth").write_text("\n".join(folders) + "\n", encoding="utf-8")
@@ -239,9 +239,7 @@ def main() -> None:
     parser.add_argument("venv", type=Path)
     parser.add_argument("--check", action="store_true", help="say whether this Python will do, and stop")
     parser.add_argument("--dry-run", action="store_true", help="say what pip would bring, and leave nothing")
-    parser.add_argument(
-        "--own-torch", action="store_true", help="install the torch of constraints.txt with CUDA"
-    )
+    parser.add_argument("--own-torch", action="store_true", help="install the torch of constraints.txt with CUDA")
     given = parser.parse_args()
     check_python()
     held = {} if given.own_torch else held_versions()
@@ -262,14 +260,10 @@ def main() -> None:
             return
         pip_install(venv, "--quiet", *options)
     ask = "import torch; print(torch.__file__); print(f'torch {torch.__version__}, {torch.cuda.device_count()} GPU(s)')"
-    asked = subprocess.run(
-        [given.venv / "bin" / "python", "-c", ask], check=True, stdout=subprocess.PIPE, text=True
-    )
+    asked = subprocess.run([given.venv / "bin" / "python", "-c", ask], check=True, stdout=subprocess.PIPE, text=True)
     where, what = asked.stdout.splitlines()
     if (given.venv.resolve() in Path(where).resolve().parents) != given.own_torch:
-        raise SystemExit(
-            f"The torch of {where} is not the one that was wanted: rm -r {given.venv} and begin again."
-        )
+        raise SystemExit(f"The torch of {where} is not the one that was wanted: rm -r {given.venv} and begin again.")
     print(what)
     if not given.own_torch:
         print(

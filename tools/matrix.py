@@ -25,10 +25,7 @@ from lablib.calc.torch_versions import COMBINATIONS, PARTS, RUNS, Combination, c
 
 CACHE = ROOT / ".cache" / "matrix"
 #: What pytest gets for each part, as `make unit` and `make labs` give it.
-ARGUMENTS = {
-    "unit": ["-m", "not site", "tests"],
-    "labs": ["--nbval", "--nbval-cell-timeout=300", "labs"],
-}
+ARGUMENTS = {"unit": ["-m", "not site", "tests"], "labs": ["--nbval", "--nbval-cell-timeout=300", "labs"]}
 # Run inside an environment: the pins that its torch refuses, by name.
 REFUSED = """
 import importlib.metadata, re, sys
@@ -87,9 +84,7 @@ def make_environment(which: Combination, folder: Path, python: str) -> Path:
     install = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index]
     subprocess.run([*install, f"torch=={which.torch}"], check=True)
     constraints = ROOT / "constraints.txt"
-    said = subprocess.run(
-        [str(inside), "-c", REFUSED, str(constraints)], capture_output=True, text=True, check=True
-    )
+    said = subprocess.run([str(inside), "-c", REFUSED, str(constraints)], capture_output=True, text=True, check=True)
     kept = CACHE / f"{which.folder}.txt"
     kept.write_text(pins({"torch", *said.stdout.split()}), encoding="utf-8")
     subprocess.run([*install, f"torch=={which.torch}", "-c", str(kept), "-e", f"{ROOT}[all]"], check=True)
@@ -103,9 +98,7 @@ def counts(report: Path) -> dict[str, int]:
         report: pytest's, in JUnit's format.
     """
     suite = ET.parse(report).getroot().find("testsuite")
-    total, failed, errors, skipped = (
-        int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")
-    )
+    total, failed, errors, skipped = (int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped"))
     return {"passed": total - failed - errors - skipped, "failed": failed + errors, "skipped": skipped}
 
 
@@ -135,9 +128,7 @@ def run_part(which: Combination, part: str, inside: Path, workers: int) -> dict[
     if not report.exists() or ended.returncode not in (0, 1):
         raise SystemExit(f"{which} {part}: pytest ended with status {ended.returncode}; see {log}")
     ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
-    python, torch = subprocess.run(
-        [str(inside), "-c", ask], capture_output=True, text=True, check=True
-    ).stdout.split()
+    python, torch = subprocess.run([str(inside), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     found = counts(report)
     seconds = round(time.time() - begun)
     print(f"{which} {part}: {found} in {seconds} s; {log}", flush=True)
@@ -145,9 +136,7 @@ def run_part(which: Combination, part: str, inside: Path, workers: int) -> dict[
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         # What is written down here, and files that nobody added, are no change of the code.
-        "changed": bool(
-            _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!book/data/matrix.json")
-        ),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!book/data/matrix.json")),
         "python": python,
         "torch": torch,
         "cpus": os.cpu_count(),
@@ -182,9 +171,7 @@ def main(words: list[str] | None = None) -> int:
     Args:
         words: The command line.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("combinations", nargs="*", help="Python/torch, such as 3.13/2.14.0")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
     parser.add_argument("--workers", type=int, default=2, help="of pytest")

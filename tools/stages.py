@@ -14,9 +14,7 @@ from pathlib import Path
 def ticks() -> tuple[int, int]:
     """Return what all cores have worked so far, and all their time, in the kernel's ticks; zeros where nobody counts."""
     try:
-        user, nice, system, idle, wait, *others = map(
-            int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
-        )
+        user, nice, system, idle, wait, *others = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
     except (OSError, ValueError):
         return 0, 0
     work = user + nice + system + sum(others)
@@ -61,9 +59,7 @@ def main() -> int:
         start, before = time.time(), ticks()
         status = subprocess.call([os.environ.get("MAKE", "make"), stage])
         failed += [stage] if status else []
-        rows.append(
-            f"{stage:8} {time.time() - start:6.0f} s  {'FAILED' if status else 'passed'}{busy(before)}"
-        )
+        rows.append(f"{stage:8} {time.time() - start:6.0f} s  {'FAILED' if status else 'passed'}{busy(before)}")
     if args.stages:
         print("\n" + "\n".join(rows))
     seconds = time.time() - args.since

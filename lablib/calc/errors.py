@@ -1,7 +1,4 @@
-"""Messages for settings that cannot be: which names exist, and which numbers divide.
-
-Chapter: book/01_why_distributed.md
-"""
+"""Messages for settings that cannot be: which names exist, and which numbers divide."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ def one_of(what: str, name: object, known: Iterable[str]) -> str:
 
     Args:
         what: What is named, for the message.
-        name: The name.
-        known: The names that exist.
 
     Raises:
         ValueError: If it is not; the message suggests close names, or lists all.
@@ -36,12 +31,6 @@ def one_of(what: str, name: object, known: Iterable[str]) -> str:
 def must_divide(name: str, value: int, of: str, size: int) -> None:
     """Raise a ValueError that names both factors and lists what divides, unless `value` divides `size`.
 
-    Args:
-        name: What divides.
-        value: By how much.
-        of: What is divided.
-        size: Its size.
-
     Raises:
         ValueError: If it does not.
     """
@@ -56,12 +45,6 @@ def must_divide(name: str, value: int, of: str, size: int) -> None:
 def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
     """Raise a ValueError unless a value is a whole number in a range; True is none, and neither is 8.0.
 
-    Args:
-        name: What it is called.
-        value: What was given.
-        least: The smallest that may be.
-        most: The largest.
-
     Raises:
         ValueError: If it is not.
     """
@@ -74,10 +57,6 @@ def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> No
 def check_flag(name: str, value: object) -> None:
     """Raise a ValueError unless a value is True or False.
 
-    Args:
-        name: What it is called.
-        value: What was given.
-
     Raises:
         ValueError: If it is neither.
     """
@@ -87,10 +66,6 @@ def check_flag(name: str, value: object) -> None:
 
 def check_stage(stage: object, pp: int) -> None:
     """Raise a ValueError unless a pipeline has such a stage.
-
-    Args:
-        stage: What was given.
-        pp: Pipeline stages.
 
     Raises:
         ValueError: If it has not.
@@ -103,20 +78,11 @@ def check_stage(stage: object, pp: int) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return how many as text: "1 token", "8,192 tokens".
-
-    Args:
-        count: How many.
-        noun: Of what, one of them.
-    """
+    """Return how many as text: "1 token", "8,192 tokens"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def either(options: Iterable[object]) -> str:
-    """Return options as text: "1, 2 or 4".
-
-    Args:
-        options: At least one.
-    """
+    """Return options as text: "1, 2 or 4"."""
     *most, last = map(str, options)
     return f"{', '.join(most)} or {last}" if most else last

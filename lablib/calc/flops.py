@@ -91,9 +91,6 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
     A token visits `experts_per_token` routed experts and every shared one.
 
     Args:
-        config: The model.
-        batch: Sequences.
-        seq: Tokens in a sequence.
         causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`.
 
     Raises:
@@ -103,9 +100,7 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
     if config.learned_positions and seq > config.max_positions:
-        raise ValueError(
-            f"seq={seq} is longer than the {config.max_positions} learned positions of {config.name}"
-        )
+        raise ValueError(f"seq={seq} is longer than the {config.max_positions} learned positions of {config.name}")
     tokens, layers = batch * seq, config.num_layers
     with_experts = layers - config.num_dense_layers if config.is_moe else 0
     pairs = seq * (seq + 1) // 2 if causal else seq * seq
@@ -141,9 +136,7 @@ def step_flops(
     HFU means what it means in the literature; `selective_passes=1` counts what is run again.
 
     Args:
-        config: The model.
         batch: Sequences in the step, over all replicas and micro-batches.
-        seq: Tokens in a sequence.
         recompute: "none", "selective" or "full".
         causal: Count only the pairs that a causal mask keeps.
         selective_passes: Forward passes' worth of scores that selective recomputation adds.
@@ -172,9 +165,7 @@ def flops_per_token(params: float, *, num_layers: int = 0, attn_width: int = 0, 
 
     Args:
         params: Parameters, N; active ones with experts.
-        num_layers: Layers, L.
         attn_width: Width of all query heads, `H Q`.
-        seq: Sequence length, T.
 
     Raises:
         ValueError: If a size is negative, or `params` is not positive.
@@ -192,8 +183,6 @@ def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: flo
 
     Args:
         flops: A step, or its model FLOPs as a number.
-        seconds: Time of the step.
-        devices: Accelerators.
         peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
 
     Raises:
@@ -209,8 +198,6 @@ def hfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: flo
 
     Args:
         flops: A step, or its hardware FLOPs as a number.
-        seconds: Time of the step.
-        devices: Accelerators.
         peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
 
     Raises:
@@ -235,7 +222,6 @@ def training_flops(params: float, tokens: float, *, recompute: str = "none") -> 
 
     Args:
         params: Parameters, N; active ones for a model with experts.
-        tokens: Training tokens, D.
         recompute: "none" or "full".
 
     Raises:
@@ -252,9 +238,6 @@ def chinchilla_tokens(params: float) -> float:
 
     Hoffmann et al. 2022 (arXiv 2203.15556), table 3: 20.0 tokens a parameter at 400M, 20.5 at 10B, 21.2 at 1T.
 
-    Args:
-        params: Parameters, N, embeddings included.
-
     Raises:
         ValueError: If `params` is not positive.
     """
@@ -264,9 +247,6 @@ def chinchilla_tokens(params: float) -> float:
 
 def chinchilla_params(flops: float) -> float:
     """Return the compute-optimal number of parameters for a budget: `N = √(C / 120)`, from `C = 6 N D` and `D = 20 N`.
-
-    Args:
-        flops: Budget in FLOPs, C.
 
     Raises:
         ValueError: If `flops` is not positive.
@@ -280,9 +260,6 @@ def kaplan_loss_ratio(times: float) -> float:
 
     Kaplan et al. 2020 (arXiv 2001.08361), equation 1.1.
 
-    Args:
-        times: Factor on the parameters.
-
     Raises:
         ValueError: If `times` is not positive.
     """
@@ -295,7 +272,6 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
 
     Args:
         flops: FLOPs of the whole run, for example from `training_flops`.
-        devices: Accelerators, n.
         peak: FLOP/s of one accelerator: its peak, or what it reaches, with `utilization` 1.
         utilization: Share of the peak that is reached. It must count the same FLOPs: MFU for `6 N D`, HFU for `8 N D`.
 
@@ -304,9 +280,7 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
     """
     require_positive(flops=flops, devices=devices, peak=peak, utilization=utilization)
     if utilization > 1:
-        raise ValueError(
-            f"utilization={utilization} is a share of the peak: give at most 1, 40 percent as 0.4"
-        )
+        raise ValueError(f"utilization={utilization} is a share of the peak: give at most 1, 40 percent as 0.4")
     return flops / (devices * peak * utilization)
 
 
@@ -314,8 +288,6 @@ def gpu_hours(flops: float, *, peak: float, utilization: float = 1.0) -> float:
     """Return the GPU-hours of a training run, however many GPUs share them.
 
     Args:
-        flops: FLOPs of the whole run.
-        peak: Peak FLOP/s of one accelerator.
         utilization: Share of the peak that is reached.
 
     Raises:
@@ -328,8 +300,6 @@ def training_cost(flops: float, *, peak: float, utilization: float = 1.0, dollar
     """Return the price of a training run in dollars: GPU-hours times the price of one.
 
     Args:
-        flops: FLOPs of the whole run.
-        peak: Peak FLOP/s of one accelerator.
         utilization: Share of the peak that is reached.
         dollars_per_hour: Price of one GPU for one hour.
 

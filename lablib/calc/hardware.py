@@ -74,9 +74,7 @@ LINKS: dict[str, Link] = {
     "pcie4-x16": _link("PCIe 4 x16", 31.5, _PCIE),
     "pcie5-x16": _link("PCIe 5 x16", 63, _PCIE),
     "pcie6-x16": _link("PCIe 6 x16", 121, _PCIE),
-    "nvlink2": _link(
-        "NVLink 2 (V100)", 150, "NVIDIA V100 datasheet: 6 links, 300 GB/s both ways (secondary)"
-    ),
+    "nvlink2": _link("NVLink 2 (V100)", 150, "NVIDIA V100 datasheet: 6 links, 300 GB/s both ways (secondary)"),
     "nvlink3": _link("NVLink 3 (A100)", 300, _NVLINK + ": 12 links, 600 GB/s both ways"),
     "nvlink4": _link("NVLink 4 (H100, H200)", 450, _NVLINK + ": 18 links, 900 GB/s both ways"),
     "nvlink4-h800": _link(
@@ -87,17 +85,13 @@ LINKS: dict[str, Link] = {
     ),
     "nvlink5": _link("NVLink 5 (B200, GB200)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
     "nvlink-bridge": _link(
-        "NVLink bridge (PCIe cards, in pairs)",
-        300,
-        "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)",
+        "NVLink bridge (PCIe cards, in pairs)", 300, "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)"
     ),
     "nvlink-c2c": _link(
         "NVLink-C2C (GH200, GPU to CPU)", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways (secondary)"
     ),
     "infinity-fabric": _link(
-        "Infinity Fabric (MI300X)",
-        448,
-        f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64",
+        "Infinity Fabric (MI300X)", 448, f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64"
     ),
     "ib-edr": _link("InfiniBand EDR, 100 Gb/s", 12.5, _INFINIBAND, 0.5e-6),
     "ib-hdr": _link("InfiniBand HDR, 200 Gb/s", 25, _INFINIBAND, 0.6e-6),
@@ -140,9 +134,7 @@ def link_rate(name: str, value: str | float) -> float:
     rate = value
     if isinstance(value, str):
         text = value.strip()
-        if text.lower().replace("_", "-") in LINKS or (
-            text[:1].isalpha() and text.lower()[:3] not in ("nan", "inf")
-        ):
+        if text.lower().replace("_", "-") in LINKS or (text[:1].isalpha() and text.lower()[:3] not in ("nan", "inf")):
             try:
                 return link(text).bandwidth
             except ValueError as error:
@@ -154,9 +146,7 @@ def link_rate(name: str, value: str | float) -> float:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
         raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
     if rate > FASTEST:
-        raise ValueError(
-            f"{name}={value!r} is more than 1 PB/s, and no link is so fast: give bytes per second"
-        )
+        raise ValueError(f"{name}={value!r} is more than 1 PB/s, and no link is so fast: give bytes per second")
     return float(rate)
 
 
@@ -252,9 +242,7 @@ def _card(
 _A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
 _H100 = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
 _A100_SOURCE = "NVIDIA A100 datasheet and Ampere whitepaper; A100 columns agree with " + STAS
-_H100_SOURCE = (
-    "NVIDIA H100 datasheet and Hopper whitepaper, dense rates; bf16, fp8 and memory agree with " + STAS
-)
+_H100_SOURCE = "NVIDIA H100 datasheet and Hopper whitepaper, dense rates; bf16, fp8 and memory agree with " + STAS
 
 ACCELERATORS: dict[str, Accelerator] = {
     "t4": _card(
@@ -396,9 +384,7 @@ def accelerator(name: str) -> Accelerator:
 
 
 #: A part of a GPU (MIG, or a vGPU such as "A10-8Q"), a laptop's, and variants that are sold under the name of another.
-_OTHER = re.compile(
-    r"\b(MIG|LAPTOP|MOBILE|MAX Q|[459]090 D|\d+[QCAB]|GH200 144G|[AH]\d+X?M)\b|^QUADRO|H200 NVL"
-)
+_OTHER = re.compile(r"\b(MIG|LAPTOP|MOBILE|MAX Q|[459]090 D|\d+[QCAB]|GH200 144G|[AH]\d+X?M)\b|^QUADRO|H200 NVL")
 
 #: The first pattern that is found decides. Names are in capitals, with spaces for dashes and underscores.
 _ROWS = (
@@ -445,9 +431,5 @@ def known_accelerator(name: str) -> Accelerator | None:
 
 
 def no_figures(name: str) -> str:
-    """Return the sentence for a GPU that is not in the table.
-
-    Args:
-        name: As the driver has it.
-    """
+    """Return the sentence for a GPU that is not in the table."""
     return f"the course has no peak for {name}, so no MFU is given; peak_flops=... takes the datasheet's dense rate"

@@ -15,8 +15,6 @@ So is its module for multi-token prediction, which is dropped after training.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 2, for the GPT sum; DeepSeek-AI 2024 (arXiv 2412.19437),
 section 2.1, for MLA and shared experts.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -86,7 +84,6 @@ def norm_params(config: ModelConfig, width: int = 0) -> int:
     """Return the parameters of one norm: scale and shift with LayerNorm, scale with RMSNorm.
 
     Args:
-        config: The model.
         width: What it norms; `hidden` if 0.
     """
     return (2 if config.norm == "layernorm" else 1) * (width or config.hidden)
@@ -104,9 +101,7 @@ def attention_matrices(config: ModelConfig) -> int:
         return h * config.q_width + 2 * h * config.kv_width + config.q_width * h
     r_q, r_kv = config.q_lora_rank, config.kv_lora_rank
     query = h * r_q + r_q * heads * d if r_q else h * heads * d
-    key_value = h * (r_kv + config.qk_rope_head_dim) + r_kv * heads * (
-        config.qk_nope_head_dim + config.v_head_dim
-    )
+    key_value = h * (r_kv + config.qk_rope_head_dim) + r_kv * heads * (config.qk_nope_head_dim + config.v_head_dim)
     return query + key_value + config.attn_width * h
 
 
@@ -133,7 +128,6 @@ def mlp_params(config: ModelConfig, ffn: int = 0) -> int:
     """Return the parameters of one MLP: two matrices, or three when gated, and their biases.
 
     Args:
-        config: The model.
         ffn: Inner width; the model's dense `ffn` if 0.
     """
     f = ffn or config.ffn
@@ -146,7 +140,6 @@ def layer_params(config: ModelConfig, layer: int, *, active: bool = False) -> di
     """Return the parameters of one block by component.
 
     Args:
-        config: The model.
         layer: Number of the block, from 0.
         active: Count only the routed experts that one token visits.
 
@@ -168,9 +161,6 @@ def count_params(config: ModelConfig) -> ParamCount:
     """Return how many parameters a model has, by component, in total, and active for one token.
 
     GPT: `ψ = L (12 h² + 13 h) + V h + s_max h + 2 h`.
-
-    Args:
-        config: The model.
     """
     counts = []
     for active in (False, True):

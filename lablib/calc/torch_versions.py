@@ -178,9 +178,7 @@ def release(version: str) -> str:
     asked = (int(numbers[1]), int(numbers[2]))
     known = {tuple(map(int, name.split("."))): name for name in SUPPORTED}
     if asked < min(known):
-        raise ValueError(
-            f"torch={version!r} is older than {SUPPORTED[0]}, the first that the course supports"
-        )
+        raise ValueError(f"torch={version!r} is older than {SUPPORTED[0]}, the first that the course supports")
     return known[max(number for number in known if number <= asked)]
 
 
@@ -279,9 +277,7 @@ def last_runs(runs: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
 def _said(run: dict[str, Any] | None) -> str:
     if run is None:
         return "not yet run"
-    how = (
-        f"{run['failed']} FAILED, {run['passed']:,} passed" if run["failed"] else f"{run['passed']:,} passed"
-    )
+    how = f"{run['failed']} FAILED, {run['passed']:,} passed" if run["failed"] else f"{run['passed']:,} passed"
     how += f", {run['skipped']} skipped" if run["skipped"] else ""
     changed = " with changes" if run["changed"] else ""
     return f"{run['date'][:10]}: {how} (Python {run['python']}, torch {run['torch']}, {run['commit'][:7]}{changed})"

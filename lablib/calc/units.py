@@ -6,8 +6,6 @@ Four conventions, each a common source of wrong answers:
 - K, M, B and T count things: "7B" is seven thousand million. They never mean bytes.
 - A small b is a bit: a 400 Gb/s network card moves 50 GB/s.
 - FLOPs are a count and FLOP/s are a rate.
-
-Chapter: book/notation.md
 """
 
 from __future__ import annotations
@@ -77,9 +75,7 @@ def parse_bytes(text: str | float) -> int:
     value, unit = _split(text, "a size", "80 GiB")
     if isinstance(text, str) and unit not in BYTE_UNITS:
         hint = (
-            "a small b is a bit, and memory is in bytes"
-            if unit.endswith("b")
-            else "GB is 1e9 and GiB is 2**30 bytes"
+            "a small b is a bit, and memory is in bytes" if unit.endswith("b") else "GB is 1e9 and GiB is 2**30 bytes"
         )
         raise ValueError(f"{text!r} has no unit of bytes: use {', '.join(BYTE_UNITS)} ({hint})")
     return round(value * BYTE_UNITS.get(unit, 1))
@@ -120,9 +116,7 @@ def parse_bandwidth(text: str | float) -> float:
         return value * BYTE_UNITS[unit[:-2]]
     match = re.fullmatch(r"([kMGT]?)(?:b/s|bit/s|bps)", unit)
     if not match:
-        raise ValueError(
-            f"{text!r} has no unit of bandwidth: write it like '450 GB/s' or, in bits, '400 Gb/s'"
-        )
+        raise ValueError(f"{text!r} has no unit of bandwidth: write it like '450 GB/s' or, in bits, '400 Gb/s'")
     return value * SI_PREFIXES[match[1]] / 8
 
 
@@ -130,7 +124,6 @@ def format_bytes(n: float, unit: str = "GB") -> str:
     """Return bytes in a named unit, with about three digits: "112 GB", "16.1 GB", "0.0625 GiB".
 
     Args:
-        n: Bytes.
         unit: One of `BYTE_UNITS`.
 
     Raises:
@@ -142,11 +135,7 @@ def format_bytes(n: float, unit: str = "GB") -> str:
 
 
 def format_count(n: float) -> str:
-    """Return a count with K, M, B or T: "8.03B", "124M", "512".
-
-    Args:
-        n: The count.
-    """
+    """Return a count with K, M, B or T: "8.03B", "124M", "512"."""
     value, prefix = _scale(n, {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
     return f"{_digits(value)}{prefix}"
 

@@ -112,12 +112,6 @@ def examine(
 ) -> Iterator[Outcome]:
     """Yield what became of each check, as soon as it is known; nothing that an answer does ends this.
 
-    Args:
-        work: Folder of the learner's notebooks.
-        rungs: Two digits each; None means all eleven.
-        every: Try all exercises, not those of "Done when" alone.
-        timeout: Seconds for one check.
-
     Raises:
         ValueError: If a rung does not exist, or the timeout is not positive.
     """
@@ -148,13 +142,7 @@ def exercises(rung: str) -> list[str]:
 
 
 def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) -> list[str]:
-    """Return what a requirement still wants, one phrase each.
-
-    Args:
-        requirement: One of `REQUIREMENTS`.
-        passed: Rungs of which every "Done when" check passed.
-        report: From `lablib.launch.runs.gpu_report`.
-    """
+    """Return what a requirement still wants, one phrase each."""
     left = [f"rung {rung}" for rung in requirement.rungs if rung not in passed]
     if requirement.rented and report is None:
         left.append(f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}")
@@ -219,9 +207,7 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
         raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None
     statements: list[ast.stmt] = []
     for source in sources:
-        with suppress(
-            SyntaxError
-        ):  # a broken cell defines nothing, nor do lines for the shell and IPython's own
+        with suppress(SyntaxError):  # a broken cell defines nothing, nor do lines for the shell and IPython's own
             statements += ast.parse(re.sub(r"(?m)^\s*[%!?].*$|\?$", "", source)).body
     homes = {defined: place for place, each in enumerate(statements) for defined in _defines(each)}
     if name not in homes or not isinstance(statements[homes[name]], ast.FunctionDef):

@@ -39,9 +39,6 @@ def check(judge: Callable[..., str | None]) -> Callable[..., Verdict]:
     A `NotImplementedError` from the answer means that the stub is untouched.
     Any other exception of the answer is reported as wrong, with its type and text.
 
-    Args:
-        judge: Takes the learner's function or value.
-
     Returns:
         A function of the same arguments that prints and returns a `Verdict`.
     """
@@ -66,13 +63,7 @@ def check(judge: Callable[..., str | None]) -> Callable[..., Verdict]:
 
 
 def close(answer: object, truth: float, *, rel: float = 1e-6) -> bool:
-    """Say whether a learner's number equals the truth to a relative tolerance.
-
-    Args:
-        answer: Any number; something else raises `Wrong`.
-        truth: The number that lablib computes.
-        rel: Relative tolerance.
-    """
+    """Say whether a learner's number equals the truth to a relative tolerance."""
     try:
         number = float(answer)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -81,9 +72,5 @@ def close(answer: object, truth: float, *, rel: float = 1e-6) -> bool:
 
 
 def some(numbers: list[int]) -> str:
-    """Return a few numbers as they are, and many as how many they are.
-
-    Args:
-        numbers: For a sentence.
-    """
+    """Return a few numbers as they are, and many as how many they are."""
     return f"{numbers}" if len(numbers) < 4 else f"[{len(numbers)} of them]"

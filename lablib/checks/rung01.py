@@ -42,9 +42,7 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         gradients = dice.choice((("bf16",), ("fp32",), ("bf16", "fp32")))
         master, optimizer = dice.choice((True, False)), dice.choice(tuple(MOMENT_BYTES))
         _probe_bytes(answer, weights, gradients, master, optimizer)
-        truth = (
-            DTYPE_BYTES[weights] + sum(map(DTYPE_BYTES.get, gradients)) + 4 * master + MOMENT_BYTES[optimizer]
-        )
+        truth = DTYPE_BYTES[weights] + sum(map(DTYPE_BYTES.get, gradients)) + 4 * master + MOMENT_BYTES[optimizer]
         if not close(answer(weights, gradients, master, optimizer), truth):
             case = f"weights {weights}, gradients {' + '.join(gradients)}, master {master}, {optimizer}"
             raise Wrong(f"Each part is right by itself, and the sum is not: add each copy once ({case}).")
@@ -113,9 +111,7 @@ def _bytes_per_gpu(params: float, gpus: int, strategy: str) -> float:
     return params * (16 - sharded + sharded / gpus)
 
 
-def _judge_fit(
-    gigabytes: object, verdict: bool, params: int, gpus: int, capacity_gib: float, strategy: str
-) -> None:
+def _judge_fit(gigabytes: object, verdict: bool, params: int, gpus: int, capacity_gib: float, strategy: str) -> None:
     needed = _bytes_per_gpu(params, gpus, strategy)
     case = f"{params / 1e9:.1f}B parameters, {strategy} on {gpus} GPUs of {capacity_gib} GiB"
     if not close(gigabytes, needed / 1e9):
@@ -162,9 +158,7 @@ def block_activations(answer: Callable[..., float], seed: int = 1) -> str:
         config = _gpt(layers=1, hidden=hidden, heads=heads, vocab=256, positions=seq)
         # Without its scores a fused block is what selective recomputation keeps: 34 s b h.
         kept = "full" if recompute == "full" else "selective" if attention == "fused" else "none"
-        truth = sum(
-            layer_activations(config, batch=batch, seq=seq, recompute=kept, attention="plain").values()
-        )
+        truth = sum(layer_activations(config, batch=batch, seq=seq, recompute=kept, attention="plain").values())
         given = answer(seq, batch, hidden, heads, attention, recompute)
         if not close(given, truth, rel=2e-3):
             _wrong_activations(given, truth, seq, batch, hidden, heads, attention, recompute)
@@ -275,21 +269,14 @@ def _judge_run(given: Mapping[str, float], config: ModelConfig, optimizer: str, 
         forgot = (memory.optimizer - 4 * params, "The fp32 master copy is missing, 4 bytes a parameter")
         idea = "Count this optimizer's own moments, and the master copy"
         _explain(given["optimizer"], [forgot], idea, case)
-    layer = sum(
-        layer_activations(config, batch=batch, seq=seq, recompute="selective", attention="plain").values()
-    )
-    with_scores = sum(
-        layer_activations(config, batch=batch, seq=seq, recompute="none", attention="plain").values()
-    )
+    layer = sum(layer_activations(config, batch=batch, seq=seq, recompute="selective", attention="plain").values())
+    with_scores = sum(layer_activations(config, batch=batch, seq=seq, recompute="none", attention="plain").values())
     truth = config.num_layers * layer
     # A fused kernel's statistics are below this tolerance, so counting them is right too.
     if not close(given["activations"], truth, rel=2e-3):
         slips = [
             (layer, "This is one layer; every layer keeps its own activations"),
-            (
-                config.num_layers * with_scores,
-                "A fused kernel does not keep the scores: leave their term out",
-            ),
+            (config.num_layers * with_scores, "A fused kernel does not keep the scores: leave their term out"),
             (truth * 32 / 34, "A dropout mask is kept too, 1 byte a value"),
             (truth / batch, "Every sequence of the micro-batch keeps its own activations"),
         ]

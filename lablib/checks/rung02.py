@@ -40,14 +40,7 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         params = int(10 ** dice.uniform(7, 11))
         tokens, ranks = 2 ** dice.randint(6, 15), dice.choice([2, 3, 8, 16, 100, 512])
         cases.append(
-            (
-                params,
-                dice.choice([2, 4]),
-                tokens,
-                ranks,
-                dice.uniform(40, 900) * 1e12,
-                dice.uniform(1, 450) * 1e9,
-            )
+            (params, dice.choice([2, 4]), tokens, ranks, dice.uniform(40, 900) * 1e12, dice.uniform(1, 450) * 1e9)
         )
     cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
     for case in cases:
@@ -56,13 +49,7 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
 
 
 def _judge_bottleneck(
-    got: Mapping[str, float],
-    params: int,
-    grad_bytes: int,
-    tokens: int,
-    ranks: int,
-    flops: float,
-    bandwidth: float,
+    got: Mapping[str, float], params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
 ) -> None:
     keys = ("bytes_sent", "communication", "backward", "exposed", "hides")
     if not isinstance(got, Mapping) or set(keys) - set(got):
@@ -83,9 +70,7 @@ def _judge_bottleneck(
             "That is the gradient's share of one rank; each rank sends 2(n-1) such chunks": size / ranks,
             "Communication does not grow with the tokens: there is one gradient per parameter": sent * tokens,
             "Count bytes, not parameters": sent / grad_bytes,
-            "That is 16 bytes per parameter: the model states stay home, only gradients travel": sent
-            / grad_bytes
-            * 16,
+            "That is 16 bytes per parameter: the model states stay home, only gradients travel": sent / grad_bytes * 16,
         },
         "The bytes that a rank sends in a ring are 2(n-1)/n times the bytes of the gradient",
         case,
@@ -95,12 +80,10 @@ def _judge_bottleneck(
         got["communication"],
         communication,
         {
-            "Bandwidth is per direction here, and a ring sends in one: do not halve the time": communication
-            / 2,
+            "Bandwidth is per direction here, and a ring sends in one: do not halve the time": communication / 2,
             "Bandwidth is in bytes per second, not bits": communication * 8,
             "Bandwidth is in bytes per second already": communication / 8,
-            "All ranks send at the same time: the time is one rank's bytes over its link": communication
-            * ranks,
+            "All ranks send at the same time: the time is one rank's bytes over its link": communication * ranks,
             "A rank does not send the gradient once: divide `bytes_sent` by the bandwidth": size / bandwidth,
             "`bytes_sent` holds both halves of the all-reduce already": communication * 2,
         },
@@ -112,12 +95,10 @@ def _judge_bottleneck(
         got["backward"],
         backward,
         {
-            "That is forward and backward; gradients exist only during backward, 4 of the 6 FLOPs": backward
-            * 1.5,
+            "That is forward and backward; gradients exist only during backward, 4 of the 6 FLOPs": backward * 1.5,
             "That is the forward pass; backward takes twice as many FLOPs": backward / 2,
             "`tokens` is already the share of one rank: do not divide it again": backward / ranks,
-            "Each rank has its own tokens and its own FLOP/s: the number of ranks drops out": backward
-            * ranks,
+            "Each rank has its own tokens and its own FLOP/s: the number of ranks drops out": backward * ranks,
             "Computation grows with parameters times tokens": backward / tokens,
         },
         "Backward takes 4 FLOPs per parameter and token of this rank",
@@ -142,9 +123,7 @@ def _judge_bottleneck(
         case,
     )
     if bool(got["hides"]) != (exposed == 0):
-        raise Wrong(
-            f"`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed ({case})."
-        )
+        raise Wrong(f"`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed ({case}).")
 
 
 def _explain(answer: object, truth: float, slips: Mapping[str, float], otherwise: str, case: str) -> None:
@@ -169,12 +148,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
         moved = ring_all_reduce_bytes(largest["params"] * largest["grad_bytes"], largest["ranks"])
         flops = 6 * row["params"] * row["tokens"] / row["compute"]
         got = answer(
-            row["params"],
-            row["grad_bytes"],
-            row["tokens"],
-            row["ranks"],
-            flops,
-            moved / largest["communication"],
+            row["params"], row["grad_bytes"], row["tokens"], row["ranks"], flops, moved / largest["communication"]
         )
         step = row["compute"] + got["communication"]
         errors.append(abs(step / row["after backward"] - 1))
@@ -235,19 +209,13 @@ def _judge_result(got: object, gradients: list[list[float]]) -> None:
     finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
     divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
     if all(any(row) and not all(row) for row in finished):
-        if any(
-            v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)
-        ):
+        if any(v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)):
             raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
         if all(sum(row) <= length // ranks for row in finished):
-            raise Wrong(
-                "Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing."
-            )
+            raise Wrong("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing.")
         raise Wrong("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too.")
     if any(all(row) for row in finished) and not all(all(row) for row in finished):
-        raise Wrong(
-            "Some ranks have the mean and others do not: the replicas would drift apart from here on."
-        )
+        raise Wrong("Some ranks have the mean and others do not: the replicas would drift apart from here on.")
     for column, value in enumerate(got[0]):
         absent = _absent_ranks(value, column, ranks)
         if absent:
@@ -291,9 +259,7 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
             f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
             f"gradient, not all of it."
         )
-    raise Wrong(
-        f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent."
-    )
+    raise Wrong(f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent.")
 
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
@@ -323,17 +289,13 @@ def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed:
     return f"{len(cases)} models cut as DDP cuts them."
 
 
-def _explain_buckets(
-    got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int
-) -> None:
+def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> None:
     case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
     flat = [index for bucket in got for index in bucket]
     if got == [[sizes[index] for index in bucket] for bucket in truth]:
         raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
     if sorted(map(sorted, got)) == sorted(map(sorted, truth)):
-        raise Wrong(
-            f"The buckets are right, their order is not: backward makes the last gradient first ({case})."
-        )
+        raise Wrong(f"The buckets are right, their order is not: backward makes the last gradient first ({case}).")
     if sorted(flat) != sorted(set(flat)):
         raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
     if missing := sorted(set(range(len(sizes))) - set(flat)):

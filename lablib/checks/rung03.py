@@ -25,15 +25,7 @@ from lablib.launch.ranks import run_ranks
 def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int = 3) -> str:
     """Judge `split_qkv(num_heads, num_kv_heads, head_dim, tp)` by computing attention from each rank's rows."""
     dice = random.Random(seed)
-    cases = [
-        (4, 4, 8, 2),
-        (8, 2, 4, 2),
-        (8, 2, 4, 4),
-        (64, 8, 2, 16),
-        (25, 25, 2, 5),
-        (6, 6, 4, 6),
-        (8, 1, 4, 4),
-    ]
+    cases = [(4, 4, 8, 2), (8, 2, 4, 2), (8, 2, 4, 4), (64, 8, 2, 16), (25, 25, 2, 5), (6, 6, 4, 6), (8, 1, 4, 4)]
     while len(cases) < 30:
         kv, group, width = dice.randint(1, 6), dice.randint(1, 6), dice.choice((2, 4))
         heads = kv * group
@@ -71,9 +63,7 @@ def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, 
         cut = [[row // width for row in part[::width]] for part in rows]
         for name, part, found, most in zip(("query", "key"), rows, cut, (heads, kv), strict=True):
             if part != [head * width + i for head in found for i in range(width)]:
-                raise Wrong(
-                    f"{where}: rank {rank} gets a piece of a {name} head. Cut at multiples of head_dim."
-                )
+                raise Wrong(f"{where}: rank {rank} gets a piece of a {name} head. Cut at multiples of head_dim.")
             if any(not 0 <= head < most for head in found):
                 raise Wrong(f"{where}: rank {rank} gets {name} heads that do not exist.")
         held.append(cut)
@@ -84,14 +74,10 @@ def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, 
     for rank, (queries, keys) in enumerate(held):
         needed = {head // (heads // kv) for head in queries}
         if needed - set(keys):
-            raise Wrong(
-                f"{where}: rank {rank} lacks the key head of one of its queries and would have to ask for it."
-            )
+            raise Wrong(f"{where}: rank {rank} lacks the key head of one of its queries and would have to ask for it.")
         least = max(1, kv // tp)
         if len(keys) > least:
-            raise Wrong(
-                f"{where}: rank {rank} holds {len(keys)} key heads; with neighbouring queries {least} will do."
-            )
+            raise Wrong(f"{where}: rank {rank} holds {len(keys)} key heads; with neighbouring queries {least} will do.")
     dice = torch.Generator().manual_seed(heads)
     shapes = ((5, 6), (heads * width, 6), (kv * width, 6), (kv * width, 6))
     x, wq, wk, wv = (torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes)
@@ -190,9 +176,7 @@ def column_parallel(answer: Callable[..., Tensor]) -> str:
             if y is None:
                 raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
             if _same(y, truth["y"]):
-                raise Wrong(
-                    "Every rank returns all outputs: leave them where they are, the rows want a part."
-                )
+                raise Wrong("Every rank returns all outputs: leave them where they are, the rows want a part.")
             if y.shape == truth["y"].shape:
                 raise Wrong("Each rank returns a part of a sum: that splits the input. Split the output.")
             if y.shape != mine.shape:
@@ -211,9 +195,7 @@ def column_parallel(answer: Callable[..., Tensor]) -> str:
             _judge_local(got, truth, "weight", 0, rank, tp)
             _judge_local(got, truth, "bias", 0, rank, tp)
             if got["calls"] != ({}, {"all_reduce": 1}):
-                raise Wrong(
-                    "Right, but not for the price: nothing in forward and one all-reduce in backward will do."
-                )
+                raise Wrong("Right, but not for the price: nothing in forward and one all-reduce in backward will do.")
     return "Nothing forward, one all-reduce backward."
 
 
@@ -233,9 +215,7 @@ def _judge_local(got: dict, truth: dict, name: str, dim: int, rank: int, tp: int
     mine = _slice(grad, dim, rank, tp)
     rest = grad.abs().sum() - mine.abs().sum()
     if not _same(mine, _slice(truth[name], dim, rank, tp)) or rest > 1e-9:
-        raise Wrong(
-            f"The gradient of the {name} is wrong: it should be that of this rank's slice, and no other."
-        )
+        raise Wrong(f"The gradient of the {name} is wrong: it should be that of this rank's slice, and no other.")
 
 
 @check
@@ -258,9 +238,7 @@ def row_parallel(answer: Callable[..., Tensor]) -> str:
             if not got["calls"][0]:
                 raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
             if not _same(y, whole):
-                raise Wrong(
-                    "The sum is wrong: rank r multiplies its inputs by the r-th block of inputs of the weight."
-                )
+                raise Wrong("The sum is wrong: rank r multiplies its inputs by the r-th block of inputs of the weight.")
             part = _slice(truth["x"], -1, rank, tp)
             if _same(got["x"], tp * part):
                 raise Wrong(
@@ -268,18 +246,14 @@ def row_parallel(answer: Callable[..., Tensor]) -> str:
                     f"though every rank already has the whole gradient."
                 )
             if not _same(got["x"], part):
-                raise Wrong(
-                    "The gradient of x is wrong: backward of a sum hands the gradient to each part as it is."
-                )
+                raise Wrong("The gradient of x is wrong: backward of a sum hands the gradient to each part as it is.")
             _judge_local(got, truth, "weight", 1, rank, tp)
             if not _same(got["bias"], truth["bias"]):
                 raise Wrong(
                     "The ranks do not find the same gradient of the bias: it is replicated, and its copies would drift."
                 )
             if got["calls"] != ({"all_reduce": 1}, {}):
-                raise Wrong(
-                    "Right, but not for the price: one all-reduce in forward and nothing in backward."
-                )
+                raise Wrong("Right, but not for the price: one all-reduce in forward and nothing in backward.")
     return "One all-reduce forward, nothing backward."
 
 
@@ -321,15 +295,11 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
         if any(got["loss"] is None for got in results):
             raise Wrong("Return one loss per token, with a gradient.")
         if any(got["most"] > 4 * _TOKENS * 8 for got in results):
-            raise Wrong(
-                "The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all."
-            )
+            raise Wrong("The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all.")
         if any(not got["loss"].isfinite().all() for got in results):
             raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
         if any(not _same(got["loss"], results[0]["loss"]) for got in results):
-            raise Wrong(
-                "The ranks have different losses for one token: each piece is a reduction over all ranks."
-            )
+            raise Wrong("The ranks have different losses for one token: each piece is a reduction over all ranks.")
         if not _same(results[0]["loss"], truth.detach()):
             low = (results[0]["loss"] <= truth + 1e-9).all()
             raise Wrong(

@@ -66,14 +66,10 @@ def _judge_bubbles(got: object, truth: Timeline, p: int, m: int, v: int) -> None
     if v > 1 and close(ours[0], v * (p - 1) / m):
         raise Wrong(f"More stages on a rank make the bubble smaller, not larger ({case}).")
     if close(ours[0], ideal):
-        raise Wrong(
-            f"Over ideal time is right. The total time is the ideal time and the idle time together ({case})."
-        )
+        raise Wrong(f"Over ideal time is right. The total time is the ideal time and the idle time together ({case}).")
     if close(ours[1], total):
         raise Wrong(f"Over total time is right. Divide the same idle time by m (F + B) alone ({case}).")
-    raise Wrong(
-        f"A rank works m (F + B) and idles (p - 1)(F + B)/v; neither number follows from that ({case})."
-    )
+    raise Wrong(f"A rank works m (F + B) and idles (p - 1)(F + B)/v; neither number follows from that ({case}).")
 
 
 # --- in flight ---------------------------------------------------------------------------------------------
@@ -83,13 +79,7 @@ def _judge_bubbles(got: object, truth: Timeline, p: int, m: int, v: int) -> None
 def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int = 4) -> str:
     """Judge `in_flight(name, p, m, v)`: the most micro-batches that each rank holds."""
     dice = random.Random(seed)
-    cases = [
-        ("gpipe", 4, 8, 1),
-        ("1f1b", 4, 8, 1),
-        ("1f1b", 4, 2, 1),
-        ("interleaved", 4, 8, 2),
-        ("naive", 4, 8, 1),
-    ]
+    cases = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("interleaved", 4, 8, 2), ("naive", 4, 8, 1)]
     for _ in range(24):
         p, v = dice.randint(2, 7), dice.randint(2, 4)
         cases += [("gpipe", p, dice.randint(1, 12), 1), ("1f1b", p, dice.randint(1, 12), 1)]
@@ -121,18 +111,14 @@ def _judge_in_flight(got: object, truth: Sequence[float], name: str, p: int, m: 
             f"one less ({case})."
         )
     if name == "gpipe":
-        raise Wrong(
-            f"GPipe runs every forward before the first backward, so every rank holds all m ({case})."
-        )
+        raise Wrong(f"GPipe runs every forward before the first backward, so every rank holds all m ({case}).")
     if name == "naive":
         raise Wrong(f"The naive schedule finishes a micro-batch before it starts the next ({case}).")
     if name == "interleaved" and all(close(mine, min(m, p - i)) for i, mine in enumerate(got)):
         raise Wrong(
             f"That is plain 1F1B. Interleaving runs more forwards before the first backward, and holds more ({case})."
         )
-    raise Wrong(
-        f"A rank holds its warm-up forwards and one more: rank 0 holds {truth[0]:g}, not {got[0]} ({case})."
-    )
+    raise Wrong(f"A rank holds its warm-up forwards and one more: rank 0 holds {truth[0]:g}, not {got[0]} ({case}).")
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------

@@ -86,9 +86,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     if not same:
         own = [each.chunk(ranks)[rank] for rank, each in enumerate(first)]
         if _alike(torch.cat(own), right[0]):
-            raise Wrong(
-                "Each rank updated its own shard, but nobody told the others: the all-gather is missing."
-            )
+            raise Wrong("Each rank updated its own shard, but nobody told the others: the all-gather is missing.")
         raise Wrong("After the step the ranks hold different weights: the replicas drift apart.")
     if torch.equal(first[0], torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)):
         raise Wrong("The weights did not change: update the tensor that you are given, in place.")
@@ -102,13 +100,9 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     if not _alike(first[0], right[0]):
         raise Wrong("After one step the weights are not those of one process: rank r must update shard r.")
     if not _alike(results[0]["weights"][-1], right[-1]):
-        raise Wrong(
-            "The first step is right and later ones are not: momentum must be kept, in place, between steps."
-        )
+        raise Wrong("The first step is right and later ones are not: momentum must be kept, in place, between steps.")
     if not _alike(torch.cat([result["momentum"] for result in results]), moments):
-        raise Wrong(
-            "The weights are right, but a rank's momentum is not the part of the optimizer state it owns."
-        )
+        raise Wrong("The weights are right, but a rank's momentum is not the part of the optimizer state it owns.")
     least = 2 * (ranks - 1) / ranks * 8 * ranks * width
     most = max(sent for result in results for sent in result["sent"])
     if most > 1.001 * least:
@@ -171,9 +165,7 @@ class _Model:
         if k in self.scattered:
             raise Wrong(f"The gradient of layer {k} is reduce-scattered twice in a step.")
         self.scattered[k] = list(gradient)
-        return self.scattered[k][
-            : len(gradient) // self.ranks
-        ]  # every rank has the same samples: the mean is it
+        return self.scattered[k][: len(gradient) // self.ranks]  # every rank has the same samples: the mean is it
 
     def truth(self) -> list[list[float]]:
         """Return the gradient of every layer: the product of the input and of all other layers."""
@@ -186,9 +178,7 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
     """Judge `zero3_step(layers, x, gather, release, forward, backward, scatter)`: values, order, and what is live."""
     for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, 3)):
         model = _Model(layers, width, ranks, seed)
-        got = answer(
-            layers, list(model.x), model.gather, model.release, model.forward, model.backward, model.scatter
-        )
+        got = answer(layers, list(model.x), model.gather, model.release, model.forward, model.backward, model.scatter)
         _judge_zero3(model, got, layers, width // ranks)
     return "Never more than two layers gathered, each gathered twice and scattered once: 3 psi."
 
@@ -196,9 +186,7 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
 def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
     ran = {when: [k for each, k in model.tally if each == when] for when in ("forward", "backward")}
     if ran["forward"] != list(range(layers)) or ran["backward"] != list(reversed(range(layers))):
-        raise Wrong(
-            "Every layer runs once forward, from the first to the last, and once backward, the other way."
-        )
+        raise Wrong("Every layer runs once forward, from the first to the last, and once backward, the other way.")
     if model.live:
         raise Wrong(f"After the step {len(model.live)} of {layers} layers are still gathered: between steps a rank "
                     "holds its shards only.")  # fmt: skip
@@ -206,21 +194,15 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         raise Wrong(f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release "
                     "a layer when it has run; one more may be there ahead of its use.")  # fmt: skip
     if set(model.scattered) != set(range(layers)):
-        raise Wrong(
-            "Some gradients are never reduce-scattered: this rank would keep them whole, of its samples only."
-        )
+        raise Wrong("Some gradients are never reduce-scattered: this rank would keep them whole, of its samples only.")
     truth = model.truth()
     if any(not close(a, b) for k in range(layers) for a, b in zip(model.scattered[k], truth[k], strict=True)):
         raise Wrong("The gradients are wrong: backward of a layer needs that layer's input, and the gradient of its "
                     "output.")  # fmt: skip
     if not isinstance(got, list) or [len(row) for row in got] != [own] * layers:
-        raise Wrong(
-            f"Return what `scatter` gave for each layer, first layer first: {layers} shards of {own} numbers."
-        )
+        raise Wrong(f"Return what `scatter` gave for each layer, first layer first: {layers} shards of {own} numbers.")
     if any(not close(a, b) for k in range(layers) for a, b in zip(got[k], truth[k], strict=False)):
-        raise Wrong(
-            "The shards are right but not in the order of the layers: backward made the last one first."
-        )
+        raise Wrong("The shards are right but not in the order of the layers: backward made the last one first.")
     if any(count > 2 for count in model.gathers):
         raise Wrong("A layer is gathered more than twice: once forward and once backward are enough.")
 
@@ -269,9 +251,7 @@ def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, s
         raise Wrong(f"Stage {stage} leaves the {name} whole; stage {_FIRST_STAGE[name]} is the first to shard them "
                     f"({case}).")  # fmt: skip
     if name == "optimizer" and close(got, right * 8 / 12, rel=1e-3):
-        raise Wrong(
-            "The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8."
-        )
+        raise Wrong("The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8.")
     raise Wrong(f"The {name} of one rank have {right:,} bytes, not {got:,.0f} ({case}).")
 
 
@@ -310,9 +290,7 @@ def _judge_tradeoffs(got: dict[str, Any], params: int, ranks: int, micro_batches
     case = f"{params:,} parameters, {ranks} ranks, {micro_batches} micro-batches"
     for stage in range(4):
         if not close(got["held"][stage], held[stage], rel=1e-12):
-            raise Wrong(
-                f"Stage {stage} holds {held[stage]:,} bytes, not {float(got['held'][stage]):,.0f} ({case})."
-            )
+            raise Wrong(f"Stage {stage} holds {held[stage]:,} bytes, not {float(got['held'][stage]):,.0f} ({case}).")
         if not close(got["sent"][stage], sent[stage]):
             _explain_sent(float(got["sent"][stage]), sent[stage], stage, params, ranks, micro_batches, case)
     fits = [stage for stage in range(4) if held[stage] <= budget]
@@ -330,13 +308,9 @@ def _judge_tradeoffs(got: dict[str, Any], params: int, ranks: int, micro_batches
     )
 
 
-def _explain_sent(
-    got: float, right: float, stage: int, params: int, ranks: int, micro_batches: int, case: str
-) -> None:
+def _explain_sent(got: float, right: float, stage: int, params: int, ranks: int, micro_batches: int, case: str) -> None:
     if close(got, right * ranks / (ranks - 1)):
-        raise Wrong(
-            f"A rank has its own shard already and need not send it to itself: times (N-1)/N ({case})."
-        )
+        raise Wrong(f"A rank has its own shard already and need not send it to itself: times (N-1)/N ({case}).")
     if close(got, 2 * right) and stage < 3:
         raise Wrong(f"An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4 ({case}).")
     if stage in (1, 2) and got > right and close(got, _sent(params, ranks, 3, 1)):
@@ -344,9 +318,7 @@ def _explain_sent(
             f"Stage {stage} has no third transfer: the all-gather of weights replaces that of gradients ({case})."
         )
     if stage == 2 and close(got, _sent(params, ranks, 1, micro_batches)):
-        raise Wrong(
-            f"Stage 2 has no room for whole gradients: it reduces them after every micro-batch ({case})."
-        )
+        raise Wrong(f"Stage 2 has no room for whole gradients: it reduces them after every micro-batch ({case}).")
     if stage == 3 and close(got, _sent(params, ranks, 3, 1)):
         raise Wrong(f"Stage 3 releases the weights, and gathers them again in every micro-batch ({case}).")
     raise Wrong(f"In stage {stage} a rank sends {right:,.0f} bytes, not {got:,.0f} ({case}).")

@@ -48,9 +48,7 @@ def _cases(seed: int) -> list[tuple[str, nn.Module, int]]:
         trees = [_random_tree(dice) for _ in range(12)]
     block = sum(p.numel() for p in model.blocks[0].parameters())
     cases = [("two layers of 100 and one of 300", by_hand, least) for least in (100, 150, 250, 400)]
-    cases += [
-        ("the Transformer of this lab", model, least) for least in (block // 8, block // 2, block, 2 * block)
-    ]
+    cases += [("the Transformer of this lab", model, least) for least in (block // 8, block // 2, block, 2 * block)]
     for number, tree in enumerate(trees):
         most = sum(p.numel() for p in tree.parameters())
         cases.append((f"random model {number}", tree, dice.randint(20, most)))
@@ -81,9 +79,7 @@ def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
         raise Wrong(f"The model has no module {strangers[0]!r}: a name is the whole path from the root, with dots between "
                     f"its parts and none in front ({case}).")  # fmt: skip
     if lists := [name for name in got if isinstance(modules[name], nn.ModuleList)]:
-        raise Wrong(
-            f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case})."
-        )
+        raise Wrong(f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case}).")
     if len(set(got)) < len(got):
         raise Wrong(f"A module is in the list twice; a name is the whole path from the root ({case}).")
     own = _own(model, got)
@@ -95,9 +91,7 @@ def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
         raise Wrong(f"{missing[0]!r} has enough open parameters and is no unit: close a unit as soon as there are "
                     f"{least:,}, from the inside to the outside ({case}).")  # fmt: skip
     if extra := [name for name in got if name not in right]:
-        raise Wrong(
-            f"{extra[0]!r} is a unit too early or too late: count from the inside to the outside ({case})."
-        )
+        raise Wrong(f"{extra[0]!r} is a unit too early or too late: count from the inside to the outside ({case}).")
     for place, name in enumerate(got):
         if inner := [other for other in got[place + 1 :] if other.startswith(f"{name}.")]:
             raise Wrong(f"{name!r} comes before {inner[0]!r}, which lies inside it: `fully_shard(outer)` would take the "
@@ -143,10 +137,7 @@ def _rules(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def _truth(rules: Mapping[str, list[int]], budget: int, version: str) -> dict[str, Any]:
-    peak = {
-        rule: peak_unsharded_bytes(units, _RANKS, param_bytes=1, torch=version)
-        for rule, units in rules.items()
-    }
+    peak = {rule: peak_unsharded_bytes(units, _RANKS, param_bytes=1, torch=version) for rule, units in rules.items()}
     messages = {rule: fsdp_traffic(units, _RANKS).calls.total() for rule, units in rules.items()}
     fits = [rule for rule in rules if peak[rule] <= budget]
     return {"peak": peak, "messages": messages, "best": min(fits, key=messages.__getitem__, default=None)}
@@ -166,9 +157,7 @@ def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> s
     except Wrong as wrong:
         if version == here:
             raise
-        raise Wrong(
-            f"{wrong} This is counted as torch {version} does; what {here} does passes, too."
-        ) from None
+        raise Wrong(f"{wrong} This is counted as torch {version} does; what {here} does passes, too.") from None
     return f"{cases} models by formula, of torch {version}. Measured with {here}: {_measured(picks)}."
 
 
@@ -189,23 +178,15 @@ def _judge_choices(
 ) -> tuple[int, dict[str, tuple[str, int]]]:
     """Judge by the count of one version; return how many models by formula, and the rule and budget of real ones."""
     dice = random.Random(seed)
-    cases: list[tuple[dict[str, list[int]], int]] = [
-        ({"one": [32], "three": [4, 10, 6, 12]}, b) for b in (70, 40, 10)
-    ]
+    cases: list[tuple[dict[str, list[int]], int]] = [({"one": [32], "three": [4, 10, 6, 12]}, b) for b in (70, 40, 10)]
     for _ in range(30):
         layers, root, block = dice.randint(1, 24), 2 * dice.randint(1, 5000), 12 * dice.randint(1, 5000)
         split = [block // 6, block // 6, block // 3, block // 3]
-        rules = {
-            "none": [root + layers * block],
-            "block": [root] + layers * [block],
-            "linear": [root] + layers * split,
-        }
+        rules = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
         peaks = sorted(_truth(rules, 0, version)["peak"].values())
         cases.append((rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))))
     for rules, budget in cases:
-        _judge_choice(
-            answer({name: list(units) for name, units in rules.items()}, budget), rules, budget, version
-        )
+        _judge_choice(answer({name: list(units) for name, units in rules.items()}, budget), rules, budget, version)
     picks = {}
     # All three rules fit in the first budget, two in the second, one in the third.
     for name, fitting in zip(_MODELS, (2, 1, 0), strict=True):
@@ -253,9 +234,7 @@ def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int
         raise Wrong(f"Not all units are whole at a time: one is, beside the buffers of gathers ({case}).")
     walked = root + max((2 * unit + before for before, unit in pairwise([0, *rest])), default=0)
     if rest and got == walked:
-        raise Wrong(
-            f"The root is there throughout, and its buffer too while the first unit is copied ({case})."
-        )
+        raise Wrong(f"The root is there throughout, and its buffer too while the first unit is copied ({case}).")
     if rest and got == right - root:
         raise Wrong(f"The root stays gathered while the units run ({case}).")
     if got in (root + max(rest, default=0), root):
@@ -283,13 +262,9 @@ def _measured(picks: Mapping[str, tuple[str, int]]) -> str:
         )
         truth = _truth(_rules(config), budget, torch.__version__)
         if seen.most_gathered > budget or seen.most_gathered != truth["peak"][rule]:
-            raise AssertionError(
-                f"{name}, {rule}: the tracker saw {seen.most_gathered:,} bytes, budget {budget:,}"
-            )
+            raise AssertionError(f"{name}, {rule}: the tracker saw {seen.most_gathered:,} bytes, budget {budget:,}")
         if sent[name] != truth["messages"][rule]:
-            raise AssertionError(
-                f"{name}, {rule}: {sent[name]} messages were sent, not {truth['messages'][rule]}"
-            )
+            raise AssertionError(f"{name}, {rule}: {sent[name]} messages were sent, not {truth['messages'][rule]}")
         told.append(f"{name}, {rule}: {seen.most_gathered:,} of {budget:,} bytes, {sent[name]} messages")
     return "; ".join(told)
 
@@ -311,13 +286,7 @@ Files = dict[str, Any]
 
 
 class World(Turns):
-    """Ranks that take turns; the first one in `order` that can run does.
-
-    Args:
-        ranks: How many.
-        order: Who goes first whenever several could.
-        files: What is on the disk already.
-    """
+    """Ranks that take turns; the first one in `order` that can run does."""
 
     def __init__(self, ranks: int, order: Sequence[int], files: Files):
         super().__init__(ranks)
@@ -334,9 +303,7 @@ class World(Turns):
     def run(self, act: Callable[[Disk, int, Callable[[], None]], None]) -> None:
         """Run `act(disk, rank, barrier)` on every rank to its end; raise what a rank raised."""
         if not self.play(lambda rank: act(Disk(self, rank), rank, lambda: self._barrier(rank))):
-            raise Wrong(
-                "Some ranks wait at a barrier that the others never reach: all must call it equally often."
-            )
+            raise Wrong("Some ranks wait at a barrier that the others never reach: all must call it equally often.")
 
     def _barrier(self, rank: int) -> None:
         self.waiting.add(rank)
@@ -367,9 +334,7 @@ class Disk:
         if not _inside(files, old):
             raise Wrong(f"Rank {self._rank} renames {old!r}, which is not there: one rank renames, once.")
         if _inside(files, new):
-            raise Wrong(
-                f"Rank {self._rank} renames {old!r} to {new!r}, which exists already: one rank renames, once."
-            )
+            raise Wrong(f"Rank {self._rank} renames {old!r} to {new!r}, which exists already: one rank renames, once.")
         for path in _inside(files, old):
             files[new + path[len(old) :]] = files.pop(path)
         self._world.changed(self._rank)
@@ -403,13 +368,7 @@ def _state(rank: int, step: int) -> dict[str, list[int]]:
 
 
 #: Ranks, who goes first, and whether a crashed job of more ranks has left its folder behind.
-_CASES = [
-    (2, (0, 1), False),
-    (2, (1, 0), False),
-    (3, (0, 2, 1), False),
-    (3, (2, 1, 0), True),
-    (4, (1, 3, 0, 2), True),
-]
+_CASES = [(2, (0, 1), False), (2, (1, 0), False), (3, (0, 2, 1), False), (3, (2, 1, 0), True), (4, (1, 3, 0, 2), True)]
 
 
 @check
@@ -443,9 +402,7 @@ def _judge_moment(files: Files, ranks: int, lost: set[int]) -> None:
         raise Wrong(f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write "
                     "into it. Give the folder that you write aside another kind of name.")  # fmt: skip
     if not found:
-        raise Wrong(
-            "There is a moment without any checkpoint: the old one must stay until the new one is published."
-        )
+        raise Wrong("There is a moment without any checkpoint: the old one must stay until the new one is published.")
     for folder, content in found.items():
         if _TORN in content.values():
             raise Wrong(f"There is a moment when {folder} is visible and a file in it is half written. Write aside, "
@@ -479,9 +436,7 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
                 "The optimizer state is not saved: the resumed run starts its moments from zero, without an error."
             )
         if "step" not in state:
-            raise Wrong(
-                "The step is not saved in the file: the learning rate of the resumed run hangs on it."
-            )
+            raise Wrong("The step is not saved in the file: the learning rate of the resumed run hangs on it.")
         if state["model"] != right["model"] or state["optimizer"] != right["optimizer"]:
             whose = "a crashed job" if state["model"][1] != 50 else "another rank"
             raise Wrong(f"The file of rank {rank} holds the shard of {whose}.")
@@ -497,9 +452,7 @@ __all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_check
 _KEYS = ("all_gathers", "reduce_scatters", "gathered", "reduced")
 
 
-def _counted(
-    root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool
-) -> dict[str, int]:
+def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool) -> dict[str, int]:
     traffic = fsdp_traffic(
         [root, *units],
         2,
@@ -542,9 +495,7 @@ def _explain_count(
             f"sync_every={sync_every}")  # fmt: skip
     truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
     if name in ("gathered", "reduced") and got in (4 * truth, truth / 2):
-        raise Wrong(
-            f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case})."
-        )
+        raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
     other = partial(_counted, root, units)
     if name in ("all_gathers", "gathered"):
         once = 1 if name == "all_gathers" else root

@@ -184,9 +184,7 @@ def group_traffic(answer: Callable[..., Mapping[str, float]], seed: int = 7) -> 
     for _ in range(20):
         tp, pp, dp = (dice.choice((1, 2, 3, 4, 8)) for _ in range(3))
         gradients = tp * pp * dice.randint(10**3, 10**9)
-        cases.append(
-            (pp * dice.randint(1, 12), dice.randint(1, 10**8), gradients, tp, pp, dp, dice.randint(1, 64))
-        )
+        cases.append((pp * dice.randint(1, 12), dice.randint(1, 10**8), gradients, tp, pp, dp, dice.randint(1, 64)))
     for case in cases:
         _judge_traffic(answer(*case), *case)
     return f"{len(cases)} layouts, 70B on 64 GPUs among them."
@@ -214,15 +212,11 @@ def _explain_tp(got: float, right: float, tp: int, pp: int, dp: int, m: int, cas
     if tp == 1:
         raise Wrong(f"A tensor-parallel group of one rank sends nothing ({case}).")
     if close(got, 2 * right) or close(got, right / 2):
-        raise Wrong(
-            f"A layer has four all-reduces for each micro-batch, two in forward and two in backward ({case})."
-        )
+        raise Wrong(f"A layer has four all-reduces for each micro-batch, two in forward and two in backward ({case}).")
     if pp > 1 and close(got, right * pp):
         raise Wrong(f"A rank has the layers of its stage only, one part in {pp} of the model ({case}).")
     if m > 1 and close(got, right / m):
-        raise Wrong(
-            f"Every micro-batch passes every layer: tensor parallelism sends for each of the {m} ({case})."
-        )
+        raise Wrong(f"Every micro-batch passes every layer: tensor parallelism sends for each of the {m} ({case}).")
     if close(got, right * tp / (tp - 1)) or close(got, right * tp / (2 * (tp - 1))):
         raise Wrong(f"On a ring of t ranks each sends 2(t-1)/t times the message ({case}).")
     raise Wrong(f"A rank sends {right:,.0f} bytes to its tp group, not {got:,.0f} ({case}).")
@@ -239,9 +233,7 @@ def _explain_pp(got: float, right: float, tp: int, pp: int, dp: int, m: int, cas
         raise Wrong(f"Each of the {m} micro-batches crosses the cut on its own ({case}).")
     if close(got, right * (pp - 1)) or close(got, right * (pp - 1) / 2):
         raise Wrong(f"A stage sends over its own cuts only, whatever the number of stages ({case}).")
-    raise Wrong(
-        f"A rank of a middle stage sends {right:,.0f} bytes to its pp group, not {got:,.0f} ({case})."
-    )
+    raise Wrong(f"A rank of a middle stage sends {right:,.0f} bytes to its pp group, not {got:,.0f} ({case}).")
 
 
 def _explain_dp(got: float, right: float, tp: int, pp: int, dp: int, m: int, case: str) -> None:
@@ -277,9 +269,7 @@ def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
         if judged.to_published > _SLOWER:
-            raise Wrong(
-                f"{name}: {judged.to_published:.2f} times the published layout's time. {_slow(judged)}"
-            )
+            raise Wrong(f"{name}: {judged.to_published:.2f} times the published layout's time. {_slow(judged)}")
         done.append(f"{name} {judged.points}")
     return f"Points of 100, the planner's best having 100: {', '.join(done)}."
 

@@ -21,20 +21,7 @@ from lablib.toys.precision import E4M3, SCALINGS, quantize
 
 _INTERVAL, _LR = 3, 0.5
 #: What each step's gradients are: fine, tiny, with an infinity or with a NaN, in the first or in the last tensor.
-_STEPS = (
-    "tiny",
-    "fine",
-    "inf last",
-    "fine",
-    "fine",
-    "fine",
-    "fine",
-    "nan first",
-    "fine",
-    "fine",
-    "inf first",
-    "fine",
-)
+_STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "fine")
 
 
 def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tensor]:
@@ -60,9 +47,7 @@ def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: in
         given = [w.clone() for w in weights], [g.clone() for g in scaled]
         got = answer(*given, scale, good, _LR, _INTERVAL)
         if not isinstance(got, list | tuple) or len(got) != 3 or len(got[0]) != len(weights):
-            raise Wrong(
-                "Return three things: the list of new weights, the new scale and the new count of good steps."
-            )
+            raise Wrong("Return three things: the list of new weights, the new scale and the new count of good steps.")
         weights, scale, good = _judge_step(got, weights, scaled, scale, good)
     return f"{len(_STEPS)} steps: {sum(k[:3] in ('inf', 'nan') for k in _STEPS)} skipped, and the scale went both ways."
 
@@ -124,14 +109,10 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
         )
     in_fp16 = (lambda g: (g / scale).float(), lambda g: (g * (_LR / scale)).float() / _LR)
     if any(_equal(new, stepped(unscaled)) for unscaled in in_fp16):
-        raise Wrong(
-            "The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first."
-        )
+        raise Wrong("The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first.")
     if _equal(new, stepped(lambda g: -g.float() / scale)):
         raise Wrong("The weights moved up the gradient; SGD subtracts.")
-    raise Wrong(
-        "A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32."
-    )
+    raise Wrong("A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32.")
 
 
 # --- blocks in FP8 -----------------------------------------------------------------------------------------
@@ -171,9 +152,7 @@ def _agrees(got: Tensor, wanted: Tensor) -> bool:
 def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
     block = f"blocks of {rows} x {columns}"
     if not got.isfinite().all():
-        raise Wrong(
-            f"There are NaN or infinite values: a block of zeros has no largest value to divide by ({block})."
-        )
+        raise Wrong(f"There are NaN or infinite values: a block of zeros has no largest value to divide by ({block}).")
     if torch.equal(got, x_MK):
         raise Wrong("Nothing was rounded: cast to torch.float8_e4m3fn in between.")
     for other in SCALINGS:
@@ -187,19 +166,13 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
             f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
         )
     if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()):
-        raise Wrong(
-            "These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number."
-        )
+        raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
     if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
-        raise Wrong(
-            "Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero."
-        )
+        raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
     if got.abs().max() <= 448 < x_MK.abs().max():
         raise Wrong("The FP8 values were not multiplied by their scales again.")
     if not (got[x_MK < 0] < 0).any():
-        raise Wrong(
-            "The negative values are gone: the largest magnitude decides the scale, not the largest value."
-        )
+        raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
     raise Wrong(
         f"The scale of a block is its largest magnitude over 448, so that this one lands on the largest FP8 number ({block})."
     )
@@ -255,9 +228,7 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
                 f"Return a number, the rounded one; here something else came back or went in ({error})."
             ) from None
         except OverflowError:
-            raise Wrong(
-                f"{x:g} needs more room than your arithmetic has: look at the exponent first."
-            ) from None
+            raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
         except ValueError:
             if x:
                 raise
@@ -283,9 +254,7 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
             raise Wrong(
                 f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
             )
-        raise Wrong(
-            f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}."
-        )
+        raise Wrong(f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}.")
     gap = fmt.ulp(x)
     down = math.copysign(math.floor(size / gap) * gap, x)
     if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
@@ -361,9 +330,7 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     for case in cases:
         got, truth = answer(*case), _truth(case)
         if not isinstance(got, set | list | tuple | frozenset) or not set(got) <= _FAILURES:
-            raise Wrong(
-                'Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.'
-            )
+            raise Wrong('Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.')
         for failure in sorted(set(got) ^ truth):
             _explain_failure(failure, failure in truth, case)
     return f"{len(cases)} steps: fp16 breaks by its range, bf16 by its precision."
@@ -374,9 +341,7 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
     fmt = FORMATS[name]
     if failure == "overflow" and breaks:
         if math.isinf(fmt.round(activation)):
-            raise Wrong(
-                f"An activation of {activation:.3g} is beyond the largest number of {name}, {fmt.max:.4g}."
-            )
+            raise Wrong(f"An activation of {activation:.3g} is beyond the largest number of {name}, {fmt.max:.4g}.")
         raise Wrong(
             f"The loss scale multiplies the large gradients too: {scale:g} times {large:.3g} is beyond the largest "
             f"number of {name}, {fmt.max:.4g}."

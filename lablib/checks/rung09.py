@@ -172,15 +172,7 @@ class Job:
 
 
 def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int = 0) -> Job:
-    """Return the situation of a model: 16-bit values, the paper's counting.
-
-    Args:
-        model: A preset without experts.
-        seq: Tokens in a sequence.
-        attention: "plain" or "fused".
-        batch: Sequences.
-        budget: Bytes that are left for what blocks keep.
-    """
+    """Return the situation of a model: 16-bit values, the paper's counting."""
     config = preset(model)
     none, selective, full = (
         recompute_cost(config, strategy, batch=batch, seq=seq, attention=attention).units[0]
@@ -214,9 +206,7 @@ def best_choice(job: Job) -> dict[str, Any] | None:
     """Return the choice that fits and computes least again: strategy, peak bytes and extra FLOPs; None if none fits."""
     found = [("none", job.layers * job.block, 0)]
     found.append(("selective", selective_peak(job), job.layers * job.core_flops))
-    found += [
-        (f"first:{n}", max(moments_of_first(job, n)), n * job.block_flops) for n in range(1, job.layers + 1)
-    ]
+    found += [(f"first:{n}", max(moments_of_first(job, n)), n * job.block_flops) for n in range(1, job.layers + 1)]
     fitting = [choice for choice in found if choice[1] <= job.budget]
     if not fitting:
         return None
@@ -275,17 +265,7 @@ def _draw(dice: random.Random) -> tuple:
     gated, fused = dice.random() < 0.5, dice.random() < 0.5
     ffn = dice.randint(2, 5) * heads * width + dice.randint(0, 9)
     dropout = not gated and dice.random() < 0.6
-    return (
-        dice.randint(1, 5),
-        dice.randint(3, 400),
-        heads * width,
-        heads,
-        kv_heads,
-        ffn,
-        gated,
-        dropout,
-        fused,
-    )
+    return (dice.randint(1, 5), dice.randint(3, 400), heads * width, heads, kv_heads, ffn, gated, dropout, fused)
 
 
 @check
@@ -298,10 +278,7 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
     for case in cases:
         named = dict(zip(_BLOCK, case, strict=True))
         config = _config(**{name: named[name] for name in ("hidden", "heads", "kv_heads", "ffn", "gated")})
-        how = {
-            "attention": "fused" if named["fused"] else "plain",
-            "dropout": 0.1 if named["dropout"] else 0.0,
-        }
+        how = {"attention": "fused" if named["fused"] else "plain", "dropout": 0.1 if named["dropout"] else 0.0}
         terms = layer_activations(config, batch=named["batch"], seq=named["seq"], **how)
         got, truth = answer(*case), sum(terms.values())
         if not close(got, truth, rel=1e-12):
@@ -341,16 +318,10 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
         ]
         if named["dropout"] and not named["fused"]
         else [],
-        "Without dropout the softmax output is kept once, and no mask.": [
-            3 * pairs,
-            2 * pairs,
-            3 * pairs + 2 * n * h,
-        ]
+        "Without dropout the softmax output is kept once, and no mask.": [3 * pairs, 2 * pairs, 3 * pairs + 2 * n * h]
         if not named["dropout"] and not named["fused"]
         else [],
-        "The softmax output itself is missing: a b s² values of 2 bytes.": [-2 * pairs]
-        if not named["fused"]
-        else [],
+        "The softmax output itself is missing: a b s² values of 2 bytes.": [-2 * pairs] if not named["fused"] else [],
         "A gated MLP keeps three inner tensors: gate, up, and their product.": [-2 * n * f, 2 * n * f]
         if named["gated"]
         else [],
@@ -410,9 +381,7 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
         if k > 1 and any(close(got, size) for size in one_block):
             raise Wrong(f"The replay brings back all blocks of a segment, not one ({case}).")
         if close(got, segments * boundary + k * block):
-            raise Wrong(
-                f"The segment's input is among what its first block keeps, and is counted once ({case})."
-            )
+            raise Wrong(f"The segment's input is among what its first block keeps, and is counted once ({case}).")
         if k > 1 and close(got, segments * boundary + k * (block - boundary)):
             raise Wrong(
                 f"Inside a segment every block brings back all of its {block} bytes, its own input included; only "
@@ -437,9 +406,7 @@ def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> st
     cases = jobs(random.Random(seed))
     for job in cases:
         _judge_choice(answer(job), best_choice(job), job)
-    kinds = sorted(
-        {(best_choice(job) or {"strategy": "none fits"})["strategy"].split(":")[0] for job in cases}
-    )
+    kinds = sorted({(best_choice(job) or {"strategy": "none fits"})["strategy"].split(":")[0] for job in cases})
     return f"{len(cases)} situations; right answers were of the kinds {', '.join(kinds)}."
 
 
@@ -453,9 +420,7 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
     name, _, number = str(got["strategy"]).partition(":")
     known = name in ("none", "selective") and not number
     if not known and not (name == "first" and number.isdecimal() and 1 <= int(number) <= job.layers):
-        raise Wrong(
-            f"`strategy` is 'none', 'selective' or 'first:n' with n from 1 to the {job.layers} layers."
-        )
+        raise Wrong(f"`strategy` is 'none', 'selective' or 'first:n' with n from 1 to the {job.layers} layers.")
     n = int(number or 0)
     peak, extra = _cost(job, name, n)
     if not close(got["peak"], peak, rel=1e-12):

@@ -36,9 +36,6 @@ class _Message(NamedTuple):
 class World(Turns):
     """Ranks whose only tool is an exchange: send to one rank while receiving from another.
 
-    Args:
-        ranks: How many.
-
     Attributes:
         messages: Every message, in the order in which they were sent; empty ones too.
     """
@@ -46,9 +43,7 @@ class World(Turns):
     def __init__(self, ranks: int):
         super().__init__(ranks)
         self.messages: list[_Message] = []
-        self.mail: dict[tuple[int, int], collections.deque[Tensor]] = collections.defaultdict(
-            collections.deque
-        )
+        self.mail: dict[tuple[int, int], collections.deque[Tensor]] = collections.defaultdict(collections.deque)
         self.waits: dict[int, int] = {}  # a rank, and whose message it needs
 
     def able(self) -> list[int]:
@@ -62,9 +57,7 @@ class World(Turns):
             raise Wrong("The ranks wait for each other for ever: in every step each rank sends to its right neighbour "
                         "and receives from its left one, and all take as many steps.")  # fmt: skip
         if any(self.mail.values()):
-            raise Wrong(
-                "A message was sent that nobody received: all ranks must take the same number of steps."
-            )
+            raise Wrong("A message was sent that nobody received: all ranks must take the same number of steps.")
 
     def _exchange(self, rank: int, send: Tensor, to: int, receive: Tensor, source: int) -> None:
         for name, peer in (("to", to), ("source", source)):
@@ -192,9 +185,7 @@ def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: floa
         raise Wrong(f"The {best} takes less time here, so `best` is {best!r} ({case}).")
 
 
-def _explain_time(
-    name: str, got: float, size: int, ranks: int, bandwidth: float, latency: float, case: str
-) -> None:
+def _explain_time(name: str, got: float, size: int, ranks: int, bandwidth: float, latency: float, case: str) -> None:
     levels = math.ceil(math.log2(ranks))
     rounds = 2 * (ranks - 1) if name == "ring" else 2 * levels
     passes = 2 * (ranks - 1) / ranks if name == "ring" else 2 * levels
@@ -206,18 +197,12 @@ def _explain_time(
     if name == "ring":
         slips |= {
             (rounds, rounds): "In a step a rank sends one chunk of S/n bytes, not the whole array.",
-            (
-                rounds,
-                2,
-            ): "A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it.",
+            (rounds, 2): "A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it.",
         }
     else:
         real = 2 * math.log2(ranks)
         slips |= {
-            (
-                rounds,
-                2 * (ranks - 1) / ranks,
-            ): "A tree does not cut the array: every round carries all S bytes.",
+            (rounds, 2 * (ranks - 1) / ranks): "A tree does not cut the array: every round carries all S bytes.",
             (real, real): "Rounds are whole: on 5 ranks a tree has 3 levels.",
         }
     for (count, share), sentence in slips.items():
@@ -279,14 +264,10 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
 
 
 def _judge_place(got: tuple[Sequence[str], float], axes: Axes, per_host: int) -> None:
-    case = ", ".join(
-        f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
-    )
+    case = ", ".join(f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items())
     case += f", {per_host} ranks a host"
     if not isinstance(got, tuple) or len(got) != 2 or sorted(got[0]) != sorted(axes):
-        raise Wrong(
-            "Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host."
-        )
+        raise Wrong("Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host.")
     order, count = list(got[0]), got[1]
     every = {names: _leaving(names, axes, per_host) for names in itertools.permutations(axes)}
     best = min(every, key=every.get)

@@ -64,13 +64,9 @@ def diagnose(answer: Callable[[Symptoms], str]) -> str:
     for truth, symptoms in _seen():
         said = answer(symptoms)
         if said not in names:
-            raise Wrong(
-                f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}."
-            )
+            raise Wrong(f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}.")
         if said != truth and truth == HEALTHY:
-            raise Wrong(
-                f"A healthy job is called {said!r}: a symptom must be one that the healthy twin does not show."
-            )
+            raise Wrong(f"A healthy job is called {said!r}: a symptom must be one that the healthy twin does not show.")
         if said != truth:
             raise Wrong(f"A job with the fault {truth!r} is called {said!r}. Look again: {_LOOK[truth]}.")
     return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
@@ -123,12 +119,7 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
 
 
 def _rank(*, data: float, compute: float, communication: float = 0.0) -> Phases:
-    return {
-        "seconds": data + compute + communication,
-        "data": data,
-        "compute": compute,
-        "communication": communication,
-    }
+    return {"seconds": data + compute + communication, "data": data, "compute": compute, "communication": communication}
 
 
 def _judge(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) -> None:
@@ -145,9 +136,7 @@ def _judge(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) 
         _explain_speedup(float(found["speedup"]), faster, alone, ranks, scaling, told)
     if not close(found["efficiency"], faster / n, rel=1e-9):
         if close(found["efficiency"], faster, rel=1e-9):
-            raise Wrong(
-                f"That is the speedup; the efficiency is the speedup over the number of ranks ({told})."
-            )
+            raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
         raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
     for part in _PARTS:
         # Parts are differences of seconds: rounding is measured against the step, not against the part.
@@ -158,9 +147,7 @@ def _judge(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) 
         raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
 
 
-def _explain_speedup(
-    got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str
-) -> None:
+def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str) -> None:
     mean = fmean(rank["seconds"] for rank in ranks)
     step = max(rank["seconds"] for rank in ranks)
     n = len(ranks)
@@ -169,16 +156,12 @@ def _explain_speedup(
         raise Wrong("Weak scaling does n times the work in a step, strong scaling the same work: throughput over "
                     f"throughput is n T_1/T_n for the one and T_1/T_n for the other ({told}).")  # fmt: skip
     if mean != step and close(got, right * step / mean, rel=1e-9):
-        raise Wrong(
-            f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told})."
-        )
+        raise Wrong(f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told}).")
     if close(got, 1 / right, rel=1e-9):
         raise Wrong(f"A speedup above one is faster: it is the other way round ({told}).")
     if close(got * alone["seconds"], step, rel=1e-9):
         raise Wrong(f"That is a ratio of times; the speedup is one of throughputs ({told}).")
-    raise Wrong(
-        f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told})."
-    )
+    raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
 
 
 def _explain_part(part: str, got: float, loss: Loss, ranks: Sequence[Phases], told: str) -> None:
@@ -309,18 +292,14 @@ def _explain_samples(
         raise Wrong(f"Every rank takes the whole batch: they would compute the same gradient ({case}).")
     epoch, position = divmod(taken, count)
     if taken and together == sorted(order(p // count)[p % count] for p in range(batch)):
-        raise Wrong(
-            f"The run begins again at its first sample: what was taken before does not count ({case})."
-        )
+        raise Wrong(f"The run begins again at its first sample: what was taken before does not count ({case}).")
     if epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch]):
         raise Wrong(f"Every epoch has the order of the first; ask epoch_order for each of them ({case}).")
     if len(together) < batch and position + batch > count:
         raise Wrong(f"A batch that reaches the end of an epoch goes on in the next one: epochs follow each other "
                     f"without a gap ({case}).")  # fmt: skip
     if position + batch > count:
-        raise Wrong(
-            f"At the end of an epoch the batch goes on in the next epoch's order, from its beginning ({case})."
-        )
+        raise Wrong(f"At the end of an epoch the batch goes on in the next epoch's order, from its beginning ({case}).")
     raise Wrong(f"Together the ranks must take samples {sorted(right)}, the next {batch} of the order, and take "
                 f"{together}: the place in the order is `taken`, of all ranks together, and knows nothing of who took "
                 f"them ({case}).")  # fmt: skip
@@ -366,9 +345,7 @@ def _explain_noise(
     batch_big: int,
 ) -> None:
     told = f"batches {batch_small} and {batch_big}, {len(small)} steps"
-    each = [
-        solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)
-    ]
+    each = [solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)]
     near = {key: close(got[key], right[key], rel=1e-9) for key in _RUNG11_KEYS}
     if near["signal"] and near["noise"]:
         if all(one.signal for one in each) and close(
@@ -381,18 +358,10 @@ def _explain_noise(
             raise Wrong(f"The noise scale is noise over signal, not signal over noise ({told}).")
         raise Wrong(f"The noise scale is noise over signal, both as you returned them ({told}).")
     if close(got["signal"], fmean(big), rel=1e-9):
-        raise Wrong(
-            f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told})."
-        )
+        raise Wrong(f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told}).")
     if close(got["noise"], fmean(small) - fmean(big), rel=1e-9):
-        raise Wrong(
-            f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told})."
-        )
-    if close(
-        got["signal"],
-        solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal,
-        rel=1e-9,
-    ):
+        raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
+    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-9):
         raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
     raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
                 f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
@@ -453,9 +422,7 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
 
     whole = 3600 * hours
     if gpus > 1 and near((2 * save * whole) ** 0.5):
-        raise Wrong(
-            f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told})."
-        )
+        raise Wrong(f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told}).")
     if near((2 * save * hours / gpus) ** 0.5):
         raise Wrong(f"The time between failures is in hours, all else in seconds ({told}).")
     if near((2 * save * whole / gpus) ** 0.5 * step) and step != 1:

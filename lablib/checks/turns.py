@@ -15,11 +15,7 @@ class _Stopped(BaseException):
 
 
 class Turns:
-    """Ranks that run one at a time; a subclass says which one can go on.
-
-    Args:
-        ranks: How many.
-    """
+    """Ranks that run one at a time; a subclass says which one can go on."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks

@@ -9,9 +9,7 @@ import typer
 
 
 def cost(
-    machine: Annotated[
-        list[str], typer.Argument(help="GPUs, kind and price per GPU and hour: 2xa10@0.75 2xh100@3.")
-    ],
+    machine: Annotated[list[str], typer.Argument(help="GPUs, kind and price per GPU and hour: 2xa10@0.75 2xh100@3.")],
     lab: Annotated[list[str] | None, typer.Option("--lab", help="A lab; repeatable. Default: all.")] = None,
     model: Annotated[str, typer.Option(help="Model of the prediction.")] = "gpt2",
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 1024,

@@ -101,9 +101,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
     text = ".".join(map(str, version))
     if (3, 11) <= version[:2] <= (3, 13):
         return Finding("Python", OK, text)
-    return Finding(
-        "Python", MISSING, f"{text}; the course needs 3.11, 3.12 or 3.13", "make book PYTHON=python3.12"
-    )
+    return Finding("Python", MISSING, f"{text}; the course needs 3.11, 3.12 or 3.13", "make book PYTHON=python3.12")
 
 
 def check_machine(system: str = platform.system()) -> Finding:
@@ -125,10 +123,7 @@ def check_host_name() -> Finding:
     except OSError:
         detail = f"{name} has no address: a torchrun started by hand waits for it until its timeout, the labs do not"
         return Finding(
-            "host name",
-            LIMITED,
-            detail,
-            f'torchrun --local-addr 127.0.0.1, or a line "127.0.1.1 {name}" in /etc/hosts',
+            "host name", LIMITED, detail, f'torchrun --local-addr 127.0.0.1, or a line "127.0.1.1 {name}" in /etc/hosts'
         )
     return Finding("host name", OK, name)
 
@@ -138,9 +133,7 @@ def check_disk(folder: Path, free: int | None = None) -> Finding:
     free = shutil.disk_usage(folder).free if free is None else free
     detail = f"{free / 1e9:.0f} GB free"
     if free < DISK_GB * 1e9:
-        return Finding(
-            "disk", LIMITED, detail, f"free {DISK_GB} GB, or set LABLIB_EXPERIMENTS to another disk"
-        )
+        return Finding("disk", LIMITED, detail, f"free {DISK_GB} GB, or set LABLIB_EXPERIMENTS to another disk")
     return Finding("disk", OK, detail)
 
 
@@ -183,9 +176,7 @@ def check_gpus() -> Finding:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         if built and shutil.which("nvidia-smi"):
-            return Finding(
-                "GPUs", LIMITED, f"torch is built for CUDA {built} and sees none", "update the driver"
-            )
+            return Finding("GPUs", LIMITED, f"torch is built for CUDA {built} and sees none", "update the driver")
         if shutil.which("nvidia-smi"):
             return Finding("GPUs", LIMITED, "there may be one, but this torch is for CPU", "make setup-gpu")
         return Finding("GPUs", LIMITED, "none", "rent some for rung 11; every other rung runs on CPU")
@@ -204,9 +195,7 @@ def check_nccl() -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", LIMITED, "not in this torch; GPU ranks cannot talk", "only GPU runs need it")
     if not torch.cuda.is_available():
-        return Finding(
-            "NCCL", LIMITED, "there, but without a GPU it has nothing to do", "only GPU runs need it"
-        )
+        return Finding("NCCL", LIMITED, "there, but without a GPU it has nothing to do", "only GPU runs need it")
     return Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
 
 
@@ -251,12 +240,7 @@ FLOAT8_BATCH = {"micro_batch": 8, "seq": 2048}
 
 
 def examine_gpu(folder: Path, *, disk_bytes: int = 256 * 2**20) -> list[Finding]:
-    """Return every finding about the GPUs, and about what a GPU run needs besides them.
-
-    Args:
-        folder: Where runs will write.
-        disk_bytes: Size of the file that measures the disk.
-    """
+    """Return every finding about the GPUs, and about what a GPU run needs besides them."""
     import torch
 
     from lablib.launch.records import disk_rate
@@ -334,9 +318,7 @@ def tried(name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except (RuntimeError, ValueError, OSError) as error:
-        return Finding(
-            name, MISSING, f"failed: {own_line(error)}", "return this machine, or use one GPU of it"
-        )
+        return Finding(name, MISSING, f"failed: {own_line(error)}", "return this machine, or use one GPU of it")
 
 
 def query(smi: Callable[..., str]) -> dict[str, dict[str, str]]:
@@ -470,9 +452,7 @@ def judge_host(rates: Sequence[tuple[float, float]], lines: Sequence[float | Non
 def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float | None) -> Finding:
     """Judge a GPU under load: its bf16 FLOP/s, and what nvidia-smi says of its clocks meanwhile."""
     name, detail = f"GPU {number} load", f"{reached / 1e12:.0f} TFLOP/s in bf16"
-    detail += (
-        f", {reached / peak:.0%} of the peak" if peak else "; its peak is not known here, so no MFU is given"
-    )
+    detail += f", {reached / peak:.0%} of the peak" if peak else "; its peak is not known here, so no MFU is given"
     bits = int(row.get("clocks_event_reasons.active", "0"), 16)
     reasons = [text for bit, text in HARMFUL.items() if bits & bit]
     temperature = int(row.get("temperature.gpu", 0))
@@ -488,9 +468,7 @@ def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float 
         mend = "its owner has capped it: plan with the measured rate, or rent another machine"
         return Finding(name, LIMITED, f"{detail}; its limit is {limit:.0f} of {default:.0f} W", mend)
     if peak and reached < 0.5 * peak and not bits & POWER_LIMIT:
-        return Finding(
-            name, LIMITED, detail, "look for another job on this GPU with nvidia-smi, or return it"
-        )
+        return Finding(name, LIMITED, detail, "look for another job on this GPU with nvidia-smi, or return it")
     return Finding(name, OK, detail)
 
 
@@ -588,6 +566,8 @@ def _lab_08(name: str, found: Found) -> Finding:
     model = tiny_config("llama", **FLOAT8_MODEL)
     need = training_memory(model, recipe="pure-bf16", attention="fused", **FLOAT8_BATCH).total
     if need > found.memory:
-        detail = f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {found.memory / 1e9:.0f}"
+        detail = (
+            f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {found.memory / 1e9:.0f}"
+        )
         return Finding(name, LIMITED, detail, "rent a GPU with more memory")
     return Finding(name, OK, "runs")

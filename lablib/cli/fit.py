@@ -29,9 +29,7 @@ def fit(
     gpus: Annotated[int | None, typer.Option(help="GPUs in all; default: dp x tp x cp x pp.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
     reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
-    step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = (
-        "foreach"
-    ),
+    step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = ("foreach"),
     nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every change.")] = False,
@@ -41,13 +39,7 @@ def fit(
     """Say whether a run fits, with what room, or which changes make it fit and what each one trades."""
     given = {name: value for name, value in settings.items() if value is not None}
 
-    from lablib.calc.layouts.fit import (
-        cheapest_change,
-        fewest_gpus,
-        largest_micro_batch,
-        longest_sequence,
-        setup,
-    )
+    from lablib.calc.layouts.fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence, setup
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
 
@@ -76,14 +68,7 @@ def fit(
 
 
 def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
-    """Return the answers as plain dictionaries and numbers.
-
-    Args:
-        have: The run as given.
-        changes: What makes it fit.
-        answers: Largest micro-batch and longest sequence, as given or with the first change.
-        fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
-    """
+    """Return the answers as plain dictionaries and numbers."""
     from lablib.calc.layouts.fit import counted, unproven
 
     return {
@@ -123,9 +108,7 @@ def _layout(at: Setup | None) -> dict[str, object] | None:
 
 def _answer(answer: Answer) -> dict[str, object]:
     names = ("value", "unit", "memory", "budget", "beyond", "memory_beyond")
-    return {name: getattr(answer, name) for name in names} | {
-        "traded": [answer.trade] if answer.trade else []
-    }
+    return {name: getattr(answer, name) for name in names} | {"traded": [answer.trade] if answer.trade else []}
 
 
 def fit_text(
@@ -138,17 +121,7 @@ def fit_text(
     assumed_seq: bool,
     show_all: bool = False,
 ) -> str:
-    """Return the answers as text that fits 80 columns.
-
-    Args:
-        have: The run as given.
-        changes: What makes it fit.
-        answers: Largest micro-batch and longest sequence, as given or with the first change.
-        fewest: The fewest GPUs, as given and, if that was left out, with full recomputation.
-        model: The model as it was written.
-        assumed_seq: Whether the length of sequences was not given.
-        show_all: Whether to print every change, or the first ones.
-    """
+    """Return the answers as text that fits 80 columns."""
     from lablib.calc.errors import plural
     from lablib.calc.layouts.fit import MEANING, counted, size, unproven
 

@@ -33,9 +33,7 @@ def graduate(
         if outcome.rung not in told:
             told.add(outcome.rung)
             goal = goals[outcome.rung]
-            typer.echo(
-                f"\n{goal.rung} {goal.title}\n" + textwrap.indent(textwrap.fill(goal.done_when, 77), "   ")
-            )
+            typer.echo(f"\n{goal.rung} {goal.title}\n" + textwrap.indent(textwrap.fill(goal.done_when, 77), "   "))
         typer.echo(f"   {outcome.name}: {outcome.status}")
         if outcome.status in ("wrong", "passed on CPU ranks"):
             typer.echo(textwrap.indent(textwrap.fill(outcome.message, 74), "      "))

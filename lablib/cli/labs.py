@@ -160,11 +160,7 @@ def _follow(queue: Path) -> bool:
             while read_json(queue)["state"] not in ending:
                 show(log)
                 # A queue that was never begun, or whose process is gone, will never end.
-                if (
-                    not is_running()
-                    and time.monotonic() - begun > 30
-                    and read_json(queue)["state"] not in ending
-                ):
+                if not is_running() and time.monotonic() - begun > 30 and read_json(queue)["state"] not in ending:
                     break
                 if read_json(queue)["state"] == "running" and not is_running():
                     break

@@ -33,8 +33,7 @@ def model_table(*, as_json: bool = False) -> str:
     rows = [(preset(name), count_params(preset(name))) for name in preset_names()]
     if as_json:
         return json.dumps(
-            [asdict(config) | {"total": count.total, "active": count.active} for config, count in rows],
-            indent=1,
+            [asdict(config) | {"total": count.total, "active": count.active} for config, count in rows], indent=1
         )
     lines = [f"{'model':<22}{'parameters':>17}  {'':>6}{'active':>8}{'layers':>8}{'hidden':>8}{'seq':>9}"]
     for config, count in rows:

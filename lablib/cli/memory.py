@@ -23,13 +23,7 @@ from lablib.calc.units import MiB, parse_bytes
 def settings_as_options(
     command: Callable | None = None, *, optional: bool = False, leave_out: Iterable[str] = ()
 ) -> Any:
-    """Give a command with `**settings` an option for each setting, behind its arguments.
-
-    Args:
-        command: The command.
-        optional: Whether an option that was not given is None, and not the setting's default.
-        leave_out: Settings that it does not have.
-    """
+    """Give a command with `**settings` an option for each setting, behind its arguments."""
     if command is None:
         return lambda function: settings_as_options(function, optional=optional, leave_out=leave_out)
     hints = typing.get_type_hints(command, include_extras=True)
@@ -50,9 +44,7 @@ def settings_as_options(
 def _option(name: str, optional: bool) -> inspect.Parameter:
     setting = SETTINGS[name]
     default = f"{setting.default // MiB} MiB" if name == "bucket_bytes" else setting.default
-    kind = {"seq": int, "num_microbatches": int, "dropout": float, "layers_per_stage": str}.get(
-        name, type(default)
-    )
+    kind = {"seq": int, "num_microbatches": int, "dropout": float, "layers_per_stage": str}.get(name, type(default))
     if optional or default is None:
         kind, default = kind | None, None
     annotation = Annotated[kind, typer.Option(help=setting.metadata["help"])]
@@ -73,9 +65,7 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
         try:
             found["layers_per_stage"] = [int(part) for part in text.split(",")]
         except ValueError:
-            raise ValueError(
-                f"--layers-per-stage={text!r} must be whole numbers with commas, like 7,8,8,7"
-            ) from None
+            raise ValueError(f"--layers-per-stage={text!r} must be whole numbers with commas, like 7,8,8,7") from None
     return found
 
 
@@ -94,8 +84,7 @@ def memory(
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",
     at: Annotated[
-        str | None,
-        typer.Option(help='A moment of the step: peak, "backward of block 3", ...; all lists them.'),
+        str | None, typer.Option(help='A moment of the step: peak, "backward of block 3", ...; all lists them.')
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print formula, numbers and source of each term, at the peak.")
@@ -196,9 +185,7 @@ def _heading(timeline: MemoryTimeline) -> str:
 
     ranks = plural(timeline.ranks, "rank")
     place = f"; the peak is at {timeline.peak.name}"
-    return (
-        f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
-    )
+    return f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
 
 
 def memory_table(
@@ -207,10 +194,7 @@ def memory_table(
     """Return the breakdown as aligned text.
 
     Args:
-        breakdown: What `training_memory` returned.
-        device: Accelerator to compare with.
         unit: A unit of bytes.
-        pp: Pipeline stages, for the heading; stages count from 0.
 
     Raises:
         ValueError: If the unit is unknown.
@@ -227,10 +211,7 @@ def memory_table(
 
     ranks = plural(breakdown.ranks, "rank")
     place = f"stage {breakdown.stage} of {pp}, a rank" if pp > 1 else "on one rank"
-    lines = [
-        f"{breakdown.model}, {breakdown.recipe}, {plural(breakdown.seq, 'token')} a sequence, {ranks}",
-        "",
-    ]
+    lines = [f"{breakdown.model}, {breakdown.recipe}, {plural(breakdown.seq, 'token')} a sequence, {ranks}", ""]
     lines.append(f"{place:<32}{unit:>20}{'share':>9}")
     for name, terms in (
         ("states", breakdown.state_terms),
@@ -239,10 +220,7 @@ def memory_table(
     ):
         if terms:
             lines.append(row(name, sum(value for _, value in terms)))
-            lines += [
-                row("  " + term.removeprefix("activations.").replace("_", " "), value)
-                for term, value in terms
-            ]
+            lines += [row("  " + term.removeprefix("activations.").replace("_", " "), value) for term, value in terms]
     lines.append(row("total", breakdown.total))
     if breakdown.host_terms:
         lines += ["", f"{'on the CPU, offloaded':<32}{breakdown.host / size:>20,.{digits}f}"]
@@ -257,9 +235,7 @@ def sentence(total: int, device: Accelerator) -> str:
     holds = f"{device.name} holds {device.memory_gib:g} GiB ({device.memory_gb:.1f} GB): "
     if room < 0:
         return holds + f"does not fit, {-room / 1e9:.1f} GB too much."
-    return (
-        holds + f"fits, {room / 1e9:.1f} GB left\nfor the CUDA context, NCCL, workspaces and fragmentation."
-    )
+    return holds + f"fits, {room / 1e9:.1f} GB left\nfor the CUDA context, NCCL, workspaces and fragmentation."
 
 
 def verdict(total: int, device: Accelerator | None) -> dict[str, object]:

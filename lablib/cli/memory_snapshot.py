@@ -18,12 +18,8 @@ GROUPS = ("line", "module")
 def memory_snapshot(
     file: Annotated[Path, typer.Argument(help="Written by torch.cuda.memory._dump_snapshot.")],
     at: Annotated[str, typer.Option(help=f"Which instant: {', '.join(INSTANTS)}.")] = "peak",
-    by: Annotated[
-        str, typer.Option(help="Group by line of the program, or by module: forward methods.")
-    ] = "line",
-    device: Annotated[
-        int | None, typer.Option(help="Number of the GPU, if the snapshot has several.")
-    ] = None,
+    by: Annotated[str, typer.Option(help="Group by line of the program, or by module: forward methods.")] = "line",
+    device: Annotated[int | None, typer.Option(help="Number of the GPU, if the snapshot has several.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many lines of the program to print.")] = 10,
     unit: Annotated[str, typer.Option(help="Unit of bytes: B, MB, MiB, GB or GiB.")] = "GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -42,9 +38,7 @@ def memory_snapshot(
     if as_json:
         found = {"device": history.device, "events": len(history.events), "missing": history.missing}
         found |= {"instant": held.events, "requested": held.requested, "reserved": held.reserved}
-        typer.echo(
-            json.dumps(found | {"rounding": held.rounded - held.requested, "groups": groups}, indent=1)
-        )
+        typer.echo(json.dumps(found | {"rounding": held.rounded - held.requested, "groups": groups}, indent=1))
         return
     rows = [
         ("requested by the program", held.requested, " "),
@@ -81,13 +75,9 @@ def _notes(history: History, at: str, size: int, unit: str) -> list[str]:
     cut = "the peak is that of the events that are left. Record with a larger max_entries"
     events = len(history.events)
     if not events:
-        notes.append(
-            "the snapshot has no events, so the peak is its end: record with _record_memory_history()"
-        )
+        notes.append("the snapshot has no events, so the peak is its end: record with _record_memory_history()")
     elif history.missing:
-        notes.append(
-            f"{history.missing:,} blocks were made while recording, and their events are lost: {cut}"
-        )
+        notes.append(f"{history.missing:,} blocks were made while recording, and their events are lost: {cut}")
     elif events % 1000 == 0:
         notes.append(
             f"it has exactly {events:,} events: if that is your max_entries, earlier ones may be lost, and {cut}"

@@ -15,18 +15,14 @@ import typer
 def memory_table(
     only: Annotated[str | None, typer.Option(help="Cases whose name contains this text.")] = None,
     few: Annotated[bool, typer.Option("--few", help="The dozen cases that the tests run.")] = False,
-    committed: Annotated[
-        bool, typer.Option("--committed", help="Print the committed table; measure nothing.")
-    ] = False,
+    committed: Annotated[bool, typer.Option("--committed", help="Print the committed table; measure nothing.")] = False,
     predict: Annotated[
         bool, typer.Option("--predict", help="Write the table with new predictions, old measurements.")
     ] = False,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Cases drawn at random, none of them in the grid.")
     ] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Measure all cases and write the table anew.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Measure all cases and write the table anew.")] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Real steps on this machine's GPU; write and compare nothing.")
     ] = False,
@@ -129,9 +125,7 @@ def memory_peers(
     committed: Annotated[
         bool, typer.Option("--committed", help="Print the committed comparison; compute nothing.")
     ] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the comparison anew, from the memory table.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the comparison anew, from the memory table.")] = False,
 ) -> None:
     """Put the cases of the memory table through the other calculators; fail where a number drifted."""
     import logging

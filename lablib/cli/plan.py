@@ -20,19 +20,13 @@ def plan(
     gpus: Annotated[int, typer.Option(help="GPUs in all.")],
     global_batch: Annotated[int, typer.Option(help="Sequences in a step, over all replicas.")],
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")] = "h100",
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")
-    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
     nic: Annotated[
         str | None, typer.Option(help="One GPU's link out of its node: ib-ndr, 400gbe, or '40 GB/s'.")
     ] = None,
-    intra: Annotated[
-        str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")
-    ] = None,
-    rails: Annotated[
-        bool, typer.Option(help="A group uses all its network cards in a node together.")
-    ] = False,
+    intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")] = None,
+    rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = False,
     recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
@@ -45,9 +39,7 @@ def plan(
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Fix sequences of a micro-batch.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Fix recomputation: none, selective or full.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")
-    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Fix chunks of layers in a stage.")] = None,
     top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
     why: Annotated[bool, typer.Option("--why", help="Say why the winner wins and others lose.")] = False,
@@ -97,13 +89,7 @@ def plan(
 
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
-    """Return the plan as plain dictionaries and numbers.
-
-    Args:
-        result: What `lablib.calc.layouts.planner.plan` returned.
-        top: Layouts to list.
-        why: The reasons.
-    """
+    """Return the plan as plain dictionaries and numbers."""
     machine = result.cluster
     return {
         "model": result.load.model.name,
@@ -118,12 +104,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "dropped_by": result.dropped_by,
         "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
         "dropped": [
-            {
-                "layout": one.layout.as_dict(),
-                "term": one.term,
-                "excess_bytes": one.excess,
-                "memory": one.memory,
-            }
+            {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
             for one in result.dropped[:top]
         ],
         "why": why,
@@ -147,12 +128,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 
 def plan_table(result: Plan, *, top: int) -> str:
-    """Return the best layouts as aligned text.
-
-    Args:
-        result: What `lablib.calc.layouts.planner.plan` returned.
-        top: Layouts to list.
-    """
+    """Return the best layouts as aligned text."""
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "

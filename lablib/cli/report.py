@@ -53,12 +53,8 @@ def compare(
     typer.echo(f"{'':<18}{'A ms':>10}{'B ms':>10}{'B/A':>8}")
     for row in table:
         verdict = "differs" if row["apart"] else "within the spread"
-        typer.echo(
-            f"{row['run']:<18}{1e3 * row['a']:>10.1f}{1e3 * row['b']:>10.1f}{row['ratio']:>8.3f}  {verdict}"
-        )
-    typer.echo(
-        "\nnot the same in both:" if changed else "\nsettings, versions and machine are the same in both"
-    )
+        typer.echo(f"{row['run']:<18}{1e3 * row['a']:>10.1f}{1e3 * row['b']:>10.1f}{row['ratio']:>8.3f}  {verdict}")
+    typer.echo("\nnot the same in both:" if changed else "\nsettings, versions and machine are the same in both")
     for line in changed:
         typer.echo(f"  {line}")
 
@@ -138,11 +134,7 @@ def build_report(folder: str | Path) -> Path:
 
 
 def summary(table: list[dict[str, Any]]) -> list[str]:
-    """Return what a report says, one sentence a run.
-
-    Args:
-        table: From `lablib.launch.runs.report_rows`.
-    """
+    """Return what a report says, one sentence a run."""
     lines = []
     for row in table:
         text = f"{row['run']}: {1e3 * row['seconds']['median']:.1f} ms a step"
@@ -150,9 +142,7 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
             text += f", predicted {1e3 * row['predicted']:.1f} ({row['error']:+.0%})"
         yours = row["yours"]
         if "step" in yours:
-            text += (
-                f", you said {1e3 * yours['step']:.1f} ({yours['step'] / row['seconds']['median'] - 1:+.0%})"
-            )
+            text += f", you said {1e3 * yours['step']:.1f} ({yours['step'] / row['seconds']['median'] - 1:+.0%})"
         if "loss" in row:
             text += f"; speedup {row['speedup']:.2f}"
             if row["predicted_speedup"]:
@@ -166,9 +156,7 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
                 text += f"; the middle half of its steps lost {lost:.0%}, the most, {most:.0%}, to {row['largest']}"
         lines.append(text + ".")
         if row.get("loss_apart") is not None:
-            lines.append(
-                f"{row['run']}: the losses differ from those of one rank by at most {row['loss_apart']:.1g}."
-            )
+            lines.append(f"{row['run']}: the losses differ from those of one rank by at most {row['loss_apart']:.1g}.")
     shared = sorted({row["where"] for row in table if "gloo ranks on" in row["where"]})
     return lines + [f"Measured on {where}." for where in shared]
 
@@ -208,16 +196,13 @@ def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
 
     first = found[0]
     where = first["machine"]
-    versions = (
-        f"{name} {where[name]}" for name in ("python", "torch", "cuda", "nccl", "driver") if where.get(name)
-    )
+    versions = (f"{name} {where[name]}" for name in ("python", "torch", "cuda", "nccl", "driver") if where.get(name))
     config = first["facts"].get("config", {})
     commands = dict.fromkeys(record["command"] for record in found)
     return {
         "machine": "; ".join(dict.fromkeys(where_of(record) for record in found)),
         "versions": ", ".join(versions),
-        "settings": ", ".join(f"{key}={value}" for key, value in config.items() if key != "folder")
-        or "not known",
+        "settings": ", ".join(f"{key}={value}" for key, value in config.items() if key != "folder") or "not known",
         "commit": ", ".join(dict.fromkeys(record["commit"] for record in found)),
         "command": "; ".join(commands),
         "date": ", ".join(dict.fromkeys(record["date"] for record in found)),

@@ -15,16 +15,11 @@ _MOST_LINES = 400
 
 
 def schedule(
-    name: Annotated[
-        str, typer.Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or dualpipe-v.")
-    ],
-    stages: Annotated[
-        int, typer.Option(help="Pipeline ranks; with --virtual each holds several stages.")
-    ] = 4,
+    name: Annotated[str, typer.Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or dualpipe-v.")],
+    stages: Annotated[int, typer.Option(help="Pipeline ranks; with --virtual each holds several stages.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 8,
     virtual: Annotated[
-        int | None,
-        typer.Option(help="Stages on every rank; default: 2 when interleaved, zb-v or dualpipe-v."),
+        int | None, typer.Option(help="Stages on every rank; default: 2 when interleaved, zb-v or dualpipe-v.")
     ] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward through one rank's share.")] = 1,
     backward: Annotated[
@@ -37,35 +32,15 @@ def schedule(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a pipeline schedule, how long its ranks idle and how many micro-batches they hold."""
-    times = {
-        "forward": forward,
-        "backward": backward,
-        "input": input,
-        "weight": weight,
-        "communication": communication,
-    }
+    times = {"forward": forward, "backward": backward, "input": input, "weight": weight, "communication": communication}
     form = "json" if as_json else "csv" if as_csv else "text"
     typer.echo(schedule_text(name, stages, microbatches, virtual, form=form, **times).rstrip())
 
 
 def schedule_text(
-    name: str,
-    stages: int,
-    microbatches: int,
-    virtual: int | None = None,
-    *,
-    form: str = "text",
-    **times: float | None,
+    name: str, stages: int, microbatches: int, virtual: int | None = None, *, form: str = "text", **times: float | None
 ) -> str:
     """Return a schedule as a grid with its bubbles, as JSON, or as PyTorch's CSV.
-
-    Args:
-        name: What `lablib.calc.schedules.schedule` knows.
-        stages: Pipeline ranks, `p`.
-        microbatches: Micro-batches of a step, `m`.
-        virtual: Stages on every rank, `v`; None takes the least that the schedule is known for.
-        form: "text", "json" or "csv".
-        times: What `lablib.calc.schedules.simulate` takes.
 
     Raises:
         ValueError: If the schedule cannot be made or run so, or the form is unknown.
@@ -123,8 +98,7 @@ def _as_text(timeline: Timeline, times: dict[str, float | None]) -> str:
     cells += [[label, *(f"{value:g}" for value in values)] for label, values in rows.items()]
     first, *rest = (max(map(len, column)) for column in zip(*cells, strict=True))
     table = [
-        row[0].ljust(first)
-        + "".join(text.rjust(width + 2) for text, width in zip(row[1:], rest, strict=True))
+        row[0].ljust(first) + "".join(text.rjust(width + 2) for text, width in zip(row[1:], rest, strict=True))
         for row in cells
     ]
     given = ", ".join(f"{key} {value:g}" for key, value in times.items() if value)

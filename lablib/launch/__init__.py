@@ -2,9 +2,7 @@
 
 import sys
 
-if (
-    "ipykernel" in sys.modules
-):  # a notebook: the server of its ranks loads torch while the notebook still does
+if "ipykernel" in sys.modules:  # a notebook: the server of its ranks loads torch while the notebook still does
     from lablib.launch.rank_server import start_early
 
     start_early()

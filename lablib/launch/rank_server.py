@@ -101,11 +101,7 @@ class Interrupts:
         self._usual = signal.getsignal(signal.SIGINT) if main else None
 
     def listen(self, only_note: bool) -> None:
-        """Choose what an interrupt does from now on.
-
-        Args:
-            only_note: Take note of it; False raises what it usually raises, for those noted before, too.
-        """
+        """Choose what an interrupt does from now on."""
         if not callable(self._usual):  # not the main thread, or interrupts are ignored
             return
         signal.signal(signal.SIGINT, self._note if only_note else self._usual)

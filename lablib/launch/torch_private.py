@@ -26,10 +26,7 @@ NAMES = {
     "MemTracker": ("torch.distributed._tools.mem_tracker", "MemTracker"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "active_fake_mode": ("torch._guards", "active_fake_mode"),
-    "checkpoint_wrapper": (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "checkpoint_wrapper",
-    ),
+    "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),
     "dispatch_has_kernel": ("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
     "memory_snapshot": ("torch.cuda.memory", "_snapshot"),

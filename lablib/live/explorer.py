@@ -96,9 +96,7 @@ class Explorer:
         given = dict(given or {})
         for name in given:
             one_of(f"control of the {self.name} explorer", name, [control.name for control in self.controls])
-        return {
-            control.name: control.read(given.get(control.name, control.first)) for control in self.controls
-        }
+        return {control.name: control.read(given.get(control.name, control.first)) for control in self.controls}
 
     def answer(self, given: Mapping[str, object] | None = None) -> dict[str, object]:
         """Return the parts of a page that show a state: picture, caption, table and call, and the bare numbers.
@@ -132,21 +130,13 @@ def model_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def device_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return devices as options, each shown with its capacity, in GB as everything in an explorer.
-
-    Args:
-        names: Keys of `ACCELERATORS`.
-    """
+    """Return devices as options, each shown with its capacity, in GB as everything in an explorer."""
     devices = [(name, accelerator(name)) for name in names]
     return tuple((name, f"{device.name}, {device.memory_gb:.1f} GB") for name, device in devices)
 
 
 def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
-    """Return rows of numbers under headings, each row with the colour that it has in the picture.
-
-    Args:
-        groups: Heading to {name of a row: (its role in `svg.COLORS`, or nothing; what is written)}.
-    """
+    """Return rows of numbers under headings, each row with the colour that it has in the picture."""
     lines = []
     for heading, rows in groups.items():
         lines.append(f'<tr><th colspan="2" scope="colgroup">{escape(heading)}</th></tr>')
@@ -158,9 +148,6 @@ def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
 
 def find_explorer(module: str) -> Explorer:
     """Return the explorer of a module.
-
-    Args:
-        module: Such as "lablib.live.training".
 
     Raises:
         ValueError: If the module has none.

@@ -49,13 +49,7 @@ class Bar:
 
 
 def picture(shapes: Sequence[str], height: float, alt: str) -> str:
-    """Return shapes as one SVG that fills its column.
-
-    Args:
-        shapes: SVG elements, in drawing order.
-        height: Units; the width is `WIDTH`.
-        alt: What is drawn, for readers who cannot see it.
-    """
+    """Return shapes as one SVG that fills its column."""
     return (
         f'<svg role="img" aria-label="{escape(alt, quote=True)}" viewBox="0 0 {WIDTH} {_n(height)}" '
         f'xmlns="http://www.w3.org/2000/svg" font-size="{FONT}" fill="currentColor">{"".join(shapes)}</svg>'
@@ -63,32 +57,14 @@ def picture(shapes: Sequence[str], height: float, alt: str) -> str:
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False, role: str = "") -> str:
-    """Return a line of text.
-
-    Args:
-        x: Where its anchor is.
-        y: Its base line.
-        words: What it says.
-        anchor: "start", "middle" or "end".
-        bold: Whether it is set in bold.
-        role: Colour, a key of `COLORS`; the page's text colour if empty.
-    """
+    """Return a line of text."""
     weight = ' font-weight="700"' if bold else ""
     fill = f' fill="{COLORS[role]}"' if role else ""
     return f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{weight}{fill}>{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, role: str = "", dashed: bool = False) -> str:
-    """Return a straight line.
-
-    Args:
-        x1: Start.
-        y1: Start.
-        x2: End.
-        y2: End.
-        role: Colour, a key of `COLORS`; "mark" is the page's text colour, and nothing its grid colour.
-        dashed: Whether it is dashed.
-    """
+    """Return a straight line."""
     dashes = ' stroke-dasharray="5 3"' if dashed else ""
     stroke = {"": _GRID, "mark": "currentColor"}.get(role) or COLORS[role]
     return (
@@ -98,13 +74,7 @@ def line(x1: float, y1: float, x2: float, y2: float, *, role: str = "", dashed: 
 
 
 def bars(
-    rows: Sequence[Bar],
-    *,
-    top: float,
-    title: str,
-    labels: float = 60,
-    limit: float | None = None,
-    limit_text: str = "",
+    rows: Sequence[Bar], *, top: float, title: str, labels: float = 60, limit: float | None = None, limit_text: str = ""
 ) -> tuple[list[str], float]:
     """Draw horizontal stacked bars over one scale, with a dashed line where a limit is.
 
@@ -151,16 +121,6 @@ def areas(
 ) -> tuple[list[str], float]:
     """Draw stacked areas whose edges are straight, over a quantity that starts at 0.
 
-    Args:
-        layers: Role in `COLORS` to its values at 0 and at `span`, from the bottom.
-        top: Where the picture begins.
-        title: Written above.
-        span: Largest value of the horizontal axis.
-        xlabel: What the horizontal axis counts.
-        limit: Height of the dashed line.
-        limit_text: What the line means.
-        marks: Position of each vertical line, and its text.
-
     Returns:
         The shapes, and where they end.
     """
@@ -202,11 +162,7 @@ def areas(
 
 
 def ticks(most: float) -> list[float]:
-    """Return 0 and up to five round numbers below a largest value: multiples of 1, 2 or 5 times a power of ten.
-
-    Args:
-        most: The largest value, above 0.
-    """
+    """Return 0 and up to five round numbers below a largest value: multiples of 1, 2 or 5 times a power of ten."""
     step = 1.0
     while step * 5 > most:
         step /= 10

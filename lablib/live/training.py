@@ -16,15 +16,7 @@ from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import OPTIMIZERS, RECIPES
 from lablib.calc.units import GB, format_count
-from lablib.live.explorer import (
-    Answer,
-    Control,
-    Explorer,
-    device_options,
-    model_options,
-    number_options,
-    table,
-)
+from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
 from lablib.live.svg import Bar, areas, bars, picture
 
 #: From small to large. Models whose first blocks differ from the others are left out: see the top of this module.
@@ -46,37 +38,17 @@ MODELS = (
 DEVICES = ("a10", "rtx-4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 MICRO_BATCHES = tuple(2**k for k in range(7))
 SEQS = tuple(512 * 2**k for k in range(9))
-RECOMPUTE = {
-    "none": "none",
-    "selective": "selective: the attention core",
-    "full": "full: all but each block's input",
-}
+RECOMPUTE = {"none": "none", "selective": "selective: the attention core", "full": "full: all but each block's input"}
 
 
 def largest(bytes_at: Callable[[int], int], capacity: int) -> int:
-    """Return the largest n of at least 0 at which bytes that grow by the same step for each n still fit.
-
-    Args:
-        bytes_at: Bytes at n, asked for 1 and 2 only.
-        capacity: Bytes of the device.
-    """
+    """Return the largest n of at least 0 at which bytes that grow by the same step for each n still fit."""
     first = bytes_at(1)
     return max(0, 1 + (capacity - first) // (bytes_at(2) - first))
 
 
-def explore(
-    model: str, recipe: str, optimizer: str, micro_batch: int, seq: int, recompute: str, device: str
-) -> Answer:
+def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int, recompute: str, device: str) -> Answer:
     """Return what a training run on one device needs, by term, and where it stops fitting.
-
-    Args:
-        model: A preset of `MODELS`.
-        recipe: Recipe.
-        optimizer: Optimizer.
-        micro_batch: Sequences in one forward pass.
-        seq: Tokens in a sequence.
-        recompute: "none", "selective" or "full".
-        device: A key of `ACCELERATORS`.
 
     Raises:
         ValueError: If settings contradict each other.
@@ -113,12 +85,7 @@ def explore(
 
 
 def shape_params(config: ModelConfig, blocks: int) -> int:
-    """Return the parameters of a model of the same shape with another number of blocks.
-
-    Args:
-        config: The model.
-        blocks: Its blocks; 0 leaves the embedding and the head.
-    """
+    """Return the parameters of a model of the same shape with another number of blocks."""
     one, two = (count_params(replace(config, num_layers=n)).total for n in (1, 2))
     return one + (blocks - 1) * (two - one)
 
@@ -135,12 +102,7 @@ def _picture(
     limit, limit_text = card.memory_gb, f"{card.name}: {card.memory_gb:.1f} GB"
     title = f"{config.name}, {config.num_layers} blocks"
     head, below = bars(
-        [Bar(label="", parts=roles, text=needs)],
-        top=0,
-        title=title,
-        labels=0,
-        limit=limit,
-        limit_text=limit_text,
+        [Bar(label="", parts=roles, text=needs)], top=0, title=title, labels=0, limit=limit, limit_text=limit_text
     )
     # A device that holds very many blocks would squeeze the model into a corner: the caption says how many.
     span = 1.25 * max(present, min(blocks, 4 * present))
@@ -170,9 +132,7 @@ def _picture(
     return picture(head + rest, end, alt)
 
 
-def _caption(
-    config: ModelConfig, memory: MemoryBreakdown, card: Accelerator, blocks: int, params: int
-) -> str:
+def _caption(config: ModelConfig, memory: MemoryBreakdown, card: Accelerator, blocks: int, params: int) -> str:
     left = memory.headroom(card)
     verdict = f"{left / GB:,.1f} GB to spare" if left >= 0 else f"{-left / GB:,.1f} GB too many"
     needs = f"{config.name} needs {memory.total / GB:,.1f} GB, and one {card.name} has {card.memory_gb:.1f}: {verdict}."
@@ -190,9 +150,7 @@ def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], p
         for name, size in memory.terms.items()
     }
     terms["in all"] = ("", f"{memory.total / GB:,.2f} GB")
-    positions = (
-        ", all its positions" if config.learned_positions and ends["seq"] == config.max_positions else ""
-    )
+    positions = ", all its positions" if config.learned_positions and ends["seq"] == config.max_positions else ""
     fits = {
         "blocks of this shape": f"{ends['blocks']:,} ({format_count(params)} parameters)",
         "sequences in a micro-batch": f"{ends['micro_batch']:,}",
@@ -202,9 +160,7 @@ def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], p
     return table(
         {
             "What one device holds": terms,
-            "The most that fits, all else as it is": {
-                name: ("", nothing.get(name, "nothing fits")) for name in fits
-            },
+            "The most that fits, all else as it is": {name: ("", nothing.get(name, "nothing fits")) for name in fits},
         }
     )
 
@@ -222,21 +178,9 @@ EXPLORER = Explorer(
     name="training",
     title="One training run on one device",
     controls=(
-        Control(
-            name="model",
-            label="model",
-            options=model_options(MODELS),
-            first="llama-3-8b",
-        ),
-        Control(
-            name="recipe", label="recipe", options=tuple((name, name) for name in RECIPES), first="mixed-bf16"
-        ),
-        Control(
-            name="optimizer",
-            label="optimizer",
-            options=tuple((name, name) for name in OPTIMIZERS),
-            first="adamw",
-        ),
+        Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
+        Control(name="recipe", label="recipe", options=tuple((name, name) for name in RECIPES), first="mixed-bf16"),
+        Control(name="optimizer", label="optimizer", options=tuple((name, name) for name in OPTIMIZERS), first="adamw"),
         Control(
             name="micro_batch",
             label="sequences in a micro-batch",
@@ -244,16 +188,9 @@ EXPLORER = Explorer(
             first=1,
             slider=True,
         ),
-        Control(
-            name="seq", label="tokens in a sequence", options=number_options(SEQS), first=8192, slider=True
-        ),
+        Control(name="seq", label="tokens in a sequence", options=number_options(SEQS), first=8192, slider=True),
         Control(name="recompute", label="recomputation", options=tuple(RECOMPUTE.items()), first="none"),
-        Control(
-            name="device",
-            label="GPU",
-            options=device_options(DEVICES),
-            first="h100",
-        ),
+        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
     ),
     compute=explore,
 )

@@ -12,15 +12,7 @@ from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, state_terms
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, format_count
-from lablib.live.explorer import (
-    Answer,
-    Control,
-    Explorer,
-    device_options,
-    model_options,
-    number_options,
-    table,
-)
+from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
 from lablib.live.svg import Bar, bars, picture
 
 STAGES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
@@ -49,12 +41,6 @@ def step_traffic(params: int, ranks: int, stage: int, micro_batches: int = 1) ->
     once and gather once; stage 2 scatters k times and gathers once; stage 3 scatters k times and gathers 2k times.
     Source: ZeRO (arXiv 1910.02054), section 7.2. With one micro-batch it is `comm.data_parallel_bytes`.
 
-    Args:
-        params: Parameters, `ψ`.
-        ranks: Data-parallel ranks, `N`.
-        stage: ZeRO stage; 0 is DDP, whose all-reduce is a reduce-scatter and an all-gather of gradients.
-        micro_batches: Accumulated in one step, `k`.
-
     Raises:
         ValueError: If a number is out of range.
     """
@@ -71,13 +57,7 @@ def step_traffic(params: int, ranks: int, stage: int, micro_batches: int = 1) ->
 
 
 def least_ranks(params: int, stage: int, capacity: int) -> int | None:
-    """Return the smallest number of ranks on which the states of a model fit, or None if none is enough.
-
-    Args:
-        params: Parameters, `ψ`.
-        stage: ZeRO stage.
-        capacity: Bytes of one device.
-    """
+    """Return the smallest number of ranks on which the states of a model fit, or None if none is enough."""
 
     def fits(ranks: int) -> bool:
         return sum(state_terms(params, ranks, stage).values()) <= capacity
@@ -93,15 +73,7 @@ def least_ranks(params: int, stage: int, capacity: int) -> int | None:
 
 
 def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str) -> Answer:
-    """Return what each rank holds and sends, in the chosen stage and beside it in the others.
-
-    Args:
-        model: A preset of `MODELS`.
-        ranks: Data-parallel ranks.
-        stage: ZeRO stage, 0 for DDP.
-        micro_batches: Accumulated in one step.
-        device: A key of `ACCELERATORS`.
-    """
+    """Return what each rank holds and sends, in the chosen stage and beside it in the others."""
     params, card = count_params(preset(model)).total, accelerator(device)
     held = {each: state_terms(params, ranks, each) for each in STAGES}
     sent = {each: step_traffic(params, ranks, each, micro_batches) for each in STAGES}
@@ -123,11 +95,7 @@ def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str)
 
 def _roles(terms: dict[str, int]) -> dict[str, float]:
     rest = sum(size for name, size in terms.items() if name not in ("weights", "gradients"))
-    return {
-        "weights": terms["weights"] / GB,
-        "gradients": terms["gradients"] / GB,
-        "optimizer": rest / GB,
-    }
+    return {"weights": terms["weights"] / GB, "gradients": terms["gradients"] / GB, "optimizer": rest / GB}
 
 
 def _carried(sent: dict[str, float]) -> dict[str, float]:
@@ -158,8 +126,7 @@ def _picture(
         ]
 
     memory, traffic = (
-        rows({each: read(terms) for each, terms in found.items()})
-        for read, found in ((_roles, held), (_carried, sent))
+        rows({each: read(terms) for each, terms in found.items()}) for read, found in ((_roles, held), (_carried, sent))
     )
     on = f"{ranks:,} ranks" if ranks > 1 else "1 rank"
     of = f"{micro_batches} micro-batches" if micro_batches > 1 else "1 micro-batch"
@@ -201,9 +168,7 @@ def _caption(
 def _table(stage: int, held: dict[str, int], sent: dict[str, float], ends: dict[str, int | None]) -> str:
     roles = {"weights": "weights", "gradients": "gradients"}
     holds = {
-        name.replace("_", " "): (roles.get(name, "optimizer"), _size(size / GB))
-        for name, size in held.items()
-        if size
+        name.replace("_", " "): (roles.get(name, "optimizer"), _size(size / GB)) for name, size in held.items() if size
     }
     sends = {name: (name.split(" of ")[1], _size(size / GB)) for name, size in sent.items()}
     needs = f"{ends['ranks']:,}" if ends["ranks"] else "no number is enough"
@@ -236,12 +201,7 @@ EXPLORER = Explorer(
     name="zero",
     title="ZeRO over data-parallel ranks",
     controls=(
-        Control(
-            name="model",
-            label="model",
-            options=model_options(MODELS),
-            first="llama-3-8b",
-        ),
+        Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
         Control(name="ranks", label="ranks", options=number_options(RANKS), first=8, slider=True),
         Control(name="stage", label="stage", options=tuple(STAGES.items()), first=1),
         Control(
@@ -251,12 +211,7 @@ EXPLORER = Explorer(
             first=1,
             slider=True,
         ),
-        Control(
-            name="device",
-            label="GPU",
-            options=device_options(DEVICES),
-            first="h100",
-        ),
+        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
     ),
     compute=explore,
 )

@@ -163,9 +163,7 @@ class Case:
         """Return the case as arguments of `training_memory`; `memory_timeline` takes `step` as well."""
         model = self.model
         if self.kernels == "toy" and model.family != "gpt2":
-            model = replace(
-                model, family="llama"
-            )  # the toy's other family: it has biases where the config says so
+            model = replace(model, family="llama")  # the toy's other family: it has biases where the config says so
         zero = {"zero1": 1, "fsdp2": 3, "fsdp2-keep": 2}.get(self.sharding, 0)
         return {
             "model": model,
@@ -191,10 +189,6 @@ class Case:
 
 def case_model(family: str, size: str) -> ModelConfig:
     """Return the model of a family in a size of `FACTORS`.
-
-    Args:
-        family: "gpt2", "llama", "qwen2", "mistral" or "mixtral".
-        size: "tiny", "small", "8b" or "70b".
 
     Raises:
         ValueError: If the family has no model of this size.

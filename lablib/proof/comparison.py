@@ -172,9 +172,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         groups.setdefault((row["calculator"], row["quantity"]), []).append(row)
     ours = {
-        (row["case"], row["quantity"]): row["predicted"] / row["measured"]
-        for row in rows
-        if row["calculator"] == OWN
+        (row["case"], row["quantity"]): row["predicted"] / row["measured"] for row in rows if row["calculator"] == OWN
     }
     found = []
     for (name, quantity), group in groups.items():
@@ -220,12 +218,7 @@ def left_out(table: Row) -> list[Row]:
 
 
 def compare(table: Row | None = None, deepspeed: Row | None = None) -> Row:
-    """Return the comparison.
-
-    Args:
-        table: The memory table; None for the committed one.
-        deepspeed: DeepSpeed's record, for where it is not installed.
-    """
+    """Return the comparison."""
     table = table or read_table()
     rows = comparison_rows(table)
     return {

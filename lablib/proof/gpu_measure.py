@@ -90,9 +90,7 @@ class CudaCounters:
         if not torch.cuda.is_available():
             raise ValueError("no GPU here, and this measures the memory of one")
         if (backend := torch.cuda.memory.get_allocator_backend()) != "native":
-            raise ValueError(
-                f"the allocator is {backend!r}: unset its backend in PYTORCH_ALLOC_CONF to measure"
-            )
+            raise ValueError(f"the allocator is {backend!r}: unset its backend in PYTORCH_ALLOC_CONF to measure")
         self.device = torch.device(device)
 
     def __enter__(self) -> Self:
@@ -188,9 +186,6 @@ class CpuCounters:
 def counters_of(device: str) -> CudaCounters | CpuCounters:
     """Return the counters of a device.
 
-    Args:
-        device: "cuda", "cuda:1" or "cpu".
-
     Raises:
         ValueError: If it is not there.
     """
@@ -230,10 +225,6 @@ class GpuMeasured:
 def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
     """Play two training steps of a case with real tensors, and weigh the second.
 
-    Args:
-        case: Of one GPU.
-        counters: Of the device; None for the first GPU.
-
     Raises:
         ValueError: If the case needs several ranks or the papers' kernels, or there is no GPU.
     """
@@ -270,11 +261,6 @@ def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
 def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int = 0) -> dict[str, Any]:
     """Return what a snapshot says about its peak, and where it contradicts the counters of the same step.
 
-    Args:
-        snapshot: From `torch.cuda.memory._snapshot()`.
-        peak: The peaks of the counters: "requested", "allocated", "reserved".
-        device: The GPU's number.
-
     Returns:
         events; the peaks of requested and reserved bytes again; "sites", the bytes of the largest lines at the peak;
         "disagrees", a sentence, empty if the peaks are equal to the byte.
@@ -302,11 +288,6 @@ def measured_samples(
 ) -> list[dict[str, Any]]:
     """Measure configurations one after the other; one that does not fit is said so and stops nothing.
 
-    Args:
-        cases: None for all that should fit on this GPU.
-        counters: Makes the counters of a case.
-        say: Called with a line for every case.
-
     Returns:
         A sample a case: its name, its factors, and either everything of `GpuMeasured` or "failed", a sentence.
     """
@@ -316,9 +297,7 @@ def measured_samples(
     kept, samples = Kept(NAME), []
     for case in cases:
         start = time.perf_counter()
-        sample = kept.sample(
-            {"name": case.name, "case": asdict(case)}, lambda case=case: _sample(case, counters())
-        )
+        sample = kept.sample({"name": case.name, "case": asdict(case)}, lambda case=case: _sample(case, counters()))
         samples.append(sample)
         say(f"{case.name}: {sample.get('failed') or 'measured'}, {time.perf_counter() - start:.1f} s")
     return samples
@@ -329,19 +308,12 @@ def _sample(case: Case, counters: Counters) -> dict[str, Any]:
         return asdict(measure_on_gpu(case, counters))
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
-    except (
-        RuntimeError
-    ) as error:  # an operator that this GPU does not have must not cost the other measurements
+    except RuntimeError as error:  # an operator that this GPU does not have must not cost the other measurements
         return {"failed": str(error).partition("\n")[0]}
 
 
 class _Job:
-    """A model, its optimizer and a batch on one device.
-
-    Args:
-        case: What they are made of.
-        device: Where they are.
-    """
+    """A model, its optimizer and a batch on one device."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -354,11 +326,7 @@ class _Job:
         self.optimizer = make_optimizer(case, subject.model)
 
     def step(self, begin: Callable[[str], None]) -> None:
-        """Train on the batch, `accumulate` times, and step.
-
-        Args:
-            begin: Called with the name of each moment that does not begin inside of the model.
-        """
+        """Train on the batch, `accumulate` times, and step."""
         begin("states")
         for _ in range(self.case.micro_batches):
             begin("forward of the embedding")
@@ -379,10 +347,6 @@ class _Job:
 
 class _Moments:
     """Reads the counters whenever a moment of the step begins, in the model too.
-
-    Args:
-        counters: Of the device.
-        model: Its blocks say when they run.
 
     Attributes:
         requested: The most bytes in each moment.

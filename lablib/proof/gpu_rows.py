@@ -26,9 +26,7 @@ from lablib.proof.grid import grid, held_out
 #: Name of the record, with the number of GPUs of the machine behind it.
 NAME = "01_memory"
 
-NOT_RECORDED = (
-    "No run on a GPU has been recorded yet: `rung labs run 01 --record` on a machine that has one makes it."
-)
+NOT_RECORDED = "No run on a GPU has been recorded yet: `rung labs run 01 --record` on a machine that has one makes it."
 
 #: Of real size, as people train them on one GPU; the grid's and the drawn ones come besides.
 _MODELS = (("gpt2", 1000), ("llama", 2048), ("qwen2", 2048))
@@ -161,22 +159,14 @@ def gpu_summary(rows: Sequence[GpuRow], where: str, date: str) -> str:
         lines.append(f"{failed} could not be measured; the table says why.")
     problems = [row for row in measured if row.problem]
     if problems:
-        lines.append(
-            f"In {len(problems)} the snapshot contradicts the counters, first in {problems[0].name}."
-        )
+        lines.append(f"In {len(problems)} the snapshot contradicts the counters, first in {problems[0].name}.")
     else:
-        lines.append(
-            "In every one the memory snapshot, replayed, finds the peak of the counters to the byte."
-        )
+        lines.append("In every one the memory snapshot, replayed, finds the peak of the counters to the byte.")
     return "\n".join(lines)
 
 
 def gpu_section(record: Any) -> str:
-    """Return what the page says about a record, as Markdown: the result and the table, or that there is none.
-
-    Args:
-        record: A `lablib.launch.records.Record`, or None where nobody has recorded any.
-    """
+    """Return what the page says about a record, as Markdown: the result and the table, or that there is none."""
     if record is None:
         return NOT_RECORDED
     rows = gpu_rows(record.samples)
@@ -187,11 +177,7 @@ def gpu_section(record: Any) -> str:
 
 
 def gpu_proven(record: Any) -> str:
-    """Return what a record changes about what no oracle without a GPU can see.
-
-    Args:
-        record: A `lablib.launch.records.Record`, or None where nobody has recorded any.
-    """
+    """Return what a record changes about what no oracle without a GPU can see."""
     if record is None:
         return "No recorded run has measured any of these yet."
     measured = sum(not row.failed for row in gpu_rows(record.samples))
@@ -206,13 +192,8 @@ def gpu_text(rows: Sequence[GpuRow]) -> str:
     """Return the table as aligned text."""
     heads, cells = gpu_table(rows)
     width = max(len(line[0]) for line in [heads, *cells])
-    lines = [
-        f"{line[0]:{width}}" + "".join(f"{cell:>14}" for cell in line[1:]).rstrip()
-        for line in [heads, *cells]
-    ]
-    return "\n".join(
-        [*lines, *[f"{row.name}: {row.problem}" for row in rows if not row.failed and row.problem]]
-    )
+    lines = [f"{line[0]:{width}}" + "".join(f"{cell:>14}" for cell in line[1:]).rstrip() for line in [heads, *cells]]
+    return "\n".join([*lines, *[f"{row.name}: {row.problem}" for row in rows if not row.failed and row.problem]])
 
 
 def _mb(size: int) -> str:

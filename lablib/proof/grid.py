@@ -61,15 +61,7 @@ class Rule:
 
 
 def complete(factors: Factors, rules: Sequence[Rule], row: Row, prefer: Callable | None = None) -> Row | None:
-    """Return a whole configuration that contains `row`, or None if the rules leave none.
-
-    Args:
-        factors: Every factor and its values.
-        rules: What excludes what.
-        row: Values that are given.
-        prefer: Gets a row and a (factor, value); the values of a factor are tried from the highest answer down. None:
-            in the order in which they are listed.
-    """
+    """Return a whole configuration that contains `row`, or None if the rules leave none."""
     if not all(rule.allows(row) for rule in rules):
         return None
     # The factor with the fewest values left goes first: it fails soonest.
@@ -188,9 +180,7 @@ def _has_own_head(family: str, size: str) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(("family", "size"), has_model, "no model of this family in this size"),
     Rule(("family", "size", "tensor"), _divides, "tp does not divide heads or MLP"),
-    Rule(
-        ("family", "size", "seq"), _fits, "longer than the model's positions, or than a test on real tensors"
-    ),
+    Rule(("family", "size", "seq"), _fits, "longer than the model's positions, or than a test on real tensors"),
     Rule(
         ("kernels", "family"),
         lambda kernels, family: (
@@ -209,17 +199,11 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             ("kernels", "tensor", *factors),
-            lambda kernels, tensor, *values, allowed=allowed: (
-                kernels == "paper" or tensor == "1" or allowed(*values)
-            ),
+            lambda kernels, tensor, *values, allowed=allowed: kernels == "paper" or tensor == "1" or allowed(*values),
             why,
         )
         for factors, allowed, why in (
-            (
-                ("family", "size"),
-                _has_own_head,
-                "the plan splits the head, and not the table that is tied to it",
-            ),
+            (("family", "size"), _has_own_head, "the plan splits the head, and not the table that is tied to it"),
             (("sharding",), lambda sharding: sharding == "none", "PyTorch's split is judged alone"),
             (("pp",), lambda pp: pp == 1, "PyTorch's split is judged alone"),
             (("accumulate",), lambda accumulate: accumulate == 1, "PyTorch's split is judged alone"),
@@ -237,11 +221,7 @@ RULES: tuple[Rule, ...] = (
         lambda kernels, recompute: kernels != "hf" or recompute != "selective",
         "Hugging Face's classes recompute whole blocks",
     ),
-    Rule(
-        ("kernels", "pp"),
-        lambda kernels, pp: kernels != "hf" or pp == 1,
-        "Hugging Face's classes are one stage",
-    ),
+    Rule(("kernels", "pp"), lambda kernels, pp: kernels != "hf" or pp == 1, "Hugging Face's classes are one stage"),
     Rule(
         ("kernels", "recipe"),
         lambda kernels, recipe: kernels != "paper" or recipe in (*_SIXTEEN_BITS_BY_HAND, "fsdp2-mixed"),
@@ -254,16 +234,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("recipe", "sharding"),
-        lambda recipe, sharding: (
-            not sharding.startswith("fsdp2") or recipe not in ("mixed-bf16", "autocast-bf16")
-        ),
+        lambda recipe, sharding: not sharding.startswith("fsdp2") or recipe not in ("mixed-bf16", "autocast-bf16"),
         "FSDP2 has a policy of its own for mixed precision",
     ),
-    Rule(
-        ("sharding", "dp"),
-        lambda sharding, dp: (sharding == "none") == (dp == 1),
-        "one rank, or a reason for more",
-    ),
+    Rule(("sharding", "dp"), lambda sharding, dp: (sharding == "none") == (dp == 1), "one rank, or a reason for more"),
     Rule(
         ("sharding", "size"),
         lambda sharding, size: sharding not in _REPLICAS or size == "tiny",
@@ -288,9 +262,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("optimizer", "step", "sharding"),
-        lambda optimizer, step, sharding: (
-            optimizer == "adamw" or step != "fused" or not sharding.startswith("fsdp2")
-        ),
+        lambda optimizer, step, sharding: optimizer == "adamw" or step != "fused" or not sharding.startswith("fsdp2"),
         "PyTorch's fused SGD takes no sharded tensors",
     ),
     Rule(
@@ -333,14 +305,7 @@ RULES: tuple[Rule, ...] = (
 #: Cases that everybody asks for, whatever the chooser would take.
 LANDMARKS: tuple[Case, ...] = (
     Case(
-        kernels="hf",
-        family="llama",
-        size="8b",
-        seq=2048,
-        recipe="fsdp2-mixed",
-        sharding="fsdp2",
-        dp=8,
-        step="foreach",
+        kernels="hf", family="llama", size="8b", seq=2048, recipe="fsdp2-mixed", sharding="fsdp2", dp=8, step="foreach"
     ),
     Case(
         kernels="hf",
@@ -355,15 +320,7 @@ LANDMARKS: tuple[Case, ...] = (
     ),
     Case(kernels="hf", family="gpt2", size="small", seq=1000, step="foreach"),
     Case(kernels="hf", family="llama", size="small", seq=2048, recipe="autocast-bf16", step="foreach"),
-    Case(
-        kernels="hf",
-        family="qwen2",
-        size="8b",
-        seq=2048,
-        recipe="pure-bf16",
-        step="fused",
-        recompute="full",
-    ),
+    Case(kernels="hf", family="qwen2", size="8b", seq=2048, recipe="pure-bf16", step="fused", recompute="full"),
     Case(
         kernels="hf",
         family="mistral",
@@ -385,15 +342,7 @@ EVERYDAY: tuple[Case, ...] = (
     Case(kernels="hf", seq=1000, step="foreach"),
     Case(kernels="hf", family="qwen2", size="small", seq=1000, recompute="full", step="foreach"),
     Case(kernels="hf", family="mistral", size="small", seq=1000, recipe="mixed-bf16"),
-    Case(
-        kernels="hf",
-        size="small",
-        seq=2048,
-        micro_batch=3,
-        recipe="pure-bf16",
-        step="foreach",
-        attention="plain",
-    ),
+    Case(kernels="hf", size="small", seq=2048, micro_batch=3, recipe="pure-bf16", step="foreach", attention="plain"),
     Case(
         kernels="hf",
         size="8b",
@@ -430,10 +379,6 @@ def held_out(seed: int = SEED, counts: dict[str, int] | None = None) -> tuple[Ca
 
     Kernels, family, recipe and recomputation are drawn first, each value as likely as another; then the rest, among
     what the rules of the grid leave.
-
-    Args:
-        seed: Of the draw.
-        counts: Size of the model to how many; None for `COUNTS`.
     """
     draw = random.Random(seed)
     seen = {case.name for case in grid()}

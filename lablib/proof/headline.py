@@ -173,9 +173,6 @@ class StepMoment:
 def read_table(path: Path = TABLE) -> Any:
     """Return a committed file: the table has "versions", "bounds" and "rows".
 
-    Args:
-        path: `TABLE`, `HELD_OUT`, `EARLIER`, `OTHERS` or another.
-
     Raises:
         FileNotFoundError: If there is none.
     """
@@ -212,9 +209,7 @@ def noticeable(rows: Iterable[Mapping[str, Any]], least: float = NOTICEABLE) -> 
     The parts of a sum can be off against each other; `Headline.saved_term` and `Headline.peak_term` are their worst.
     """
     judged = [Judged(row) for row in rows]
-    found = [
-        Worst(one, number) for one in judged for number in (*one.of("states"), one.saved, one.peak) if number
-    ]
+    found = [Worst(one, number) for one in judged for number in (*one.of("states"), one.saved, one.peak) if number]
     return sorted((one for one in found if one.off > least), key=lambda one: -one.off)
 
 

@@ -166,10 +166,7 @@ FP32_MOMENTS: Limit = "it keeps moments in fp32", lambda c: c.recipe not in (*MI
 ADAM: Limit = "it has Adam only", lambda c: c.optimizer != "adamw"
 PUBLISHED: Limit = _TINY, lambda c: not _is_published(c)
 SPLIT_TINY: Limit = _TINY, lambda c: not _is_published(c) and c.tp > 1
-EVEN: Limit = (
-    "it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors",
-    lambda c: c.sharding == "zero1",
-)
+EVEN: Limit = ("it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors", lambda c: c.sharding == "zero1")
 SPLIT_TABLE: Limit = (
     "it divides all parameters by the tensor-parallel ranks, and PyTorch's plan leaves the embedding whole",
     lambda c: c.kernels != "paper" and c.tp > 1,
@@ -191,14 +188,6 @@ def zero_states(
 
     With 2, 2 and 12 bytes a parameter these are the rows of ZeRO's table 1: (2 + 2 + K) ψ, (2 + 2 + K/N) ψ,
     (2 + (2 + K)/N) ψ and (2 + 2 + K) ψ/N. Source: Rajbhandari et al. 2019, sections 3.1, 5 and table 1.
-
-    Args:
-        params: ψ.
-        weights: Bytes a parameter of the weights.
-        gradients: Of the gradients.
-        optimizer: Of what the optimizer keeps, an fp32 copy of the weights included.
-        ranks: Data-parallel ranks, N.
-        stage: 0 to 3.
     """
     parts = (weights, 3), (gradients, 2), (optimizer, 1)
     return sum(size * params / (ranks if stage >= least else 1) for size, least in parts)
@@ -384,14 +373,9 @@ def _own(case: Case) -> dict:
 
 # The table.
 
-ZERO = Source(
-    "ZeRO", "Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054)", "arxiv.org/abs/1910.02054", "rajbhandari2019"
-)
+ZERO = Source("ZeRO", "Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054)", "arxiv.org/abs/1910.02054", "rajbhandari2019")
 KORTHIKANTI = Source(
-    "Korthikanti et al.",
-    "Korthikanti et al. 2022 (arXiv 2205.05198)",
-    "arxiv.org/abs/2205.05198",
-    "korthikanti2022",
+    "Korthikanti et al.", "Korthikanti et al. 2022 (arXiv 2205.05198)", "arxiv.org/abs/2205.05198", "korthikanti2022"
 )
 MATH_101 = Source(
     "Transformer Math 101",
@@ -449,14 +433,7 @@ _ZERO_STATES = Calculator(
     ZERO,
     "states",
     _zero,
-    (
-        FULL_TUNING,
-        SPLIT_TABLE,
-        EVEN,
-        ONLY_MIXED,
-        SPLIT_TINY,
-        ("it has no pipeline stages", lambda c: c.pp > 1),
-    ),
+    (FULL_TUNING, SPLIT_TABLE, EVEN, ONLY_MIXED, SPLIT_TINY, ("it has no pipeline stages", lambda c: c.pp > 1)),
     f"Right but for padding and norms that tensor parallelism does not split: {_KEPT_COPY}, so one sum fits every "
     "mixed recipe.",
 )
@@ -479,13 +456,7 @@ _KORTHIKANTI = Calculator(
     KORTHIKANTI,
     "activations",
     lambda c: _blocks(c, c.sequence_parallel) + korthikanti_ends(symbols(c)),
-    (
-        FULL_TUNING,
-        ("it counts GPT blocks only", lambda c: c.family != "gpt2"),
-        WIDE_MLP,
-        SIXTEEN_BITS,
-        PUBLISHED,
-    ),
+    (FULL_TUNING, ("it counts GPT blocks only", lambda c: c.family != "gpt2"), WIDE_MLP, SIXTEEN_BITS, PUBLISHED),
     "Its full recomputation keeps the whole input of every block on every rank, and with sequence parallelism a rank "
     "keeps its share alone.",
 )
@@ -564,10 +535,7 @@ _MEGATRON_STATES = Calculator(
     (
         FULL_TUNING,
         SPLIT_TABLE,
-        (
-            "it counts bf16 with fp32 gradients only",
-            lambda c: c.recipe not in ("mixed-bf16", "autocast-bf16"),
-        ),
+        ("it counts bf16 with fp32 gradients only", lambda c: c.recipe not in ("mixed-bf16", "autocast-bf16")),
         ADAM,
         PUBLISHED,
         ("its distributed optimizer does not shard the weights", lambda c: c.shards),
@@ -665,10 +633,7 @@ CALCULATORS: tuple[Calculator, ...] = (
         (
             FULL_TUNING,
             ("it has fp32 and mixed precision only", lambda c: c.recipe not in (*MIXED, "fp32")),
-            (
-                "it has AdamW and SGD with momentum only",
-                lambda c: c.optimizer not in ("adamw", "sgd-momentum"),
-            ),
+            ("it has AdamW and SGD with momentum only", lambda c: c.optimizer not in ("adamw", "sgd-momentum")),
             ("it describes one device", _one_device),
         ),
         "It counts a 16-bit copy of the weights and fp32 gradients; a mixed recipe keeps 16-bit gradients, and autocast "

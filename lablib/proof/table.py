@@ -53,10 +53,7 @@ def measured_row(case: Case) -> Row:
 
 def predicted_anew(rows: Iterable[Row], version: str = PINNED) -> list[Row]:
     """Return rows with what the calculator says now, and their measurements as they are."""
-    return [
-        row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"), version)}
-        for row in rows
-    ]
+    return [row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"), version)} for row in rows]
 
 
 def versions() -> dict[str, str]:
@@ -67,13 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def save_table(rows: Sequence[Row], path: Path = TABLE, made: dict[str, str] | None = None) -> Path:
-    """Write the table.
-
-    Args:
-        rows: Of every case.
-        path: Target.
-        made: Versions that the measurements are of; the installed ones by default.
-    """
+    """Write the table."""
     bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
     return write_json(path, {"versions": made or versions(), "bounds": bounds, "rows": list(rows)})
 
@@ -99,10 +90,6 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
 
     Measurements must be the same under the versions that the table was made with; under others a new operator may
     keep something else, and the bounds decide. Predictions must be the same wherever PyTorch does the same.
-
-    Args:
-        rows: Just made; all cases or some.
-        committed: From `read_table`.
     """
     old = {row["name"]: row for row in committed["rows"]}
     made, here = committed["versions"], versions()
@@ -144,9 +131,7 @@ def representatives(count: int = 12) -> list[Case]:
     shown: set[tuple[str, object]] = set()
     while cheap and len(chosen) < count:
         # Of those that show as much, the one with the fewest tokens to run through.
-        best = max(
-            cheap, key=lambda c: (len(set(asdict(c).items()) - shown), -c.accumulate * c.micro_batch * c.seq)
-        )
+        best = max(cheap, key=lambda c: (len(set(asdict(c).items()) - shown), -c.accumulate * c.micro_batch * c.seq))
         chosen.append(best)
         cheap.remove(best)
         shown |= set(asdict(best).items())
@@ -179,11 +164,5 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT, made: dict[str, str] | None = None) -> Path:
-    """Write the rows with the seed that drew them; `lablib.proof.headline.read_table` reads the file.
-
-    Args:
-        rows: Of every drawn configuration.
-        path: Target.
-        made: Versions that the measurements are of; the installed ones by default.
-    """
+    """Write the rows with the seed that drew them; `lablib.proof.headline.read_table` reads the file."""
     return write_json(path, {"versions": made or versions(), "seed": SEED, "rows": list(rows)})

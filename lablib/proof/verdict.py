@@ -46,12 +46,6 @@ KINDS = (
 def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
     """Return the kind of a term at a moment.
 
-    Args:
-        term: Its name.
-        moment: When.
-        recompute: "none", "selective" or "full".
-        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
-
     Raises:
         ValueError: If no tracker was asked about this term.
     """
@@ -63,11 +57,6 @@ def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: 
 
 def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
     """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total.
-
-    Args:
-        moment: Of a timeline.
-        recompute: Of its run: "none", "selective" or "full".
-        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
 
     Raises:
         ValueError: If a term has no kind.
@@ -131,13 +120,6 @@ class Comparison:
 def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str, object]:
     """Return what the calculator says about a case, in the words of a measurement.
 
-    Args:
-        case: The case.
-        at: Moment of "peak_terms": where PyTorch's peak was found. Of two moments that are nearly equal the
-            calculator may take the other one, and kinds can be compared at one and the same moment alone. None for
-            the calculator's own peak.
-        torch: Version of PyTorch that is predicted; see `lablib.calc.torch_versions`.
-
     Returns:
         "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
         "peak_terms_at". Kernels "paper" have no peak: no paper says what an operator needs for a moment. "moments" and
@@ -185,16 +167,9 @@ def _as_tracked(moments: Iterable[MemoryMoment]) -> dict[str, MemoryMoment]:
 
 
 def compare(predicted: dict, measured: dict) -> list[Comparison]:
-    """Return every number that was predicted and measured.
-
-    Args:
-        predicted: From `predict`.
-        measured: The same of `lablib.proof.oracles.measurement`.
-    """
+    """Return every number that was predicted and measured."""
     rows = [
-        Comparison(
-            f"states: {term}", predicted["states"].get(term, 0), measured["states"].get(term, 0), 0.0, 1
-        )
+        Comparison(f"states: {term}", predicted["states"].get(term, 0), measured["states"].get(term, 0), 0.0, 1)
         for term in dict.fromkeys((*predicted["states"], *measured["states"]))
     ]
     rows = [Comparison(r.what, r.predicted, r.measured, 0.0, r.measured) for r in rows]
@@ -218,10 +193,6 @@ def compare(predicted: dict, measured: dict) -> list[Comparison]:
 
 def worst(comparisons: Iterable[Comparison], what: str) -> Comparison:
     """Return the comparison of one kind that is farthest off.
-
-    Args:
-        comparisons: Of one case or of many.
-        what: "states", "saved" or "peak"; the terms of the first two count, too.
 
     Raises:
         ValueError: If there is none of this kind.

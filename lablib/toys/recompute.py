@@ -34,21 +34,14 @@ class Surroundings:
     """What a function depends on beside its arguments: random states and autocast, of the CPU and one device."""
 
     def __init__(self, args: tuple, preserve_rng_state: bool) -> None:
-        devices = {
-            arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")
-        }
+        devices = {arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")}
         self.random = torch.get_rng_state() if preserve_rng_state else None
         self.device_random = {
             device: torch.get_device_module(device).get_rng_state(device)
             for device in (devices if preserve_rng_state else ())
         }
         self.autocast = [
-            (
-                kind,
-                torch.get_autocast_dtype(kind),
-                torch.is_autocast_enabled(kind),
-                torch.is_autocast_cache_enabled(),
-            )
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in {"cpu", *(device.type for device in devices)}
         ]
 

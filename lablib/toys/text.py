@@ -83,9 +83,6 @@ def sample_windows(tokens: Tensor, *, count: int, seq: int, generator: torch.Gen
 
     Args:
         tokens: All tokens, 1-D.
-        count: How many windows, B.
-        seq: Inputs in a window, S.
-        generator: Decides where they begin.
 
     Raises:
         ValueError: If `count` or `seq` is below 1 or the text is too short for one window.
@@ -104,9 +101,6 @@ def batches(tokens: Tensor, *, batch: int, seq: int, seed: int) -> Iterator[Tens
 
     Args:
         tokens: All tokens, 1-D.
-        batch: Windows in a batch, B.
-        seq: Inputs in a window, S.
-        seed: Of the stream.
 
     Raises:
         ValueError: If `batch` or `seq` is below 1 or the text is too short for one window.

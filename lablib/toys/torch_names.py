@@ -17,6 +17,4 @@ import torch.distributed as dist
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 #: (output, input, op=SUM, group=None, async_op=False): `output` is this rank's part of the sum of the inputs.
-reduce_scatter = (
-    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-)
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

@@ -38,9 +38,7 @@ def rotary(seq: int, head_dim: int, *, device: torch.device, dtype: torch.dtype)
     Pair `i` of a head turns by the angle `position / 10000^(2i/D)`: slowly for late pairs (Su et al. 2104.09864).
 
     Args:
-        seq: Number of positions, S.
         head_dim: Width of a head, D, even: values `i` and `i + D/2` are a pair.
-        device: Where to compute.
         dtype: Of the result; the angles themselves are fp32, since bf16 cannot tell late positions apart.
     """
     exponent_P = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -53,7 +51,6 @@ def rotate(x_BNSD: Tensor, rope_2SD: Tensor) -> Tensor:
     """Turn every pair of values of every head by its position's angle.
 
     Args:
-        x_BNSD: Queries or keys.
         rope_2SD: From `rotary`.
     """
     cos_SD, sin_SD = rope_2SD
@@ -180,9 +177,7 @@ class Transformer(nn.Module):
             raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.positions = (
-            nn.Embedding(config.max_positions, config.hidden) if config.learned_positions else None
-        )
+        self.positions = nn.Embedding(config.max_positions, config.hidden) if config.learned_positions else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(config, dropout, attention) for _ in range(config.num_layers))
         self.norm = make_norm(config)

@@ -54,7 +54,6 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
 
     Args:
         bars: Name to (time of the latencies, time of the bytes).
-        xlabel: Quantity and unit.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -62,9 +61,7 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
     fig, ax = figure(height=1.0 + 0.4 * len(bars))
     rows = range(len(bars))
     latency, rest = ([bar[part] for bar in bars.values()] for part in (0, 1))
-    ax.barh(
-        rows, latency, 0.66, color=COLORS["idle"], hatch=HATCHES["idle"], edgecolor="white", label="latency"
-    )
+    ax.barh(rows, latency, 0.66, color=COLORS["idle"], hatch=HATCHES["idle"], edgecolor="white", label="latency")
     ax.barh(
         rows,
         rest,
@@ -94,11 +91,8 @@ def time_curves(
     """Draw times over the message size, one line per algorithm, and measured points in the colour of their line.
 
     Args:
-        sizes: Bytes, ascending.
         seconds: Name to the seconds at each size.
         points: Name to measured seconds at each size.
-        marks: Text to a size that gets a vertical line.
-        height: Inches.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -120,14 +114,10 @@ def time_curves(
     return fig
 
 
-def fit_and_residuals(
-    sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]
-) -> Figure:
+def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]) -> Figure:
     """Draw measured times with one or more fits, and below them how far each fit is off.
 
     Args:
-        sizes: Bytes, ascending.
-        seconds: Measured.
         fits: Name of the fit to its seconds at each size.
 
     Returns:
@@ -150,15 +140,8 @@ def fit_and_residuals(
     return fig
 
 
-def efficiency_over_links(
-    names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]
-) -> Figure:
+def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
     """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen.
-
-    Args:
-        names: Of the links.
-        predicted: Efficiency, 0 to 1.
-        measured: The same.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -166,9 +149,7 @@ def efficiency_over_links(
     fig, ax = figure(height=3.1)
     places = range(len(names))
     ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
-    ax.plot(
-        places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured"
-    )
+    ax.plot(places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured")
     ax.set_xticks(places, labels=names)
     ax.set_ylim(0, 105)
     ax.set_xlabel("link between the hosts")
@@ -181,11 +162,6 @@ def predicted_and_measured(
     rows: Mapping[str, tuple[float, float]], *, xlabel: str, height: float | None = None
 ) -> Figure:
     """Draw measured values as bars, with a mark where each was predicted.
-
-    Args:
-        rows: Name to (predicted, measured).
-        xlabel: Quantity and unit.
-        height: Inches; by default enough for every row.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -227,11 +203,6 @@ def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
 def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw what the slowest of n ranks costs, over n.
 
-    Args:
-        ranks: Numbers of ranks, ascending.
-        values: Name to the value at each number of ranks.
-        ylabel: Quantity and unit.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -252,10 +223,6 @@ _HUES = ("communication", "forward", "gradients", "activations", "optimizer", "b
 
 def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]]]], *, ranks: int) -> Figure:
     """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large.
-
-    Args:
-        panels: Title to the rounds, each a list of (source, target, share of the array).
-        ranks: n.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -282,13 +249,7 @@ def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]
                     )
                 )
         for rank in range(ranks):
-            ax.plot(
-                range(len(rounds) + 1),
-                [-rank] * (len(rounds) + 1),
-                "o",
-                color=COLORS["neutral"],
-                markersize=4,
-            )
+            ax.plot(range(len(rounds) + 1), [-rank] * (len(rounds) + 1), "o", color=COLORS["neutral"], markersize=4)
             ax.text(-0.3, -rank, str(rank), ha="right", va="center", fontsize=10)
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_xlim(-0.7, most + 0.2)

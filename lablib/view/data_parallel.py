@@ -1,8 +1,6 @@
 """Pictures of data parallelism: the ring, what it costs, and when backward hides it.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/02_data_parallelism.md
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
     """Draw the time of one all-reduce over the number of ranks, one line per algorithm.
 
     Args:
-        ranks: Numbers of ranks, ascending.
         seconds: Name of the algorithm to its seconds at each number of ranks.
 
     Returns:
@@ -78,10 +75,6 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
 
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
     """Draw communication over backward time, over the tokens of one rank, one line per link.
-
-    Args:
-        tokens: Tokens per rank and step, ascending.
-        ratios: Name of the link to the ratio at each number of tokens.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -104,9 +97,7 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
     """Draw the exposed communication of one step over the bucket size.
 
     Args:
-        mib: Bucket sizes in MiB, ascending.
         exposed: Name of the line to exposed seconds at each bucket size.
-        default: The bucket size to mark, in MiB.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -132,7 +123,6 @@ def step_split(
     """Draw measured steps as compute plus exposed communication, with a mark where each was predicted.
 
     Args:
-        labels: One name per step time.
         compute: Measured seconds without communication.
         exposed: Measured seconds that communication adds.
         predicted: Predicted seconds of the whole step.
@@ -154,9 +144,7 @@ def step_split(
         edgecolor="white",
         label="exposed communication",
     )
-    ax.plot(
-        [1e3 * x for x in predicted], rows, "D", color=COLORS["neutral"], markersize=6, label="predicted step"
-    )
+    ax.plot([1e3 * x for x in predicted], rows, "D", color=COLORS["neutral"], markersize=6, label="predicted step")
     ax.set_yticks(rows, labels=labels)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("one step (ms)")
@@ -166,9 +154,6 @@ def step_split(
 
 def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
     """Draw training losses over steps; later lines are thinner, so that lines that agree both show.
-
-    Args:
-        losses: Name of the run to its loss at every step.
 
     Returns:
         The figure, for `lablib.view.style.show`.

@@ -1,8 +1,6 @@
 """Pictures of FSDP: who holds which rows, what is gathered when, and what the size of a unit decides.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/06_fsdp.md
 """
 
 from __future__ import annotations
@@ -25,9 +23,6 @@ _TENSORS = ("weights", "gradients", "optimizer", "activations")
 def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) -> Figure:
     """Draw what each rank holds, a cell for a number, one picture for each way to cut.
 
-    Args:
-        pictures: Title to one row of cells per rank; a cell is (text, number of its tensor), None for padding.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -43,9 +38,7 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
                 look = look if tensor is None else {"facecolor": color}
                 ax.add_patch(Rectangle((place, rank), 0.92, 0.9, edgecolor=color, **look))
                 if text:
-                    ax.text(
-                        place + 0.46, rank + 0.45, text, ha="center", va="center", color="white", fontsize=9
-                    )
+                    ax.text(place + 0.46, rank + 0.45, text, ha="center", va="center", color="white", fontsize=9)
         ax.set_xlim(-1.6, most)
         ax.set_ylim(ranks, -0.1)
         ax.set_title(title, fontsize=10)
@@ -57,8 +50,6 @@ def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, 
     """Draw the whole parameters that a rank holds over a step, one stepped line per case.
 
     Args:
-        curves: Name of the case to its (time, amount from then on) points; the last amount ends the line.
-        unit: Of the amounts, printed at the axis.
         xlabel: Quantity and unit of the times.
 
     Returns:
@@ -87,11 +78,7 @@ def unit_size(
     """Draw step time and gathered memory over the number of units, one above the other.
 
     Args:
-        counts: Numbers of units, ascending.
         seconds: Step time with so many units.
-        gigabytes: The most whole parameters held at a time.
-        computing: Seconds of a step in which nothing waits.
-        names: Texts beside some of the counts.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -118,11 +105,6 @@ def unit_size(
 
 def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
     """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard.
-
-    Args:
-        shards: Number of the shard that each rank holds, by row and column.
-        rows: Text for what a row does.
-        columns: Text for what a column does.
 
     Returns:
         The figure, for `lablib.view.style.show`.

@@ -92,10 +92,6 @@ _DASHES = ("-", "--", "-.", ":")
 def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
     """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for.
 
-    Args:
-        panels: Title to one (text, colour number) per node, in the order of the nodes.
-        columns: Nodes in a row.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -106,9 +102,7 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
             x, y = node % columns, -(node // columns)
             fill = COLORS[_ROLES[color % len(_ROLES)]]
             ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.94, 0.86, facecolor=fill))
-            ax.text(
-                x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white"
-            )
+            ax.text(x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white")
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_xlim(0, columns)
         ax.set_ylim(1 - rows, 1)
@@ -118,11 +112,6 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
 
 def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number: str = "{:,.3g}") -> Figure:
     """Draw one number for every axis of every layout, on a log scale, each bar with its value.
-
-    Args:
-        values: Name of the layout to {axis: value}; zero is drawn as no bar.
-        xlabel: Quantity and unit.
-        number: Format of the values.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -145,9 +134,7 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
         row += len(parts) + 0.7
     for height, name in starts:
         if len(values) > 1:
-            ax.text(
-                0.0, height, name, transform=ax.get_yaxis_transform(), va="center", fontsize=9, style="italic"
-            )
+            ax.text(0.0, height, name, transform=ax.get_yaxis_transform(), va="center", fontsize=9, style="italic")
     ax.set_yticks([at for at, _ in ticks], labels=[axis for _, axis in ticks])
     ax.set_ylim(row - 0.9, -1.05)
     ax.set_xscale("log")
@@ -161,10 +148,6 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
 def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel: str) -> Figure:
     """Draw two bars for every group of ranks: what was predicted, and what was counted.
 
-    Args:
-        groups: Name of the group to (predicted, measured).
-        ylabel: Quantity and unit.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -174,9 +157,7 @@ def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel:
     ):
         heights = [pair[i] for pair in groups.values()]
         places = [place + 0.4 * i - 0.2 for place in range(len(groups))]
-        ax.bar(
-            places, heights, 0.38, color=COLORS[role], hatch=hatch, edgecolor="white", linewidth=0, label=name
-        )
+        ax.bar(places, heights, 0.38, color=COLORS[role], hatch=hatch, edgecolor="white", linewidth=0, label=name)
     ax.set_xticks(range(len(groups)), labels=list(groups))
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(ylabel)
@@ -193,13 +174,6 @@ def curves(
     rule: tuple[float, str] | None = None,
 ) -> Figure:
     """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line.
-
-    Args:
-        x: Ascending, on a log scale of base 2.
-        lines: Name of the line to its shares, 0 to 1.
-        xlabel: What x is.
-        ylabel: What the shares are of.
-        rule: (x, text) of the rule.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -222,10 +196,6 @@ def curves(
 def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
     """Draw, for every cluster, one bar a layout: yours, the published one, the planner's.
 
-    Args:
-        clusters: Name of the cluster to {who: value}.
-        xlabel: Quantity and unit.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -237,9 +207,7 @@ def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figur
         for name, value in bars.items():
             number = who.index(name)
             first = not any(text == name for text in ax.get_legend_handles_labels()[1])
-            ax.barh(
-                row, value, 0.85, color=COLORS[_ROLES[number % len(_ROLES)]], label=name if first else None
-            )
+            ax.barh(row, value, 0.85, color=COLORS[_ROLES[number % len(_ROLES)]], label=name if first else None)
             ax.text(value, row, f" {value:.2f}", va="center", fontsize=9)
             row += 1
         row += 0.8
@@ -270,10 +238,6 @@ _PARTS = {
 
 def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node: int) -> Figure:
     """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node.
-
-    Args:
-        groups: Axis to its process groups, as `Mesh.groups` lists them; the same ranks for every axis.
-        gpus_per_node: Ranks of a node.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -332,9 +296,6 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
 def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
     """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent.
 
-    Args:
-        rows: (paper, published, predicted) in TFLOP/s per device.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -347,13 +308,7 @@ def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Fig
             ax.plot(ends, line, dash, color=COLORS["neutral"], linewidth=0.9)
     for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
         points = [(published, predicted) for name, published, predicted in rows if name == paper]
-        ax.plot(
-            *zip(*points, strict=True),
-            "os^D"[number % 4],
-            color=_FILLS[number % 4],
-            label=paper,
-            markersize=5,
-        )
+        ax.plot(*zip(*points, strict=True), "os^D"[number % 4], color=_FILLS[number % 4], label=paper, markersize=5)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]

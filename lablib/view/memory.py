@@ -22,12 +22,7 @@ from matplotlib.patches import Patch
 from lablib.view.style import COLORS, HATCHES, figure
 
 #: What a bar's segment is called in the legend, in drawing order.
-TERMS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-}
+TERMS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations"}
 
 
 def stacked_bars(
@@ -42,12 +37,7 @@ def stacked_bars(
     """Draw one horizontal bar per case, its segments the terms of the memory.
 
     Args:
-        bars: Case to {role: value}; the roles are keys of `COLORS` and of `terms`.
-        xlabel: Quantity and unit.
         limit: Where a dashed line is drawn, in the same unit.
-        limit_label: What the line means, written above it.
-        number: Format of the total written at the end of each bar.
-        terms: Role to legend text, in drawing order.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -61,9 +51,7 @@ def stacked_bars(
             if value:
                 ax.barh(row, value, left=left, height=0.62, color=COLORS[role])
                 left += value
-        ax.annotate(
-            number.format(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        ax.annotate(number.format(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
         totals.append(left)
     ax.set_yticks(range(len(bars)), labels=list(bars))
     ax.invert_yaxis()
@@ -103,16 +91,6 @@ def curves(
     xticks: Mapping[float, str] | None = None,
 ) -> Figure:
     """Draw named curves over one axis, with measured points on top where there are any.
-
-    Args:
-        x: Abscissae, shared by the lines.
-        lines: Name to (ordinates, role in `COLORS`). Lines of one role get different dashes.
-        xlabel: Quantity and unit.
-        ylabel: Quantity and unit.
-        log: "", "x", "y" or "xy".
-        level: A horizontal line as (height, text).
-        points: Name to (abscissae, ordinates, role): what was measured.
-        xticks: Position to text.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -160,7 +138,6 @@ def capacity_curve(
 
     Args:
         capacities: GB of device memory, shared by the lines.
-        lines: Name to (largest model in billions of parameters, role in `COLORS`).
         cards: Name to (GB, billions of parameters): one point each.
 
     Returns:
@@ -174,14 +151,7 @@ def capacity_curve(
         ax.plot(capacity, size, "o", color=COLORS["weights"], markersize=5)
         # The names hang below the lowest line, where nothing else is drawn.
         ax.annotate(
-            name,
-            (capacity, size),
-            (0, -7),
-            textcoords="offset points",
-            rotation=90,
-            ha="center",
-            va="top",
-            fontsize=9,
+            name, (capacity, size), (0, -7), textcoords="offset points", rotation=90, ha="center", va="top", fontsize=9
         )
     ax.set_yscale("log")
     ax.set_ylim(bottom=0.3)
@@ -226,12 +196,6 @@ def error_strips(
 ) -> Figure:
     """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left.
 
-    Args:
-        strips: What is compared to the error of each configuration, as shares without sign.
-        bounds: The same names to the largest error allowed; 0 for none.
-        named: The same names to an error and what is written at it.
-        floor: The smallest error other than 0 that has a place of its own.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -263,9 +227,7 @@ def error_strips(
             )
         if named and name in named:
             error, text = named[name]
-            ax.annotate(
-                text, (max(error, floor), row), (0, -6), textcoords="offset points", ha="right", va="top"
-            )
+            ax.annotate(text, (max(error, floor), row), (0, -6), textcoords="offset points", ha="right", va="top")
     ax.set_xscale("log")
     ax.set_xlim(floor / 10**3.4, 0.3)
     ax.set_ylim(len(strips) - 0.6, -0.9)
@@ -289,14 +251,6 @@ def step_memory(
 ) -> Figure:
     """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots.
 
-    Args:
-        layers: Keys of `LAYERS` to a number for each moment.
-        phases: The step's parts in the order of time: name, and how many moments it has.
-        measured: The sum that was measured at each moment.
-        peak: The moment of the peak, counted from 0, and what is written at it.
-        ylabel: Quantity and unit.
-        notes: Unused layers' names replaced: key of `LAYERS` to legend text and role.
-
     Returns:
         The figure, for `lablib.view.style.show`.
 
@@ -305,9 +259,7 @@ def step_memory(
     """
     moments = sum(count for _, count in phases)
     if any(len(numbers) != moments for numbers in (*layers.values(), measured)):
-        raise ValueError(
-            f"the phases have {moments} moments: give as many numbers in every layer and measured"
-        )
+        raise ValueError(f"the phases have {moments} moments: give as many numbers in every layer and measured")
     names = LAYERS | dict(notes or {})
     fig, ax = figure(height=3.9)
     below = [0.0] * moments
@@ -316,9 +268,7 @@ def step_memory(
     for key in used:
         above = [low + more for low, more in zip(below, layers[key], strict=True)]
         role = names[key][1]
-        ax.stairs(
-            above, edges, baseline=below, fill=True, color=COLORS[role], hatch=HATCHES.get(role), linewidth=0
-        )
+        ax.stairs(above, edges, baseline=below, fill=True, color=COLORS[role], hatch=HATCHES.get(role), linewidth=0)
         below = above
     ink = ax.yaxis.label.get_color()  # the page's text colour
     ax.plot(range(moments), measured, "o", color=ink, markersize=2.6, markeredgewidth=0)
@@ -338,16 +288,12 @@ def step_memory(
     starts = [sum(count for _, count in phases[:i]) for i in range(len(phases) + 1)]
     for start in starts[1:-1]:
         ax.axvline(start - 0.5, color=COLORS["neutral"], linewidth=0.8, linestyle=":")
-    ax.set_xticks(
-        [(a + b - 1) / 2 for a, b in pairwise(starts)],
-        labels=[name for name, _ in phases],
-    )
+    ax.set_xticks([(a + b - 1) / 2 for a, b in pairwise(starts)], labels=[name for name, _ in phases])
     ax.tick_params(axis="x", length=0)
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(ylabel)
     legend = [
-        Patch(facecolor=COLORS[names[key][1]], hatch=HATCHES.get(names[key][1]), label=names[key][0])
-        for key in used
+        Patch(facecolor=COLORS[names[key][1]], hatch=HATCHES.get(names[key][1]), label=names[key][0]) for key in used
     ]
     legend.append(Line2D([], [], marker="o", linestyle="", color=ink, markersize=4, label="measured, in all"))
     fig.legend(handles=legend, loc="outside lower center", ncols=2)
@@ -361,13 +307,7 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
 def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") -> Figure:
-    """Draw predicted over measured for every calculator: a line over all cases, a dot at the median, a diamond at the worst.
-
-    Args:
-        rows: The summary of `other_calculators.json`: "calculator", "quantity", "cases", "median", "low", "high",
-            "worst", in the order in which they are drawn.
-        own: The calculator that has a colour of its own.
-    """
+    """Draw predicted over measured for every calculator: a line over all cases, a dot at the median, a diamond at the worst."""
     for row in rows:
         if row["quantity"] not in ROLES:
             raise ValueError(f"quantity={row['quantity']!r} must be one of {', '.join(ROLES)}")
@@ -390,18 +330,9 @@ def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this cou
         for row in found:
             at += 1
             color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]
-            ax.plot(
-                [row["low"], row["high"]],
-                [at, at],
-                color=color,
-                linewidth=3,
-                solid_capstyle="round",
-                alpha=0.6,
-            )
+            ax.plot([row["low"], row["high"]], [at, at], color=color, linewidth=3, solid_capstyle="round", alpha=0.6)
             ax.plot(row["median"], at, "o", color=color, markersize=6)
-            ax.plot(
-                row["worst"], at, "D", color=color, markersize=6, markerfacecolor="none", markeredgewidth=1.3
-            )
+            ax.plot(row["worst"], at, "D", color=color, markersize=6, markerfacecolor="none", markeredgewidth=1.3)
             places.append(at)
             labels.append(f"{row['calculator']} ({row['cases']})")
         at += 1

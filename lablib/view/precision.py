@@ -1,8 +1,6 @@
 """Pictures of precision: formats on one axis, gradients that vanish, losses side by side, errors of sums and of FP8.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -29,10 +27,6 @@ def _power(exponent: float) -> str:
 def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: Sequence[int]) -> Figure:
     """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals.
 
-    Args:
-        rows: Name to log2 of the smallest subnormal, the smallest normal and the largest number, and significant bits.
-        ticks: Powers of two to mark.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -56,10 +50,6 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
 def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
     """Draw how many significant bits each format keeps of a number, over its magnitude.
 
-    Args:
-        powers: log2 of magnitudes, ascending.
-        curves: Name of a format to its bits at each of them; 0 where it holds nothing.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -79,13 +69,6 @@ def gradient_histogram(
     counts: Mapping[int, int], *, floor: float, normal: float, name: str, top: float | None = None
 ) -> Figure:
     """Draw how many values lie in each power of two, and where a format loses them.
-
-    Args:
-        counts: Exponent to how many values have it.
-        floor: Exponent below which the format holds zero.
-        normal: Exponent below which it loses bits.
-        name: Of the format.
-        top: Exponent above which it holds infinity; None if that is far away.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -117,10 +100,6 @@ def gradient_histogram(
 def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
     """Draw shares side by side, a group of bars for each name, in percent.
 
-    Args:
-        bars: Case, as the legend has it, to {name: share between 0 and 1}.
-        xlabel: Share of what.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -144,19 +123,12 @@ def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
 def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel: str = "loss") -> Figure:
     """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value.
 
-    Args:
-        lines: Name of the run to its values. The first, the reference, is grey and wide.
-        xlabel: What is counted.
-        ylabel: Quantity and unit.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.1)
     for k, (name, values) in enumerate(lines.items()):
-        style = (
-            {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
-        )
+        style = {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
         ax.plot(range(len(values)), values, color=COLORS[_HUES[k]], label=name, **style)
         finite = [step for step, value in enumerate(values) if math.isfinite(value)]
         if finite and len(finite) < len(values):
@@ -171,10 +143,6 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
 
 def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
     """Draw the loss scale of each step as a power of two, and the steps that were skipped.
-
-    Args:
-        exponents: log2 of the scale, one for a step.
-        skipped: Numbers of the steps whose gradients were not finite.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -205,11 +173,6 @@ def sum_errors(
 ) -> Figure:
     """Draw the error of a sum over ranks, measured as points and expected as lines, in percent.
 
-    Args:
-        ranks: Numbers of ranks, ascending.
-        measured: Name of the case to its relative errors.
-        expected: The same names, from a formula.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -234,16 +197,8 @@ def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
     ax.set_yticks(marks, labels=[f"{m:g}" for m in marks])
 
 
-def history(
-    lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0
-) -> Figure:
+def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0) -> Figure:
     """Draw values of every step on a logarithmic axis, and single out some steps.
-
-    Args:
-        lines: Name to its values, all positive.
-        ylabel: Quantity and unit.
-        marks: Steps where a vertical line is drawn.
-        start: Step of the first value.
 
     Returns:
         The figure, for `lablib.view.style.show`.

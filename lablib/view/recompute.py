@@ -1,8 +1,6 @@
 """Pictures of recomputation: what a block keeps, what is kept when, which blocks run again, and the frontier.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -35,29 +33,20 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
     """Draw what one block keeps, one bar a tensor, from the first operator to the last.
 
-    Args:
-        tensors: (name, kind, size) of each; kinds are keys of `KINDS`.
-        xlabel: Quantity and unit.
-        number: Format of the size at the end of each bar.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
         ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
-        ax.annotate(
-            number.format(size), (size, row), (3, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        ax.annotate(number.format(size), (size, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
     ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.set_xlim(0, 1.15 * max(size for _, _, size in tensors))
     ax.set_xlabel(xlabel)
     used = {kind for _, kind, _ in tensors}
-    handles = [
-        Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used
-    ]
+    handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
     return fig
 
@@ -66,12 +55,6 @@ def kept_over_time(
     lines: Mapping[str, Sequence[float]], *, forward: int, ylabel: str, xlabel: str = "blocks run"
 ) -> Figure:
     """Draw how much is kept after each block's run, forward and then backward; runs again count as runs.
-
-    Args:
-        lines: Name of the strategy to what is kept after each run, the first value before anything ran.
-        forward: Runs of the forward pass, marked with a line.
-        ylabel: Quantity and unit.
-        xlabel: What a step along the axis is.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -93,10 +76,6 @@ def kept_over_time(
 
 def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
     """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part.
-
-    Args:
-        strategies: Name to one {part: "kept", "again" or "host"} per block.
-        parts: The parts of a block, from the first cell to the last.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -157,9 +136,6 @@ def frontier_plot(
         points: (name, bytes saved, extra FLOPs, uses the host, is beaten) of each strategy.
         xlabel: What is saved, and its unit.
         ylabel: What is paid, and its unit.
-        measured: (saved, paid) of runs, drawn as crosses.
-        places: Where a name stands, in typographic points right of and above its mark, if not just beside it; far
-            names get a line to their mark.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -179,14 +155,10 @@ def frontier_plot(
             ha="left" if right > 4 else "right" if right < -4 else "center",
             va="center",
             fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.7, "shrinkB": 4}
-            if far
-            else None,
+            arrowprops={"arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.7, "shrinkB": 4} if far else None,
         )
     if measured:
-        ax.plot(
-            *zip(*measured, strict=True), "+", color=COLORS["backward"], markersize=13, markeredgewidth=1.6
-        )
+        ax.plot(*zip(*measured, strict=True), "+", color=COLORS["backward"], markersize=13, markeredgewidth=1.6)
     best = sorted((saved, paid) for _, saved, paid, host, beaten in points if not (host or beaten))
     ax.plot(*zip(*best, strict=True), "--", color=COLORS["activations"], linewidth=1.0, zorder=0)
     most = max(paid for _, _, paid, _, _ in points)
@@ -201,13 +173,7 @@ def frontier_plot(
     ]
     handles = [
         Line2D(
-            [],
-            [],
-            marker=marker,
-            linestyle="",
-            color=COLORS[role],
-            markerfacecolor=face or COLORS[role],
-            label=text,
+            [], [], marker=marker, linestyle="", color=COLORS[role], markerfacecolor=face or COLORS[role], label=text
         )
         for marker, role, face, text in signs
     ]
@@ -219,11 +185,6 @@ def frontier_plot(
 
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value.
-
-    Args:
-        lengths: Blocks in a segment, ascending.
-        peaks: Name of the line to its peak at every length.
-        ylabel: Quantity and unit.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -250,10 +211,6 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
 
 def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
     """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line.
-
-    Args:
-        milliseconds: Name of the strategy to its samples.
-        predicted: Name of the strategy to the predicted time; it may miss some.
 
     Returns:
         The figure, for `lablib.view.style.show`.

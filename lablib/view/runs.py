@@ -27,16 +27,8 @@ _HUES = ("forward", "backward", "optimizer", "gradients", "activations", "commun
 _DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
-def rank_timeline(
-    spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms"
-) -> Figure:
+def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms") -> Figure:
     """Draw what every rank did over the same time axis, and at the right how its time splits.
-
-    Args:
-        spans: One lane per rank; roles are keys of `COLORS`, idle time is a role of its own or simply left empty.
-        shares: Text beside each lane, such as "70% / 20%".
-        header: Text above those, such as "computing / waiting".
-        unit: Of the spans' times.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -88,12 +80,6 @@ def loss_curves(
 ) -> Figure:
     """Draw losses over steps, one line per run, and where something happened.
 
-    Args:
-        runs: Name of the run to its (step, loss) points. The first is drawn broad and pale, so that a run that
-            coincides with it stays visible on top of it.
-        marks: Text beside a vertical line to its step.
-        xlabel: Quantity of the steps.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -101,14 +87,7 @@ def loss_curves(
     for number, (name, points) in enumerate(runs.items()):
         steps, losses = zip(*points, strict=True)
         look = {"linewidth": 6.0, "alpha": 0.4} if number == 0 else {"linewidth": 1.6}
-        ax.plot(
-            steps,
-            losses,
-            color=COLORS[_HUES[number]],
-            linestyle=_DASHES[max(0, number - 1)],
-            label=name,
-            **look,
-        )
+        ax.plot(steps, losses, color=COLORS[_HUES[number]], linestyle=_DASHES[max(0, number - 1)], label=name, **look)
     top = max(loss for points in runs.values() for _, loss in points)
     for text, step in marks.items():
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
@@ -125,10 +104,7 @@ def memory_bars(
     """Draw predicted and measured memory side by side, and where the device ends.
 
     Args:
-        predicted: Name of the case to what was predicted.
-        measured: The same names to what was measured; None where it did not fit.
         capacity: Of the device, in the same unit.
-        unit: Printed at the axis.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -142,14 +118,7 @@ def memory_bars(
         else:
             ax.barh(place + 0.19, got, 0.34, color=COLORS["weights"])
     ax.axvline(capacity, color=COLORS["backward"], linewidth=1.2, linestyle="--")
-    ax.annotate(
-        "device",
-        (capacity, len(predicted) - 0.6),
-        (-4, 0),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-    )
+    ax.annotate("device", (capacity, len(predicted) - 0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9)
     ax.set_yticks(range(len(predicted)), labels=list(predicted))
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -163,16 +132,9 @@ def memory_bars(
 
 
 def checkpoint_interval(
-    minutes: Sequence[float],
-    shares: Mapping[str, Sequence[float]],
-    marks: Mapping[str, float],
+    minutes: Sequence[float], shares: Mapping[str, Sequence[float]], marks: Mapping[str, float]
 ) -> Figure:
     """Draw the share of time that is lost over the interval between checkpoints, by cause.
-
-    Args:
-        minutes: Intervals, ascending.
-        shares: Cause to its share at every interval, 0 to 1; they are stacked.
-        marks: Text beside a vertical line to its interval.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -215,15 +177,6 @@ def curves(
 ) -> Figure:
     """Draw several lines over a quantity that grows by factors, such as a batch.
 
-    Args:
-        xs: Where, ascending.
-        lines: Name of the line to its values.
-        xlabel: Quantity and unit.
-        ylabel: Quantity and unit.
-        marks: Text beside a vertical line to its place.
-        log: "x", or "xy" where the values grow by factors, too.
-        bottom: Lower end of a linear vertical axis.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -240,9 +193,7 @@ def curves(
         ax.set_ylim(bottom=bottom)
     for text, place in (marks or {}).items():
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-        ax.annotate(
-            text, (place, ax.get_ylim()[1]), (4, -3), textcoords="offset points", fontsize=9, va="top"
-        )
+        ax.annotate(text, (place, ax.get_ylim()[1]), (4, -3), textcoords="offset points", fontsize=9, va="top")
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     fig.legend(loc="outside lower center", ncols=2)
@@ -259,10 +210,6 @@ def _short(x: float) -> str:
 def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]) -> Figure:
     """Draw speedup over ranks, one line per case, each named at its right end.
 
-    Args:
-        ranks: Numbers of ranks, ascending.
-        speedups: Text at the line's end to the speedup at each number of ranks.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -272,9 +219,7 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
     roles = ("forward", "optimizer", "gradients", "backward", "activations")
     for role, (text, values) in zip(roles, speedups.items(), strict=False):
         ax.plot(ranks, values, color=COLORS[role])
-        ax.annotate(
-            text, (ranks[-1], values[-1]), (5, -5), textcoords="offset points", color=COLORS[role], fontsize=9
-        )
+        ax.annotate(text, (ranks[-1], values[-1]), (5, -5), textcoords="offset points", color=COLORS[role], fontsize=9)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ticks = [rank for rank in ranks if rank & (rank - 1) == 0][::2]
@@ -288,16 +233,9 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
 
 
 def cost_curves(
-    params: Sequence[float],
-    years: Mapping[str, Sequence[float]],
-    marks: Mapping[str, tuple[float, float]],
+    params: Sequence[float], years: Mapping[str, Sequence[float]], marks: Mapping[str, tuple[float, float]]
 ) -> Figure:
     """Draw the time one device would need over model size, with named models as points.
-
-    Args:
-        params: Parameters, ascending.
-        years: Name of a rule for the tokens to years on one device.
-        marks: Model name to (parameters, years).
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -362,9 +300,6 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
 
     A part that was gained, not lost, is left out of the bar, which is then longer than 100 percent.
 
-    Args:
-        rows: With run, efficiency and loss, a mapping of parts to shares.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -393,7 +328,6 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
 
     Args:
         runs: Name of a run to the seconds of its steps, from the first one on.
-        warm_up: Steps that do not count.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -401,13 +335,9 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
     fig, ax = figure(height=2.6)
     for (name, seconds), role in zip(runs.items(), COLORS, strict=False):
         steps = range(1, len(seconds) + 1)
-        ax.plot(
-            steps, [1e3 * s for s in seconds], "o-", markersize=3, linewidth=1, color=COLORS[role], label=name
-        )
+        ax.plot(steps, [1e3 * s for s in seconds], "o-", markersize=3, linewidth=1, color=COLORS[role], label=name)
     if warm_up:
-        ax.axvspan(
-            0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up"
-        )
+        ax.axvspan(0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up")
     ax.set_ylim(bottom=0)
     ax.set_xlabel("step")
     ax.set_ylabel("ms")
@@ -437,17 +367,7 @@ def page(
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> str:
-    """Return a report as one HTML page that needs no other file and follows the reader's light or dark theme.
-
-    Args:
-        title: Of the page.
-        sentences: What the report says, first.
-        head: Titles of the table's columns.
-        table: Its rows.
-        figures: (SVG, caption) pairs; the SVG goes in as it is.
-        facts: How and where it was measured.
-        notes: What the numbers mean.
-    """
+    """Return a report as one HTML page that needs no other file and follows the reader's light or dark theme."""
 
     def cells(tag: str, texts: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
@@ -455,9 +375,7 @@ def page(
     drawn = "\n".join(
         f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for svg, caption in figures
     )
-    known = "".join(
-        f"<dt>{html.escape(k)}</dt><dd><code>{html.escape(v)}</code></dd>" for k, v in facts.items()
-    )
+    known = "".join(f"<dt>{html.escape(k)}</dt><dd><code>{html.escape(v)}</code></dd>" for k, v in facts.items())
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

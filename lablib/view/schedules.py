@@ -73,12 +73,6 @@ def pipeline(
     A bar carries the number of its micro-batch where there is room for it. On a rank with several stages, the later
     ones are darker. What no bar covers is idle, up to the panel's last end.
 
-    Args:
-        panels: Title to the events of the panel, for example `{"1F1B": timeline.events}`; time 0 is the step's begin.
-        messages: Title to the messages of the panel, drawn as lines from rank to rank; left out by default.
-        unit: Unit of the times, printed at the axis.
-        height: Inches; by default enough for every rank.
-
     Returns:
         The figure, for `lablib.view.style.show`.
 
@@ -94,9 +88,7 @@ def pipeline(
     ranks = {title: 1 + max(event.rank for event in events) for title, events in drawn.items()}
     lane = 0.3 if max(ranks.values()) <= 8 else 0.16
     height = height or 1.05 + sum(lane * count + 0.3 for count in ranks.values())
-    fig, axes = figure(
-        height=height, nrows=len(drawn), sharex=True, squeeze=False, height_ratios=list(ranks.values())
-    )
+    fig, axes = figure(height=height, nrows=len(drawn), sharex=True, squeeze=False, height_ratios=list(ranks.values()))
     longest = max(event.end for events in drawn.values() for event in events)
     for ax, (title, events) in zip(axes[:, 0], drawn.items(), strict=True):
         _panel(ax, events, ranks[title], longest)
@@ -170,9 +162,7 @@ def overlay(
     """Draw measured actions as bars, with a frame where the simulation puts each of them.
 
     Args:
-        measured: Title of the panel to the events of a real step.
         simulated: The same titles to the events of the simulation, in the same unit.
-        unit: Of the times.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -205,16 +195,10 @@ def held_over_time(
 ) -> Figure:
     """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank.
 
-    Args:
-        panels: Title to, for each rank, the points (time, micro-batches held from then on).
-        unit: Of the times.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
-    fig, axes = figure(
-        height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False
-    )
+    fig, axes = figure(height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
         for rank, (points, (role, dash)) in enumerate(zip(ranks, _LINES, strict=False)):
             times, counts = zip(*points, strict=True)
@@ -232,15 +216,8 @@ def held_over_time(
     return fig
 
 
-def bubble_curves(
-    microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str
-) -> Figure:
+def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:
     """Draw a bubble over the number of micro-batches, one line a pipeline.
-
-    Args:
-        microbatches: Ascending.
-        bubbles: Name of the line to the bubble at each number of micro-batches.
-        what: Which bubble it is, for the axis.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -260,10 +237,6 @@ def bubble_curves(
 
 def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:
     """Draw every schedule as a point: what its fullest rank holds, and how long it idles.
-
-    Args:
-        points: Name to (micro-batches held, idle over ideal time).
-        right: Names to write to the left of their points, where the right has no room.
 
     Returns:
         The figure, for `lablib.view.style.show`.

@@ -76,11 +76,6 @@ _numbers = itertools.count(1)
 def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple[Figure, Axes]:
     """Open a figure in the house style.
 
-    Args:
-        width: Inches. 5.2 or less keeps 9 pt text readable on a screen 390 pixels wide.
-        height: Inches.
-        subplots: Passed on to `matplotlib.pyplot.subplots`.
-
     Returns:
         The figure and its axes (an array of axes when `nrows` or `ncols` is given).
     """
@@ -89,12 +84,7 @@ def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple
 
 
 def themed_svg(fig: Figure, alt: str) -> str:
-    """Return the figure as an SVG string that takes its text colour from the page.
-
-    Args:
-        fig: A figure opened by `figure`.
-        alt: What the figure shows, for readers who cannot see it.
-    """
+    """Return the figure as an SVG string that takes its text colour from the page."""
     # What is drawn after `figure` has returned takes matplotlib's defaults: black text, framed legends.
     for text in fig.findobj(mpl.text.Text):
         if text.get_color() in ("black", "k"):
@@ -137,11 +127,6 @@ class _Page:
 
 def show(fig: Figure, *, caption: str, alt: str) -> None:
     """Show a figure with its caption, once, in the theme of the page.
-
-    Args:
-        fig: A figure opened by `figure`. It is closed afterwards.
-        caption: The figure's one message, as a sentence.
-        alt: What is drawn, for readers who cannot see it.
 
     Raises:
         ValueError: If the caption or the alternative text is empty.

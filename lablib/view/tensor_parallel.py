@@ -1,8 +1,6 @@
 """Pictures of tensor parallelism: a product by hand, half a layer in three variants, heads, links and memory.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/03_tensor_parallelism.md
 """
 
 from __future__ import annotations
@@ -23,22 +21,12 @@ _LINES = ("communication", "forward", "gradients", "activations")
 Matrix = Sequence[Sequence[float]]
 
 
-def _matrix(
-    ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequence[str]], top: float = 0
-) -> float:
+def _matrix(ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequence[str]], top: float = 0) -> float:
     """Draw a matrix with its upper left corner at (x, top) and return its right end."""
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             ax.add_patch(Rectangle((x + j, top - i - 1), 0.94, 0.94, facecolor=colors[i][j], alpha=1.0))
-            ax.text(
-                x + j + 0.47,
-                top - i - 0.53,
-                f"{value:g}",
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="white",
-            )
+            ax.text(x + j + 0.47, top - i - 0.53, f"{value:g}", ha="center", va="center", fontsize=9, color="white")
     ax.text(x + len(values[0]) / 2, top + 0.2, name, ha="center", va="bottom", fontsize=9)
     return x + len(values[0])
 
@@ -47,11 +35,7 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
     """Draw a column-parallel product, its inner values and a row-parallel product on the ranks that own them.
 
     Args:
-        x: The input, which every rank has.
-        up: The first matrix, whose columns are split over the ranks.
-        inner: Output of the activation function.
         down: The second matrix, whose rows are split.
-        partial: What each rank adds to the result.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -65,12 +49,8 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
     _matrix(ax, end + 0.7, down, "down", [[owner[i]] * len(down[0]) for i in range(width)])
     left = 1.2
     for rank, values in enumerate(partial):
-        end = _matrix(
-            ax, left, values, f"rank {rank} adds", [[_RANKS[rank]] * len(row) for row in values], -5.6
-        )
-        ax.text(
-            end + 0.35, -5.6 - len(values) / 2, "+" if rank + 1 < ranks else "=", ha="center", va="center"
-        )
+        end = _matrix(ax, left, values, f"rank {rank} adds", [[_RANKS[rank]] * len(row) for row in values], -5.6)
+        ax.text(end + 0.35, -5.6 - len(values) / 2, "+" if rank + 1 < ranks else "=", ha="center", va="center")
         left = end + 0.8
     total = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*partial, strict=True)]
     _matrix(ax, left, total, "one all-reduce", [[COLORS["idle"]] * len(total[0])] * len(total), -5.6)
@@ -83,11 +63,6 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
 
 def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int = 2) -> Figure:
     """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right.
-
-    Args:
-        variants: Title to its steps, each a name and what it is: "whole" (every rank the same), "tokens" (each
-            rank some tokens), "inner" (each rank some columns) or "communication".
-        ranks: Lanes to draw.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -108,9 +83,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
                 ax.add_patch(box)
                 plate = {"facecolor": COLORS["communication"], "edgecolor": "none", "pad": 3.0}
                 middle = (ranks - 0.1) / 2
-                ax.text(
-                    i + 0.5, middle, name, ha="center", va="center", fontsize=9, color="white", bbox=plate
-                )
+                ax.text(i + 0.5, middle, name, ha="center", va="center", fontsize=9, color="white", bbox=plate)
                 continue
             for rank in range(ranks):
                 ax.add_patch(Rectangle((i + 0.03, rank), 0.94, 0.9, facecolor=look[kind], alpha=1.0))
@@ -121,11 +94,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
         ax.set_xlim(-0.3, len(steps))
         ax.set_ylim(-0.05, ranks)
         ax.axis("off")
-    names = {
-        "whole": "the same on every rank",
-        "tokens": "this rank's tokens",
-        "inner": "this rank's columns",
-    }
+    names = {"whole": "the same on every rank", "tokens": "this rank's tokens", "inner": "this rank's columns"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=look[kind]) for kind in names]
     fig.legend(boxes, names.values(), loc="outside lower center", ncols=2)
     return fig
@@ -133,9 +102,6 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
 
 def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Figure:
     """Draw which query heads and which key and value heads every rank holds, one panel per degree.
-
-    Args:
-        layouts: Title to (query heads, key heads) of each rank.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -167,11 +133,6 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
 def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], *, domain: int) -> Figure:
     """Draw the share of communication in a layer over the tensor parallel degree, one line per link.
 
-    Args:
-        degrees: Tensor parallel degrees, ascending.
-        shares: Name of the link to communication over the whole layer at each degree.
-        domain: Accelerators that share the fast link, marked.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -194,12 +155,6 @@ def kept_bars(
 ) -> Figure:
     """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured.
 
-    Args:
-        labels: One name per bar.
-        parts: Name of the part to its size in every bar.
-        unit: Of the sizes.
-        measured: Measured totals, if there are any.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -208,9 +163,7 @@ def kept_bars(
     rows = range(len(labels) - 1, -1, -1)
     left = [0.0] * len(labels)
     for (name, values), role in zip(parts.items(), roles, strict=False):
-        ax.barh(
-            rows, values, 0.7, left=left, color=COLORS[role], edgecolor="white", linewidth=0.5, label=name
-        )
+        ax.barh(rows, values, 0.7, left=left, color=COLORS[role], edgecolor="white", linewidth=0.5, label=name)
         left = [a + b for a, b in zip(left, values, strict=True)]
     if measured:
         ax.plot(measured, rows, "D", color=COLORS["neutral"], markersize=6, label="measured")

@@ -1,8 +1,6 @@
 """Timelines: what each lane (a rank, a link, a stage) does, and when.
 
 Every function takes spans that somebody else computed or measured and returns a matplotlib figure.
-
-Chapter: book/02_data_parallelism.md
 """
 
 from __future__ import annotations
@@ -52,15 +50,8 @@ def _draw(ax: Axes, spans: Sequence[Span], lanes: Sequence[str], longest: float)
     ax.grid(axis="y", visible=False)
 
 
-def timeline(
-    panels: Mapping[str, Sequence[Span]], *, unit: str = "ms", height: float | None = None
-) -> Figure:
+def timeline(panels: Mapping[str, Sequence[Span]], *, unit: str = "ms", height: float | None = None) -> Figure:
     """Draw one panel per case over a common time axis.
-
-    Args:
-        panels: Title to the spans of the panel. A lane is drawn where its first span appears.
-        unit: Unit of the spans' times, printed at the axis.
-        height: Inches; by default enough for every lane.
 
     Returns:
         The figure, for `lablib.view.style.show`.

@@ -1,8 +1,6 @@
 """Pictures of ZeRO: who holds what, what shrinks by how much, what is sent, and two ways to shard a model.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-Chapter: book/05_zero.md
 """
 
 from __future__ import annotations
@@ -40,9 +38,6 @@ def _cells(ax: Axes, left: float, row: float, held: Sequence[bool], color: str, 
 def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> Figure:
     """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere.
 
-    Args:
-        stages: Name of the stage to one {role: held} per rank; `held` says for each part whether the rank has it.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -74,11 +69,6 @@ def reduction_curves(
 ) -> Figure:
     """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to.
 
-    Args:
-        ranks: Numbers of ranks, ascending.
-        factors: Name of the stage to its reduction at each number of ranks.
-        limits: Text beside a dashed line to its height.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -102,10 +92,6 @@ def reduction_curves(
 def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel: str) -> Figure:
     """Draw what a rank sends in a step, one bar per case, its segments the collectives in order.
 
-    Args:
-        bars: Name of the case to its (text, role, amount) segments.
-        xlabel: Quantity and unit.
-
     Returns:
         The figure, for `lablib.view.style.show`.
     """
@@ -116,9 +102,7 @@ def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel
             hatch = HATCHES["communication"] if role == "gradients" else None
             ax.barh(row, amount, 0.66, left, color=COLORS[role], edgecolor="white", hatch=hatch)
             plate = {"facecolor": COLORS[role], "edgecolor": "none", "pad": 1.2}
-            ax.text(
-                left + amount / 2, row, text, ha="center", va="center", color="white", fontsize=9, bbox=plate
-            )
+            ax.text(left + amount / 2, row, text, ha="center", va="center", color="white", fontsize=9, bbox=plate)
             left += amount
     ax.set_yticks(range(len(bars)), labels=list(bars))
     ax.invert_yaxis()
@@ -132,8 +116,6 @@ def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure
 
     Args:
         layers: Parameters of each layer, in any unit.
-        owners: The rank that owns each layer in the first way.
-        ranks: Number of ranks.
 
     Returns:
         The figure, for `lablib.view.style.show`.
@@ -177,15 +159,8 @@ def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
     return fig
 
 
-def offload_curves(
-    tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str
-) -> Figure:
+def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str) -> Figure:
     """Draw the share of a step in which the device computes, over the tokens of a step, one line per case.
-
-    Args:
-        tokens: Tokens per rank and step, ascending.
-        efficiencies: Name of the case to its efficiency, 0 to 1, at each number of tokens.
-        xlabel: What the tokens are.
 
     Returns:
         The figure, for `lablib.view.style.show`.

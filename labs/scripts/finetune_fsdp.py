@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
 from lablib.launch.finetuning import (
     FineTuning,
     addition_examples,

@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from lablib.toys.text import VOCAB, batches, text, tokens
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from lablib.toys.text import VOCAB, batches, text, tokens
 
 FALLBACK = (
     "No accelerator here: Accelerate runs no FSDP on a CPU, and would train something else without a word. "

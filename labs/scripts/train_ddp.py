@@ -28,13 +28,12 @@ from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-
 from lablib.toys.data_parallel import OverlappedDDP
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer, tiny_config
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 # A resumed run must agree on these.
 SAME_RUN = ["global_batch", "seq", "layers", "hidden", "lr", "seed", "dtype", "text", "max_tokens"]

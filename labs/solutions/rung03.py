@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 import torch.nn.functional as F
-
 from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
 
 

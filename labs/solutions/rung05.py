@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
 from lablib.toys.torch_names import all_gather, reduce_scatter
 
 

@@ -27,10 +27,7 @@ def results() -> list[Result]:
             cases = list(draw_many(SEED * 10 + ranks, min(AT_ONCE, count - first), first))
             found = attack(cases, ranks, timeout=600)
             for case, outcome in failures(found).items():
-                print(
-                    f"seed {case.seed}, number {case.number}, {ranks} ranks, {case.toy}: {outcome}",
-                    flush=True,
-                )
+                print(f"seed {case.seed}, number {case.number}, {ranks} ranks, {case.toy}: {outcome}", flush=True)
             kinds.update("failed" if outcome.startswith("FAILED") else outcome for outcome in found.values())
             print(
                 f"attacked toys, {ranks} ranks: {sum(kinds.values())} of {count} cases, {kinds['failed']} failed",

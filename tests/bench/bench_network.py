@@ -82,12 +82,7 @@ def fitted() -> Result:
     times = [median(samples[str(size)]) for size in LOOPBACK]
     fits = fit_pieces(LOOPBACK[::2], times[::2], PIECES), fit_line(LOOPBACK[::2], times[::2])
     several, one = (
-        median(
-            [
-                100 * abs(fit.seconds(size) / t - 1)
-                for size, t in zip(LOOPBACK[1::2], times[1::2], strict=True)
-            ]
-        )
+        median([100 * abs(fit.seconds(size) / t - 1) for size, t in zip(LOOPBACK[1::2], times[1::2], strict=True)])
         for fit in fits
     )
     name = f"loopback, {PIECES} lines, median error on held-back sizes"
@@ -108,7 +103,5 @@ def results() -> list[Result]:
             told = collective_time("ring_all_reduce", size, 2, bandwidth=tcp_bandwidth(parse_bandwidth(rate)))
             name = f"ring all_reduce, {size // 2**20} MiB, 2 hosts, {rate}"
             seen, told = 1e3 * median(measured), 1e3 * told
-            rows.append(
-                Result(name, seen, told, "ms", "predicted", at_most=None, samples={"measured": measured})
-            )
+            rows.append(Result(name, seen, told, "ms", "predicted", at_most=None, samples={"measured": measured}))
     return [*rows, fitted()]

@@ -42,10 +42,7 @@ def ring_halves(half: str) -> dict[str, Callable[[], object]]:
     whole = torch.zeros(64 * MIB // 4)
     chunk = torch.zeros(whole.numel() // dist.get_world_size())
     if half == "reduce_scatter":
-        return {
-            "toy": lambda: ring_reduce_scatter(chunk, whole),
-            "gloo": lambda: reduce_scatter(chunk, whole),
-        }
+        return {"toy": lambda: ring_reduce_scatter(chunk, whole), "gloo": lambda: reduce_scatter(chunk, whole)}
     return {"toy": lambda: ring_all_gather(whole, chunk), "gloo": lambda: all_gather(whole, chunk)}
 
 
@@ -152,10 +149,7 @@ def pipeline() -> dict[str, Callable[[], object]]:
         PipelineStage(copy.deepcopy(stages[rank]), rank, p, torch.device("cpu")), 8, loss_fn=transformer.loss
     )
     toy, inputs = PipelineExecutor(stages, schedule("1f1b", p, 8)), [tokens_BT[:, :-1]] if rank == 0 else []
-    return {
-        "toy": lambda: toy.step(tokens_BT.chunk(8)),
-        "Schedule1F1B": lambda: theirs.step(*inputs, target=tokens_BT),
-    }
+    return {"toy": lambda: toy.step(tokens_BT.chunk(8)), "Schedule1F1B": lambda: theirs.step(*inputs, target=tokens_BT)}
 
 
 #: What is compared: name, what makes the two, its arguments.
@@ -191,10 +185,7 @@ def timed(seed: int, make: Callable[..., dict[str, Callable[[], object]]], *argu
 
 def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Return for every round the time of the slowest rank."""
-    return {
-        name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
-        for name in by_rank[0]
-    }
+    return {name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
 
 
 def results() -> list[Result]:
@@ -211,10 +202,6 @@ def results() -> list[Result]:
                     samples.setdefault(name, []).extend(times)
             theirs = next(name for name in samples if name != "toy")
             ours, reference = (1e3 * median(samples[name]) for name in ("toy", theirs))
-            rows.append(
-                Result(
-                    f"{title}, {ranks} ranks", ours, reference, "ms", theirs, at_most=None, samples=samples
-                )
-            )
+            rows.append(Result(f"{title}, {ranks} ranks", ours, reference, "ms", theirs, at_most=None, samples=samples))
             print(f"{rows[-1].name}: {rows[-1].ratio:.2f} of {theirs}", flush=True)
     return rows

@@ -63,24 +63,16 @@ def table(results: list[Result]) -> str:
     for r in results:
         ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
         verdict = "-" if r.at_most is None else "ok" if r.good else "MISSED"
-        rows.append(
-            (r.name, f"{r.ours:.4g} {r.unit}", f"{r.reference:.4g} {r.unit} ({r.against})", ratio, verdict)
-        )
+        rows.append((r.name, f"{r.ours:.4g} {r.unit}", f"{r.reference:.4g} {r.unit} ({r.against})", ratio, verdict))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benches of a command line and return 1 if a limit is missed, 0 otherwise."""
     available = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench", description="Measure what the course promises."
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="bench", help=f"which ones (default: all): {', '.join(available)}"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what the course promises.")
+    parser.add_argument("names", nargs="*", metavar="bench", help=f"which ones (default: all): {', '.join(available)}")
     parser.add_argument("--record", action="store_true", help="keep the results for the status page")
     options = parser.parse_args(arguments)
     for name in options.names:

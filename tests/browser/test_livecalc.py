@@ -228,9 +228,7 @@ def the_address_holds_the_state(live):
     for control in (one, other):
         live.press(control.name, "ArrowUp" if control.first != control.options[0][0] else "ArrowDown")
     state, query = live.state(), live.page.url.partition("?")[2]
-    assert all(
-        f"{live.explorer.name}.{control.name}={state[control.name]}" in query for control in (one, other)
-    )
+    assert all(f"{live.explorer.name}.{control.name}={state[control.name]}" in query for control in (one, other))
     assert query.count("=") == 2
     return query
 
@@ -295,10 +293,7 @@ _CONTRAST = """node => {
 
 @EACH
 def test_without_javascript_the_first_state_stands_there(browser, address, page):
-    with (
-        browser.new_context(java_script_enabled=False) as plain,
-        contextlib.closing(plain.new_page()) as sheet,
-    ):
+    with browser.new_context(java_script_enabled=False) as plain, contextlib.closing(plain.new_page()) as sheet:
         sheet.goto(f"{address}{page}.html", wait_until="load")
         root = sheet.locator(f".livecalc[data-name={PAGES[page]}]")
         assert not root.locator("form").is_visible()

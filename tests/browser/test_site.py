@@ -43,9 +43,7 @@ def browser():
     # Chromium's sandbox cannot start as root.
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=path, args=[*sandbox, "--disable-dev-shm-usage"]
-        )
+        chromium = playwright.chromium.launch(executable_path=path, args=[*sandbox, "--disable-dev-shm-usage"])
         yield chromium
         chromium.close()
 
@@ -71,15 +69,11 @@ class Visit:
     def __init__(self, context, address, page, theme="light", query=""):
         self.errors, self.foreign = [], []
         self.page = context.new_page()
-        self.page.add_init_script(
-            f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
-        )
+        self.page.add_init_script(f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')")
         self.page.on("pageerror", lambda error: self._note(error.message))
         self.page.on("console", lambda entry: self._note(entry.text) if entry.type == "error" else None)
         self.page.on("response", lambda r: self._note(f"{r.status} {r.url}") if r.status >= 400 else None)
-        self.page.on(
-            "request", lambda r: None if r.url.startswith((address, "data:")) else self.foreign.append(r.url)
-        )
+        self.page.on("request", lambda r: None if r.url.startswith((address, "data:")) else self.foreign.append(r.url))
         self.page.goto(f"{address}{page}.html{query}", wait_until="load")
         if MATHJAX_IS_LOCAL:
             self.page.evaluate("window.MathJax && MathJax.startup && MathJax.startup.promise")

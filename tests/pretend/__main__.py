@@ -57,9 +57,7 @@ def run_lab(path: Path, gpus: int) -> tuple[list[str], list[str], list[dict]]:
 
 def main() -> int:
     """Run what the command line names; return 1 if a lab failed for want of anything but a kernel."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", nargs="*", type=int, default=[1, 2, 8])
     parser.add_argument("--labs", nargs="*", default=[f"{n:02}" for n in range(1, 12)])
     given = parser.parse_args()
@@ -68,13 +66,9 @@ def main() -> int:
         for path in sorted(p for lab in given.labs for p in (ROOT / "labs").glob(f"{lab}_*.ipynb")):
             begun = time.monotonic()
             needs, failures, asked = run_lab(path, gpus)
-            kernels = ", ".join(
-                sorted({f"{line['what']} in {line['stack'][0]}" for line in asked if line["stack"]})
-            )
+            kernels = ", ".join(sorted({f"{line['what']} in {line['stack'][0]}" for line in asked if line["stack"]}))
             stopped = f"stops in {', '.join(needs)}" if needs else "runs whole"
-            verdict = "; ".join(failures) or stopped + (
-                f"; a kernel was asked for: {kernels}" if kernels else ""
-            )
+            verdict = "; ".join(failures) or stopped + (f"; a kernel was asked for: {kernels}" if kernels else "")
             print(f"{gpus} GPU(s) {path.stem:28} {time.monotonic() - begun:5.0f} s  {verdict}", flush=True)
             bad += bool(failures)
     return int(bad > 0)

@@ -100,9 +100,7 @@ def pretend(torch, setattr=setattr) -> None:
             index = torch.device(index).index
         index = current.device if index is None else index
         if not 0 <= index < gpus():
-            raise (
-                AssertionError("Invalid device id") if gpus() else RuntimeError("No CUDA GPUs are available")
-            )
+            raise (AssertionError("Invalid device id") if gpus() else RuntimeError("No CUDA GPUs are available"))
         return index
 
     def is_available() -> bool:

@@ -88,11 +88,7 @@ def _asks_whether_cuda(test: ast.expr) -> bool:
 
 def _uses_cuda(node: ast.AST) -> bool:
     for part in ast.walk(node):
-        if (
-            isinstance(part, ast.Attribute)
-            and ast.unparse(part.value) == "torch.cuda"
-            and part.attr not in _ANSWERED
-        ):
+        if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "torch.cuda" and part.attr not in _ANSWERED:
             return True
         if isinstance(part, ast.Call) and ast.unparse(part.func).endswith(".cuda"):
             return True

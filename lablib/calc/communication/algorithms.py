@@ -66,9 +66,7 @@ def _ring_all_reduce(numel: int, n: int) -> Iterator[Round]:
     yield from _ring_all_gather(numel, n)
 
 
-def _folded(
-    numel: int, n: int, inner: Callable[[int, Callable[[int], int]], Iterator[Round]]
-) -> Iterator[Round]:
+def _folded(numel: int, n: int, inner: Callable[[int, Callable[[int], int]], Iterator[Round]]) -> Iterator[Round]:
     power = 1 << (n.bit_length() - 1)
     extra = n - power
     if extra:
@@ -157,7 +155,6 @@ def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
 
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
-        numel: Elements of the whole array.
         ranks: n, at least 1.
 
     Raises:
@@ -174,9 +171,7 @@ def hierarchical_rounds(numel: int, ranks: int, ranks_per_node: int) -> list[Rou
     """Return the messages of a hierarchical all-reduce: inside the nodes, across them, inside again.
 
     Args:
-        numel: Elements of the array.
         ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
-        ranks_per_node: g.
 
     Raises:
         ValueError: If g does not divide n.
@@ -259,12 +254,7 @@ class Job(NamedTuple):
 
 
 def chunk_sizes(numel: int, parts: int) -> list[int]:
-    """Return the elements of each chunk: as equal as can be, the larger ones first.
-
-    Args:
-        numel: Elements of the whole array.
-        parts: Number of chunks.
-    """
+    """Return the elements of each chunk: as equal as can be, the larger ones first."""
     size, more = divmod(numel, parts)
     return [size + (chunk < more) for chunk in range(parts)]
 
@@ -388,15 +378,7 @@ _TRAFFIC: dict[str, Callable[[Job], Traffic]] = {
 ALGORITHMS = tuple(_TRAFFIC)
 
 
-def traffic(
-    algorithm: str,
-    numel: int,
-    ranks: int,
-    *,
-    rank: int = 0,
-    itemsize: int = 4,
-    root: int = 0,
-) -> Traffic:
+def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: int = 4, root: int = 0) -> Traffic:
     """Return the steps, messages and bytes of one rank.
 
     On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; halving-doubling the same if n is a
@@ -406,8 +388,6 @@ def traffic(
         algorithm: One of `ALGORITHMS`.
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
         ranks: n, at least 1.
-        rank: Which one.
-        itemsize: Bytes per element.
         root: Where a broadcast starts and a reduction ends.
 
     Raises:
@@ -416,9 +396,7 @@ def traffic(
     if algorithm not in _TRAFFIC:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
     if ranks < 1 or not 0 <= rank < ranks or not 0 <= root < ranks:
-        raise ValueError(
-            f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1"
-        )
+        raise ValueError(f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1")
     if numel < 0 or itemsize < 1:
         raise ValueError(f"numel={numel}, itemsize={itemsize}: too small")
     if ranks == 1:
@@ -427,12 +405,7 @@ def traffic(
 
 
 def hierarchical_traffic(
-    numel: int,
-    ranks: int,
-    *,
-    ranks_per_node: int,
-    rank: int = 0,
-    itemsize: int = 4,
+    numel: int, ranks: int, *, ranks_per_node: int, rank: int = 0, itemsize: int = 4
 ) -> tuple[Traffic, Traffic]:
     """Return what one rank does inside its node and across nodes in a hierarchical all-reduce.
 
@@ -440,11 +413,7 @@ def hierarchical_traffic(
     2(g-1)/g · S stay inside, and 2(n/g - 1)/(n/g) · S/g leave.
 
     Args:
-        numel: Elements of the array.
         ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
-        ranks_per_node: g.
-        rank: Which one.
-        itemsize: Bytes per element.
 
     Raises:
         ValueError: If g does not divide n.

@@ -139,9 +139,6 @@ def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, laten
 
     Args:
         size: S, the bytes each rank starts with.
-        ranks: n, at least 1.
-        bandwidth: W, as in `ring_all_reduce_time`.
-        latency: α, as there.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_reduce_scatter_bytes(size, ranks) / bandwidth
@@ -154,7 +151,6 @@ def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: 
         size: S, the bytes each rank ends with.
         ranks: n, at least 1.
         bandwidth: W, as in `ring_all_reduce_time`.
-        latency: α, as there.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
@@ -180,7 +176,6 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 
     Args:
         size: S, the bytes of the whole array.
-        seconds: t, measured.
     """
     check_link(1, size=size, seconds=seconds)
     return size / seconds
@@ -193,10 +188,8 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
     scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).
 
     Args:
-        collective: One of those names.
         size: S, the bytes of the whole array.
         ranks: n, at least 1.
-        seconds: t, measured.
 
     Raises:
         ValueError: For another collective, or numbers that make no sense.
@@ -346,8 +339,6 @@ def expected_slowest(ranks: int, *, base: float, jitter: float) -> float:
 
     Args:
         ranks: n, at least 1.
-        base: T, in any unit.
-        jitter: j, in the same unit.
     """
     check_link(ranks, base=base, jitter=jitter)
     return base + jitter * math.fsum(1 / k for k in range(1, ranks + 1))

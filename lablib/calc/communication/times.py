@@ -106,7 +106,6 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
     Args:
         sizes: Bytes, in any order; at least two different ones.
-        seconds: The time of each.
 
     Raises:
         ValueError: If there are fewer than two different sizes, or a time is not above 0.
@@ -125,8 +124,6 @@ def fit_pieces(sizes: Sequence[float], seconds: Sequence[float], pieces: int) ->
 
     Args:
         sizes: Bytes, in any order. Times of one size stay together.
-        seconds: The time of each.
-        pieces: How many lines.
 
     Raises:
         ValueError: If there are fewer than two different sizes for each line, or a time is not above 0.
@@ -284,7 +281,6 @@ def all_reduce_bound(size: float, ranks: int, *, bandwidth: float, latency: floa
         size: S in bytes.
         ranks: n, at least 1.
         bandwidth: W, as in `collective_time`.
-        latency: α, as there.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return max(_up(ranks) * latency, 2 * (ranks - 1) / ranks * size / bandwidth)
@@ -298,12 +294,8 @@ def crossover(
     Both times are straight lines in S, so they cross at most once: S* = α · Δrounds / (Δpasses/W + Δsums · γ).
 
     Args:
-        short: The algorithm with fewer rounds.
         long: The one with fewer bytes.
-        ranks: n.
         bandwidth: W, as in `collective_time`.
-        latency: α, as there.
-        gamma: γ, as there.
 
     Returns:
         S*; 0 if `long` is never slower; None if it never becomes faster.
@@ -321,22 +313,13 @@ def crossover(
 
 
 def fastest_algorithm(
-    size: float,
-    ranks: int,
-    *,
-    bandwidth: float,
-    latency: float,
-    gamma: float = 0.0,
-    operation: str = "all_reduce",
+    size: float, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0, operation: str = "all_reduce"
 ) -> str:
     """Return the algorithm that takes the shortest time for this size; of equals the first in the table.
 
     Args:
         size: S in bytes.
-        ranks: n.
         bandwidth: W, as in `collective_time`.
-        latency: α, as there.
-        gamma: γ, as there.
         operation: What the algorithms' names end with.
 
     Raises:
@@ -344,9 +327,7 @@ def fastest_algorithm(
     """
     names = [name for name in ALGORITHMS if name.endswith(operation)]
     if not names:
-        raise ValueError(
-            f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}"
-        )
+        raise ValueError(f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}")
     link = {"bandwidth": bandwidth, "latency": latency, "gamma": gamma}
     return min(names, key=lambda name: collective_time(name, size, ranks, **link))
 
@@ -429,14 +410,9 @@ def recomputed_bandwidths(run: Run, collective: str, ranks: int) -> tuple[float,
     """Return algbw and busbw of a line, computed from its size and time.
 
     Args:
-        run: A line.
         collective: A value of `PROGRAMS`.
-        ranks: n.
     """
-    return (
-        algorithm_bandwidth(run.size, run.seconds),
-        bus_bandwidth(collective, run.size, ranks, run.seconds),
-    )
+    return (algorithm_bandwidth(run.size, run.seconds), bus_bandwidth(collective, run.size, ranks, run.seconds))
 
 
 def nccl_tests_table(collective: str, ranks: int, timings: list[tuple[int, float]]) -> str:
@@ -444,7 +420,6 @@ def nccl_tests_table(collective: str, ranks: int, timings: list[tuple[int, float
 
     Args:
         collective: A value of `PROGRAMS`.
-        ranks: n.
         timings: Size in bytes and seconds.
     """
     rows = [f"{'size (B)':>12}  {'time (us)':>10}  {'algbw (GB/s)':>12}  {'busbw (GB/s)':>12}"]

@@ -7,8 +7,6 @@ does too; the round is over when the busiest port is done:
 
 Inside a node every rank has a port. Across nodes the ranks of a node share its network cards: rank i of g uses card
 ⌊i · cards / g⌋. The network between the cards is taken as wide enough for all of them.
-
-Chapter: book/10_communication.md
 """
 
 from __future__ import annotations
@@ -57,13 +55,9 @@ class Topology:
         for rate in ("inside", "across"):
             if not getattr(self, rate) > 0:
                 raise ValueError(f"{rate}={getattr(self, rate)} must be above 0 bytes per second")
-        check_link(
-            1, inside_latency=self.inside_latency, across_latency=self.across_latency, gamma=self.gamma
-        )
+        check_link(1, inside_latency=self.inside_latency, across_latency=self.across_latency, gamma=self.gamma)
         if self.placement is not None and sorted(self.placement) != list(range(self.ranks)):
-            raise ValueError(
-                f"placement={self.placement} must name each of the seats 0 to {self.ranks - 1} once"
-            )
+            raise ValueError(f"placement={self.placement} must name each of the seats 0 to {self.ranks - 1} once")
 
     @property
     def ranks(self) -> int:
@@ -88,12 +82,7 @@ class Topology:
         return ("out", card(send.source)), ("in", card(send.target)), self.across, self.across_latency
 
     def round_time(self, sends: Iterable[Send], itemsize: float = 1) -> float:
-        """Return the seconds of messages that start together.
-
-        Args:
-            sends: The messages.
-            itemsize: Bytes per element.
-        """
+        """Return the seconds of messages that start together."""
         busy: Counter[tuple] = Counter()
         adding: Counter[int] = Counter()
         latest = 0.0
@@ -111,7 +100,6 @@ class Topology:
 
         Args:
             all_rounds: As `lablib.calc.communication.algorithm_rounds` returns them.
-            itemsize: Bytes per element.
         """
         return sum(self.round_time(sends, itemsize) for sends in all_rounds)
 
@@ -120,7 +108,6 @@ class Topology:
 
         Args:
             all_rounds: As for `time`.
-            itemsize: Bytes per element.
         """
         leaving: Counter[int] = Counter()
         for send in (send for sends in all_rounds for send in sends):

@@ -166,9 +166,7 @@ def _layout(fields: Mapping[str, int | str]) -> Layout:
     return Layout(**fields)
 
 
-def _too_large(
-    case: Case, layout: Layout, memory: dict[str, int], total: int, capacity: int, term: str
-) -> str:
+def _too_large(case: Case, layout: Layout, memory: dict[str, int], total: int, capacity: int, term: str) -> str:
     fixes = {
         "activations": "recompute them, split them with tp or cp, or take smaller micro-batches",
         "recomputed_layer": "split it with tp or cp, or take smaller micro-batches",
@@ -184,9 +182,7 @@ def _too_large(
     )
 
 
-def _sentences(
-    case: Case, mine: Candidate, published: float, best: Candidate, capacity: int
-) -> tuple[str, ...]:
+def _sentences(case: Case, mine: Candidate, published: float, best: Candidate, capacity: int) -> tuple[str, ...]:
     layout, seconds = mine.layout, mine.seconds
     found = [
         f"{mine.step:.2f} s a step: {mine.step / published:.2f} times the published layout's {published:.2f} s and "
@@ -245,8 +241,7 @@ CASES: dict[str, Case] = {
         _case(
             "llama-405b",
             "405B on 16384, 8K",
-            "Llama 3.1 405B on 2,048 nodes of 8 H100, 2,048 sequences of 8,192 tokens a step "
-            "(Llama 3, table 4).",
+            "Llama 3.1 405B on 2,048 nodes of 8 H100, 2,048 sequences of 8,192 tokens a step (Llama 3, table 4).",
         ),
     )
 }

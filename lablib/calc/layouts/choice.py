@@ -116,11 +116,7 @@ def choose(
     """Return the simplest family of layouts that fits and is about as fast as any, with the reasons.
 
     Args:
-        model: ModelConfig or preset.
-        gpus: Devices.
-        gpu: Accelerator.
         seq: Tokens in a sequence; None means the model's longest.
-        global_batch: Sequences in a step.
         patience: How much slower than the best of all it may be, as a share.
         **settings: Other arguments of `plan`: nic, intra, gpus_per_node, recipe_, reserve.
 
@@ -181,12 +177,7 @@ def _nothing(found: Plan, name: str) -> Reason:
 
 
 def least_layout(found: Plan, name: str) -> Layout | None:
-    """Return the layout of a family that needs least memory, with all recomputed, or None if none can be.
-
-    Args:
-        found: A plan.
-        name: One of `FAMILIES`.
-    """
+    """Return the layout of a family that needs least memory, with all recomputed, or None if none can be."""
     load, gpus = found.load, found.cluster.gpus
     tops = [t for t in range(found.cluster.gpus_per_node, 0, -1) if gpus % t == 0]
     trials: list[Layout] = []

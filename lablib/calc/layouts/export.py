@@ -98,10 +98,6 @@ def export_job(
 
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
-        layout: The layout.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
-        gpus_per_node: Devices of a node.
         sequence_parallel: Whether tp splits norms and residuals too.
         dtype: "bf16" or "fp16".
 
@@ -110,12 +106,7 @@ def export_job(
     """
     config = resolve_model(model)
     check_layout(
-        layout,
-        config,
-        gpus=layout.gpus,
-        seq=seq,
-        global_batch=global_batch,
-        sequence_parallel=sequence_parallel,
+        layout, config, gpus=layout.gpus, seq=seq, global_batch=global_batch, sequence_parallel=sequence_parallel
     )
     if gpus_per_node < 1 or (layout.gpus > gpus_per_node and layout.gpus % gpus_per_node):
         raise ValueError(f"{layout.gpus} ranks are not whole nodes of gpus_per_node={gpus_per_node}")
@@ -160,9 +151,7 @@ def torchtitan_config(job: ExportJob) -> dict[str, Table]:
     if job.dtype != "bf16":
         raise ValueError(f"dtype={job.dtype!r}: torchtitan trains in bf16")
     if layout.tp > 1 and not job.sequence_parallel:
-        raise ValueError(
-            f"sequence_parallel=False with tp={layout.tp}: torchtitan always splits the stream over tp"
-        )
+        raise ValueError(f"sequence_parallel=False with tp={layout.tp}: torchtitan always splits the stream over tp")
     name, flavor = FLAVORS[job.model.name]
     replicated = layout.zero == 0
     parallelism: Table = {
@@ -235,9 +224,7 @@ def megatron_arguments(job: ExportJob) -> list[str]:
             "gradients and weights only with its FSDP, without one"
         )
     if job.model.family in ("gemma2", "gemma3"):
-        raise ValueError(
-            f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer"
-        )
+        raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer")
     return [*_model(job.model, job.seq), *_degrees(job), *_memory(job)]
 
 
@@ -335,10 +322,7 @@ def _degrees(job: ExportJob) -> list[str]:
     if (first, last) == (middle - 1, middle - 1):
         found += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     elif first != middle or last != middle:
-        found += [
-            f"--decoder-first-pipeline-num-layers {first}",
-            f"--decoder-last-pipeline-num-layers {last}",
-        ]
+        found += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
     return found
 
 
@@ -379,9 +363,7 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
     layout = job.layout
     for name, value in (("pp", layout.pp), ("ep", layout.ep)):
         if value > 1:
-            raise ValueError(
-                f"{name}={value}: Accelerate has no such parallelism; use torchtitan or Megatron-LM"
-            )
+            raise ValueError(f"{name}={value}: Accelerate has no such parallelism; use torchtitan or Megatron-LM")
     if layout.recompute == "selective":
         raise ValueError("recompute='selective': Accelerate checkpoints whole blocks; use 'full' or 'none'")
     sharded = layout.zero > 0
@@ -390,9 +372,7 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
             "recompute='full' with zero=0: only FSDP has a key for it; call gradient_checkpointing_enable() in the script"
         )
     if layout.tp * layout.cp > 1 and not sharded:
-        raise ValueError(
-            f"tp={layout.tp}, cp={layout.cp} with zero=0: Accelerate combines them with FSDP2; use zero=3"
-        )
+        raise ValueError(f"tp={layout.tp}, cp={layout.cp} with zero=0: Accelerate combines them with FSDP2; use zero=3")
     found: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if sharded else "MULTI_GPU" if layout.gpus > 1 else "NO",
@@ -435,14 +415,10 @@ def accelerate_yaml(job: ExportJob) -> str:
         f"# {job.layout.micro_batch} x {job.accumulation} x dp={job.layout.dp} = {job.global_batch} sequences a step.",
     ]
     if job.nodes > 1:
-        lines.append(
-            "# On every machine: its own machine_rank, and the address of the first for MASTER_ADDR."
-        )
+        lines.append("# On every machine: its own machine_rank, and the address of the first for MASTER_ADDR.")
     for key, value in accelerate_config(job).items():
         if isinstance(value, dict):
-            lines += [f"{key}:"] + [
-                f"  {name}: {_export_accelerate_value(inner)}" for name, inner in value.items()
-            ]
+            lines += [f"{key}:"] + [f"  {name}: {_export_accelerate_value(inner)}" for name, inner in value.items()]
         else:
             lines.append(f"{key}: {_export_accelerate_value(value)}")
     return "\n".join(lines) + "\n"
@@ -489,7 +465,6 @@ def export_layout(job: ExportJob, framework: str) -> str:
     """Return the layout as text that the framework reads.
 
     Args:
-        job: The job.
         framework: One of `EXPORTERS`.
 
     Raises:

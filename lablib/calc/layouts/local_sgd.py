@@ -101,8 +101,6 @@ def exchange_cost(
 
     Args:
         method: "ddp", "local-sgd" or "diloco".
-        model: ModelConfig or preset.
-        replicas: k, data centres.
         tokens_per_step: Tokens that one replica reads in one step.
         step_seconds: Seconds that a replica computes for one step.
         bandwidth: Bytes per second that a data centre sends, per direction.
@@ -114,17 +112,11 @@ def exchange_cost(
         ValueError: If the method is unknown, DDP is given more than one inner step, or a number is out of range.
     """
     one_of("method", method, METHODS)
-    for name, value in (
-        ("replicas", replicas),
-        ("tokens_per_step", tokens_per_step),
-        ("inner_steps", inner_steps),
-    ):
+    for name, value in (("replicas", replicas), ("tokens_per_step", tokens_per_step), ("inner_steps", inner_steps)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     if method == "ddp" and inner_steps > 1:
-        raise ValueError(
-            f"inner_steps={inner_steps}: DDP exchanges gradients in every step; use local-sgd or diloco"
-        )
+        raise ValueError(f"inner_steps={inner_steps}: DDP exchanges gradients in every step; use local-sgd or diloco")
     if not step_seconds > 0:
         raise ValueError(f"step_seconds={step_seconds} must be above 0")
     width = WIRE_BYTES[method] if wire_bytes is None else wire_bytes
@@ -157,8 +149,6 @@ def needed_inner_steps(
     C / (H·t + C) <= s for an exchange of C seconds and steps of t: H >= C (1 - s) / (s t).
 
     Args:
-        model: ModelConfig or preset.
-        replicas: k, data centres.
         step_seconds: t, seconds that a replica computes for one step.
         bandwidth: Bytes per second that a data centre sends, per direction.
         most_share: s, between 0 and 1.
@@ -170,12 +160,7 @@ def needed_inner_steps(
     if not 0 < most_share < 1:
         raise ValueError(f"most_share={most_share} must be between 0 and 1")
     one = exchange_cost(
-        method,
-        model,
-        replicas=replicas,
-        tokens_per_step=1,
-        step_seconds=step_seconds,
-        bandwidth=bandwidth,
+        method, model, replicas=replicas, tokens_per_step=1, step_seconds=step_seconds, bandwidth=bandwidth
     )
     exact = one.communicate * (1 - most_share) / (most_share * step_seconds)
     return max(1, math.ceil(exact))

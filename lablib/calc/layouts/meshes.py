@@ -183,13 +183,8 @@ def mesh(
     """Return the mesh of a layout.
 
     Args:
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        ep: Expert-parallel ranks.
         dp: Replicas beside ep: dp of a `Layout` over its ep.
-        pp: Pipeline stages.
         order: The five axes, fastest first, as a sequence or joined by "-".
-        gpus_per_node: Ranks that share a node.
         gpus: Ranks that there must be, or None.
 
     Raises:
@@ -197,17 +192,13 @@ def mesh(
     """
     axes = tuple(order.split("-") if isinstance(order, str) else order)
     if sorted(axes) != sorted(AXES):
-        raise ValueError(
-            f"order={'-'.join(axes)!r} must name each of {', '.join(AXES)} once, like {DEFAULT_ORDER!r}"
-        )
+        raise ValueError(f"order={'-'.join(axes)!r} must name each of {', '.join(AXES)} once, like {DEFAULT_ORDER!r}")
     given = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
     found = Mesh(tuple(given[axis] for axis in axes), axes, gpus_per_node)
     if gpus is not None and found.ranks != gpus:
         factors = " x ".join(f"{axis}={given[axis]}" for axis in AXES if given[axis] > 1) or "all axes 1"
         rest = found.ranks // dp
-        hint = (
-            f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
-        )
+        hint = f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
         raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
     return found
 
@@ -226,7 +217,6 @@ def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
     """Return the ranks node by node with their coordinates, and then what each axis's groups are.
 
     Args:
-        mesh: The mesh.
         nodes: Nodes to draw; None means all, or the first 8 where there are more than 16.
     """
     shown = mesh.nodes if nodes is None and mesh.nodes <= 16 else min(mesh.nodes, nodes or 8)
@@ -247,9 +237,5 @@ def group_line(mesh: Mesh, axis: str) -> str:
     """Return one sentence on an axis's groups: how many, the first, and whether they leave a node."""
     size, first = mesh.size(axis), mesh.group(0, axis)
     listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
-    where = (
-        f"leave a node (the first touches {len(mesh.nodes_of(first))})"
-        if mesh.crosses(axis)
-        else "stay in a node"
-    )
+    where = f"leave a node (the first touches {len(mesh.nodes_of(first))})" if mesh.crosses(axis) else "stay in a node"
     return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"

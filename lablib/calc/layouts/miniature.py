@@ -92,9 +92,7 @@ class Miniature:
         must_divide("pp", self.pp, "num_layers", config.num_layers)
         must_divide("dp x micro_batches", self.dp * self.micro_batches, "batch", self.batch)
         if self.pp == 1 and self.micro_batches > 1:
-            raise ValueError(
-                f"micro_batches={self.micro_batches} needs pp of at least 2; without stages use 1"
-            )
+            raise ValueError(f"micro_batches={self.micro_batches} needs pp of at least 2; without stages use 1")
         if config.tied and self.pp * self.tp > 1:
             raise ValueError(
                 f"{config.name} is tied, and here pp={self.pp} and tp={self.tp} need a head of its own: tied=False"
@@ -164,8 +162,6 @@ def predicted_traffic(job: Miniature, rank: int, version: str = "toys") -> dict[
     """Return what a rank sends along every axis of more than one rank, in one optimizer step.
 
     Args:
-        job: The miniature.
-        rank: Which rank.
         version: "toys" or "torch".
 
     Raises:
@@ -223,18 +219,11 @@ def _data(job: Miniature, stage: int, version: str) -> AxisTraffic:
     sizes = [unit.params for unit in units] if job.pp == 1 else [held]
     gathers = 2 if job.pp == 1 else 1
     sent = sum(ring_all_gather_bytes(-(-size // job.dp) * job.dp * value, job.dp) for size in sizes)
-    return AxisTraffic(
-        {"all_gather": gathers * len(sizes), "reduce_scatter": len(sizes)}, (gathers + 1) * sent
-    )
+    return AxisTraffic({"all_gather": gathers * len(sizes), "reduce_scatter": len(sizes)}, (gathers + 1) * sent)
 
 
 def local_units(job: Miniature, stage: int) -> list[Unit]:
-    """Return what one rank of a stage holds, as FSDP2's units: the root (ends of the model) first, then each block.
-
-    Args:
-        job: The miniature.
-        stage: Its number, from 0.
-    """
+    """Return what one rank of a stage holds, as FSDP2's units: the root (ends of the model) first, then each block."""
     ends: list[Tensor] = []
     if stage == 0:
         ends += embedding_tensors(job.config)

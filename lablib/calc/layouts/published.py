@@ -86,9 +86,7 @@ class Reading:
         """Axes of more than one rank: number of groups, ranks of each, and whether they leave a node."""
         sizes = {axis: self.mesh.size(axis) for axis in self.mesh.order}
         return {
-            axis: (self.mesh.ranks // size, size, self.mesh.crosses(axis))
-            for axis, size in sizes.items()
-            if size > 1
+            axis: (self.mesh.ranks // size, size, self.mesh.crosses(axis)) for axis, size in sizes.items() if size > 1
         }
 
     @property
@@ -143,9 +141,6 @@ def reading_names() -> list[str]:
 def read_layout(name: str) -> Reading:
     """Return a published layout as a worked example.
 
-    Args:
-        name: One of `reading_names()`.
-
     Raises:
         ValueError: If there is none of that name.
     """
@@ -174,11 +169,7 @@ def deepseek_rate() -> dict[str, float]:
     rate = flops / (reading.fact("GPU hours of pre-training") * 3600)
     from lablib.calc.hardware import accelerator
 
-    return {
-        "flops": flops,
-        "tflops": rate / 1e12,
-        "share": rate / accelerator("h800").peak("bf16"),
-    }
+    return {"flops": flops, "tflops": rate / 1e12, "share": rate / accelerator("h800").peak("bf16")}
 
 
 def _text(value: float | int | str) -> str:

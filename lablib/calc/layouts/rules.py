@@ -178,13 +178,6 @@ def axis_bytes(
 
     tp: 8bsh(t-1)/t a layer and micro-batch. pp: bsh/t each way and micro-batch, as each tp rank sends its part.
     dp: 2(d-1)/d of the gradients of the largest stage.
-
-    Args:
-        model: ModelConfig or preset.
-        layout: tp, pp, dp and micro_batch are used.
-        seq: Tokens of a sequence.
-        global_batch: Sequences of a step.
-        value: Bytes of an activation and of a gradient.
     """
     config = resolve_model(model)
     m = layout.num_microbatches(global_batch)
@@ -215,11 +208,7 @@ def order_rule(
     law: dp sends once a step and hides behind backward, pp sends little and is waited for. Compare their bytes.
 
     Args:
-        model: ModelConfig or preset.
-        machine: The cluster.
         layout: tp, pp, dp and micro_batch are used.
-        seq: Tokens of a sequence.
-        global_batch: Sequences of a step.
         orders: Axes joined by "-", fastest first.
 
     Raises:
@@ -317,9 +306,7 @@ def check_example(example: Example, *, gpu: str | Accelerator = "h100") -> tuple
     return False, f"{share}: does not fit on one {card.name}, with ZeRO neither"
 
 
-def pipeline_formula(
-    params: float, tp: int, gpu: str | Accelerator = "a100", *, bytes_per_param: int = 16
-) -> float:
+def pipeline_formula(params: float, tp: int, gpu: str | Accelerator = "a100", *, bytes_per_param: int = 16) -> float:
     """Return `bytes · ψ / (memory · tp)`, the stages that guides compute; they put in 2 bytes, the weights.
 
     70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the

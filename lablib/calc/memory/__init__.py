@@ -16,15 +16,7 @@ Read `states` for the formulas, then `activations.block`. Chapters 01 and 09.
 """
 
 from lablib.calc.memory.calculator import autocast_activations, training_memory
-from lablib.calc.memory.config import (
-    ATTENTION,
-    OFFLOADS,
-    RECOMPUTE,
-    SETTINGS,
-    RunConfig,
-    resolve_model,
-    run_config,
-)
+from lablib.calc.memory.config import ATTENTION, OFFLOADS, RECOMPUTE, SETTINGS, RunConfig, resolve_model, run_config
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.states import stage_memory, weights_are_sharded
 from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, When, find_term

@@ -76,8 +76,6 @@ def autocast_activations(config: ModelConfig, *, batch: int, seq: int) -> dict[s
 
     Args:
         config: A model that the toy transformer can be built from.
-        batch: Sequences in a micro-batch.
-        seq: Tokens in a sequence.
 
     Raises:
         ValueError: If the toy transformer cannot be built from it.

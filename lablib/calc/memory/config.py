@@ -1,7 +1,4 @@
-"""One training run as the memory calculator sees it: every setting, checked together before anything is computed.
-
-Chapter: book/01_why_distributed.md
-"""
+"""One training run as the memory calculator sees it: every setting, checked together before anything is computed."""
 
 from __future__ import annotations
 
@@ -46,8 +43,7 @@ class RunConfig:
 
     model: ModelConfig
     recipe: Recipe = field(
-        default="mixed-bf16",
-        metadata=_about("Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`."),
+        default="mixed-bf16", metadata=_about("Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`.")
     )
     optimizer: Optimizer = field(default="adamw", metadata=_about("adamw, adamw-8bit, sgd or sgd-momentum."))
     tuning: str = field(
@@ -64,9 +60,7 @@ class RunConfig:
             "Matrices of a block with an adapter: all (QLoRA's advice) or attention.", choices=LORA_TARGETS
         ),
     )
-    micro_batch: int = field(
-        default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1)
-    )
+    micro_batch: int = field(default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1))
     seq: int = field(
         default=None,
         metadata=_about("Tokens in a sequence, before cp divides it; default: the model's longest.", least=1),
@@ -75,8 +69,7 @@ class RunConfig:
     zero: int = field(
         default=0,
         metadata=_about(
-            "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.",
-            least=0,
+            "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.", least=0
         ),
     )
     tp: int = field(
@@ -86,33 +79,27 @@ class RunConfig:
             least=1,
         ),
     )
-    sequence_parallel: bool = field(
-        default=False, metadata=_about("Split norms and residuals over tp too.", flag=True)
-    )
+    sequence_parallel: bool = field(default=False, metadata=_about("Split norms and residuals over tp too.", flag=True))
     pp: int = field(default=1, metadata=_about("Pipeline stages.", least=1))
     schedule: str = field(default="1f1b", metadata=_about("1f1b, gpipe or interleaved.", choices=SCHEDULES))
     virtual_stages: int = field(
         default=1, metadata=_about("Chunks of layers in each stage, when interleaved.", least=1)
     )
     num_microbatches: int | None = field(
-        default=None,
-        metadata=_about("Micro-batches in a step; default: enough to fill the pipeline.", least=1),
+        default=None, metadata=_about("Micro-batches in a step; default: enough to fill the pipeline.", least=1)
     )
     layers_per_stage: tuple[int, ...] | None = field(
         default=None, metadata=_about("Layers of each stage, if uneven: 7,8,8,7.")
     )
     cp: int = field(
         default=1,
-        metadata=_about(
-            "Context-parallel ranks, which split every sequence and hold the same weights.", least=1
-        ),
+        metadata=_about("Context-parallel ranks, which split every sequence and hold the same weights.", least=1),
     )
     ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
     recompute: str = field(
         default="none",
         metadata=_about(
-            "none, selective (the attention core runs again) or full (all but each block's input).",
-            choices=RECOMPUTE,
+            "none, selective (the attention core runs again) or full (all but each block's input).", choices=RECOMPUTE
         ),
     )
     attention: str = field(
@@ -122,12 +109,10 @@ class RunConfig:
     kernels: Implementation = field(
         default="paper",
         metadata=_about(
-            "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes).",
+            "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes)."
         ),
     )
-    dropout: float | None = field(
-        default=None, metadata=_about("Dropout probability; default: as published.")
-    )
+    dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
     offload: str = field(
         default="none",
         metadata=_about(
@@ -137,16 +122,13 @@ class RunConfig:
         ),
     )
     gradient_as_bucket_view: bool = field(
-        default=False,
-        metadata=_about("DDP's option: gradients live in its buckets, with no second copy.", flag=True),
+        default=False, metadata=_about("DDP's option: gradients live in its buckets, with no second copy.", flag=True)
     )
     bucket_bytes: int = field(
         default=25 * MiB,
         metadata=_about("Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0),
     )
-    prefetch: int = field(
-        default=0, metadata=_about("Units that ZeRO-3 gathers ahead of the one in use.", least=0)
-    )
+    prefetch: int = field(default=0, metadata=_about("Units that ZeRO-3 gathers ahead of the one in use.", least=0))
     sharding: str = field(
         default="flat",
         metadata=_about(
@@ -238,19 +220,9 @@ class RunConfig:
             return
         how, m = f"kernels={self.kernels!r} with tp={self.tp}", self.model
         if m.tied or self.kernels.joins_qkv(m):
-            why = (
-                "its head and its embedding are one table"
-                if m.tied
-                else "its matrices are Conv1D, not Linear"
-            )
+            why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
             raise ValueError(f"{how} does not know {m.name}: {why}; use kernels='paper'")
-        for name, only in (
-            ("sequence_parallel", False),
-            ("cp", 1),
-            ("pp", 1),
-            ("tuning", "full"),
-            ("offload", "none"),
-        ):
+        for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
                 raise ValueError(
                     f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or kernels='paper'"
@@ -337,9 +309,7 @@ def takes_settings(function: Callable) -> Callable:
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     made = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type
-        )
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type)
         for name, setting in SETTINGS.items()
     ]
     first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
@@ -375,7 +345,5 @@ def resolve_model(model: ModelConfig | str | PathLike) -> ModelConfig:
     if isinstance(model, PathLike) or (isinstance(model, str) and ("/" in model or model.endswith(".json"))):
         return from_hf(model)
     if not isinstance(model, str):
-        raise ValueError(
-            f"model={model!r} must be a ModelConfig, the name of a preset, or the path of a config.json"
-        )
+        raise ValueError(f"model={model!r} must be a ModelConfig, the name of a preset, or the path of a config.json")
     return preset(model)

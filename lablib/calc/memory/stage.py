@@ -29,10 +29,6 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     """Return the shapes of a rank's tensors, one entry for each copy, before data parallelism shards them.
 
     Hugging Face's GPT-2 keeps q, k and v in one tensor, and its matrices with inputs first.
-
-    Args:
-        run: The run.
-        tensors: Some of its tensors.
     """
     shapes: list[Shape] = []
     together = run.kernels.joins_qkv(run.model)
@@ -57,12 +53,7 @@ def _conv1d(tensor: Tensor, outputs: int, inputs: int, hidden: int) -> list[Shap
 
 
 def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
-    """Return the shapes of the adapters of these tensors: A is (r, inputs), B is (outputs, r).
-
-    Args:
-        run: The run.
-        tensors: Some of its tensors.
-    """
+    """Return the shapes of the adapters of these tensors: A is (r, inputs), B is (outputs, r)."""
     if run.tuning == "full":
         return []
     shapes: list[Shape] = []
@@ -74,23 +65,13 @@ def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
 
 
 def unit_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> tuple[list[Shape], list[Shape]]:
-    """Return the shapes of trained and of frozen tensors.
-
-    Args:
-        run: The run.
-        tensors: The tensors of a unit.
-    """
+    """Return the shapes of trained and of frozen tensors."""
     whole = tensor_shapes(run, tensors)
     return (whole, []) if run.tuning == "full" else (adapter_shapes(run, tensors), whole)
 
 
 def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
-    """Return the parameters that rank 0 keeps: `Σ ceil(rows / ranks) · row`.
-
-    Args:
-        shapes: Shapes of whole tensors.
-        ranks: Ranks that share each of them.
-    """
+    """Return the parameters that rank 0 keeps: `Σ ceil(rows / ranks) · row`."""
     return padded(list(shapes), ranks) // ranks
 
 
@@ -99,10 +80,6 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
 
     Ours and GPT-2's blocks begin with a norm; in Hugging Face's Llama both norms come behind the MLP. A bias follows
     its matrix.
-
-    Args:
-        run: The run.
-        tensors: The tensors of a unit.
     """
     tensors = list(tensors)
     norms = unit_shapes(run, [t for t in tensors if "norm" in t.component])[0]
@@ -155,9 +132,7 @@ class Stage:
         """Its layers, chunk by chunk."""
         run = self.run
         return tuple(
-            layers_of_stage(
-                run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage, self.number
-            )
+            layers_of_stage(run.model.num_layers, run.pp, run.virtual_stages, run.layers_per_stage, self.number)
         )
 
     @cached_property
@@ -203,8 +178,7 @@ class Stage:
         """
         config = self.run.model
         found = {
-            kind: tuple(layer_tensors(config, layer))
-            for kind, layer in zip(self.blocks, self.layers, strict=True)
+            kind: tuple(layer_tensors(config, layer)) for kind, layer in zip(self.blocks, self.layers, strict=True)
         }
         if self.is_first:
             # Hugging Face's plan splits the head's vocabulary, and not the embedding's.

@@ -23,13 +23,7 @@ from collections.abc import Iterable
 from heapq import heapreplace
 from math import prod
 
-from lablib.calc.memory.activations import (
-    FP32,
-    INT64,
-    embedding_activations,
-    head_activations,
-    layer_activations,
-)
+from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.config import RunConfig
 from lablib.calc.memory.stage import Stage, shard_params, unit_shapes
 from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
@@ -39,10 +33,6 @@ from lablib.calc.parallel import shard_size, state_terms
 
 def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
     """Return the sizes that each rank gets, in the order in which it gets them.
-
-    Args:
-        sizes: Values of each parameter.
-        ranks: Ranks that share them.
 
     Raises:
         ValueError: If there is no rank.
@@ -121,24 +111,14 @@ def recomputed_layer(stage: Stage) -> dict[str, int]:
 
 
 def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
-    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it.
-
-    Args:
-        run: The run.
-        chunk: Numbers of layers.
-    """
+    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it."""
     dense = run.model.num_dense_layers if run.model.is_moe else run.model.num_layers  # the first ones
     parts = range(chunk.start, min(chunk.stop, dense)), range(max(chunk.start, dense), chunk.stop)
     return Counter({part.start: len(part) for part in parts if part})
 
 
 def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
-    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks.
-
-    Args:
-        run: The run.
-        first: Whether it is the first stage; the others get no tokens, and make rotary tables of their own.
-    """
+    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks."""
     embedding = embedding_activations(run.model, dropout=0.0, **_shape(run))
     if not first:
         tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
@@ -152,20 +132,9 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
-    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind.
-
-    Args:
-        run: The run.
-        layer: Number of the layer, from 0.
-        recompute: "none", "selective" or "full".
-    """
+    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind."""
     kinds = layer_activations(
-        run.model,
-        layer=layer,
-        attention=run.attention,
-        recompute=recompute,
-        dropout=run.dropout,
-        **_shape(run),
+        run.model, layer=layer, attention=run.attention, recompute=recompute, dropout=run.dropout, **_shape(run)
     )
     if run.tuning != "full" and recompute != "full":
         kinds = kinds | {"adapters": _adapter_values(run, layer) * run.recipe.activation}
@@ -190,9 +159,7 @@ def _adapter_values(run: RunConfig, layer: int) -> int:
     visits = 0
     for tensor in layer_tensors(run.model, layer):
         if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            visits += tensor.copies * (
-                run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
-            )
+            visits += tensor.copies * (run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1)
     return round(tokens * visits) * run.lora_rank
 
 

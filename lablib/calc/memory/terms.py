@@ -87,14 +87,7 @@ def _made_now(when: When) -> str:
 
 _TERMS = (
     # States.
-    Term(
-        "weights",
-        "weights",
-        "bytes of a weight × ψ (/ N where weights are sharded)",
-        ZERO,
-        "weights",
-        "exact",
-    ),
+    Term("weights", "weights", "bytes of a weight × ψ (/ N where weights are sharded)", ZERO, "weights", "exact"),
     Term("quantized_weights", "weights", "ψ / 2", DETTMERS, proof="exact"),
     Term("quantization_constants", "weights", "ψ / 64 + 4 ψ / (64 × 256)", DETTMERS, proof="exact"),
     Term(
@@ -105,16 +98,8 @@ _TERMS = (
         "gradients",
         "exact",
     ),
-    Term(
-        "gradient_accumulation", "gradients", "4 ψ", "The Ultra-Scale Playbook (Hugging Face)", proof="exact"
-    ),
-    Term(
-        "gradient_copy",
-        "optimizer",
-        "4 ψ / N",
-        "Megatron-LM documentation, distributed optimizer",
-        proof="exact",
-    ),
+    Term("gradient_accumulation", "gradients", "4 ψ", "The Ultra-Scale Playbook (Hugging Face)", proof="exact"),
+    Term("gradient_copy", "optimizer", "4 ψ / N", "Megatron-LM documentation, distributed optimizer", proof="exact"),
     # The master copy is a module of parameters like any other.
     Term("master_weights", "optimizer", "4 ψ (/ N where the optimizer is sharded)", ZERO, "weights", "exact"),
     *(
@@ -129,13 +114,7 @@ _TERMS = (
         for moment in ("momentum", "variance")
     ),
     # What forward keeps. The batch was there before forward began.
-    Term(
-        "activations",
-        "activations",
-        "what operators of a block keep for backward",
-        KORTHIKANTI,
-        "activations",
-    ),
+    Term("activations", "activations", "what operators of a block keep for backward", KORTHIKANTI, "activations"),
     Term("activations.tokens", "activations", "token ids", AUTOGRAD, "inputs"),
     Term(
         "weight_casts",
@@ -146,20 +125,8 @@ _TERMS = (
     ),
     Term("logits", "activations", "bytes of a value × n V", LOSS, "activations"),
     Term("logits_fp32", "activations", "4 n V: cross-entropy reads fp32", LOSS, "activations"),
-    Term(
-        "attention_mask",
-        "activations",
-        "bytes of a value × b s²",
-        "transformers, masking_utils",
-        "activations",
-    ),
-    Term(
-        "stage_outputs",
-        "activations",
-        "bytes of a value × n h × micro-batches in flight",
-        PIPELINING,
-        "activations",
-    ),
+    Term("attention_mask", "activations", "bytes of a value × b s²", "transformers, masking_utils", "activations"),
+    Term("stage_outputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING, "activations"),
     Term("stage_inputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING),
     # Made in forward, kept or not.
     Term(
@@ -309,9 +276,7 @@ _TERMS = (
         "PyTorch, DistributedDataParallel",
         "gradient buckets",
     ),
-    Term(
-        "communication_buckets", "buffers", "two buckets of ZeRO, or the largest unit", ZERO, proof="unproven"
-    ),
+    Term("communication_buckets", "buffers", "two buckets of ZeRO, or the largest unit", ZERO, proof="unproven"),
     Term(
         "dequantized_weights",
         "buffers",
@@ -319,9 +284,7 @@ _TERMS = (
         "arXiv 2305.14314, section 3",
         proof="unproven",
     ),
-    Term(
-        "recomputed_layer", "buffers", "what the largest layer computes again", KORTHIKANTI, proof="unproven"
-    ),
+    Term("recomputed_layer", "buffers", "what the largest layer computes again", KORTHIKANTI, proof="unproven"),
     # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
     Term(
         "master_gradients",

@@ -16,18 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FAMILIES = (
-    "gpt2",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "mixtral",
-    "qwen3-moe",
-    "deepseek-v3",
-)
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "deepseek-v3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +120,7 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             *others, last = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             use = f"{', '.join(others)} or {last}" if others else last
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; use {use}"
-            )
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; use {use}")
         parts = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         if self.kv_lora_rank:
             self._check_latent(parts)
@@ -157,9 +144,7 @@ class ModelConfig:
                 f"qk_rope_head_dim={rope}, v_head_dim={value}"
             )
         if self.head_dim not in (0, nope + rope):
-            raise ValueError(
-                f"head_dim={self.head_dim} contradicts qk_nope_head_dim={nope} + qk_rope_head_dim={rope}"
-            )
+            raise ValueError(f"head_dim={self.head_dim} contradicts qk_nope_head_dim={nope} + qk_rope_head_dim={rope}")
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
                 f"latent attention gives every query head its own key: num_kv_heads={self.num_kv_heads} "
@@ -180,9 +165,7 @@ class ModelConfig:
         if self.expert_ffn == 0:
             raise ValueError(f"expert_ffn=0 with num_experts={self.num_experts}: give the width of an expert")
         if self.num_dense_layers > self.num_layers:
-            raise ValueError(
-                f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}"
-            )
+            raise ValueError(f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}")
 
     @property
     def is_moe(self) -> bool:

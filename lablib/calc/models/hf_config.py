@@ -33,13 +33,7 @@ LARGEST, MOST_LAYERS = 2**40, 100_000
 
 
 class Fields:
-    """The fields of one configuration.
-
-    Args:
-        fields: Values by name.
-        where: What messages begin with.
-        defaults: What a missing or null field means, for configurations that leave out what is the class's default.
-    """
+    """The fields of one configuration."""
 
     def __init__(self, fields: dict, where: str, defaults: dict[str, object] | None = None) -> None:
         self.fields, self.where, self.defaults = fields, where, defaults or {}
@@ -96,11 +90,6 @@ class Fields:
 
     def only(self, name: str, *allowed: object, why: str) -> None:
         """Refuse a field that changes the model in a way that is not counted.
-
-        Args:
-            name: The field.
-            *allowed: Values that change nothing; the first one is the default.
-            why: The reason, for the message.
 
         Raises:
             ValueError: If it has another value.
@@ -198,9 +187,7 @@ def _decoder(
     }
     f.divides("num_key_value_heads", fields["num_kv_heads"], "num_attention_heads", heads)
     if not fields["head_dim"] and hidden % heads:
-        raise f.error(
-            "head_dim", f"is missing, and num_attention_heads={heads} does not divide hidden_size={hidden}"
-        )
+        raise f.error("head_dim", f"is missing, and num_attention_heads={heads} does not divide hidden_size={hidden}")
     return fields
 
 
@@ -210,9 +197,7 @@ def _attention_bias(f: Fields) -> dict:
 
 
 def _llama(f: Fields) -> dict:
-    return (
-        _decoder(f, positions=2048, kv_heads=0) | _attention_bias(f) | {"mlp_bias": f.flag("mlp_bias", False)}
-    )
+    return _decoder(f, positions=2048, kv_heads=0) | _attention_bias(f) | {"mlp_bias": f.flag("mlp_bias", False)}
 
 
 def _mistral(f: Fields) -> dict:
@@ -228,11 +213,7 @@ def _qwen3(f: Fields) -> dict:
 
 
 def _gemma2(f: Fields, positions: int = 8192) -> dict:
-    return (
-        _decoder(f, positions=positions, head_dim=REQUIRED, tied=True)
-        | _attention_bias(f)
-        | {"norms_per_layer": 4}
-    )
+    return _decoder(f, positions=positions, head_dim=REQUIRED, tied=True) | _attention_bias(f) | {"norms_per_layer": 4}
 
 
 def _gemma3(f: Fields) -> dict:
@@ -254,15 +235,11 @@ def _mixtral(f: Fields) -> dict:
 
 
 def _qwen3_moe(f: Fields) -> dict:
-    f.only(
-        "decoder_sparse_step", 1, why="only models with experts in every layer after the dense ones are known"
-    )
+    f.only("decoder_sparse_step", 1, why="only models with experts in every layer after the dense ones are known")
     dense = f.fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or dense != list(range(len(dense))):
-        raise f.error(
-            "mlp_only_layers", f"is {shown(dense)} and must be a list: only the first layers may be dense"
-        )
+        raise f.error("mlp_only_layers", f"is {shown(dense)} and must be a list: only the first layers may be dense")
     f.at_most("mlp_only_layers", len(dense), "num_hidden_layers", f.whole("num_hidden_layers"))
     return (
         _decoder(f, positions=32768)
@@ -277,12 +254,7 @@ def _qwen3_moe(f: Fields) -> dict:
 
 
 def _deepseek_v3(f: Fields) -> dict:
-    f.only(
-        "moe_layer_freq",
-        1,
-        None,
-        why="only models with experts in every layer after the dense ones are known",
-    )
+    f.only("moe_layer_freq", 1, None, why="only models with experts in every layer after the dense ones are known")
     f.needed("q_lora_rank", null=True)  # null: queries without a latent
     f.needed("num_key_value_heads", null=True)  # null: as many as query heads
     nope = f.whole("qk_nope_head_dim", least=0)
@@ -377,15 +349,11 @@ def _model_type(fields: dict) -> str:
         raise ValueError(f"architectures is {shown(architectures)} and must be a list of names of classes")
     for one in architectures:
         if one.endswith(_OTHER_HEADS):
-            raise ValueError(
-                f"architectures is {shown(architectures)}: only the head of a language model is counted"
-            )
+            raise ValueError(f"architectures is {shown(architectures)}: only the head of a language model is counted")
     model_type = fields.get("model_type")
     if model_type is None:
         if not architectures:
-            raise ValueError(
-                "model_type is missing, and architectures too: this is not a model's config.json"
-            )
+            raise ValueError("model_type is missing, and architectures too: this is not a model's config.json")
         model_type = _TYPE_OF.get(architectures[0], architectures[0])
     if isinstance(model_type, str) and (model_type in _BY_TYPE or model_type == "gemma3"):
         return model_type
@@ -404,9 +372,7 @@ def _text_part(fields: dict) -> dict:
         problem = "is missing" if text is None else f"is {shown(text)}"
         raise ValueError(f"{where}: text_config {problem} and must be an object with the decoder's fields")
     if text.get("model_type", "gemma3_text") != "gemma3_text":
-        raise ValueError(
-            f"{where}, text_config: model_type is {shown(text['model_type'])}, not 'gemma3_text'"
-        )
+        raise ValueError(f"{where}, text_config: model_type is {shown(text['model_type'])}, not 'gemma3_text'")
     tie = "tie_word_embeddings"
     if tie in fields and text.get(tie, fields[tie]) != fields[tie]:
         raise ValueError(f"{where}: {tie} is {shown(fields[tie])}, and {shown(text[tie])} in text_config")

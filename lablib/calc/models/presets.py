@@ -110,9 +110,7 @@ PRESETS: dict[str, dict] = {
     "qwen2.5-0.5b": _rotary("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, tied=True, qkv_bias=True),
     "qwen2.5-7b": _rotary("qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, qkv_bias=True),
     "qwen2.5-72b": _rotary("qwen2", 80, 8192, 64, 8, 29568, 152064, 131072, qkv_bias=True),
-    "qwen3-0.6b": _rotary(
-        "qwen3", 28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True, qk_norm=True
-    ),
+    "qwen3-0.6b": _rotary("qwen3", 28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True, qk_norm=True),
     "qwen3-8b": _rotary("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True),
     "gemma-2-2b": _gemma("gemma2", 26, 2304, 8, 4, 9216, 256000, 8192, 256),
     "gemma-2-9b": _gemma("gemma2", 42, 3584, 16, 8, 14336, 256000, 8192, 256),

@@ -12,8 +12,6 @@
 Expert parallelism gives each rank `num_experts / ep` routed experts.
 
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 2021 (arXiv 2104.04473), section 2.3.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -54,29 +52,16 @@ class Tensor:
         return self.component in ADAPTED and self.inputs > 1
 
     def shape(self, tp: int = 1) -> tuple[int, int]:
-        """Return (outputs, inputs) on one tensor-parallel rank.
-
-        Args:
-            tp: Tensor-parallel ranks.
-        """
+        """Return (outputs, inputs) on one tensor-parallel rank."""
         outputs = -(-self.outputs // tp) if self.split == "outputs" else self.outputs
         return outputs, self.inputs // tp if self.split == "inputs" else self.inputs
 
     def local_copies(self, ep: int = 1) -> int:
-        """Return how many of the equal tensors one expert-parallel rank holds.
-
-        Args:
-            ep: Expert-parallel ranks.
-        """
+        """Return how many of the equal tensors one expert-parallel rank holds."""
         return self.copies // ep if self.is_expert else self.copies
 
     def local_params(self, tp: int = 1, ep: int = 1) -> int:
-        """Return the parameters that one rank holds.
-
-        Args:
-            tp: Tensor-parallel ranks.
-            ep: Expert-parallel ranks.
-        """
+        """Return the parameters that one rank holds."""
         outputs, inputs = self.shape(tp)
         return outputs * inputs * self.local_copies(ep)
 
@@ -88,8 +73,6 @@ class Tensor:
 
         Args:
             rank: `r`.
-            tp: Tensor-parallel ranks.
-            ep: Expert-parallel ranks.
         """
         return rank * sum(self.shape(tp)) * self.local_copies(ep)
 
@@ -114,7 +97,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> list[Tensor]:
     """Return the tensors of one block.
 
     Args:
-        config: The model.
         layer: Number of the block, from 0.
 
     Raises:
@@ -144,10 +126,7 @@ def _attention(config: ModelConfig) -> list[Tensor]:
         Tensor("attention", h, q, "inputs"),
     ]
     if config.qkv_bias:
-        tensors += [
-            Tensor("attention", q, split="outputs"),
-            Tensor("attention", kv, split="outputs", copies=2),
-        ]
+        tensors += [Tensor("attention", q, split="outputs"), Tensor("attention", kv, split="outputs", copies=2)]
     if config.attn_out_bias:
         tensors.append(Tensor("attention", h))
     if config.qk_norm:

@@ -4,8 +4,6 @@ Backward makes gradients in reverse registration order. A bucket's all-reduce ma
 gradient is there and when the link has sent the bucket before it:
 
     start_k = max(ready_k, end_{k-1}),   end_k = start_k + T_allreduce(bucket k),   exposed = end_last - backward
-
-Chapter: book/02_data_parallelism.md. Paper: Li et al. 2020, PyTorch Distributed (2006.15704), section 3.2.
 """
 
 from __future__ import annotations
@@ -80,9 +78,7 @@ def backward_transfers(
         sizes: Bytes of each gradient, in registration order.
         buckets: Indices into `sizes`, in the order of sending, as `bucket_sizes` returns them.
         backward: Seconds of the whole backward pass.
-        ranks: Number of ranks.
         bandwidth: Bytes per second, per direction.
-        latency: Seconds per message.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
 
     Raises:
@@ -168,7 +164,6 @@ def ddp_step_time(
         buckets: How many of equal size, or the bytes of each in the order of sending.
         overlap: False sends nothing before the end of backward.
         micro_batches: Accumulated in each step; all but the last inside `no_sync`.
-        optimizer: Seconds of the optimizer step.
 
     Raises:
         ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.

@@ -67,20 +67,14 @@ def deepspeed_settings(
     """Return the entries of a DeepSpeed configuration in the order of the file.
 
     Args:
-        model: The model.
         ranks: Data-parallel ranks, all ranks of the job.
         stage: ZeRO stage, 0 to 3.
         micro_batch: Sequences in one forward pass of one rank.
-        accumulation: Micro-batches in a step.
         precision: "bf16", "fp16" or "fp32".
         offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
         device: Where to: "cpu" or "nvme".
-        nvme_path: Folder on the NVMe drive.
-        lr: Highest learning rate.
-        weight_decay: AdamW's.
         clip: Largest global gradient norm; 0 for no clipping.
         warmup: Steps until the highest learning rate.
-        steps: Optimizer steps of the run.
 
     Raises:
         ValueError: If a number is out of range, a choice unknown, or the stage cannot offload what is asked.
@@ -95,9 +89,7 @@ def deepspeed_settings(
     one_of("device", device, DEVICES)
     one_of("precision", precision, PRECISIONS)
     if offload == "parameters" and stage != 3:
-        raise ValueError(
-            f"offload='parameters' needs stage=3, not stage={stage}: below it every rank uses all weights"
-        )
+        raise ValueError(f"offload='parameters' needs stage=3, not stage={stage}: below it every rank uses all weights")
     if offload == "optimizer" and stage == 0:
         raise ValueError("offload='optimizer' needs stage=1, 2 or 3, not stage=0")
     if offload != "none" and device == "nvme" and stage != 3:
@@ -143,9 +135,7 @@ def _precision(precision: str) -> list[Setting]:
     found = [Setting(f"{precision}.enabled", True, why[precision])]
     if precision == "fp16":
         found.append(
-            Setting(
-                "fp16.loss_scale", 0, "0 lets the loss scale grow and shrink by itself; a number fixes it."
-            )
+            Setting("fp16.loss_scale", 0, "0 lets the loss scale grow and shrink by itself; a number fixes it.")
         )
     return found
 
@@ -214,23 +204,14 @@ def _offload(offload: str, device: str, nvme_path: str) -> list[Setting]:
     if offload == "none":
         return []
     found, parts = [], ["offload_optimizer"] + ["offload_param"] * (offload == "parameters")
-    held = {
-        "offload_optimizer": "master weights and moments; AdamW runs on the CPU",
-        "offload_param": "weights",
-    }
+    held = {"offload_optimizer": "master weights and moments; AdamW runs on the CPU", "offload_param": "weights"}
     for part in parts:
         path = f"zero_optimization.{part}."
         found.append(Setting(path + "device", device, f"Where these live: {held[part]}."))
         if device == "nvme":
-            found.append(
-                Setting(path + "nvme_path", nvme_path, "A folder on a drive of this node, not on a network.")
-            )
+            found.append(Setting(path + "nvme_path", nvme_path, "A folder on a drive of this node, not on a network."))
         found.append(
-            Setting(
-                path + "pin_memory",
-                True,
-                "Page-locked host memory: full speed of the host link, and no swapping.",
-            )
+            Setting(path + "pin_memory", True, "Page-locked host memory: full speed of the host link, and no swapping.")
         )
     return found
 
@@ -255,7 +236,6 @@ def persistent_params(model: ModelConfig, threshold: int) -> int:
     """Return how many parameters stage 3 keeps gathered: those of tensors with fewer elements than the threshold.
 
     Args:
-        model: The model.
         threshold: `stage3_param_persistence_threshold`, in elements.
     """
     layers = [tensor for layer in range(model.num_layers) for tensor in layer_tensors(model, layer)]
@@ -291,12 +271,8 @@ def zero2_estimate(
     the documentation still prints the older 4P + 16P/N.
 
     Args:
-        params: Parameters, P.
-        gpus_per_node: Devices of a node.
-        nodes: Nodes.
         offload: Whether the optimizer is on the CPU.
         variant: "code" or "doc".
-        buffer: Safety factor on CPU memory.
 
     Raises:
         ValueError: If the variant is unknown or a count is below 1.
@@ -324,14 +300,10 @@ def zero3_estimate(
     """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus the shards.
 
     Args:
-        params: Parameters, P.
         largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
-        gpus_per_node: Devices of a node.
-        nodes: Nodes.
         offload: "none", "optimizer" or "parameters".
         zero_init: Whether the model is sharded while it is built (`deepspeed.zero.Init`); otherwise every rank first
             builds it whole in fp32, in CPU memory.
-        buffer: Safety factor on CPU memory.
 
     Raises:
         ValueError: If the offload is unknown or a count is below 1.

@@ -28,13 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes, ring_reduce_scatter_bytes
-from lablib.calc.parallel.fsdp_units import (
-    Unit,
-    as_units,
-    check_numbers,
-    check_reshard,
-    padded,
-)
+from lablib.calc.parallel.fsdp_units import Unit, as_units, check_numbers, check_reshard, padded
 
 
 @dataclass(frozen=True)
@@ -108,21 +102,17 @@ def fsdp_traffic(
 
     Args:
         units: The root first. A number stands for a unit of so many parameters in one dim.
-        shards: Ranks that share a parameter.
         replicas: Copies of the sharded model (HSDP); gradient shards are all-reduced between them.
         reshard: `reshard_after_forward`: True frees a unit after its forward (ZeRO-3), False keeps it until its
             backward is done (ZeRO-2), a number keeps 1/number of it on each rank.
         root_reshard: The same for the root. `fully_shard` keeps the root by default.
         param_bytes: Bytes of a gathered value: 4, or 2 with param_dtype=torch.bfloat16.
-        reduce_bytes: Bytes of a reduced value.
         micro_batches: Forward and backward passes in the step.
         sync_every: Reduce after every backward; False: after the last one only, as inside `no_sync`.
         keep_gathered: Keep the parameters gathered after every backward but the last.
 
     Raises:
         ValueError: If a number is out of range, or `reshard` as a number does not divide `shards`.
-
-    Chapter: book/06_fsdp.md.
     """
     listed = as_units(units)
     check_numbers(
@@ -252,7 +242,6 @@ def fsdp_step(
     Args:
         units: The root first, then the others as they run.
         reshard: Free a unit after its forward and gather it again in backward.
-        root_reshard: The same for the root.
         prefetch: Gather the next unit while the present one runs.
 
     Raises:

@@ -48,36 +48,23 @@ def padded(shapes: Sequence[Shape], ranks: int) -> int:
     """Return the numbers in a message about these tensors: each has its rows rounded up to a multiple of `ranks`.
 
     Args:
-        shapes: Shapes of whole tensors.
         ranks: Ranks that share each of them.
     """
     return ranks * sum(-(-rows // ranks) * prod(row) for rows, *row in shapes)
 
 
 def check_reshard(reshard: bool | int, shards: int, name: str = "reshard") -> None:
-    """Raise a ValueError unless `reshard` is True, False or a divisor of `shards` other than 1 and itself.
-
-    Args:
-        reshard: What to check.
-        shards: Ranks that share a parameter.
-        name: The argument, for the message.
-    """
+    """Raise a ValueError unless `reshard` is True, False or a divisor of `shards` other than 1 and itself."""
     if isinstance(reshard, bool):
         return
     divisors = [d for d in range(2, shards) if shards % d == 0]
     if reshard not in divisors:
         use = f"True, False or {' or '.join(map(str, divisors))}" if divisors else "True or False"
-        raise ValueError(
-            f"{name}={reshard} must divide shards={shards} and be neither 1 nor {shards}; use {use}"
-        )
+        raise ValueError(f"{name}={reshard} must divide shards={shards} and be neither 1 nor {shards}; use {use}")
 
 
 def check_numbers(**numbers: int) -> None:
-    """Raise a ValueError for a number below 1.
-
-    Args:
-        **numbers: By name.
-    """
+    """Raise a ValueError for a number below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
@@ -85,9 +72,6 @@ def check_numbers(**numbers: int) -> None:
 
 def as_units(units: Sequence[Unit | int]) -> list[Unit]:
     """Return units; a number becomes a unit of so many parameters in one dim.
-
-    Args:
-        units: The root first.
 
     Raises:
         ValueError: If there is none, a size is negative, or a parameter has no dim.
@@ -145,18 +129,13 @@ def gathered_timeline(
 
     Args:
         units: The root first, then in the order in which they run; a number stands for so many parameters.
-        shards: Ranks that share a parameter.
         reshard: `reshard_after_forward` of the units, see `lablib.calc.parallel.fsdp_traffic`.
-        root_reshard: The same of the root.
         prefetch: Units gathered ahead explicitly, in forward and backward; None for FSDP2's own way, which is
             none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
-        param_bytes: Bytes of a gathered value.
         torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
 
     Raises:
         ValueError: If a number is out of range, or the version is not known.
-
-    Chapter: book/06_fsdp.md.
     """
     facts = torch_facts(torch)
     listed = as_units(units)
@@ -187,18 +166,10 @@ def peak_unsharded_bytes(
 
     Args:
         units: As in `gathered_timeline`, and so are the others.
-        shards: Ranks that share a parameter.
-        reshard: Of the units.
-        root_reshard: Of the root.
-        prefetch: Units gathered ahead.
-        param_bytes: Bytes of a gathered value.
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
-        torch: Version of PyTorch.
 
     Raises:
         ValueError: If a number is out of range, or the version is not known.
-
-    Chapter: book/06_fsdp.md.
     """
     moments = gathered_timeline(
         units,

@@ -21,8 +21,6 @@ for s tokens in each of b sequences, both of one rank, and hidden size h.
 
 Sources: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840); Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857),
 the part on bandwidth requirements.
-
-Chapter: book/05_zero.md
 """
 
 from __future__ import annotations
@@ -89,13 +87,10 @@ def offload_step(
     each send their gradients, which add up on the CPU. The update starts when the last gradient is there.
 
     Args:
-        params: Parameters of the model, ψ.
         tokens: Tokens of one rank in one micro-batch.
-        flops: FLOP/s that a device reaches.
         host_bandwidth: Bytes per second between a device and the CPU, per direction.
         cpu_bandwidth: Bytes per second of CPU memory that one rank gets.
         ranks: Ranks that share the states, N.
-        micro_batches: Accumulated in a step.
         delayed: Update with the gradients of the step before, while this one runs (the paper's one-step delay).
 
     Raises:
@@ -121,9 +116,7 @@ def offload_step(
     return OffloadStep(compute, down, exposed, update, up, step)
 
 
-def arithmetic_intensity(
-    kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1, every: int = 1
-) -> float:
+def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1, every: int = 1) -> float:
     """Return FLOPs per byte moved, with full recomputation, as ZeRO-Infinity counts them.
 
     Weights: 8 FLOPs per token and parameter over 8 bytes. Optimizer: the same over 32. Checkpoints: a block of 12 h²
@@ -131,10 +124,6 @@ def arithmetic_intensity(
 
     Args:
         kind: "weights" (and gradients), "optimizer" or "checkpoints".
-        batch: Sequences of one rank.
-        seq: Tokens in each.
-        hidden: Hidden size; for checkpoints.
-        every: Blocks between two checkpoints.
 
     Raises:
         ValueError: If the kind is unknown or a number is not positive.
@@ -152,7 +141,6 @@ def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> floa
     """Return compute time over compute plus transfer time, ait W / (ait W + P), as in ZeRO-Infinity.
 
     Args:
-        intensity: FLOPs per byte.
         bandwidth: Bytes per second that one device gets.
         flops: FLOP/s that it reaches when nothing is in the way.
 
@@ -167,8 +155,6 @@ def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
     """Return the bytes per second at which `efficiency` is `target`: P / ait · e / (1 - e).
 
     Args:
-        intensity: FLOPs per byte.
-        flops: FLOP/s of the device.
         target: Efficiency, between 0 and 1.
 
     Raises:
@@ -184,8 +170,6 @@ def swap_seconds(params: int, *, ranks: int, bandwidth: float, bytes_per_param: 
     """Return the seconds to read and write a rank's optimizer state once: a step's NVMe traffic.
 
     Args:
-        params: Parameters of the model.
-        ranks: Ranks that share the states.
         bandwidth: Bytes per second of NVMe that one rank gets; reading and writing alike.
         bytes_per_param: State per parameter, 12 for master weights and AdamW's moments.
 

@@ -16,8 +16,6 @@ with scores = 5as²b/t. "keep" keeps the gathered input of the first matrices, "
 
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 2021 (arXiv 2104.04473), section 3.2;
 Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.
-
-Chapter: book/03_tensor_parallelism.md
 """
 
 from __future__ import annotations
@@ -61,9 +59,7 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
     Up to `num_kv_heads` ranks the keys are split; beyond, each key head is on `tp / num_kv_heads` ranks.
 
     Args:
-        num_heads: Query heads, a.
         num_kv_heads: Key and value heads, which divide a.
-        tp: Ranks, t.
 
     Raises:
         ValueError: If a query group would be torn apart, or a rank would get more heads than another.
@@ -114,9 +110,7 @@ def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
     require_dense(config)
     most = config.num_heads if replicate_kv else config.num_kv_heads
     return [
-        tp
-        for tp in range(1, most + 1)
-        if _fits(config.num_heads, config.num_kv_heads, tp) and config.ffn % tp == 0
+        tp for tp in range(1, most + 1) if _fits(config.num_heads, config.num_kv_heads, tp) and config.ffn % tp == 0
     ]
 
 
@@ -124,7 +118,6 @@ def rank_params(config: ModelConfig, tp: int) -> int:
     """Return the parameters that one rank holds of the whole model: 1/t of matrices, all of norms and row biases.
 
     Args:
-        config: A dense model.
         tp: A degree of `tp_degrees`; the vocabulary is rounded up to a multiple of it.
 
     Raises:
@@ -153,18 +146,12 @@ def layer_collectives(sequence_parallel: bool | str = False) -> dict[str, dict[s
     }
 
 
-def layer_elements(
-    *, batch: int, seq: int, hidden: int, tp: int, sequence_parallel: bool | str = False
-) -> float:
+def layer_elements(*, batch: int, seq: int, hidden: int, tp: int, sequence_parallel: bool | str = False) -> float:
     """Return the numbers that one rank sends for one layer and micro-batch: 8bsh(t-1)/t, or 10bsh(t-1)/t.
 
     Narayanan et al. 2021, section 3.2, count the 8; an all-reduce is two of the ten gathers and scatters.
 
     Args:
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        hidden: Width of the stream, h.
-        tp: Ranks, t.
         sequence_parallel: False, "keep" or "shard".
     """
     return _passes(sequence_parallel) * ring_all_gather_bytes(batch * seq * hidden, tp)
@@ -173,9 +160,7 @@ def layer_elements(
 def _passes(sequence_parallel: bool | str) -> int:
     """Times that the stream goes round the ring once: an all-reduce twice, a gather or scatter once."""
     counts = layer_collectives(sequence_parallel)
-    return sum(
-        calls * (2 if op == "all_reduce" else 1) for part in counts.values() for op, calls in part.items()
-    )
+    return sum(calls * (2 if op == "all_reduce" else 1) for part in counts.values() for op, calls in part.items())
 
 
 @dataclass(frozen=True)
@@ -213,14 +198,8 @@ def layer_times(
     For a GPT layer without the score term: communication over compute is `cF(t-1)/(9hW)`, whatever b and s are.
 
     Args:
-        config: A dense model.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        tp: Ranks, t.
         flops: F, FLOP/s that one rank reaches.
         bandwidth: W, bytes per second that one rank sends, per direction.
-        latency: Seconds of a message.
-        bytes_per_value: c.
         sequence_parallel: False, "keep" or "shard".
 
     Raises:

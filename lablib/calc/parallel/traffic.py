@@ -6,8 +6,6 @@ pipeline parallelism activations between stages, context parallelism keys and va
 expert parallelism the tokens themselves. Context and expert ranks also sum gradients of what they hold alike.
 
 All counts are bytes sent by one rank in one optimizer step, with bandwidth-optimal (ring) collectives.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -39,12 +37,6 @@ def data_traffic(config: ModelConfig, ranks: int, *, stage: int = 0, bytes_per_v
 
     Stages 0 to 2: `2 ψ (n-1)/n` values. Stage 3 (FSDP full shard): `3 ψ (n-1)/n`, with one micro-batch a step.
     ZeRO (arXiv 1910.02054), section 7.
-
-    Args:
-        config: The model.
-        ranks: Data-parallel ranks.
-        stage: ZeRO stage, 0 for replicas.
-        bytes_per_value: Bytes of one gradient or weight on the wire.
     """
     sent = data_parallel_bytes(count_params(config).total * bytes_per_value, ranks, stage=stage)
     if stage == 3:
@@ -61,13 +53,6 @@ def tensor_traffic(
     Four all-reduces a layer and micro-batch, two forward and two backward.
     With sequence parallelism each becomes a reduce-scatter and an all-gather of the same bytes.
     Narayanan et al. (arXiv 2104.04473), section 3.2.
-
-    Args:
-        config: The model.
-        ranks: Tensor-parallel ranks.
-        tokens: Tokens that this group of ranks processes in a step.
-        micro_batches: Into how many micro-batches they are cut.
-        bytes_per_value: Bytes of one activation on the wire.
     """
     hidden_states = tokens * config.hidden * bytes_per_value
     sent = 4 * config.num_layers * ring_all_reduce_bytes(hidden_states, ranks)
@@ -80,13 +65,6 @@ def pipeline_traffic(
     """Return what a middle pipeline stage sends: `2 b s h` values a micro-batch, `b s h` each way.
 
     Narayanan et al. (arXiv 2104.04473), section 3.2.
-
-    Args:
-        config: The model.
-        ranks: Pipeline stages; a single stage sends nothing.
-        tokens: Tokens that the pipeline processes in a step.
-        micro_batches: Into how many micro-batches they are cut.
-        bytes_per_value: Bytes of one activation on the wire.
     """
     cut = 0 if ranks == 1 else 2
     sent = float(cut * tokens * config.hidden * bytes_per_value)
@@ -102,13 +80,6 @@ def context_traffic(
     `4 b s k (c-1)/c` values a layer, where k is the width of all key heads.
     This is the all-gather variant (Llama 3, arXiv 2407.21783, section 3.3.2); a ring sends them again in backward.
     Every rank holds all weights, so gradients are summed as in data parallelism.
-
-    Args:
-        config: The model.
-        ranks: Context-parallel ranks.
-        tokens: Tokens of the whole sequences, before they are cut.
-        micro_batches: Into how many micro-batches they are cut.
-        bytes_per_value: Bytes of one value on the wire.
     """
     keys_and_values = 2 * tokens * config.kv_width * bytes_per_value
     # An all-gather forward and a reduce-scatter backward send as many bytes as each other.
@@ -126,13 +97,6 @@ def expert_traffic(
     Dispatch and combine, forward and backward: `4 T k h (e-1)/e` values an MoE layer,
     for T tokens on a rank, k experts a token, and tokens spread evenly over the ranks.
     What is not a routed expert is replicated, so its gradients are summed as in data parallelism.
-
-    Args:
-        config: A mixture-of-experts model.
-        ranks: Expert-parallel ranks; each has its own tokens.
-        tokens: Tokens of all ranks together.
-        micro_batches: Into how many micro-batches a rank cuts its tokens.
-        bytes_per_value: Bytes of one value on the wire.
 
     Raises:
         ValueError: If the model has no experts, or the ranks do not divide them.

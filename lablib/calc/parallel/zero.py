@@ -9,8 +9,6 @@ stage 2 holds 16 + 4 + 24, stage 3 holds 4 + 4 + 24.
 A shard is the ceiling of params / ranks: all parameters of a rank count as one flat array, padded at its end.
 
 Source: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5, figure 1, tables 1 and 2.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 
 
 def shard_size(params: int, ranks: int) -> int:
-    """Return the parameters of one rank's shard, `ceil(params / ranks)`.
-
-    Args:
-        params: Parameters to split.
-        ranks: Ranks that share them.
-    """
+    """Return the parameters of one rank's shard, `ceil(params / ranks)`."""
     return -(-params // ranks)
 
 
@@ -41,8 +34,6 @@ def state_terms(
         params: Trained parameters, `ψ`; with tensor or pipeline parallelism those of this rank.
         ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 weights too.
-        recipe_: Recipe, by name or itself.
-        optimizer: Optimizer, by name or itself.
 
     Raises:
         ValueError: If a size or the stage is out of range, or a name is unknown.
@@ -76,8 +67,6 @@ def zero_state_bytes(
         params: Parameters, `ψ`.
         ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
-        recipe: Recipe, by name or itself.
-        optimizer: Optimizer, by name or itself.
 
     Raises:
         ValueError: If a size or the stage is out of range, or a name is unknown.
@@ -98,11 +87,8 @@ def max_params(
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
 
     Args:
-        budget: Bytes of one device.
         ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
-        recipe: Recipe, by name or itself.
-        optimizer: Optimizer, by name or itself.
         model_parallel: Ranks that split the model evenly before ZeRO does.
 
     Raises:
@@ -110,9 +96,7 @@ def max_params(
     """
     _check(0, ranks, stage)
     if budget < 0 or model_parallel < 1:
-        raise ValueError(
-            f"budget={budget} must not be negative and model_parallel={model_parallel} must be at least 1"
-        )
+        raise ValueError(f"budget={budget} must not be negative and model_parallel={model_parallel} must be at least 1")
     # More parameters never need fewer bytes, so halve the interval. No parameter takes less than a byte per rank.
     fits, too_many = 0, int(budget) * ranks + 1
     while too_many - fits > 1:

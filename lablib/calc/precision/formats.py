@@ -159,9 +159,7 @@ class Format:
             code: The bits as an unsigned integer.
         """
         widths = (int(self.signed), self.exponent_bits, self.mantissa_bits)
-        return " ".join(
-            f"{value:0{width}b}" for value, width in zip(self.fields(code), widths, strict=True) if width
-        )
+        return " ".join(f"{value:0{width}b}" for value, width in zip(self.fields(code), widths, strict=True) if width)
 
     def decode(self, code: int) -> float:
         """Return the number that a code means: finite, infinite or NaN.
@@ -204,7 +202,6 @@ class Format:
         E8M0 has no mantissa, and of two equally near powers of two it takes the larger, as PyTorch does.
 
         Args:
-            x: Any number.
             overflow: What a number becomes that rounds to more than `max`: "special" for infinity, or NaN where
                 the format has none, or "saturate" for `max`. PyTorch's cast to float8_e5m2 gives infinity; its
                 cast to float8_e4m3fn saturates or gives NaN, depending on the version.
@@ -234,7 +231,6 @@ class Format:
         """Return the code of a number, rounded: the inverse of `decode`.
 
         Args:
-            x: Any number.
             overflow: As in `round`.
 
         Raises:
@@ -282,10 +278,6 @@ class Format:
 
         It does not if the update is less than half of the gap to its neighbour: between `2^-(M+2)` and `2^-(M+1)` of
         the weight, which for bf16 is between 1/512 and 1/256.
-
-        Args:
-            weight: Rounded to the format first.
-            update: In any precision.
         """
         held = self.round(weight)
         return self.round(held + update) != held
@@ -366,32 +358,20 @@ class Span:
 def format_spans(names: Iterable[str] = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3")) -> list[Span]:
     """Return the spans of formats, for one axis.
 
-    Args:
-        names: Of formats.
-
     Raises:
         ValueError: If a name is unknown.
     """
     found = [find_format(name) for name in names]
     return [
         Span(
-            fmt.name,
-            math.log2(fmt.min_subnormal),
-            math.log2(fmt.min_normal),
-            math.log2(fmt.max),
-            fmt.mantissa_bits + 1,
+            fmt.name, math.log2(fmt.min_subnormal), math.log2(fmt.min_normal), math.log2(fmt.max), fmt.mantissa_bits + 1
         )
         for fmt in found
     ]
 
 
 def significant_bits(fmt: Format, x: float) -> float:
-    """Return the bits that a format keeps of a number: M + 1 in its normal range, fewer below it, 0 outside.
-
-    Args:
-        fmt: The format.
-        x: A number.
-    """
+    """Return the bits that a format keeps of a number: M + 1 in its normal range, fewer below it, 0 outside."""
     if not fmt.min_subnormal <= abs(x) <= fmt.max:
         return 0.0
     return math.floor(math.log2(abs(x) / fmt.ulp(x))) + 1
@@ -460,9 +440,6 @@ class Support:
 def support(card: str) -> Support:
     """Return what a card has.
 
-    Args:
-        card: A name that `hardware.accelerator` knows.
-
     Raises:
         ValueError: If the card is unknown.
     """
@@ -491,7 +468,6 @@ def peak_ratio(card: str, fast: str, slow: str) -> float:
     Args:
         card: A name that `hardware.accelerator` knows.
         fast: A dtype of `Accelerator.flops`.
-        slow: Another.
 
     Raises:
         ValueError: If the card or its rate is not in the table.

@@ -2,8 +2,6 @@
 
 FP8 training casts the inputs of matmuls. Weights, gradients and moments stay in high precision, since updates would
 be lost in 8 bits: so model states do not shrink, and the step gets faster in its matmuls only.
-
-Chapter: book/08_mixed_precision.md
 """
 
 from __future__ import annotations
@@ -66,8 +64,6 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
     """Return how many scales a matrix has.
 
     Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
         scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
 
     Raises:
@@ -83,8 +79,6 @@ def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
     """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale.
 
     Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
         scaling: As in `scale_count`.
 
     Raises:
@@ -94,11 +88,7 @@ def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
 
 
 def linear_params(config: ModelConfig) -> int:
-    """Return the parameters that FP8 training gathers in FP8: the matrices of the layers, without norms and biases.
-
-    Args:
-        config: A dense model.
-    """
+    """Return the parameters that FP8 training gathers in FP8: the matrices of the layers, without norms and biases."""
     h, per_layer = config.hidden, layer_params(config, 0)
     attention = h * (2 * config.q_width + 2 * config.kv_width)
     mlp = h * config.ffn * (3 if config.gated_mlp else 2)
@@ -114,8 +104,6 @@ def gather_bytes(config: ModelConfig, ranks: int, *, float8: bool) -> float:
     all-reduce of a number per matrix, which is left out (torchao, enable_fsdp_float8_all_gather).
 
     Args:
-        config: The model.
-        ranks: N.
         float8: Whether matrices travel in FP8; else all travels in bf16.
 
     Raises:
@@ -141,18 +129,12 @@ def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
         ValueError: If the share is not between 0 and 1, or the speedup not positive.
     """
     if not 0 <= matmul_share <= 1 or matmul_speedup <= 0:
-        raise ValueError(
-            f"matmul_share={matmul_share} must be 0 to 1 and matmul_speedup={matmul_speedup} positive"
-        )
+        raise ValueError(f"matmul_share={matmul_share} must be 0 to 1 and matmul_speedup={matmul_speedup} positive")
     return 1 / (1 - matmul_share + matmul_share / matmul_speedup)
 
 
 def implied_share(speedup: float, matmul_speedup: float = 2.0) -> float:
     """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`.
-
-    Args:
-        speedup: Of the step.
-        matmul_speedup: Of the matmuls, s.
 
     Raises:
         ValueError: If no share gives this speedup.
@@ -167,8 +149,6 @@ def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
 
     Args:
         params: N, those active for a token.
-        tokens: D.
-        gpu_hours: Of all GPUs together.
     """
     return 6 * params * tokens / (3600 * gpu_hours)
 

@@ -78,9 +78,7 @@ OPTIMIZERS = {
             source="Loshchilov and Hutter 2017 (arXiv 1711.05101)",
             moments=("momentum", "variance"),
         ),
-        Optimizer(
-            name="sgd", summary="torch.optim.SGD: no moments", source="PyTorch documentation, torch.optim"
-        ),
+        Optimizer(name="sgd", summary="torch.optim.SGD: no moments", source="PyTorch documentation, torch.optim"),
         Optimizer(
             name="sgd-momentum",
             summary="torch.optim.SGD with momentum: one moment",

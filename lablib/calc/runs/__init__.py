@@ -24,14 +24,7 @@ from lablib.calc.runs.batch import (
     steps_needed,
 )
 from lablib.calc.runs.cuda_snapshot import ROUNDING, Held, History, load_snapshot, replay, round_up
-from lablib.calc.runs.failures import (
-    LLAMA3,
-    best_interval,
-    daly_interval,
-    lost_share,
-    lost_time,
-    young_interval,
-)
+from lablib.calc.runs.failures import LLAMA3, best_interval, daly_interval, lost_share, lost_time, young_interval
 from lablib.calc.runs.network_study import (
     LAYOUTS,
     VARIANTS,
@@ -66,14 +59,7 @@ from lablib.calc.runs.rental import (
     study_minutes,
 )
 from lablib.calc.runs.scaling import Loss, Phases, predicted_step, scaling_loss, spread
-from lablib.calc.runs.trace import (
-    Trace,
-    annotated_window,
-    merge_intervals,
-    merge_traces,
-    parse_trace,
-    split_time,
-)
+from lablib.calc.runs.trace import Trace, annotated_window, merge_intervals, merge_traces, parse_trace, split_time
 
 __all__ = [
     "HARMFUL",

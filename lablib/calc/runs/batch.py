@@ -84,16 +84,12 @@ def _solve(small: float, big: float, batch_small: int, batch_big: int) -> tuple[
     return signal, noise
 
 
-def noise_scale(
-    small: Sequence[float], big: Sequence[float], *, batch_small: int, batch_big: int
-) -> NoiseScale:
+def noise_scale(small: Sequence[float], big: Sequence[float], *, batch_small: int, batch_big: int) -> NoiseScale:
     """Return the noise scale from squared gradient norms at two batch sizes, averaged before they are divided.
 
     Args:
         small: |G_b|² of each step; where several small batches make a big one, their mean.
-        big: |G_B|² of the same steps.
         batch_small: b in examples, as they were averaged.
-        batch_big: B in examples.
 
     Returns:
         Signal, noise, and the standard error of their ratio (0 with a single step).
@@ -137,11 +133,6 @@ def _positive(**values: float) -> None:
 def steps_needed(batch: float, *, noise_scale: float, steps_min: float = 1.0) -> float:
     """Return the optimizer steps to a given loss, S = S_min (1 + B_noise / B).
 
-    Args:
-        batch: B, examples in a step.
-        noise_scale: B_noise, in examples.
-        steps_min: S_min, with an endless batch.
-
     Raises:
         ValueError: If a number is not positive.
     """
@@ -152,11 +143,6 @@ def steps_needed(batch: float, *, noise_scale: float, steps_min: float = 1.0) ->
 def examples_needed(batch: float, *, noise_scale: float, examples_min: float = 1.0) -> float:
     """Return the examples to a given loss, E = E_min (1 + B / B_noise).
 
-    Args:
-        batch: B, examples in a step.
-        noise_scale: B_noise, in examples.
-        examples_min: E_min, with the smallest batch.
-
     Raises:
         ValueError: If a number is not positive.
     """
@@ -166,10 +152,6 @@ def examples_needed(batch: float, *, noise_scale: float, examples_min: float = 1
 
 def step_gain(batch: float, *, noise_scale: float) -> float:
     """Return what one step gains, over a step without noise: 1 / (1 + B_noise / B).
-
-    Args:
-        batch: B, examples in a step.
-        noise_scale: B_noise, in examples.
 
     Raises:
         ValueError: If a number is not positive.
@@ -216,7 +198,6 @@ def noise_rule(lr: float, batch: float, new_batch: float, *, noise_scale: float)
         lr: The rate that suits `batch`.
         batch: Examples in a step that `lr` was found with.
         new_batch: Examples in a step from now on.
-        noise_scale: B_noise, in examples.
 
     Raises:
         ValueError: If a number is not positive.
@@ -236,12 +217,9 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
         peak: Highest rate, reached by step `warmup`.
         steps: Steps of the whole schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
-        floor: Rate of the last step.
 
     Raises:
         ValueError: If the numbers contradict each other.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     if step < 1 or steps < 1:
         raise ValueError(f"step={step} and steps={steps} must be at least 1")

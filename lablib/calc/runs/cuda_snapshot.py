@@ -153,9 +153,7 @@ def replay(snapshot: Mapping[str, Any], device: int | None = None) -> History:
     there = {segment.get("device", 0) for segment in snapshot["segments"]}
     there = sorted(there | {number for number, trace in enumerate(traces) if trace})
     if device is None and len(there) > 1:
-        raise ValueError(
-            f"the snapshot has devices {', '.join(map(str, there))}: say which one, device={there[0]}"
-        )
+        raise ValueError(f"the snapshot has devices {', '.join(map(str, there))}: say which one, device={there[0]}")
     if device is None:
         device = there[0] if there else 0
     elif device not in there:
@@ -188,9 +186,7 @@ def _undo(blocks: dict[int, Block], event: Mapping[str, Any]) -> int:
     action, address, size = event["action"], event.get("addr", 0), event.get("size", 0)
     if action == "free_completed":
         if address in blocks:
-            raise ValueError(
-                f"({action} of {size:,} bytes) contradicts the others: the block is in use after it"
-            )
+            raise ValueError(f"({action} of {size:,} bytes) contradicts the others: the block is in use after it")
         blocks[address] = Block(size)
         return size
     if action == "alloc":

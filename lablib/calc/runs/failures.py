@@ -52,7 +52,6 @@ def daly_interval(cost: float, mtbf: float) -> float:
     """Return Daly's interval of higher order; the work alone, without the checkpoint.
 
     Args:
-        cost: Seconds of one checkpoint, δ.
         mtbf: Mean seconds between two failures, M.
 
     Returns:
@@ -79,7 +78,6 @@ def best_interval(cost: float, mtbf: float) -> float:
     it takes the same time however often you checkpoint.
 
     Args:
-        cost: Seconds of one checkpoint, δ.
         mtbf: Mean seconds between two failures, M.
 
     Returns:
@@ -87,8 +85,6 @@ def best_interval(cost: float, mtbf: float) -> float:
 
     Raises:
         ValueError: If a number is not positive.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     _check(cost=cost, mtbf=mtbf)
     low, high = 0.0, 1.0  # 1 - x - exp(-x - d) is positive at 0, negative at 1, and falls in between
@@ -108,16 +104,10 @@ def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart
     memory, those during a checkpoint or a restart included.
 
     Args:
-        work: Seconds that the job would take without failures and without checkpoints.
-        interval: Seconds of work between two checkpoints, τ.
-        cost: Seconds of one checkpoint, δ.
         mtbf: Mean seconds between two failures, M.
-        restart: Seconds from a failure to the first step after it, R.
 
     Raises:
         ValueError: If a number is not positive, or the restart negative.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     _check(work=work, interval=interval, cost=cost, mtbf=mtbf)
     if restart < 0:
@@ -164,14 +154,10 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
 
     Args:
         interval: Seconds of work between two checkpoints, τ.
-        cost: Seconds of one checkpoint, δ.
         mtbf: Mean seconds between two failures, M.
-        restart: Seconds of one restart, R.
 
     Raises:
         ValueError: As `wall_time`.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total
@@ -193,11 +179,7 @@ def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.
 
     Args:
         interval: Seconds of work between two checkpoints, τ.
-        cost: Seconds of one checkpoint, δ.
         mtbf: Mean seconds between two failures, M.
-        restart: Seconds of one restart, R.
-
-    Chapter: book/11_practical_fsdp.md.
     """
     _check(interval=interval, cost=cost, mtbf=mtbf)
     return cost / interval + interval / (2 * mtbf) + restart / mtbf
@@ -270,9 +252,6 @@ class FailureLog:
 
         Independent parts fail at rates that add up, so the time is inversely proportional to their number.
 
-        Args:
-            gpus: GPUs of the job.
-
         Raises:
             ValueError: If there is no GPU.
         """
@@ -300,9 +279,6 @@ class FailureLog:
 
     def time_per_interruption(self, effective: float) -> float:
         """Return the seconds that each interruption may have cost, all in all, given the share of useful time.
-
-        Args:
-            effective: Useful time over elapsed time, below 1.
 
         Raises:
             ValueError: If the share is not between 0 and 1.

@@ -106,10 +106,6 @@ class Settings:
 def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
     """Return the raw seconds of the samples that meet all conditions, in the order measured.
 
-    Args:
-        samples: Of a study.
-        **conditions: Names and values that a sample must have.
-
     Raises:
         ValueError: If there is none.
     """
@@ -160,10 +156,6 @@ class LinkFit:
 def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
     """Fit α and W to the medians of a study's exchanges.
 
-    Args:
-        samples: Of a study.
-        where: "inside", "across" or "ring".
-
     Raises:
         ValueError: If there are no such samples.
     """
@@ -195,9 +187,7 @@ class Cluster:
         """Return the time of a collective: for each round its latency, and the bytes through the busiest port.
 
         Args:
-            algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
             size: S in bytes.
-            itemsize: Bytes per element.
         """
         numel, ranks = round(size / itemsize), self.links.ranks
         hierarchical = algorithm == "hierarchical_all_reduce"
@@ -253,10 +243,7 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
     Between two measured sizes it is where the ratio of the times passes 1, on scales that count factors.
 
     Args:
-        rows: As `all_reduce_rows` returns them.
-        short: The algorithm with fewer rounds.
         long: The one with fewer bytes over the link.
-        measured: By the measured times; otherwise by the predicted ones.
     """
     times = {(row.algorithm, row.bytes): row.measured if measured else row.predicted for row in rows}
     sizes = sorted(size for name, size in times if name == long and (short, size) in times)
@@ -374,12 +361,7 @@ def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
 
 
 def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
-    """Return a step's predicted time: measured computation, and communication by the bytes that cross the link.
-
-    Args:
-        samples: Of a study; they tell the computation and the latency.
-        sample: The step, one of its "ddp" samples.
-    """
+    """Return a step's predicted time: measured computation, and communication by the bytes that cross the link."""
     computing = [s for s in samples if s["part"] == "ddp" and s["variant"] == "compute"]
     forward, backward = (median(s[half] for s in computing) for half in ("forward", "backward"))
     buckets = sample["buckets"]
@@ -430,16 +412,13 @@ class PlacementRow:
     samples: tuple[float, ...]
 
 
-def layout_bytes(
-    layout: str, config: ModelConfig, *, batch: int, seq: int, bytes_per_value: int = 4
-) -> float:
+def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, bytes_per_value: int = 4) -> float:
     """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
 
     Args:
         layout: One of `LAYOUTS`.
         config: A dense model without tied embeddings.
         batch: B, sequences of all ranks together.
-        seq: S, tokens in a sequence.
         bytes_per_value: 4 for fp32.
 
     Raises:

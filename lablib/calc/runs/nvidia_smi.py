@@ -61,9 +61,7 @@ def parse_query(text: str, fields: Sequence[str] = QUERY_FIELDS) -> list[dict[st
     rows = []
     for line in csv.reader(io.StringIO(text), skipinitialspace=True):
         if line and len(line) != len(fields):
-            raise ValueError(
-                f"nvidia-smi printed {len(line)} values for {len(fields)} fields: {', '.join(line)}"
-            )
+            raise ValueError(f"nvidia-smi printed {len(line)} values for {len(fields)} fields: {', '.join(line)}")
         if line:
             row = {field: value.strip() for field, value in zip(fields, line, strict=True)}
             rows.append({f: v for f, v in row.items() if v and not v.startswith(("[", "N/A"))})

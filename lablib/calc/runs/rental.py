@@ -48,11 +48,7 @@ BRING_HOME = (
 
 
 def study_minutes(*rungs: str) -> int:
-    """Return the minutes of rungs, chapter and lab.
-
-    Args:
-        *rungs: Two digits each.
-    """
+    """Return the minutes of rungs, chapter and lab."""
     return sum(sum(MINUTES[rung]) for rung in rungs)
 
 
@@ -62,15 +58,9 @@ def rented_minutes() -> float:
 
 
 def hours(minutes: float) -> str:
-    """Return minutes as "1 h 40 min".
-
-    Args:
-        minutes: How many.
-    """
+    """Return minutes as "1 h 40 min"."""
     whole, rest = divmod(round(minutes), 60)
-    return " ".join(
-        part for part, count in ((f"{whole} h", whole), (f"{rest} min", rest or not whole)) if count
-    )
+    return " ".join(part for part, count in ((f"{whole} h", whole), (f"{rest} min", rest or not whole)) if count)
 
 
 #: What a provider may bill by, in minutes.
@@ -138,9 +128,7 @@ def budgets(labs: list[str] | None = None) -> list[LabBudget]:
     chosen = known if labs is None else dict.fromkeys(lab.zfill(2) for lab in labs)
     for lab in chosen:
         if lab not in known:
-            raise ValueError(
-                f"lab {lab} measures nothing on a GPU: run it at home; there are {', '.join(known)}"
-            )
+            raise ValueError(f"lab {lab} measures nothing on a GPU: run it at home; there are {', '.join(known)}")
     return [known[lab] for lab in chosen]
 
 
@@ -184,7 +172,6 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
     Args:
         machine: Its GPUs are in one node.
         model: A name from `rung models`.
-        seq: Tokens in a sequence.
         batch: Sequences of a step on one GPU.
 
     Raises:
@@ -202,6 +189,4 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
         micro_batch=best.layout.micro_batch, recompute=best.layout.recompute, **common,
     ).best  # fmt: skip
     tokens = batch * n * seq / best.step
-    return Expectation(
-        machine, alone.step, best.step, tokens, many.mfu(best), best.total_memory, many.cluster.intra
-    )
+    return Expectation(machine, alone.step, best.step, tokens, many.mfu(best), best.total_memory, many.cluster.intra)

@@ -13,8 +13,6 @@ and the wait for those that come later. The rank that comes last waits for nobod
     data, compute   the mean over the ranks, above the ideal's
 
 Parts can be negative: half a batch may be more than twice as fast where it fits the cache.
-
-Chapter: book/11_practical_fsdp.md. The first two are the transfer and load balance of the POP project's efficiencies.
 """
 
 from __future__ import annotations
@@ -81,9 +79,7 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
     for number, phases in enumerate(ranks):
         spent = [phases.get(name, 0.0) for name in PHASES]
         if min(spent) < 0 or sum(spent) > phases["seconds"] * (1 + 1e-9):
-            raise ValueError(
-                f"rank {number}: phases {dict(phases)} must not be negative, nor longer than their step"
-            )
+            raise ValueError(f"rank {number}: phases {dict(phases)} must not be negative, nor longer than their step")
     step = max(phases["seconds"] for phases in ranks)
     means = {name: fmean(phases.get(name, 0.0) for phases in ranks) for name in PHASES}
     transfer = min(phases.get("communication", 0.0) for phases in ranks)
@@ -92,9 +88,7 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
     return means | {"communication": transfer, "imbalance": waiting + rest}
 
 
-def scaling_loss(
-    one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling
-) -> Loss:
+def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> Loss:
     """Compare a run on n ranks with one on a single rank, and split what is lost.
 
     Of each run the middle half of the steps counts, by time: parts of a mean add up, parts of a median do not.
@@ -133,11 +127,7 @@ def _mean_split(steps: Sequence[Sequence[Phases]]) -> dict[str, float]:
 
 
 def middle_half(steps: Sequence[Sequence[Phases]]) -> list[Sequence[Phases]]:
-    """Return the steps whose time lies between the quartiles, or all where there are fewer than four.
-
-    Args:
-        steps: For each step the phases of every rank.
-    """
+    """Return the steps whose time lies between the quartiles, or all where there are fewer than four."""
     if len(steps) < 4:
         return list(steps)
     ordered = sorted(steps, key=lambda step: max(phases["seconds"] for phases in step))
@@ -164,9 +154,6 @@ class Spread:
 
 def spread(samples: Sequence[float]) -> Spread:
     """Return the median and the quartiles of samples.
-
-    Args:
-        samples: At least one.
 
     Raises:
         ValueError: If there is none.
@@ -200,12 +187,9 @@ def predicted_step(
     Args:
         forward: Seconds of the forward passes of a step on a rank, without communication.
         backward: The same of the backward passes.
-        other: Seconds of data and optimizer.
         gather_bytes: Bytes of all weights as they are gathered, once.
         scatter_bytes: Bytes of all gradients as they are reduced.
-        ranks: n.
         bandwidth: Bytes per second of a rank, per direction.
-        hidden: Whether communication runs beside computation.
         still_costs: Seconds that a hidden second costs.
 
     Returns:
@@ -226,9 +210,4 @@ def predicted_step(
 
     exposed = added(gather, forward) + added(gather + scatter, backward)
     compute = forward + backward + other
-    return {
-        "compute": compute,
-        "communication": 2 * gather + scatter,
-        "exposed": exposed,
-        "step": compute + exposed,
-    }
+    return {"compute": compute, "communication": 2 * gather + scatter, "exposed": exposed, "step": compute + exposed}

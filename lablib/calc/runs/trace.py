@@ -12,8 +12,6 @@ A trace is a list of events with a start, a length and a thread or a stream. Wha
     annotation      what the program named by `record_function`, and a wrapper's own marks, such as FSDP::all_gather
 
 An operator that calls others contains them, so times are lengths of unions, never sums.
-
-Chapter: book/10_communication.md. Format: Trace Event Format, complete events (ph = "X"), times in microseconds.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ def merge_traces(traces: Sequence[Trace], align: str | None = None) -> list[Even
     the same moment, right after a barrier, and it is put at the same place for all.
 
     Args:
-        traces: One of each rank.
         align: The name of an annotation, whose first start on every rank is the same moment; None trusts the clocks.
 
     Raises:
@@ -139,9 +136,7 @@ def merge_traces(traces: Sequence[Trace], align: str | None = None) -> list[Even
         if align is not None:
             starts = [e.start for e in trace.events if e.kind == "annotation" and e.name == align]
             if not starts:
-                raise ValueError(
-                    f"rank {trace.rank} has no annotation {align!r}; wrap the step in record_function"
-                )
+                raise ValueError(f"rank {trace.rank} has no annotation {align!r}; wrap the step in record_function")
             shift = -starts[0]
         moved += [e._replace(start=e.start + shift, end=e.end + shift) for e in trace.events]
     zero = min(event.start for event in moved)
@@ -198,8 +193,7 @@ def split_time(events: Iterable[Event], window: Interval | None = None) -> dict[
         }
         every = merge_intervals([*spans["compute"], *spans["communication"]])
         busy, computing, talking = (
-            sum(end - start for start, end in covered)
-            for covered in (every, spans["compute"], spans["communication"])
+            sum(end - start for start, end in covered) for covered in (every, spans["compute"], spans["communication"])
         )
         both = computing + talking - busy
         parts[rank] = Split(computing - both, talking - both, both, high - low - busy)
@@ -210,26 +204,19 @@ def annotated_window(events: Iterable[Event], name: str) -> Interval:
     """Return from when the first rank begins something named until the last one ends it.
 
     Args:
-        events: On one clock.
         name: Of an annotation, such as "step".
 
     Raises:
         ValueError: If no rank has it.
     """
-    spans = [
-        (event.start, event.end) for event in events if event.kind == "annotation" and event.name == name
-    ]
+    spans = [(event.start, event.end) for event in events if event.kind == "annotation" and event.name == name]
     if not spans:
         raise ValueError(f"no rank has an annotation {name!r}")
     return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return intervals that do not touch, by start, and cover the same time; empty ones are left out.
-
-    Args:
-        intervals: (start, end), in any order.
-    """
+    """Return intervals that do not touch, by start, and cover the same time; empty ones are left out."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:

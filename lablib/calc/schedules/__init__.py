@@ -22,16 +22,7 @@ from collections.abc import Callable
 
 from lablib.calc.errors import one_of
 from lablib.calc.schedules.actions import KINDS, Action, Overlap, Schedule, Step, parse_action, parse_schedule
-from lablib.calc.schedules.generators import (
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from lablib.calc.schedules.generators import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from lablib.calc.schedules.simulation import Event, Message, Timeline, peak_activations, simulate, time_grid
 from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
 from lablib.calc.schedules.text import ScheduleError, from_csv, step_grid, to_csv
@@ -94,12 +85,6 @@ def schedule_names() -> list[str]:
 def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md.
 
-    Args:
-        name: One of `schedule_names()`; case does not matter, and `_` may stand for `-`.
-        p: Ranks.
-        m: Micro-batches.
-        v: Stages on every rank; more than 1 only for "interleaved". "zb-v" and "dualpipe-v" always have 2.
-
     Raises:
         ValueError: If the name is unknown or the numbers do not fit it.
     """
@@ -109,7 +94,6 @@ def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
     if v not in (1, fixed):
         raise ValueError(
-            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; "
-            f"use v={fixed}, or interleaved"
+            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
         )
     return _MAKE[known](p, m)

@@ -125,9 +125,7 @@ class Schedule:
             )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.ranks):
-                raise ValueError(
-                    f"stage {stage} lives on rank {rank}; the ranks are 0 to {len(self.ranks) - 1}"
-                )
+                raise ValueError(f"stage {stage} lives on rank {rank}; the ranks are 0 to {len(self.ranks) - 1}")
 
     @property
     def num_ranks(self) -> int:
@@ -164,7 +162,6 @@ def parse_schedule(rows: str | Sequence[str | Iterable[str]], name: str = "sched
 
     Args:
         rows: One row a rank, each a string with spaces ("0F0 0B0") or a list of actions; or one text, a line a rank.
-        name: What to call it.
 
     Raises:
         ValueError: If an action cannot be read, or a stage is missing or on two ranks.

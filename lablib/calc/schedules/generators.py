@@ -226,7 +226,6 @@ def zb_v(p: int, m: int) -> Schedule:
     Section 6 and Figure 6 of the paper; at most 2p chunks, p stages' worth, are held until their input half.
 
     Args:
-        p: Ranks, two stages each.
         m: Micro-batches; from `2p - 1` on the pipeline is full.
 
     Raises:

@@ -136,8 +136,6 @@ def simulate(
     takes 1/v of it. A sequence gives every stage its own time.
 
     Args:
-        schedule: What to run.
-        forward: Time of a forward.
         backward: Time of a full backward; by default input + weight, or 2 where neither is given.
         input: Time of an input half; by default what weight leaves of backward, or half of it.
         weight: Time of a weight half; by default the rest of backward.
@@ -202,17 +200,10 @@ def _times(
     schedule: Schedule, forward: Times, backward: Times | None, input: Times | None, weight: Times | None
 ) -> dict[str, list[float]]:
     """Return the time of each kind on each stage, with what was not given worked out from what was."""
-    given = {
-        "F": ("forward", forward),
-        "B": ("backward", backward),
-        "I": ("input", input),
-        "W": ("weight", weight),
-    }
+    given = {"F": ("forward", forward), "B": ("backward", backward), "I": ("input", input), "W": ("weight", weight)}
     if backward is None and (input is None or weight is None):
         given["B"] = ("backward", 2)
-    t = {
-        kind: _per_stage(schedule, name, value) for kind, (name, value) in given.items() if value is not None
-    }
+    t = {kind: _per_stage(schedule, name, value) for kind, (name, value) in given.items() if value is not None}
     if "B" not in t:
         t["B"] = [i + w for i, w in zip(t["I"], t["W"], strict=True)]
     if "I" not in t:
@@ -281,7 +272,6 @@ def peak_activations(
     `(p - i) M_B + i M_W` on rank i of ZB-H1.
 
     Args:
-        schedule: What runs.
         stage_size: What one micro-batch stores on each stage, in bytes or any unit; by default a rank's whole share
             of the model counts 1, so a stage of a rank that holds v counts 1/v.
         after_input: Part of it that stays between the input half and the weight half, from 0 to 1.

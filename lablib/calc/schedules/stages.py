@@ -28,8 +28,6 @@ def stage_layers(
     Chunk c of stage i comes after chunk c of stage i - 1; the second chunks start after the last stage's first.
 
     Args:
-        num_layers: Layers of the model.
-        pp: Pipeline stages.
         virtual_stages: Chunks in each stage, `v`.
         layers_per_stage: Layers of each stage where they are not equal, as Llama 3 did (arXiv 2407.21783, 3.3.2).
 
@@ -47,9 +45,6 @@ def layers_of_stage(
 
     Args:
         num_layers: As in `stage_layers`.
-        pp: As there.
-        virtual_stages: As there.
-        layers_per_stage: As there.
         stage: Number of the stage, from 0.
 
     Raises:

@@ -40,11 +40,7 @@ class ScheduleError(ValueError):
     """
 
     def __init__(
-        self,
-        reason: str,
-        rows: Sequence[Sequence[object]],
-        marks: Collection[tuple[int, int]],
-        unit: str = "step",
+        self, reason: str, rows: Sequence[Sequence[object]], marks: Collection[tuple[int, int]], unit: str = "step"
     ) -> None:
         super().__init__(f"{reason}\n\n{step_grid(rows, marks, unit)}")
         self.reason = reason
@@ -62,15 +58,12 @@ def cell(step: object) -> str:
     return "+".join(map(str, step)) if isinstance(step, Overlap) else str(step)
 
 
-def step_grid(
-    ranks: Sequence[Sequence[object]], marks: Collection[tuple[int, int]] = (), unit: str = "step"
-) -> str:
+def step_grid(ranks: Sequence[Sequence[object]], marks: Collection[tuple[int, int]] = (), unit: str = "step") -> str:
     """Return the n-th step of every rank in the n-th row.
 
     Args:
         ranks: The steps of each rank; None is an empty cell.
         marks: Cells to mark, as (rank, step). A large grid is cut to what is near them.
-        unit: What a row is called.
     """
     steps = range(max([len(rank) for rank in ranks] + [step + 1 for _, step in marks], default=0))
     columns = range(len(ranks))
@@ -97,10 +90,7 @@ def table(corner: str, heads: Sequence[str], body: Sequence[Sequence[str]], note
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            [
-                row[0].rjust(widths[0]),
-                *(text.ljust(width) for text, width in zip(row[1:], widths[1:], strict=True)),
-            ]
+            [row[0].rjust(widths[0]), *(text.ljust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
         )
         for row in rows
     ]
@@ -130,7 +120,6 @@ def from_csv(source: str | Path, name: str = "csv") -> Schedule:
 
     Args:
         source: The text, or the `Path` of a file.
-        name: What to call the schedule.
 
     Raises:
         ValueError: If a cell is no action, or a stage is missing or on two ranks.

@@ -34,7 +34,6 @@ def check_chart(rows: Sequence[str | Sequence[str | Action | None]], name: str =
     Args:
         rows: One row a rank: a string of cells with spaces between, or a list of cells. `.` is a slot in which the
             rank idles, `:` one in which its last action goes on.
-        name: What to call the schedule.
 
     Raises:
         ValueError: If a cell cannot be read.
@@ -62,9 +61,7 @@ def check_chart(rows: Sequence[str | Sequence[str | Action | None]], name: str =
                 for needed in needs(action):
                     if needed in ends and ends[needed] >= column:
                         when = "this slot" if ends[needed] == column else f"slot {ends[needed]}"
-                        reason = (
-                            f"rank {rank}, slot {column}: {action} needs {needed}, which ends with {when}"
-                        )
+                        reason = f"rank {rank}, slot {column}: {action} needs {needed}, which ends with {when}"
                         raise ScheduleError(reason, cells, [(rank, column)], unit="slot")
     validate(schedule)
     return schedule
@@ -133,9 +130,7 @@ def _check_ranks(schedule: Schedule) -> None:
                     problem = _out_of_order(schedule, Action(kind, stage, k), done[index])
                 else:
                     problem = _unknown(schedule, Action(kind, stage, k))
-                raise ScheduleError(
-                    f"rank {rank}, step {number}: {problem}", schedule.ranks, [(rank, number)]
-                )
+                raise ScheduleError(f"rank {rank}, step {number}: {problem}", schedule.ranks, [(rank, number)])
     for index, state in enumerate(done):
         if state not in _COMPLETE:
             _raise_missing(schedule, *divmod(index, m), state, done)
@@ -160,9 +155,7 @@ def _unknown(schedule: Schedule, action: Action) -> str:
     if action.stage not in range(schedule.num_stages):
         return f"{action} is of stage {action.stage!r}; num_stages={schedule.num_stages}"
     if action.microbatch not in range(schedule.num_microbatches) or not isinstance(action.microbatch, int):
-        return (
-            f"{action} is of micro-batch {action.microbatch!r}; num_microbatches={schedule.num_microbatches}"
-        )
+        return f"{action} is of micro-batch {action.microbatch!r}; num_microbatches={schedule.num_microbatches}"
     return f"{action} is of stage {action.stage}, which lives on rank {schedule.placement[action.stage]}"
 
 
@@ -198,9 +191,7 @@ def _raise_missing(schedule: Schedule, stage: int, microbatch: int, state: int, 
         kind, what = "B", "backwards"
     bits = _BIT[kind] | (_BIT["I"] if kind == "B" else 0)
     count = sum(bool(state & bits) for state in done[stage * m : (stage + 1) * m])
-    expected = (
-        sum(bool(state & _BIT["I"]) for state in done[stage * m : (stage + 1) * m]) if kind == "W" else m
-    )
+    expected = sum(bool(state & _BIT["I"]) for state in done[stage * m : (stage + 1) * m]) if kind == "W" else m
     missing = Action(kind, stage, microbatch)
     # The step that would wait for it for ever is the one to look at; without one, the end of the rank.
     waits = [Action("F", stage + 1, microbatch)] if kind == "F" else []

@@ -9,6 +9,4 @@ Read `study` first. Chapter 10.
 
 from lablib.launch.communication.study import network_study
 
-__all__ = [
-    "network_study",
-]
+__all__ = ["network_study"]

@@ -66,20 +66,11 @@ def run_jobs(
 ) -> list[str]:
     """Run commands on hosts at the same time and return what each printed.
 
-    Args:
-        network: The hosts.
-        jobs: A host and the words of its command, for each.
-        env: Environment variables for all of them, on top of this process's own.
-        timeout: Seconds until all are killed.
-
     Raises:
         ClusterError: If one fails or takes too long; all others are ended.
     """
     with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            for _ in jobs
-        ]
+        files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in jobs]
         running: list[subprocess.Popen] = []
         try:
             for (host, words), file in zip(jobs, files, strict=True):
@@ -116,11 +107,6 @@ def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> t
     A rank that raised has written down why. One that died has not; its torchrun says how it ended, and nothing else
     kills a rank before the first failure, so it comes before what its peers say about lost connections. An abort can
     be the answer of a library to a lost peer.
-
-    Args:
-        folder: Of the files `RANK.error`.
-        output: What each host printed.
-        ranks_per_host: Ranks on each host.
     """
     from lablib.launch.ranks import ending  # here: hosts alone need no torch
 
@@ -213,9 +199,7 @@ def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
     """Return the commands that give every cable a bandwidth in both directions, and a delay if there is one.
 
     Args:
-        hosts: How many there are.
         rate: Bytes per second, per direction; None is as fast as the machine.
-        delay: Seconds that each packet waits at the card that sends it, or None.
     """
     lines = []
     for host in range(hosts):
@@ -224,9 +208,7 @@ def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
             lines.append(f"tc {where} qdisc del dev {device} root 2>/dev/null || true")
             # Linux hands a card pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
             # behind it is late; a real card sends single packets.
-            piece = (
-                _PIECE_MOST if rate is None else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
-            )
+            piece = _PIECE_MOST if rate is None else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
             lines.append(f"ip {where} link set dev {device} gso_max_size {piece}")
             netem = f"netem delay {round(1e6 * late)}us limit 100000" if late else None
             if rate is not None:
@@ -251,10 +233,6 @@ class Refused(OSError):
 class Network:
     """The namespaces and the process that holds them.
 
-    Args:
-        hosts: How many, 2 to 64.
-        user: Make a user namespace too, which needs no rights; False needs root.
-
     Raises:
         Refused: If the system has no such namespaces, or does not let this user make them.
     """
@@ -264,9 +242,7 @@ class Network:
             raise Refused(f"hosts are Linux network namespaces, and this is {sys.platform}")
         path = environment()["PATH"]
         if missing := [tool for tool in TOOLS if shutil.which(tool, path=path) is None]:
-            raise Refused(
-                f"{', '.join(missing)} is not installed; install the packages iproute2 and util-linux"
-            )
+            raise Refused(f"{', '.join(missing)} is not installed; install the packages iproute2 and util-linux")
         self.hosts, self.user = hosts, user
         own = ["--user", "--map-root-user"] if user else []
         command = ["unshare", *own, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -291,19 +267,9 @@ class Network:
             raise Refused(f"this system does not let you make network namespaces ({reason[-1]})")
 
     def command(self, *words: str, host: int | None = None) -> list[str]:
-        """Return the command line that runs a command on a host, or on the switch.
-
-        Args:
-            *words: The command.
-            host: Its number; None is the switch.
-        """
+        """Return the command line that runs a command on a host, or on the switch."""
         spaces = f"/proc/{self.holder.pid}/ns"
-        enter = [
-            "nsenter",
-            f"--net={spaces}/net",
-            f"--mount={spaces}/mnt",
-            f"--pid={spaces}/pid_for_children",
-        ]
+        enter = ["nsenter", f"--net={spaces}/net", f"--mount={spaces}/mnt", f"--pid={spaces}/pid_for_children"]
         if self.user:
             enter += [f"--user={spaces}/user", "--preserve-credentials"]
         # Entering the mount namespace leads to its root; go back to where the caller is.
@@ -313,9 +279,6 @@ class Network:
 
     def shell(self, script: str) -> None:
         """Run commands on the switch.
-
-        Args:
-            script: For `sh`, stopped at the first command that fails.
 
         Raises:
             Refused: If one fails; it quotes the last line of what was said.
@@ -361,9 +324,6 @@ class Network:
 def shell_from_inside(script: str) -> None:
     """Run commands on the switch from a process on one of the hosts.
 
-    Args:
-        script: For `sh`, stopped at the first command that fails.
-
     Raises:
         Refused: If one fails.
     """
@@ -385,11 +345,8 @@ class Cluster:
     """Hosts on one machine, joined by links of a chosen bandwidth. Use it in a `with` statement.
 
     Args:
-        hosts: How many, 2 to 64.
         rate: Bandwidth of each host's link per direction, as "500 Mb/s" or in bytes per second; None is whatever
             the machine can do. Headers count too: of each 1,514 bytes TCP has 1,448 for data.
-        delay: Seconds that every packet takes longer; needs netem in the kernel.
-        user: True makes the hosts without root's rights, False with them; None tries what is there.
 
     Raises:
         ValueError: If a number makes no sense.
@@ -397,12 +354,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        hosts: int = 2,
-        *,
-        rate: str | float | None = None,
-        delay: float | None = None,
-        user: bool | None = None,
+        self, hosts: int = 2, *, rate: str | float | None = None, delay: float | None = None, user: bool | None = None
     ) -> None:
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts={hosts} must be from 2 to {MAX_HOSTS}")
@@ -429,9 +381,6 @@ class Cluster:
     def throttle(self, rate: str | float | None) -> None:
         """Give all links another bandwidth, now.
 
-        Args:
-            rate: As for `Cluster`.
-
         Raises:
             ValueError: If the rate makes no sense.
             Refused: If the kernel has no queue of the kind that is needed.
@@ -447,11 +396,6 @@ class Cluster:
 
     def run(self, host: int, *command: str, timeout: float = 60) -> str:
         """Run a command on a host and return what it printed.
-
-        Args:
-            host: Its number, from 0.
-            *command: The words of the command.
-            timeout: Seconds until it is killed.
 
         Raises:
             ClusterError: If it fails or takes too long.
@@ -469,13 +413,6 @@ class Cluster:
         """Run a script on all hosts, as on real machines: one torchrun a host, which meet by c10d rendezvous.
 
         Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
-
-        Args:
-            *script: The script and its arguments, or "--module", a module and its arguments.
-            ranks_per_host: g.
-            timeout: Seconds until all is killed.
-            threads: CPU threads of each rank.
-            env: Environment variables for the ranks.
 
         Returns:
             What each host printed.
@@ -506,21 +443,9 @@ class Cluster:
         return self.run_all(jobs, env=environment, timeout=timeout)
 
     def run_ranks(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        ranks_per_host: int = 1,
-        timeout: float = 120,
-        threads: int = 1,
+        self, fn: Callable[..., Any], *args: Any, ranks_per_host: int = 1, timeout: float = 120, threads: int = 1
     ) -> list[Any]:
         """Call `fn(*args)` on every rank of a process group over all hosts; return the results in rank order.
-
-        Args:
-            fn: Any function, also one of a notebook cell.
-            *args: Arguments, copied to every rank.
-            ranks_per_host: Ranks on each host.
-            timeout: Seconds until all is killed.
-            threads: CPU threads of each rank.
 
         Raises:
             ValueError: If a number makes no sense, or an argument cannot be copied.
@@ -534,12 +459,7 @@ class Cluster:
             folder = Path(name)
             (folder / "call").write_bytes(pickle_call(fn, args))
             # torchrun has loaded torch already: ranks that it forks off itself start seconds earlier than new ones.
-            job = (
-                "--run-path",
-                "--start-method=fork",
-                str(Path(__file__).with_name("cluster_rank.py")),
-                name,
-            )
+            job = ("--run-path", "--start-method=fork", str(Path(__file__).with_name("cluster_rank.py")), name)
             try:
                 self.torchrun(*job, ranks_per_host=ranks_per_host, timeout=timeout, threads=threads)
             except ClusterError as error:
@@ -552,18 +472,9 @@ class Cluster:
             return [cloudpickle.loads((folder / f"{rank}.result").read_bytes()) for rank in ranks]
 
     def run_all(
-        self,
-        jobs: Sequence[tuple[int, Sequence[str]]],
-        *,
-        env: dict[str, str] | None = None,
-        timeout: float = 60,
+        self, jobs: Sequence[tuple[int, Sequence[str]]], *, env: dict[str, str] | None = None, timeout: float = 60
     ) -> list[str]:
         """Run commands on hosts at the same time and return what each printed.
-
-        Args:
-            jobs: A host and the words of its command, for each.
-            env: Environment variables for all of them.
-            timeout: Seconds until all are killed.
 
         Raises:
             ClusterError: If one fails or takes too long; all others are ended.
@@ -577,9 +488,6 @@ def throttle(rate: str | float | None) -> None:
     """Give all links another bandwidth, from inside a function that runs on the cluster. Call it on one rank.
 
     Put a barrier before and after it, so that no message is on its way meanwhile.
-
-    Args:
-        rate: As for `Cluster`.
 
     Raises:
         RuntimeError: If this process does not run on a cluster.

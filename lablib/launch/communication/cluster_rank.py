@@ -14,11 +14,7 @@ from lablib.launch.runs import like_a_new_process
 
 
 def main(folder: Path) -> None:
-    """Join the process group, call the function and write `FOLDER/RANK.result`, or why it failed to `RANK.error`.
-
-    Args:
-        folder: Where the pickled call is, and where the result goes.
-    """
+    """Join the process group, call the function and write `FOLDER/RANK.result`, or why it failed to `RANK.error`."""
     import cloudpickle
     import torch
     import torch.distributed as dist

@@ -39,11 +39,7 @@ Sample = dict[str, Any]
 
 
 def set_rate(rate: str | None) -> None:
-    """Throttle all links, from inside. Call it on every rank; nothing may be on its way.
-
-    Args:
-        rate: As for `lablib.launch.communication.cluster.throttle`.
-    """
+    """Throttle all links, from inside. Call it on every rank; nothing may be on its way."""
     dist.barrier()
     if dist.get_rank() == 0:
         throttle(rate)
@@ -60,24 +56,12 @@ def card_bytes() -> int:
 
 
 def timed(
-    work: Callable[[], Any],
-    *,
-    turns: int,
-    warm: int = 1,
-    lead: int = 0,
-    repeats: int = 1,
-    **conditions: Any,
+    work: Callable[[], Any], *, turns: int, warm: int = 1, lead: int = 0, repeats: int = 1, **conditions: Any
 ) -> list[Sample]:
     """Return one sample for each turn of some work; all ranks start each turn together.
 
     Args:
-        work: What to time. If it returns a dictionary, the sample takes that in.
-        turns: How often it is timed.
-        warm: Turns before the first that counts.
-        lead: Runs just before the clock starts, in every turn. A link that has rested lets a burst through at once;
-            what leads uses it up.
         repeats: Runs in a row within one turn; seconds are the median run's.
-        **conditions: What the samples shall say of themselves.
     """
     samples = []
     for turn in range(-warm, turns):
@@ -124,12 +108,6 @@ def exchanges(rate: str | None, sizes: Sequence[int], *, turns: int, other_host:
     "inside" are ranks 0 and 1, "across" rank 0 and the first rank of the other host, and "ring" all ranks, each
     sending to its right neighbour. What the link itself does is seen best by two ranks alone; what a round costs
     when all ranks take part, and share the machine's processors, only by all of them.
-
-    Args:
-        rate: What the link is throttled to; only noted.
-        sizes: Bytes of a message.
-        turns: Samples of each size.
-        other_host: Its first rank.
     """
     samples, rank, ranks = [], dist.get_rank(), dist.get_world_size()
     rings = {"inside": [0, 1], "across": [0, other_host], "ring": list(range(ranks))}
@@ -149,17 +127,8 @@ def exchanges(rate: str | None, sizes: Sequence[int], *, turns: int, other_host:
     return samples
 
 
-def all_reduces(
-    rate: str | None, sizes: Sequence[int], groups: collectives.NodeGroups, *, turns: int
-) -> list[Sample]:
-    """Time every algorithm of `ALGORITHMS` over all ranks; they take turns within each round.
-
-    Args:
-        rate: What the link is throttled to; only noted.
-        sizes: Bytes of the whole array.
-        groups: For the hierarchical one.
-        turns: Samples of each.
-    """
+def all_reduces(rate: str | None, sizes: Sequence[int], groups: collectives.NodeGroups, *, turns: int) -> list[Sample]:
+    """Time every algorithm of `ALGORITHMS` over all ranks; they take turns within each round."""
     samples = []
     for size in sizes:
         x = torch.zeros(size // 4)
@@ -181,12 +150,7 @@ def all_reduces(
 
 
 def in_a_row(size: int, most: int = 20) -> int:
-    """Return how often a message of this size is sent in one sample: about 256 KiB in all.
-
-    Args:
-        size: Bytes.
-        most: Upper limit; small messages take as long as their latency.
-    """
+    """Return how often a message of this size is sent in one sample: about 256 KiB in all."""
     return max(1, min(most, 2**18 // max(1, size)))
 
 
@@ -215,9 +179,6 @@ def hierarchical_hook(groups: NodeGroups) -> Hook:
     """Return a hook that adds a bucket up by `hierarchical_all_reduce`.
 
     The work is done on a thread of its own, in the order of the buckets, while backward goes on.
-
-    Args:
-        groups: From `node_groups`. Nobody else may use them meanwhile.
     """
     worker = ThreadPoolExecutor(1)
 
@@ -253,17 +214,7 @@ class HookedDDP(OverlappedDDP):
 
 
 class Step:
-    """A training step of one variant: forward and backward, as often as it accumulates, and the mean gradient.
-
-    Args:
-        variant: A name of `lablib.calc.runs.VARIANTS`, or "compute", which never communicates.
-        width: Of the layers.
-        layers: How many.
-        tokens: Rows on this rank.
-        bucket_bytes: When a bucket is full.
-        micro_batches: What "accumulate" puts into one step.
-        groups: Of the hosts.
-    """
+    """A training step of one variant: forward and backward, as often as it accumulates, and the mean gradient."""
 
     def __init__(
         self,
@@ -309,9 +260,7 @@ class Step:
         """Return what a sample says of its step; `bytes_across` by the formula, out of one host."""
         ranks = dist.get_world_size()
         # Of a ring over all ranks one rank's bytes leave each host; of a hierarchical one each host's share.
-        across = ring_all_reduce_bytes(
-            sum(self.buckets), self.hosts if self.variant == "hierarchical" else ranks
-        )
+        across = ring_all_reduce_bytes(sum(self.buckets), self.hosts if self.variant == "hierarchical" else ranks)
         return {
             "part": "ddp",
             "variant": self.variant,
@@ -324,14 +273,7 @@ class Step:
 
 
 def ddp_samples(step: Step, rate: str | None, *, turns: int, warm: int = 1) -> list[Sample]:
-    """Time a step on all ranks.
-
-    Args:
-        step: Which.
-        rate: What the link is throttled to; only noted.
-        turns: How many samples.
-        warm: Steps before the first that counts.
-    """
+    """Time a step on all ranks."""
     return timed(step, turns=turns, warm=warm, rate=rate, **step.facts())
 
 

@@ -76,9 +76,7 @@ class Parts:
         if "placement" in parts:
             config = tiny_config("llama", hidden=settings.hidden, num_layers=settings.blocks)
             windows = torch.randint(
-                config.vocab,
-                (settings.batch, settings.seq + 1),
-                generator=torch.Generator().manual_seed(0),
+                config.vocab, (settings.batch, settings.seq + 1), generator=torch.Generator().manual_seed(0)
             )
             for name in LAYOUTS:
                 self.layouts[name] = Layout(name, config, windows, self.groups)
@@ -123,13 +121,6 @@ BUCKET_BYTES = 2**18
 class Layout:
     """A model in one of the layouts, and its training step.
 
-    Args:
-        name: One of `lablib.calc.runs.LAYOUTS`.
-        config: The model.
-        tokens_BT: The whole batch: windows of S + 1 tokens, the same on every rank. 4 must divide B.
-        groups: The ranks of this host, and those with this rank's place on all hosts.
-        micro_batches: Of the pipeline.
-
     Raises:
         ValueError: If the layout is unknown, or the batch cannot be divided.
     """
@@ -147,12 +138,8 @@ class Layout:
         model = Transformer(config)
         build: dict[str, Callable[[], Callable[[], Tensor]]] = {
             "dp over all": lambda: self._data(model, tokens_BT, dist.group.WORLD),
-            "tp inside, dp across": lambda: self._data(
-                parallelize(model, groups.inside), tokens_BT, groups.across
-            ),
-            "tp across, dp inside": lambda: self._data(
-                parallelize(model, groups.across), tokens_BT, groups.inside
-            ),
+            "tp inside, dp across": lambda: self._data(parallelize(model, groups.inside), tokens_BT, groups.across),
+            "tp across, dp inside": lambda: self._data(parallelize(model, groups.across), tokens_BT, groups.inside),
             "pp across, dp inside": lambda: self._pipeline(model, tokens_BT, groups, micro_batches),
         }
         self._step = build[name]()
@@ -178,9 +165,7 @@ class Layout:
 
         return step
 
-    def _pipeline(
-        self, model: Transformer, tokens_BT: Tensor, groups: NodeGroups, micro_batches: int
-    ) -> Callable:
+    def _pipeline(self, model: Transformer, tokens_BT: Tensor, groups: NodeGroups, micro_batches: int) -> Callable:
         """Return the step of one pipeline a place in the host: its stages are on different hosts."""
         stages = split_stages(model, groups.across.size())
         order = schedule("1f1b", p=groups.across.size(), m=micro_batches)
@@ -207,20 +192,8 @@ def descend(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def placement_samples(layout: Layout, rate: str | None, *, turns: int, warm: int = 1) -> list[Sample]:
-    """Time the training step of a layout on all ranks.
-
-    Args:
-        layout: Which.
-        rate: What the link is throttled to; only noted.
-        turns: How many samples.
-        warm: Steps before the first that counts.
-    """
-    conditions = {
-        "part": "placement",
-        "rate": rate,
-        "layout": layout.name,
-        "bytes_across": layout.bytes_across,
-    }
+    """Time the training step of a layout on all ranks."""
+    conditions = {"part": "placement", "rate": rate, "layout": layout.name, "bytes_across": layout.bytes_across}
     return timed(layout, turns=turns, warm=warm, **conditions)
 
 
@@ -268,10 +241,6 @@ def network_study(settings: Settings | None = None) -> Study:
 def measure(settings: Settings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
     """Return the samples of one job on the cluster.
 
-    Args:
-        settings: What to measure.
-        parts: Which of `PARTS`.
-
     Raises:
         ValueError: If a part is unknown.
         Refused: If this machine has no cluster.
@@ -285,12 +254,7 @@ def measure(settings: Settings | None = None, parts: Sequence[str] = PARTS) -> l
 
 
 def study_job(settings: Settings, parts: Sequence[str]) -> list[Sample]:
-    """Measure all parts on this rank, from the widest link to the narrowest.
-
-    Args:
-        settings: What to measure.
-        parts: Which of `PARTS`.
-    """
+    """Measure all parts on this rank, from the widest link to the narrowest."""
     # SAME MODULE  # here: torch is for the ranks alone
 
     todo = Parts(settings, parts)

@@ -49,13 +49,7 @@ class Setting:
 
 
 class Job:
-    """One rank's part of a training job, and its log.
-
-    Args:
-        setting: The same on all ranks.
-        log: Of this rank.
-        sharded: Whether FSDP2 shards the model.
-    """
+    """One rank's part of a training job, and its log."""
 
     def __init__(self, setting: Setting, log: RankLog, sharded: bool = False) -> None:
         self.setting, self.log = setting, log
@@ -76,12 +70,7 @@ class Job:
         return list(range(self.rank, batches, self.ranks))
 
     def loss(self, number: int, padding: int = 0) -> Tensor:
-        """Return the mean loss of a batch.
-
-        Args:
-            number: Of the batch.
-            padding: Rows added to it, which count for nothing but are computed.
-        """
+        """Return the mean loss of a batch."""
         self.log.write("batch", number=number)
         x, y = batch(self.setting, number)
         rows = len(x)
@@ -89,12 +78,7 @@ class Job:
         return (self.forward(x)[:rows] - y).square().mean()
 
     def backward(self, number: int, padding: int = 0) -> tuple[float, Tensor]:
-        """Return the loss of a batch, and this rank's gradients of all parameters so far in one vector.
-
-        Args:
-            number: Of the batch.
-            padding: As of `loss`.
-        """
+        """Return the loss of a batch, and this rank's gradients of all parameters so far in one vector."""
         loss = self.loss(number, padding)
         loss.backward()
         return loss.item(), torch.cat([p.grad.flatten() for p in self.model.parameters()])
@@ -156,9 +140,7 @@ def reference(setting: Setting, ranks: int) -> dict[str, list[float]]:
             loss.backward()
             total += loss.item()
         losses.append(total)
-        norms.append(
-            torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
-        )
+        norms.append(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item())
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms}

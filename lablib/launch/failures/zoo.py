@@ -225,14 +225,10 @@ class Symptoms:
     def __str__(self) -> str:
         """Return what fits on a screen."""
         kind = "sharded by FSDP2" if self.sharded else "a copy on each rank"
-        lines = [
-            f"{self.parameters} parameters of 4 bytes, {kind}; {self.micro_batches} micro-batches a step"
-        ]
+        lines = [f"{self.parameters} parameters of 4 bytes, {kind}; {self.micro_batches} micro-batches a step"]
         rows = [("expected", self.expected["losses"], self.expected["norms"])]
         rows += [(f"rank {r}", self.losses[r], self.norms[r]) for r in range(len(self.ended))]
-        lines += [
-            f"  {who:9}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows
-        ]
+        lines += [f"  {who:9}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows]
         for r, ended in enumerate(self.ended):
             calls = self.calls[r]
             first = ", ".join(f"{op} {size} B" for op, size in calls[:3])
@@ -248,11 +244,6 @@ class Symptoms:
 def run(program: str, *, healthy: bool = False, setting: Setting | None = None) -> Symptoms:
     """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven.
 
-    Args:
-        program: A letter, see `FAULTS`.
-        healthy: Run the twin without the fault.
-        setting: Size, seed and culprit; the uneven batch of an epoch always falls to rank 0.
-
     Raises:
         ValueError: If there is no such program, or the setting makes no sense.
     """
@@ -261,9 +252,6 @@ def run(program: str, *, healthy: bool = False, setting: Setting | None = None) 
 
 def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
     """Run many programs, those that cannot hang in one start of the ranks.
-
-    Args:
-        cases: (program, healthy, setting) of each.
 
     Returns:
         Their symptoms, in order.
@@ -287,10 +275,6 @@ def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
 
 def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, list[Call]]:
     """Run a program that hangs, and return what PyTorch's flight recorder kept of it.
-
-    Args:
-        program: A letter; one of those that hang.
-        setting: As of `run`.
 
     Returns:
         The calls of each rank, for `flight_recorder.compare`.

@@ -54,12 +54,6 @@ def load_pretrained(
 ) -> nn.Module:
     """Allocate a model that is on the meta device and fill it from a folder of safetensors.
 
-    Args:
-        model: On the meta device, sharded or not; with adapters of `lablib.launch.finetuning.lora` or without.
-        folder: As `save_pretrained` of Hugging Face writes it, in one file or several.
-        device: Where the model will be.
-        seed: Of the adapters, which no checkpoint has.
-
     Returns:
         The same model.
 
@@ -86,9 +80,7 @@ def load_pretrained(
             module, key, _ = owners[number][0]
             stored, wanted = opened[where[name]].get_slice(name).get_shape(), module._parameters[key].shape
             if tuple(stored) != tuple(wanted):
-                raise ValueError(
-                    f"{folder}: {name} is {tuple(stored)} there and {tuple(wanted)} in the model"
-                )
+                raise ValueError(f"{folder}: {name} is {tuple(stored)} there and {tuple(wanted)} in the model")
         # While the parameters are still on the meta device, where an initialisation of theirs does nothing.
         _fill_buffers(model, device)
         for number, name in named.items():
@@ -105,12 +97,7 @@ def load_pretrained(
 
 
 def write_safetensors(model: nn.Module, file: str | Path) -> Path:
-    """Write a whole model as one safetensors file, of tied parameters the first name, as Hugging Face does.
-
-    Args:
-        model: Not sharded.
-        file: Target; an older file is replaced when the new one is complete.
-    """
+    """Write a whole model as one safetensors file, of tied parameters the first name, as Hugging Face does."""
     again = {name for _, *others in tied_parameters(model) for name in others}
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name not in again}
     return write_safetensors_file(tensors, file)
@@ -138,9 +125,7 @@ def _stored(places: list[tuple[nn.Module, str, str]], where: dict[str, Path]) ->
     return found
 
 
-def _place(
-    places: list[tuple[nn.Module, str, str]], old: Tensor, rows: Tensor, device: str | torch.device
-) -> None:
+def _place(places: list[tuple[nn.Module, str, str]], old: Tensor, rows: Tensor, device: str | torch.device) -> None:
     """Put this rank's rows in the place of a parameter without memory, under all of its names."""
     value: Tensor = rows.to(device=device, dtype=old.dtype, copy=True)
     if isinstance(old, DTensor):
@@ -172,9 +157,7 @@ def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
             module._buffers[key] = whole.fill_(torch.nan) if whole.is_floating_point() else whole
         if hasattr(model, "_init_weights"):
             model._init_weights(module)
-        if bad := [
-            k for k in buffers if module._buffers[k].is_floating_point() and module._buffers[k].isnan().any()
-        ]:
+        if bad := [k for k in buffers if module._buffers[k].is_floating_point() and module._buffers[k].isnan().any()]:
             raise ValueError(f"{name} does not compute its buffers {', '.join(bad)} in _init_weights")
 
 
@@ -195,10 +178,7 @@ def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> 
     """Return an example of two texts.
 
     Args:
-        prompt: What is read.
-        answer: What is learned.
         tokenizer: A Hugging Face tokenizer, whose end of text is added; None takes bytes.
-        end: The end of text where there is no tokenizer; byte 0 is in no text.
     """
     if tokenizer is None:
         return Example(tuple(prompt.encode()), (*answer.encode(), end))
@@ -210,7 +190,6 @@ def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
     """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}.
 
     Args:
-        path: The file.
         tokenizer: As in `encode`.
 
     Raises:
@@ -242,13 +221,9 @@ def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
     """
     ids = [*example.prompt, *example.answer]
     if not example.prompt or not example.answer:
-        raise ValueError(
-            "an example needs a prompt and an answer: the first answer is asked of the prompt's end"
-        )
+        raise ValueError("an example needs a prompt and an answer: the first answer is asked of the prompt's end")
     if len(ids) > seq + 1:
-        raise ValueError(
-            f"an example has {len(ids)} tokens and seq={seq} takes {seq + 1}: cut it, or raise seq"
-        )
+        raise ValueError(f"an example has {len(ids)} tokens and seq={seq} takes {seq + 1}: cut it, or raise seq")
     rest = seq + 1 - len(ids)
     inputs = (ids + [0] * rest)[:-1]
     masked = [IGNORE_INDEX] * len(example.prompt) + list(example.answer) + [IGNORE_INDEX] * rest
@@ -261,10 +236,7 @@ class FineTuning(Task):
     Args:
         config: The run; its `model` is "".
         folder: The pretrained model: config.json and safetensors.
-        examples: At least one.
         lora_rank: Inner width of the adapters; 0 trains all weights.
-        lora_alpha: Their scale.
-        targets: Layers that get adapters.
         frozen_dtype: Of the frozen weights, with adapters.
 
     Raises:
@@ -285,9 +257,7 @@ class FineTuning(Task):
         frozen_dtype: torch.dtype = torch.float32,
     ) -> None:
         if config.model:
-            raise ValueError(
-                f"model={config.model!r}: a fine-tuned model comes from its folder, so give model=''"
-            )
+            raise ValueError(f"model={config.model!r}: a fine-tuned model comes from its folder, so give model=''")
         if config.recompute not in ("none", "full"):
             raise ValueError(f"recompute={config.recompute!r}: a Hugging Face model takes 'none' or 'full'")
         if not examples:
@@ -299,9 +269,7 @@ class FineTuning(Task):
         if largest >= self.shape.vocab:
             raise ValueError(f"token {largest} is not in the model's vocabulary of {self.shape.vocab}")
         if config.seq > self.shape.max_positions:
-            raise ValueError(
-                f"seq={config.seq} is longer than the model's {self.shape.max_positions} positions"
-            )
+            raise ValueError(f"seq={config.seq} is longer than the model's {self.shape.max_positions} positions")
         self.lora = {"rank": lora_rank, "alpha": lora_alpha, "targets": targets} if lora_rank else None
         self.frozen_dtype = frozen_dtype
 
@@ -341,9 +309,7 @@ class FineTuning(Task):
         A frozen matrix needs the gradient of its input and none of its own, so it costs two products and not three.
         The first layer's input needs no gradient either; that is not subtracted.
         """
-        step = step_flops(
-            self.shape, batch=batch, seq=self.config.seq, recompute=recompute, selective_passes=1
-        )
+        step = step_flops(self.shape, batch=batch, seq=self.config.seq, recompute=recompute, selective_passes=1)
         if self.lora is None:
             return TaskFlops(step.model, step.hardware)
         matrices = step.forward - step.by_component["scores"]
@@ -387,19 +353,14 @@ def copy_settings(pretrained: str | Path, target: str | Path) -> None:
             shutil.copy2(file, target)
 
 
-def tiny_qwen2(
-    folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0
-) -> Path:
+def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0) -> Path:
     """Write a small Qwen2 with random weights as a pretrained model would lie on disk: config.json and safetensors.
 
     Its tokens are bytes. It knows nothing, so what it learns later is seen at once.
 
     Args:
-        folder: Target.
         hidden: Width, a multiple of 8.
-        layers: Blocks.
         tied: Use the embedding as output head.
-        seed: Of the weights.
 
     Raises:
         ValueError: If the width does not divide into heads.
@@ -430,9 +391,7 @@ def addition_examples(count: int, *, largest: int = 20, seed: int = 0) -> list[E
     """Return examples such as prompt "12+7=" and answer "19", as bytes.
 
     Args:
-        count: How many.
         largest: Terms are from 0 to this.
-        seed: Of the choice.
     """
     draw = random.Random(seed)
     pairs = [(draw.randint(0, largest), draw.randint(0, largest)) for _ in range(count)]

@@ -33,13 +33,7 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with an adapter beside it.
-
-    Args:
-        linear: The layer; its weight and bias are taken over and frozen.
-        rank: Inner width of the adapter, r.
-        alpha: The adapter's output is multiplied by alpha / r.
-    """
+    """A frozen linear layer with an adapter beside it."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -64,14 +58,11 @@ class LoRALinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + self.scale * F.linear(inner, self.lora_B.to(x.dtype))
 
 
-def add_lora(
-    model: nn.Module, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS
-) -> list[str]:
+def add_lora(model: nn.Module, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> list[str]:
     """Freeze a model and put adapters beside its linear layers, in place; before it is sharded.
 
     Args:
         model: On any device, the meta device too.
-        rank: Inner width, r.
         alpha: Scale, see `LoRALinear`.
         targets: Last parts of the layers' names.
 
@@ -90,9 +81,7 @@ def add_lora(
     ]
     if not found:
         linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-        raise ValueError(
-            f"no linear layer is called {', '.join(targets)}; there are {', '.join(sorted(linear))}"
-        )
+        raise ValueError(f"no linear layer is called {', '.join(targets)}; there are {', '.join(sorted(linear))}")
     model.requires_grad_(False)
     for name in found:
         parent, _, child = name.rpartition(".")
@@ -112,9 +101,6 @@ def merge(model: nn.Module) -> nn.Module:
     """Return the model with every adapter added to its weight and taken away, in place.
 
     The sum is made in fp32 or better and rounded once to the weight's dtype.
-
-    Args:
-        model: From `add_lora` or `load_adapters`, not sharded.
 
     Raises:
         ValueError: If the model is sharded.
@@ -137,7 +123,6 @@ def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Pa
 
     Args:
         model: From `add_lora`, whole or sharded.
-        folder: Target.
         base: Name or path of the pretrained model, for the reader.
 
     Raises:

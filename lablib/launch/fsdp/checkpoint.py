@@ -64,7 +64,6 @@ def write_safetensors_file(tensors: Mapping[str, Tensor], file: str | Path, **me
     """Write tensors to a file; an older file is replaced when the new one is complete.
 
     Args:
-        tensors: By name, contiguous.
         file: Target; its folder is made when missing.
         **metadata: Goes into the file beside `format: pt`, which Hugging Face asks for.
 
@@ -123,13 +122,7 @@ def begin(folder: Path, step: int, token: str) -> Path:
 
 
 def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
-    """Give a finished checkpoint its name, and remove all but the newest.
-
-    Args:
-        aside: From `begin`, with all files in it.
-        info: Goes into training.json, with the sizes and checksums of the files.
-        keep: Checkpoints to keep, this one included; None keeps all.
-    """
+    """Give a finished checkpoint its name, and remove all but the newest."""
     files = sorted(aside.iterdir())
     sizes = {path.name: path.stat().st_size for path in files}
     write_json(aside / INFO, {**info, "files": sizes, "crc32": {path.name: _crc32(path) for path in files}})
@@ -176,11 +169,6 @@ def read_info(path: str | Path) -> dict[str, Any]:
 
 def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
     """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none.
-
-    Args:
-        path: A checkpoint.
-        info: From `read_info`.
-        part: Of the files, in order of their names: ranks share the work.
 
     Raises:
         ValueError: If a file is not what was written, or cannot be read.
@@ -317,8 +305,6 @@ def save_checkpoint(
     Args:
         folder: On a file system that all ranks see.
         model: Sharded by `lablib.launch.fsdp.shard`, or a plain module in a single process.
-        optimizer: Of this model.
-        step: Optimizer steps taken.
         data: Anything that JSON can write; the position in the data, so that no sample comes twice.
         keep: Newest checkpoints to keep; None keeps all.
         wait: False returns once the state is copied, and writes in the background. Call `result()` before the
@@ -340,10 +326,7 @@ def save_checkpoint(
     token = from_rank_0(secrets.token_hex(4))
     aside = folder / f".writing-{step:08d}-{token}"
     agree(lambda: begin(folder, step, token) if own_rank() == 0 else None, f"saving step {step} failed")
-    state = {
-        "model": _without_ties(model, get_model_state_dict(model)),
-        "rng": _random_state(own_rank()),
-    }
+    state = {"model": _without_ties(model, get_model_state_dict(model)), "rng": _random_state(own_rank())}
     info = {"step": step, "data": data or {}, "ranks": count_ranks(), "tied": tied_parameters(model)}
     # PyTorch makes the state of an optimizer that has none by a step with gradients of zero, and counts it: Adam's
     # bias correction would be of one step more than were taken.
@@ -356,9 +339,7 @@ def save_checkpoint(
     if wait or not dist.is_initialized():
         try:
             with alone_is_fine():
-                dcp.save(
-                    state, checkpoint_id=aside, process_group=own_group(), no_dist=not dist.is_initialized()
-                )
+                dcp.save(state, checkpoint_id=aside, process_group=own_group(), no_dist=not dist.is_initialized())
             writing.set_result(publish(aside, info, keep) if own_rank() == 0 else None)
         except BaseException as error:
             writing.set_exception(readable(error))
@@ -382,9 +363,7 @@ def save_checkpoint(
     return saving
 
 
-def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> Progress:
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
     """Load a checkpoint into a model on any number of ranks, in place.
 
     Every rank must call it.
@@ -521,7 +500,6 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
     with alone_is_fine():
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     tensors = {
-        name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t
-        for name, t in state.items()
+        name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
     }
     return write_safetensors_file(tensors, file, step=str(info["step"]), tied=json.dumps(info["tied"]))

@@ -16,12 +16,7 @@ import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from lablib.launch.fsdp.sharding import shard
@@ -69,9 +64,7 @@ EXPERIMENTS: dict[str, Callable[[], object]] = {
     "no policy": _fsdp1,
     "wrapped by class": lambda: _fsdp1(auto_wrap_policy=_BLOCKS),
     "original parameters": lambda: _fsdp1(auto_wrap_policy=_BLOCKS, use_orig_params=True),
-    "SHARD_GRAD_OP": lambda: _fsdp1(
-        auto_wrap_policy=_BLOCKS, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
-    ),
+    "SHARD_GRAD_OP": lambda: _fsdp1(auto_wrap_policy=_BLOCKS, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     "NO_SHARD": lambda: _fsdp1(auto_wrap_policy=_BLOCKS, sharding_strategy=ShardingStrategy.NO_SHARD),
     "policy called": lambda: transformer_auto_wrap_policy(transformer_layer_cls={Block}),
     "policy as partial": lambda: _fsdp1(

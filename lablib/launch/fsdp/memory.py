@@ -39,9 +39,7 @@ from lablib.toys.transformer import INIT_STD
 InitFn = Callable[[str, nn.Module], None]
 
 
-def materialize(
-    model: nn.Module, init_fn: InitFn | None = None, device: str | torch.device = "cpu"
-) -> nn.Module:
+def materialize(model: nn.Module, init_fn: InitFn | None = None, device: str | torch.device = "cpu") -> nn.Module:
     """Allocate a model that is on the meta device, and fill it module by module.
 
     Seed torch the same on every rank before.
@@ -51,7 +49,6 @@ def materialize(
         init_fn: Called in the order of `named_modules` for each module that holds parameters or buffers, which
             are whole and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
             module's own `reset_parameters()`.
-        device: Where the model will be.
 
     Returns:
         The same model.
@@ -63,9 +60,7 @@ def materialize(
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and not tensor.is_meta:
-                raise ValueError(
-                    f"{name}.{key} is on {tensor.device}: build the model under torch.device('meta')"
-                )
+                raise ValueError(f"{name}.{key} is on {tensor.device}: build the model under torch.device('meta')")
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 home.setdefault(id(parameter), []).append((module, key))
@@ -120,9 +115,7 @@ def _default(model: nn.Module, name: str, module: nn.Module) -> None:
     elif hasattr(module, "reset_parameters"):
         module.reset_parameters()
     else:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no reset_parameters(): pass an init_fn that fills it"
-        )
+        raise ValueError(f"{name} ({type(module).__name__}) has no reset_parameters(): pass an init_fn that fills it")
 
 
 def _check_filled(name: str, module: nn.Module) -> None:
@@ -198,8 +191,6 @@ def forecast(
 
     Args:
         build: Returns the model; runs without memory.
-        world_size: Ranks to pretend.
-        batch: Sequences on each rank.
         seq: Tokens of each that the model reads.
         loss: Gets the model and `tokens_BT` with T = seq + 1. By default `model.loss(tokens_BT)`, or, for a
             Hugging Face model, its own loss.

@@ -85,16 +85,8 @@ class ShardReport:
         """Return the parameters of a unit that a rank keeps, padding included."""
         return padded(unit.shapes + unit.frozen, self.shards) // self.shards
 
-    def traffic(
-        self, *, micro_batches: int = 1, sync_every: bool = True, keep_gathered: bool = False
-    ) -> FSDPTraffic:
-        """Return the collectives of one optimizer step of this model, as `lablib.calc.parallel.fsdp` counts them.
-
-        Args:
-            micro_batches: Forward and backward passes in the step.
-            sync_every: False if all but the last run inside `no_sync`.
-            keep_gathered: As given to `no_sync`.
-        """
+    def traffic(self, *, micro_batches: int = 1, sync_every: bool = True, keep_gathered: bool = False) -> FSDPTraffic:
+        """Return the collectives of one optimizer step of this model, as `lablib.calc.parallel.fsdp` counts them."""
         return fsdp_traffic(
             self.units,
             self.shards,
@@ -160,10 +152,6 @@ def _runs(units: tuple[Unit, ...]) -> list[tuple[str, Unit]]:
         else:
             lines.append([unit])
     return [
-        (
-            (same[0].name or "(root)")
-            + (f" ... {same[-1].name}, {len(same)} units" if len(same) > 1 else ""),
-            same[0],
-        )
+        ((same[0].name or "(root)") + (f" ... {same[-1].name}, {len(same)} units" if len(same) > 1 else ""), same[0])
         for same in lines
     ]

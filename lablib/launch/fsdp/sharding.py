@@ -27,13 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -81,9 +75,7 @@ def policy_of(precision: str | MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     if isinstance(precision, MixedPrecisionPolicy):
         return precision
     if precision not in PRECISIONS:
-        raise ValueError(
-            f"precision={precision!r} is unknown; use {', '.join(PRECISIONS)} or a MixedPrecisionPolicy"
-        )
+        raise ValueError(f"precision={precision!r} is unknown; use {', '.join(PRECISIONS)} or a MixedPrecisionPolicy")
     return PRECISIONS[precision]
 
 
@@ -101,13 +93,7 @@ def compiler(compile_blocks: bool | str, device: str) -> str | None:
 
 
 def check_options(
-    model: nn.Module,
-    wrap: Rule,
-    offload: bool,
-    device: str,
-    prefetch: int | None,
-    backend: str | None,
-    recompute: bool,
+    model: nn.Module, wrap: Rule, offload: bool, device: str, prefetch: int | None, backend: str | None, recompute: bool
 ) -> None:
     """Raise a ValueError for options that contradict each other or the device."""
     if isinstance(model, FSDPModule) or any(isinstance(m, FSDPModule) for m in model.modules()):
@@ -127,9 +113,7 @@ def check_parameters(model: nn.Module) -> None:
     """Raise a ValueError for parameters that FSDP2 cannot shard."""
     parameters = dict(model.named_parameters())
     if scalars := [name for name, p in parameters.items() if p.dim() == 0]:
-        raise ValueError(
-            f"{', '.join(scalars)}: FSDP2 splits the first dim, and a scalar has none; use shape (1,)"
-        )
+        raise ValueError(f"{', '.join(scalars)}: FSDP2 splits the first dim, and a scalar has none; use shape (1,)")
     if turned := [name for name, p in parameters.items() if not p.is_contiguous()]:
         raise ValueError(
             f"{', '.join(turned)}: FSDP2 shards plain memory layouts alone; use weight.data = weight.data.contiguous()"
@@ -164,7 +148,6 @@ def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
     A rank then holds whole gradients, not shards. The first backward after the block reduces all of them.
 
     Args:
-        model: A sharded model.
         keep_gathered: Also leave the parameters gathered after backward: no all-gather for the next forward,
             for the price of the whole model in memory.
 
@@ -190,7 +173,6 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     number on every rank, however the DTensor holds it.
 
     Args:
-        model: A sharded model, after backward.
         max_norm: Above 0.
 
     Raises:
@@ -292,9 +274,7 @@ def shard(
         _prefetch(model, [unit.name for unit in units[1:]], prefetch)
 
     if wrap == "linear":
-        notes.append(
-            "linear layers return views: an in-place operation on one would skip its gather in backward"
-        )
+        notes.append("linear layers return views: an in-place operation on one would skip its gather in backward")
     if next(model.parameters()).is_meta:
         notes.append("on the meta device: call materialize before the first step")
     if policy.param_dtype == torch.float16:

@@ -162,9 +162,7 @@ def _least(rule: str) -> int:
     try:
         least = int(parse_count(number.replace("_", "")))
     except ValueError as error:
-        raise ValueError(
-            f"wrap={rule!r}: {number!r} is no number of parameters; try size:1_000_000"
-        ) from error
+        raise ValueError(f"wrap={rule!r}: {number!r} is no number of parameters; try size:1_000_000") from error
     if least < 1:
         raise ValueError(f"wrap={rule!r}: the size must be at least 1 parameter")
     return least

@@ -78,12 +78,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def update(path: Path, **changes: Any) -> dict[str, Any]:
-    """Change fields of a JSON file, whole or not at all, and return its content.
-
-    Args:
-        path: A job.json or a queue.
-        **changes: New values.
-    """
+    """Change fields of a JSON file, whole or not at all, and return its content."""
     content = read_json(path) | changes
     write_json(path, content)
     return content
@@ -95,11 +90,7 @@ def all_jobs() -> list[Path]:
 
 
 def find_job(key: str) -> Path | None:
-    """Return the newest job.json with a key, or None.
-
-    Args:
-        key: From `lablib.launch.labs.labs.lab_key`.
-    """
+    """Return the newest job.json with a key, or None."""
     for path in reversed(all_jobs()):
         with suppress(ValueError):  # a damaged one keeps nobody from running others
             if read_job(path)["key"] == key:
@@ -127,11 +118,9 @@ def prepare_queue(
             their number, and one with `only_gpu` runs its GPU section alone; a value given here counts more.
         gpus: Numbers of the GPUs to use; none means the CPU.
         record: Let the labs write to `labs/recorded/`.
-        again: Run what is done, too.
         budget_minutes: Minutes after which everything stops; None means never.
         pack: Leave an archive at the end.
         mine: Run the learner's copies in work/.
-        command: How this was asked for.
 
     Returns:
         The queue's file.
@@ -204,11 +193,7 @@ def latest_queue() -> Path | None:
 
 
 def refuse(queue: Path) -> None:
-    """Write down that a queue may not run beside another one; jobs that are its own wait for nothing then.
-
-    Args:
-        queue: From `prepare`.
-    """
+    """Write down that a queue may not run beside another one; jobs that are its own wait for nothing then."""
     for job in map(Path, update(queue, state="refused").get("new", [])):
         if read_job(job)["status"] == "waiting":
             update(job, status="stopped")
@@ -219,9 +204,6 @@ def only_queue(patience: float = 0.0) -> Iterator[None]:
     """Hold the right to run labs here; two queues at a time would measure each other.
 
     The operating system takes it back when the process ends, however it ends.
-
-    Args:
-        patience: Seconds to wait for it. `is_running` takes it for a moment to look, and that must refuse nobody.
 
     Raises:
         BlockingIOError: If another process holds it.
@@ -260,10 +242,6 @@ def all_labs() -> list[Path]:
 def find_lab(name: str, *, mine: bool = False) -> Path:
     """Return the path of a lab given its number ("2", "02") or its stem.
 
-    Args:
-        name: Number or stem.
-        mine: The learner's copy in work/, with the answers and predictions in it.
-
     Raises:
         ValueError: If there is no such lab, or no copy; the message lists those there are.
     """
@@ -296,10 +274,6 @@ def _kinds(path: Path) -> dict[str, str]:
 def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameters of each lab.
 
-    Args:
-        labs: The chosen labs.
-        given: Values by name, for every lab that has the name; "06.layers" is for lab 06 alone.
-
     Raises:
         ValueError: If no lab has a name, or a value is of another kind than the default; nothing has started.
     """
@@ -331,21 +305,13 @@ def _check_kind(stem: str, name: str, value: object, default: str, kind: str) ->
     alike = isinstance(value, type(usual)) or (isinstance(value, int) and isinstance(usual, float))
     if isinstance(value, float) and not math.isfinite(value):
         alike = False
-    if (
-        usual is not None
-        and value is not None
-        and (not alike or isinstance(value, bool) != isinstance(usual, bool))
-    ):
+    if usual is not None and value is not None and (not alike or isinstance(value, bool) != isinstance(usual, bool)):
         kind = type(usual).__name__
         raise ValueError(f"{name}={value!r} is no {kind}; {stem} has {name}={default}")
 
 
 def device(gpus: Sequence[int]) -> dict[str, Any]:
-    """Return what a run runs on, as far as its results depend on it.
-
-    Args:
-        gpus: Numbers of the GPUs that it uses; none means the CPU.
-    """
+    """Return what a run runs on, as far as its results depend on it."""
     here = this_machine()
     if gpus:
         return {"gpus": [here["gpus"][number] for number in gpus]}
@@ -356,12 +322,6 @@ def lab_key(path: Path, parameters: Mapping[str, Any], on: Mapping[str, Any], *,
     """Return the key of a run: the same lab, parameters, device and versions give the same one.
 
     Prose and outputs play no part; the code of the cells does.
-
-    Args:
-        path: The notebook.
-        parameters: Values of its parameters.
-        on: The device, from `device`.
-        record: Whether the run writes records.
     """
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -384,7 +344,6 @@ def parse_gpus(text: str, here: int) -> list[int]:
 
     Args:
         text: "all", a number of GPUs ("2"), "0" or "cpu" for none, or "0,3" for these two.
-        here: How many there are.
 
     Raises:
         ValueError: If there are not so many; it says how many there are.

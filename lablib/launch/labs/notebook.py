@@ -99,14 +99,9 @@ def without_rehearsals(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode
     """Return a lab without the sections that lie between its set-up and the first section with a cell tagged `gpu`.
 
     A machine that is paid for by the minute need not run again what a laptop can.
-
-    Args:
-        notebook: A lab; its sections begin with a cell whose first line is a heading "## ".
     """
     cells = notebook.cells
-    heads = [
-        i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")
-    ]
+    heads = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
     tagged = [i for i, cell in enumerate(cells) if "gpu" in cell.metadata.get("tags", [])]
     if heads and tagged:
         section = max((i for i in heads if i <= tagged[0]), default=heads[0])

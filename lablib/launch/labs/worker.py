@@ -29,14 +29,7 @@ import psutil
 
 from lablib.launch.labs.labs import only_queue, read_json, refuse, update
 from lablib.launch.ranks import explain
-from lablib.launch.records import (
-    FOLDER_SWITCH,
-    RECORD_SWITCH,
-    experiments_dir,
-    repository_root,
-    this_machine,
-    utc_now,
-)
+from lablib.launch.records import FOLDER_SWITCH, RECORD_SWITCH, experiments_dir, repository_root, this_machine, utc_now
 
 #: What is larger stays behind, and is named in the archive: weights, not results.
 LARGEST = 20 * 10**6
@@ -172,9 +165,7 @@ def _run(queue: Path) -> int:
         _say(f"packed: {pack_results()}")
     found = [read_json(job)["status"] for job in jobs]
     left = [read_json(job)["lab"] for job in jobs if read_json(job)["status"] != "done"]
-    _say(
-        f"{found.count('done')} of {len(jobs)} labs are done" + (f"; left: {', '.join(left)}" if left else "")
-    )
+    _say(f"{found.count('done')} of {len(jobs)} labs are done" + (f"; left: {', '.join(left)}" if left else ""))
     update(queue, state="stopped" if reason else "finished", reason=reason, ended=utc_now())
     return 1 if left else 0
 
@@ -229,11 +220,7 @@ def _environment(job: Path, queue: dict[str, Any]) -> dict[str, str]:
 
 
 def end_children(patience: float = _END_S) -> Sequence[int]:
-    """End all that descends from this process and return the numbers of what was there.
-
-    Args:
-        patience: Seconds for them to end after a SIGTERM, before a SIGKILL.
-    """
+    """End all that descends from this process and return the numbers of what was there."""
     there = psutil.Process().children(recursive=True)
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in psutil.Process().children(recursive=True):

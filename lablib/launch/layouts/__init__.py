@@ -11,18 +11,6 @@ Read `composition` first. Chapters 04 and 07.
 
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
-from lablib.launch.layouts.pipeline_runs import (
-    measured_times,
-    microbatch_windows,
-    predicted_peaks,
-    watched_step,
-)
+from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
 
-__all__ = [
-    "measured_times",
-    "microbatch_windows",
-    "predicted_peaks",
-    "run_miniature",
-    "try_orders",
-    "watched_step",
-]
+__all__ = ["measured_times", "microbatch_windows", "predicted_peaks", "run_miniature", "try_orders", "watched_step"]

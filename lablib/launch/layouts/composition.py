@@ -22,14 +22,7 @@ import torch.distributed as dist
 
 from lablib.calc.errors import one_of
 from lablib.calc.layouts import VERSIONS, Miniature
-from lablib.launch.layouts.job import (
-    ADAMW,
-    Composition,
-    RankRun,
-    by_axis,
-    mean_loss,
-    model_and_tokens,
-)
+from lablib.launch.layouts.job import ADAMW, Composition, RankRun, by_axis, mean_loss, model_and_tokens
 from lablib.launch.layouts.variants import TorchJob, ToyJob
 from lablib.launch.measure import CommLog, record_comms
 from lablib.launch.ranks import run_ranks
@@ -41,10 +34,7 @@ def run_miniature(
     """Train a miniature on its ranks, in every version, and in one process.
 
     Args:
-        job: What to train.
         versions: "toys", "torch" or both.
-        seed: Of weights and tokens.
-        timeout: Seconds for all of it.
 
     Raises:
         ValueError: If a version is unknown.
@@ -58,10 +48,6 @@ def run_miniature(
 
 def check_version(job: Miniature, version: str) -> None:
     """Raise a ValueError if a version cannot run a job.
-
-    Args:
-        job: The miniature.
-        version: "toys" or "torch".
 
     Raises:
         ValueError: If there is no such version, or PyTorch has no such composition.
@@ -84,9 +70,7 @@ def check_version(job: Miniature, version: str) -> None:
         )
     order = [axis for axis in job.mesh.order if axis in ("tp", "dp", "pp")]
     if version == "torch" and order != ["tp", "dp", "pp"]:
-        raise ValueError(
-            f"order={job.order!r}: PyTorch's version has the order tp, dp, pp; only the toys take others"
-        )
+        raise ValueError(f"order={job.order!r}: PyTorch's version has the order tp, dp, pp; only the toys take others")
 
 
 def _train_all(job: Miniature, versions: tuple[str, ...], seed: int) -> list[RankRun]:
@@ -112,11 +96,6 @@ def train_alone(job: Miniature, seed: int = 0) -> RankRun:
 
 def train(job: Miniature, version: str, seed: int = 0) -> RankRun:
     """Train the miniature on this rank; call it through `run_ranks` with `job.ranks` ranks.
-
-    Args:
-        job: The miniature.
-        version: "toys" or "torch".
-        seed: Of weights and tokens.
 
     Raises:
         ValueError: If the version is unknown, or there are more or fewer ranks than the job has.

@@ -89,9 +89,6 @@ class Composition:
     def worst(self, version: str) -> Distance:
         """Return how far a version is from one process.
 
-        Args:
-            version: "toys" or "torch", if it ran.
-
         Raises:
             RuntimeError: If a parameter or the loss is on no rank.
         """
@@ -116,23 +113,12 @@ class Composition:
         )
 
     def predicted(self, version: str, rank: int) -> dict[str, AxisTraffic]:
-        """Return the prediction for a rank; see `lablib.calc.layouts.predicted_traffic`.
-
-        Args:
-            version: "toys" or "torch".
-            rank: Which rank.
-        """
+        """Return the prediction for a rank; see `lablib.calc.layouts.predicted_traffic`."""
         return predicted_traffic(self.job, rank, version)
 
     def as_predicted(self, version: str) -> bool:
-        """Return whether every rank sent what was predicted, calls and bytes, and nothing beside its axes.
-
-        Args:
-            version: "toys" or "torch", if it ran.
-        """
-        return all(
-            run.traffic == self.predicted(version, run.rank) and not run.other for run in self.ranks[version]
-        )
+        """Return whether every rank sent what was predicted, calls and bytes, and nothing beside its axes."""
+        return all(run.traffic == self.predicted(version, run.rank) and not run.other for run in self.ranks[version])
 
     def rows(self, rank: int = 0) -> list[tuple[str, str, AxisTraffic, AxisTraffic]]:
         """Return (version, axis, predicted, measured) for every axis, as one rank sees it."""

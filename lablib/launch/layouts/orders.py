@@ -83,7 +83,6 @@ def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[
 
     Args:
         names: Of `case_names()`; None means all.
-        timeout: Seconds for all of them.
 
     Raises:
         ValueError: If a name is unknown.
@@ -129,11 +128,7 @@ class Bench:
         return mean_loss(model(tokens[:, :-1]), tokens)
 
     def train(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        replicas: bool = True,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, replicas: bool = True
     ) -> tuple[float, dict[str, int]]:
         """Take one step; return the loss of all tokens after it, and the calls of forward and backward."""
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
@@ -300,11 +295,7 @@ def _clip_by_mesh(bench: Bench) -> tuple[str, str, dict[str, float]]:
     clipped = clip_grad_norm(model.parameters(), float("inf"))
     right = abs(norm - bench.norm) < SAME * bench.norm and abs(clipped - most) < SAME * most
     seen = f"Norm {norm:.5f}; one process has {bench.norm:.5f}."
-    return (
-        ("right" if right else "silently wrong"),
-        seen,
-        {"norm": norm, "right": bench.norm, "clipped": clipped},
-    )
+    return (("right" if right else "silently wrong"), seen, {"norm": norm, "right": bench.norm, "clipped": clipped})
 
 
 def _untrue(bench: Bench, model: nn.Module) -> tuple[str, str, dict[str, float]]:
@@ -365,11 +356,7 @@ CASES: dict[str, Case] = {
 
 
 def run_cases(names: list[str]) -> dict[str, Found]:
-    """Run cases on this rank, all ranks the same.
-
-    Args:
-        names: Of `CASES`.
-    """
+    """Run cases on this rank, all ranks the same."""
     bench = Bench()
     return {name: _run(bench, CASES[name]) for name in names}
 

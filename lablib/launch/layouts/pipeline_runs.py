@@ -124,11 +124,8 @@ def watched_step(
     Every rank makes the same model and the same micro-batches of English text from the same seed.
 
     Args:
-        schedule: What to run.
         config: The model; every rank makes it whole and keeps its stages.
         layers: Layers of each stage; by default as equal as can be.
-        batch: Windows in a micro-batch.
-        seq: Tokens in a window.
         seconds: Time that each kind of action lasts in the last step, for emulated compute.
         counts: Whether to count bytes and messages, which slows the step down.
         steps: Steps to run; the last one is watched, and those before it warm up.
@@ -218,10 +215,7 @@ def predicted_peaks(schedule: Schedule, config: ModelConfig, *, batch: int, seq:
     between I and W.
 
     Args:
-        schedule: What runs.
         config: The model, not tied, cut as `lablib.toys.pipeline.split_stages` cuts it by default.
-        batch: Windows in a micro-batch.
-        seq: Tokens in a window.
     """
     cuts = [stage * config.num_layers // schedule.num_stages for stage in range(schedule.num_stages + 1)]
     layers = [end - start for start, end in itertools.pairwise(cuts)]

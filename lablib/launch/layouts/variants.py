@@ -164,9 +164,7 @@ class ToyJob:
     def _loss(self, logits: Tensor, tokens_BT: Tensor) -> Tensor:
         if self.split is None:
             return mean_loss(logits, tokens_BT)
-        return vocab_parallel_cross_entropy(
-            logits, tokens_BT[:, 1:], self.split.first, self.groups["tp"]
-        ).mean()
+        return vocab_parallel_cross_entropy(logits, tokens_BT[:, 1:], self.split.first, self.groups["tp"]).mean()
 
 
 def make_groups(job: Miniature) -> dict[str, dist.ProcessGroup]:
@@ -192,10 +190,6 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
     torch's own refuses gradients on different meshes, as FSDP makes them of layers that tp split and of layers that
     it did not. The squares of each mesh's norm add up.
-
-    Args:
-        parameters: Of one stage; with several, their squares add up too.
-        max_norm: Above 0.
     """
     grads = by_mesh([p.grad for p in parameters if p.grad is not None])
     square = sum(float(whole(nn.utils.get_total_norm(group))) ** 2 for group in grads)
@@ -278,12 +272,7 @@ def make_mesh(job: Miniature) -> DeviceMesh:
 
 
 def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:
-    """Return an input and an output of a stage, of the right shapes.
-
-    Args:
-        job: The miniature.
-        stage: Its number, from 0.
-    """
+    """Return an input and an output of a stage, of the right shapes."""
     dtype, size = getattr(torch, job.dtype), (job.micro_batch, job.seq)
     stream = torch.empty(*size, job.config.hidden, dtype=dtype, requires_grad=True)
     logits = torch.empty(*size, job.config.vocab, dtype=dtype, requires_grad=True)
@@ -320,15 +309,6 @@ def apply_in_order(
     Each step needs what the one before leaves alone: tp finds modules by their names, which a wrapper for
     recomputation changes; the compiler takes a block as it will run; FSDP shards what is left, DTensors too.
     The optimizer comes after all of it.
-
-    Args:
-        model: The whole model, or a stage of it: stages are cut before.
-        mesh: With dims dp and tp.
-        tp: Split layers over tp.
-        recompute: Recompute every block in backward.
-        compile_backend: Compile every block with this backend of torch.compile; None compiles nothing.
-        shard: Shard over dp.
-        reshard: Whether a block is freed after forward.
     """
     if tp:
         parallelize_module(model, mesh["tp"], tp_plan(model))

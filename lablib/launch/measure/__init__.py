@@ -21,14 +21,7 @@ from lablib.launch.measure.flight_recorder import (
 from lablib.launch.measure.memory import CurrentOperator, LiveBytes, measure_states, saved_activations
 from lablib.launch.measure.noise_scale import measure_noise_scale
 from lablib.launch.measure.recorder import CommEvent, CommLog, record_comms
-from lablib.launch.measure.step_time import (
-    linear_stack,
-    medians,
-    record_trace,
-    step_times,
-    step_traces,
-    trace_spans,
-)
+from lablib.launch.measure.step_time import linear_stack, medians, record_trace, step_times, step_traces, trace_spans
 
 __all__ = [
     "Call",

@@ -65,7 +65,6 @@ def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[st
 
     Args:
         folder: Where the dumps go, one file a rank.
-        entries: Calls to keep.
 
     Raises:
         ValueError: If none is to be kept.
@@ -112,9 +111,7 @@ def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
     """
     files = sorted(Path(folder).glob(f"{PREFIX}*"))
     if not files:
-        raise ValueError(
-            f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder.settings(...)?"
-        )
+        raise ValueError(f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder.settings(...)?")
     return {int(file.name.removeprefix(PREFIX)): _calls(file) for file in files}
 
 
@@ -129,10 +126,7 @@ def compare_flight_records(ranks: Mapping[int, list[Call]]) -> str:
     """
     groups = dict.fromkeys(call.group for calls in ranks.values() for call in calls)
     for group in groups:
-        by_rank = {
-            rank: {call.number: call for call in calls if call.group == group}
-            for rank, calls in ranks.items()
-        }
+        by_rank = {rank: {call.number: call for call in calls if call.group == group} for rank, calls in ranks.items()}
         by_rank = {rank: calls for rank, calls in by_rank.items() if calls}
         # What fell out of one rank's ring cannot be compared.
         first = max(min(calls) for calls in by_rank.values())
@@ -198,9 +192,6 @@ def detailed_group(timeout: float = 60.0) -> dist.ProcessGroup:
     """Return a group of all ranks whose collectives are compared; every rank must call.
 
     The variable is read when a process loads PyTorch; a group can be made so later, too.
-
-    Args:
-        timeout: Seconds to wait for a rank that does not come.
     """
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)

@@ -116,13 +116,10 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def measure_states(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, counters: bool = False
-) -> dict[str, int]:
+def measure_states(model: nn.Module, optimizer: torch.optim.Optimizer, *, counters: bool = False) -> dict[str, int]:
     """Return the bytes of the model states that exist now on this rank; a tied tensor counts once.
 
     Args:
-        model: Its parameters and gradients.
         optimizer: Its states, by their names ("exp_avg", ...), and as "master" the parameters that it updates
             and the model does not have: fp32 copies of bf16 weights.
         counters: Count states of one value too, such as AdamW's step number of each tensor: not per parameter.

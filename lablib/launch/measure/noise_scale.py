@@ -56,11 +56,6 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float, float]:
     """Return the two squared norms of one step of replicas, and leave the averaged gradient in `p.grad`.
 
-    Args:
-        model: The same weights on every rank, not wrapped in anything that reduces by itself.
-        loss_of: Takes the model and this rank's batch, returns its mean loss.
-        batch: This rank's examples, as many as on every other rank.
-
     Returns:
         |G_b|², the mean over ranks, and |G_B|²; the same on all ranks.
 
@@ -68,9 +63,7 @@ def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float,
         ValueError: If the model is sharded: its ranks hold no gradient of their own.
     """
     if isinstance(model, FSDPModule):
-        raise ValueError(
-            "FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches"
-        )
+        raise ValueError("FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches")
     model.zero_grad()
     loss_of(model, batch).backward()
     gradients = _gradients(model)
@@ -86,11 +79,6 @@ def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float,
 def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[Any]) -> tuple[float, float]:
     """Return the two squared norms of one step of several micro-batches, and leave their mean in `p.grad`.
 
-    Args:
-        model: Plain, or sharded by FSDP2 with gradients reduced in every backward.
-        loss_of: Takes the model and this rank's micro-batch, returns its mean loss.
-        batches: This rank's micro-batches, at least two of equal size.
-
     Returns:
         |G_b|², the mean over micro-batches, and |G_B|²; under FSDP2 the same on all ranks.
 
@@ -98,9 +86,7 @@ def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[A
         ValueError: If there is only one micro-batch.
     """
     if len(batches) < 2:
-        raise ValueError(
-            f"{len(batches)} micro-batch gives one batch size; the noise scale needs two or more"
-        )
+        raise ValueError(f"{len(batches)} micro-batch gives one batch size; the noise scale needs two or more")
     sums: list[torch.Tensor] = []
     small = 0.0
     for batch in batches:

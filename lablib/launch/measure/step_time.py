@@ -58,8 +58,6 @@ def step_times(
     A time is that of the slowest rank, since no rank can go on before it.
 
     Args:
-        widths: Sizes of the layers.
-        tokens: Tokens per rank and step.
         ranks: Numbers of ranks; with one rank only "compute" is timed.
         modes: Which of `MODES` to time: forward and backward without other ranks; gradients that are there
             already, copied into one bucket and reduced; the step whose one bucket leaves after backward; the
@@ -213,8 +211,6 @@ def record_trace(
 
     Args:
         step: What to profile. It runs `warm` times before: the first steps build buckets and touch memory.
-        name: The annotation around it.
-        warm: Steps that are not recorded.
         folder: Where to keep the file, `rank0.json` and so on, for chrome://tracing or Perfetto; None keeps none.
     """
     for _ in range(warm):
@@ -275,10 +271,6 @@ def step_traces(
 
     Args:
         wrapper: "ddp" or "fsdp2".
-        ranks: Processes.
-        width: Of the linear layers.
-        layers: How many.
-        tokens: Rows on each rank.
         bucket_bytes: When a bucket of DDP is full; FSDP2 sends layer by layer.
         folder: Where to keep the files; None keeps none.
 
@@ -291,19 +283,8 @@ def step_traces(
     return run_ranks(traced_step, ranks, wrapper, width, layers, tokens, bucket_bytes, place)
 
 
-def traced_step(
-    wrapper: str, width: int, layers: int, tokens: int, bucket_bytes: int, folder: str | None
-) -> Trace:
-    """Train on this rank and return the trace of one step: forward, backward and SGD.
-
-    Args:
-        wrapper: As for `step_traces`, and so are the others.
-        width: Of the linear layers.
-        layers: How many.
-        tokens: Rows on this rank.
-        bucket_bytes: When a bucket is full.
-        folder: Where to keep the file, or None.
-    """
+def traced_step(wrapper: str, width: int, layers: int, tokens: int, bucket_bytes: int, folder: str | None) -> Trace:
+    """Train on this rank and return the trace of one step: forward, backward and SGD."""
     model = linear_stack(width, layers)
     if wrapper == "ddp":
         from torch.nn.parallel import DistributedDataParallel

@@ -70,11 +70,7 @@ class AutocastTrace:
     cast_bytes: int = 0
 
     def by_op(self, phase: str = "forward") -> dict[str, dict[str, int]]:
-        """Return counts by operator and then by "inputs -> outputs": the rows of a table.
-
-        Args:
-            phase: "forward" or "backward".
-        """
+        """Return counts by operator and then by "inputs -> outputs": the rows of a table."""
         table: dict[str, dict[str, int]] = {}
         for cast, count in sorted(getattr(self, phase).items()):
             table.setdefault(cast.op, {})[str(cast).partition(": ")[2]] = count
@@ -85,11 +81,7 @@ class AutocastTrace:
         return {name for cast in self.forward if cast.op == op for name in cast.inputs}
 
     def casts(self, phase: str = "forward") -> int:
-        """Return how many casts between floating-point dtypes ran.
-
-        Args:
-            phase: "forward" or "backward".
-        """
+        """Return how many casts between floating-point dtypes ran."""
         found = getattr(self, phase)
         return sum(n for cast, n in found.items() if cast.op == "_to_copy" and cast.inputs != cast.outputs)
 
@@ -132,7 +124,6 @@ def trace_autocast(
 
     Args:
         fn: A model, or its loss: `model.loss`.
-        *args: For it.
         dtype: The low precision; None to run without autocast.
         device: Kind of device whose lists apply: "cpu" or "cuda".
         backward: Whether to run backward from the sum of the result.
@@ -158,9 +149,7 @@ def gpu_policy() -> dict[str, str]:
     """
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     if not header.exists():
-        raise FileNotFoundError(
-            f"{header} is missing: this PyTorch was installed without headers; use the wheel"
-        )
+        raise FileNotFoundError(f"{header} is missing: this PyTorch was installed without headers; use the wheel")
     return dict(_read_policy(header.read_text(encoding="utf-8")))
 
 
@@ -227,8 +216,6 @@ def precision_memory(config: ModelConfig, *, batch: int = 4, seq: int = 64) -> d
 
     Args:
         config: A model that the toy transformer can be built from.
-        batch: Windows in the batch.
-        seq: Tokens in a window.
 
     Returns:
         By recipe: "fp32", "mixed-bf16", "autocast-bf16".
@@ -244,10 +231,7 @@ def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> Precisio
         weights = MasterWeights(model, torch.bfloat16)
     working = weights.model if weights else model
     optimizer = torch.optim.AdamW(model.parameters())
-    with (
-        saved_activations(working) as saved,
-        torch.autocast("cpu", torch.bfloat16, recipe == "autocast-bf16"),
-    ):
+    with saved_activations(working) as saved, torch.autocast("cpu", torch.bfloat16, recipe == "autocast-bf16"):
         loss = working.loss(windows_BT)
     loss.backward()
     # fp32 gradients of the master copy live for the moment of the step, one tensor at a time if need be.

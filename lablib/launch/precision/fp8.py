@@ -59,14 +59,7 @@ class Fp8Error:
 def fp8_error(
     x_MK: Tensor, scaling: str = "tensor", dtype: torch.dtype = E4M3, *, scale: Tensor | None = None
 ) -> Fp8Error:
-    """Return what is lost when a matrix goes to FP8 and back.
-
-    Args:
-        x_MK: A matrix.
-        scaling: As in `lablib.toys.precision.quantize`.
-        dtype: A float8 dtype.
-        scale: A given scale, as there.
-    """
+    """Return what is lost when a matrix goes to FP8 and back."""
     quantized = quantize(x_MK, scaling, dtype, scale=scale)
     exact, found = x_MK.detach().double(), quantized.dequantize().double()
     power = exact.square().sum()
@@ -101,13 +94,7 @@ def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
 
 
 def trained_tensors(*, steps: int = 15, hidden: int = 256, seed: int = 0) -> dict[str, dict[str, Tensor]]:
-    """Return the matrices of one step of a small Llama after a short training on real text.
-
-    Args:
-        steps: Of AdamW before.
-        hidden: Width, wide enough for two blocks of 128.
-        seed: Of weights and batches.
-    """
+    """Return the matrices of one step of a small Llama after a short training on real text."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(tiny_config("llama", num_layers=2, hidden=hidden))
@@ -128,13 +115,7 @@ def error_table(
     scalings: tuple[str, ...] = tuple(SCALINGS),
     dtypes: tuple[torch.dtype, ...] = (E4M3, E5M2),
 ) -> dict[tuple[str, str, str], Fp8Error]:
-    """Return the mean loss over layers by kind, scaling and format ("e4m3", "e5m2").
-
-    Args:
-        matrices: From `trained_tensors`.
-        scalings: To try.
-        dtypes: To try.
-    """
+    """Return the mean loss over layers by kind, scaling and format ("e4m3", "e5m2")."""
     table = {}
     for kind, layers in matrices.items():
         for scaling in scalings:
@@ -157,12 +138,6 @@ def delayed_scaling_run(
     *, steps: int = 40, history: int = 8, spike: int | None = 25, factor: float = 8.0
 ) -> list[dict[str, float]]:
     """Train, and quantize one layer's gradient in every step with a scale from the past and one from the present.
-
-    Args:
-        steps: Of training.
-        history: Steps that delayed scaling remembers.
-        spike: Step in which the gradient is `factor` times larger, as in a loss spike; None for no spike.
-        factor: Of the spike.
 
     Returns:
         For every step: "amax", the scale's range "covered", relative errors "delayed" and "current", and "saturated",
@@ -250,13 +225,9 @@ def to_float8(
     """
     one_of("recipe", recipe, RECIPES)
     if fsdp_gather and recipe != "tensorwise":
-        raise ValueError(
-            f"fsdp_gather needs one scale for a tensor, and recipe={recipe!r} has more; use 'tensorwise'"
-        )
+        raise ValueError(f"fsdp_gather needs one scale for a tensor, and recipe={recipe!r} has more; use 'tensorwise'")
     if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
-            "torchao is not installed; in the course's folder, .venv/bin/pip install -e '.[fp8]' adds it"
-        )
+        raise ValueError("torchao is not installed; in the course's folder, .venv/bin/pip install -e '.[fp8]' adds it")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -280,9 +251,6 @@ def precompute_scales(model: nn.Module) -> None:
     """Compute the scales of all weights with one all-reduce; call it after every step of the optimizer.
 
     Only with `fsdp_gather`: without it FSDP2 asks for every weight's scale by itself.
-
-    Args:
-        model: Sharded by `fully_shard`.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -309,12 +277,7 @@ class SumError:
 
 
 def ring_sum(values: list[Tensor], *, full: bool = False) -> Tensor:
-    """Return the sum of one tensor from each rank as a ring computes it: chunk by chunk, one rank after the other.
-
-    Args:
-        values: From every rank, 1-D, all of one dtype; that dtype holds the running sum.
-        full: Whether the running sum is fp32, rounded at the end.
-    """
+    """Return the sum of one tensor from each rank as a ring computes it: chunk by chunk, one rank after the other."""
     orders = summation_orders(len(values))
     chunks = []
     for chunk, order in enumerate(orders):
@@ -333,9 +296,6 @@ def rounding_noise(dtype: torch.dtype) -> float:
     and where the logarithm of numbers is even over a binade, `E[(2^e/x)²] = 3 / (8 ln 2)`:
 
         noise = eps * sqrt(1/12) * sqrt(3 / (8 ln 2))
-
-    Args:
-        dtype: A float dtype.
     """
     return torch.finfo(dtype).eps * math.sqrt(3 / (8 * math.log(2)) / 12)
 
@@ -352,8 +312,6 @@ def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_s
         fp32 sums      noise
 
     Args:
-        ranks: n.
-        dtype: Of the running sum.
         full: Whether the sum is fp32, rounded at the end.
         same_sign: Whether all numbers have one sign.
     """
@@ -364,18 +322,8 @@ def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_s
     return rounding_noise(dtype) * growth
 
 
-def rank_values(
-    ranks: int, *, size: int, dtype: torch.dtype, seed: int = 0, mean: float = 0.0
-) -> list[Tensor]:
-    """Return a tensor of random numbers for every rank; a rank has the same whatever the number of ranks.
-
-    Args:
-        ranks: n.
-        size: Values in each.
-        dtype: Of the values.
-        seed: Of the draw.
-        mean: Of the values, whose deviation is 1.
-    """
+def rank_values(ranks: int, *, size: int, dtype: torch.dtype, seed: int = 0, mean: float = 0.0) -> list[Tensor]:
+    """Return a tensor of random numbers for every rank; a rank has the same whatever the number of ranks."""
     made = []
     for rank in range(ranks):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
@@ -395,9 +343,6 @@ def allreduce_error(
 
     Args:
         world_sizes: Numbers of ranks, each at least 2.
-        dtype: The low precision.
-        size: Values that are summed.
-        seed: Of the values.
         mean: Of the values, whose deviation is 1; from about 4 on they have one sign.
 
     Raises:

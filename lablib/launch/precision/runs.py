@@ -60,11 +60,7 @@ class Histogram:
 
 
 def histogram(x: Tensor) -> Histogram:
-    """Return the histogram of a tensor's magnitudes, one bin for each power of two.
-
-    Args:
-        x: Any float tensor; it is read in fp64, where the subnormals of all others are normal.
-    """
+    """Return the histogram of a tensor's magnitudes, one bin for each power of two."""
     full = x.detach().double().flatten()
     finite = full[full.isfinite()]
     exponents = torch.frexp(finite[finite != 0]).exponent - 1
@@ -86,9 +82,6 @@ def lost_to_fp16(gradients: dict[str, Histogram]) -> dict[str, float]:
 
     It is a forecast: an fp16 backward also rounds what lies between the loss and the gradient, and a tensor behind
     one that became zero is zero too.
-
-    Args:
-        gradients: Histograms of fp32 gradients.
     """
     # Half of the smallest subnormal, 2^-25, rounds to zero: a tie, and zero is the even neighbour.
     half = math.frexp(FORMATS["fp16"].min_subnormal)[1] - 2
@@ -148,14 +141,10 @@ def train_watched(
 
     Args:
         weights: The working copy computes; the optimizer updates the fp32 values.
-        steps: Steps of AdamW.
-        lr: Learning rate.
-        scaler: Loss scaling; by default none.
         check: Whether a step with an infinite or NaN gradient is skipped; without it the scale is fixed.
         accumulate: Micro-batches of a step, each of which backward divides by their number. One is computed, and its
             fp32 gradient taken this many times: the magnitudes that backward meets are those of the large batch.
         repeat: Whether every step reads the same batch, so that the loss falls without noise.
-        seed: Of the batches.
     """
     run, scaler = Training(), scaler or LossScaler(1.0, interval=steps + 1)
     start = [p.detach().clone() for p in weights.model.parameters()]
@@ -206,15 +195,10 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
     }
 
 
-def overflow(
-    *, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8
-) -> dict[str, Training]:
+def overflow(*, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8) -> dict[str, Training]:
     """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one.
 
     Args:
-        steps: Steps of each run.
-        lr: Learning rate.
-        scale: The first scale.
         interval: Good steps before the dynamic scale grows; 2000 in PyTorch, fewer here so that it is seen.
 
     Returns:
@@ -227,9 +211,7 @@ def overflow(
             MasterWeights(small_model(), torch.float16), scaler=LossScaler(scale), check=False, **settings
         ),
         "fp16, dynamic scale": train_watched(
-            MasterWeights(small_model(), torch.float16),
-            scaler=LossScaler(scale, interval=interval),
-            **settings,
+            MasterWeights(small_model(), torch.float16), scaler=LossScaler(scale, interval=interval), **settings
         ),
     }
 
@@ -242,9 +224,6 @@ def stall(
     The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays.
 
     Args:
-        steps: Steps of each run.
-        lr: The small learning rate.
-        warm_up: Steps of the training before.
         trained: Start from this fp32 model instead, and train nothing before.
 
     Returns:
@@ -258,9 +237,7 @@ def stall(
     made: dict[str, Callable[[nn.Module], MasterWeights]] = {
         "fp32": lambda model: MasterWeights(model, torch.float32),
         "bf16": lambda model: RoundedWeights(model, stochastic=False),
-        "bf16, stochastic rounding": lambda model: RoundedWeights(
-            model, stochastic=True, generator=generator
-        ),
+        "bf16, stochastic rounding": lambda model: RoundedWeights(model, stochastic=True, generator=generator),
         "bf16, master weights": lambda model: MasterWeights(model, torch.bfloat16),
     }
     return {

@@ -41,10 +41,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "A file of the checkpoint could not be written to its end: the disk is full, or a quota is reached. The "
         "checkpoints that were complete before are untouched, and the run resumes from the newest of them.",
     ),
-    (
-        r"No module named '(transformers|safetensors|peft)\b",
-        "The package {0} is not installed here: pip install {0}.",
-    ),
+    (r"No module named '(transformers|safetensors|peft)\b", "The package {0} is not installed here: pip install {0}."),
     (
         r"(checkpoint \S+ is damaged: [^;\n]+)",
         "{0}: use `lablib.launch.training.resume`, which takes the newest whole one.",
@@ -198,9 +195,7 @@ def readable(error: BaseException) -> BaseException:
 
     if not isinstance(error, CheckpointException):
         return error
-    failures = (
-        f"rank {rank}: {_meaning(e)}{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()
-    )
+    failures = (f"rank {rank}: {_meaning(e)}{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
     return _Unwritten("; ".join(failures))
 
 

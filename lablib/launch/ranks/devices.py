@@ -32,9 +32,7 @@ def rank_device() -> torch.device:
         ValueError: If there is no process group.
     """
     if not dist.is_initialized():
-        raise ValueError(
-            "no process group: call this inside run_ranks, or under torchrun after init_process_group"
-        )
+        raise ValueError("no process group: call this inside run_ranks, or under torchrun after init_process_group")
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -45,7 +43,6 @@ def rank_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
     Args:
         *shape: Ranks along each axis; one axis of all ranks if none is given.
-        names: Of the axes.
     """
     kind = rank_device().type
     return init_device_mesh(kind, shape or (dist.get_world_size(),), mesh_dim_names=names)

@@ -29,19 +29,12 @@ def cells() -> dict[str, list[str]]:
 
 
 def readable(traceback: str) -> str:
-    """Replace the file names of notebook cells in a traceback by "Cell In[3]".
-
-    Args:
-        traceback: Text with lines of the form `File "...", line 3`.
-    """
+    """Replace the file names of notebook cells in a traceback by "Cell In[3]"."""
     return re.sub(r'File "(.*?)"', lambda found: _cell(found[1]) or found[0], traceback)
 
 
 def standing(stacks: str) -> str | None:
     """Say in one line where a rank stands.
-
-    Args:
-        stacks: What faulthandler wrote for all threads, innermost frame first.
 
     Returns:
         The innermost line that is not a library's, and the function of the library that it waits in.
@@ -90,12 +83,6 @@ _GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
 class Rank:
     """Starts one rank and listens to it.
 
-    Args:
-        context: The forkserver context.
-        number: The rank.
-        job: What all ranks share.
-        live: Print lines when they come, instead of at the end.
-
     Attributes:
         report: What the rank sent at its end, or None.
         failure: None, or (0 if it died without a word and 1 if it raised, monotonic seconds, text).
@@ -125,9 +112,7 @@ class Rank:
 
     def receive(self) -> None:
         """Take in whatever has come."""
-        ended = bool(
-            wait([self.process.sentinel], 0)
-        )  # asked first: a report sent before the end is not lost
+        ended = bool(wait([self.process.sentinel], 0))  # asked first: a report sent before the end is not lost
         try:
             if self._notebook.poll():
                 self.report = self._notebook.recv()

@@ -65,13 +65,6 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
     """Run one rank from its first line to its last.
 
     The report is ("returned", bytes) or ("failed", monotonic seconds, text).
-
-    Args:
-        rank: This rank.
-        job: What all ranks share.
-        notebook: Takes the report; answers with the permission to leave.
-        output: The write end of the pipe for what the rank prints.
-        errors: The same for standard error, and for stacks when the notebook asks for them.
     """
     gc.freeze()  # what the server loaded is never garbage, and is not worth copying to find out
     gc.enable()
@@ -83,9 +76,7 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
         # The notebook's own timeout must strike first: it says where every rank stands, c10d's does not.
         limit = timedelta(seconds=2 * job.timeout + 60)
         store = dist.FileStore(job.meeting, job.world_size)
-        dist.init_process_group(
-            BACKENDS[job.device], store=store, rank=rank, world_size=job.world_size, timeout=limit
-        )
+        dist.init_process_group(BACKENDS[job.device], store=store, rank=rank, world_size=job.world_size, timeout=limit)
         report = ("returned", pickle_result(fn(*args)))
     except BaseException as error:
         failed_at = time.monotonic()  # before formatting, which takes longer for some than for others

@@ -94,9 +94,7 @@ def run_ranks(
     Args:
         fn: Any function; one from a notebook cell or a script is sent by value.
         world_size: Number of ranks, 1 to 64.
-        *args: Arguments, copied to every rank.
         timeout: Seconds until the call gives up and says where each rank stands; as many for the start.
-        threads: CPU threads of each rank.
         device: "cpu": gloo, and the ranks see no GPU, so they do the same on every machine. "cuda": each rank has
             a GPU of its own, NCCL for what is on it and gloo for the rest.
         env: Environment variables for the ranks, on top of this process's own as they are now. What
@@ -179,9 +177,7 @@ def _start(ranks: list[Rank], job: rank_process.Job, live: bool, interrupts: Int
         )
     if lost:
         text = f"rank {len(ranks)} was not started ({lost})"
-        raise RankError(
-            f"{text}; call again, which starts a new server if the old one has ended", len(ranks), text
-        )
+        raise RankError(f"{text}; call again, which starts a new server if the old one has ended", len(ranks), text)
 
 
 def _collect(ranks: list[Rank], deadline: float) -> None:

@@ -28,15 +28,7 @@ _said: set[str] = set()
 
 
 def check(fn: object, world_size: object, timeout: float, threads: int, env: dict[str, str] | None) -> None:
-    """Refuse what cannot work, with a ValueError.
-
-    Args:
-        fn: Must be callable.
-        world_size: Number of ranks, 1 to 64.
-        timeout: Seconds, above 0.
-        threads: At least 1.
-        env: Strings by name.
-    """
+    """Refuse what cannot work, with a ValueError."""
     if sys.platform == "win32":
         raise ValueError("ranks need Linux or macOS; on Windows, use WSL or the devcontainer")
     if not callable(fn):
@@ -66,7 +58,6 @@ def check_device(device: str, world_size: int, env: dict[str, str] | None) -> No
 
     Args:
         device: "cpu" or "cuda".
-        world_size: Number of ranks.
         env: What the ranks' environment sets on top of this process's.
 
     Raises:
@@ -90,11 +81,7 @@ def check_device(device: str, world_size: int, env: dict[str, str] | None) -> No
 
 
 def visible_gpus(env: dict[str, str] | None) -> int:
-    """Return how many GPUs the ranks of `device="cuda"` will see.
-
-    Args:
-        env: What the ranks' environment sets on top of this process's.
-    """
+    """Return how many GPUs the ranks of `device="cuda"` will see."""
     here = torch.cuda.device_count()
     visible = (env or {}).get("CUDA_VISIBLE_DEVICES")
     if visible is None:

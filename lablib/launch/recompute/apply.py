@@ -156,20 +156,12 @@ def apply_strategy(
     if implementation == "toy":
         run_again = partial(toy_checkpoint, preserve_rng_state=preserve_rng_state)
     elif implementation in ("torch", "torch-reentrant"):
-        how = (
-            {"use_reentrant": True}
-            if "-" in implementation
-            else {"use_reentrant": False, "early_stop": early_stop}
-        )
+        how = {"use_reentrant": True} if "-" in implementation else {"use_reentrant": False, "early_stop": early_stop}
         run_again = partial(torch_checkpoint, preserve_rng_state=preserve_rng_state, **how)
     else:
-        raise ValueError(
-            f"implementation={implementation!r} must be one of 'torch', 'torch-reentrant', 'toy'"
-        )
+        raise ValueError(f"implementation={implementation!r} must be one of 'torch', 'torch-reentrant', 'toy'")
     if implementation != "torch" and strategy == "matmuls":
-        raise ValueError(
-            f"strategy='matmuls' needs implementation='torch', not {implementation!r}: it has policies"
-        )
+        raise ValueError(f"strategy='matmuls' needs implementation='torch', not {implementation!r}: it has policies")
     if any("forward" in vars(block) or "core" in vars(block.attention) for block in model.blocks):
         raise ValueError("a strategy is on already; remove it first")
     applied = AppliedStrategy(units)
@@ -178,9 +170,7 @@ def apply_strategy(
     return applied
 
 
-def _apply(
-    applied: AppliedStrategy, unit: RecomputeUnit, blocks: list[nn.Module], run_again: Callable
-) -> None:
+def _apply(applied: AppliedStrategy, unit: RecomputeUnit, blocks: list[nn.Module], run_again: Callable) -> None:
     if unit.kind == "none":
         return
     if unit.kind == "selective":
@@ -189,9 +179,7 @@ def _apply(
         return
     for block in blocks[1:]:
         if block._forward_pre_hooks or block._forward_hooks:
-            raise ValueError(
-                f"{unit.name} would run as one, past the hooks of the blocks in it; use strategy='full'"
-            )
+            raise ValueError(f"{unit.name} would run as one, past the hooks of the blocks in it; use strategy='full'")
     forwards = [block.forward for block in blocks]
 
     def run(x_BSH: Tensor, rope_2SD: Tensor | None = None) -> Tensor:

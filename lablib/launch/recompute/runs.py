@@ -82,8 +82,6 @@ def measure_step(
     Args:
         model: Left as it was, without gradients.
         strategy: As in `apply_strategy`.
-        batch: Sequences.
-        seq: Tokens in a sequence.
         implementation: As in `apply_strategy`.
         early_stop: As in `apply_strategy`.
         flops: Whether to count FLOPs; 0 if not.
@@ -197,8 +195,6 @@ def predicted_cost(
     Args:
         model: Gives config, dtype, dropout and attention.
         strategy: As in `apply_strategy`.
-        batch: Sequences.
-        seq: Tokens in a sequence.
         implementation: As in `apply_strategy`; the toy and PyTorch's reentrant way never stop early.
         early_stop: As in `apply_strategy`.
         bandwidth: Bytes per second to the host, per direction.
@@ -224,10 +220,7 @@ def find_largest_batch(
     """Return the largest batch whose measured peak fits a budget, by running batches: doubling, then halving.
 
     Args:
-        budget_bytes: What there is.
-        model: What to run.
         strategy: As in `apply_strategy`.
-        seq: Tokens in a sequence.
         fixed_bytes: What is there whatever the batch.
         **how: More for `measure_step`.
     """
@@ -292,7 +285,6 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     Args:
         order: "none", "inside", "outside" or "segments".
         reshard_after_forward: Whether a unit frees its parameters after its forward (ZeRO-3) or keeps them.
-        layers: Blocks, an even number.
 
     Raises:
         ValueError: If the order is unknown, or the layers do not make pairs.
@@ -351,7 +343,6 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
     Args:
         strategy: As in `apply_strategy`.
         early_stop: Whether replays stop when they have what backward needs.
-        layers: Blocks.
     """
     torch.manual_seed(0)
     config = tiny_config("gpt2", num_layers=layers, hidden=16, vocab=32)
@@ -378,9 +369,7 @@ def ddp_with(use_reentrant: bool, *, find_unused_parameters: bool = True) -> str
     """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    ddp = DistributedDataParallel(
-        _Recomputed(layers, use_reentrant), find_unused_parameters=find_unused_parameters
-    )
+    ddp = DistributedDataParallel(_Recomputed(layers, use_reentrant), find_unused_parameters=find_unused_parameters)
     x = torch.ones(2, 6, requires_grad=True)
     try:
         ddp(x).sum().backward()
@@ -408,7 +397,6 @@ def pipeline_error(schedule: Callable, *, micro_batches: int = 4) -> float:
 
     Args:
         schedule: A class of torch.distributed.pipelining with one stage a rank: `ScheduleGPipe`, `Schedule1F1B`.
-        micro_batches: How many.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

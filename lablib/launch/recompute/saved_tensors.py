@@ -99,9 +99,7 @@ def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) ->
         run: Windows of tokens for `model.loss`, or a function that runs forward.
     """
     paths = {module: path for path, module in model.named_modules()}
-    existing = {
-        StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())
-    }
+    existing = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     running: list[nn.Module] = []
     order: Counter[tuple[str, str]] = Counter()
     found: dict[StorageWeakRef, dict] = {}
@@ -200,10 +198,6 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
     0 when the replay draws the numbers of forward again; far off when it draws new ones, as then backward belongs to
     another mask than the loss. No error is raised: shapes and dtypes are the same.
 
-    Args:
-        implementation: "torch", "torch-reentrant" or "toy".
-        preserve_rng_state: Whether to put the random state back.
-
     Raises:
         ValueError: If the implementation is unknown.
     """
@@ -244,7 +238,6 @@ def changed_function(implementation: str = "torch", *, shape_changes: bool = Tru
     gradients are wrong without a word.
 
     Args:
-        implementation: "torch", "torch-reentrant" or "toy".
         shape_changes: Whether the second run keeps a tensor of another shape, or just another value.
 
     Raises:
@@ -275,9 +268,6 @@ def split_backward(implementation: str = "torch") -> Outcome:
     A reentrant way cannot: weights are no inputs of its function. The other one runs the function again for each of
     the two passes, unless they are told that they belong together, so recomputation is paid twice.
 
-    Args:
-        implementation: "torch", "torch-reentrant" or "toy".
-
     Raises:
         ValueError: If the implementation is unknown.
     """
@@ -306,9 +296,6 @@ def frozen_input(implementation: str = "torch") -> Outcome:
 
     PyTorch's reentrant way returns an output without a graph, with a warning, and the layer never learns.
 
-    Args:
-        implementation: "torch", "torch-reentrant" or "toy".
-
     Raises:
         ValueError: If the implementation is unknown.
     """
@@ -336,9 +323,6 @@ def compiled(order: str) -> tuple[float, list[str]]:
 
     `compile(checkpoint(layer))` puts the recomputed part into the graph as one marked operator, and the compiler's
     partitioner decides what to keep. `checkpoint(compile(layer))` shows the compiler a plain layer, which runs twice.
-
-    Args:
-        order: "compile outside" or "checkpoint outside".
 
     Returns:
         The largest difference to gradients without either, and the names of the operators in the graph.

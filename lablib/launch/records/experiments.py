@@ -3,8 +3,6 @@
 `predict` stores a number before anything is measured; `compare` puts the measurement beside it.
 `run_or_replay` measures and writes a record when the runner asks for one, and otherwise loads the record
 that is committed under `labs/recorded/`.
-
-Chapter: every lab uses it; book/status.md shows the records.
 """
 
 from __future__ import annotations
@@ -86,20 +84,13 @@ class Predictions:
     def predict(self, name: str, value: float, unit: str) -> float:
         """Store a number before the run; after the run it no longer changes.
 
-        Args:
-            name: What is predicted.
-            value: Your number, or lablib's.
-            unit: Its unit, printed beside it.
-
         Returns:
             The number that counts: `value`, or the locked one if `name` was already measured.
         """
         entry = self._entries.get(name)
         if entry is not None and entry.measured is not None:
             if entry.value != value:
-                print(
-                    f"{name}: locked at {_number(entry.value)} {entry.unit}, because it is already measured."
-                )
+                print(f"{name}: locked at {_number(entry.value)} {entry.unit}, because it is already measured.")
             return entry.value
         self._entries[name] = _Prediction(float(value), unit, utc_now())
         self._save()
@@ -127,9 +118,7 @@ class Predictions:
         self._save()
         ratio = measured / entry.value if entry.value else float("nan")
         times = f", ratio {ratio:.3f}" if entry.value else ""  # there is none to a prediction of zero
-        print(
-            f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})"
-        )
+        print(f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})")
         return ratio
 
     def table(self) -> str:
@@ -139,9 +128,7 @@ class Predictions:
         for name, entry in self._entries.items():
             measured = "-" if entry.measured is None else _number(entry.measured)
             ratio = "-" if not entry.measured or not entry.value else f"{entry.measured / entry.value:.3f}"
-            lines.append(
-                f"{name:{width}}  {_number(entry.value):>14}  {measured:>14}  {ratio:>7}  {entry.unit}"
-            )
+            lines.append(f"{name:{width}}  {_number(entry.value):>14}  {measured:>14}  {ratio:>7}  {entry.unit}")
         return "\n".join(lines)
 
     def _save(self) -> None:
@@ -194,12 +181,6 @@ def save_record(name: str, samples: list[dict[str, Any]], command: str, *, devic
     """Write a record under `labs/recorded/`, with this machine, the commit and the date.
 
     Only the runner and the bench call this.
-
-    Args:
-        name: File stem under `labs/recorded/`.
-        samples: Every raw sample.
-        command: What measures this again.
-        device: Where it was measured; a record of CPU ranks names no GPU, though the machine may have some.
     """
     here = this_machine() | ({} if device == "cuda" else {"gpus": [], "gpu_details": []})
     links = gpu_topology() if here["gpus"] else {}
@@ -224,9 +205,7 @@ def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Rec
     record = recorded(name)
     if record is None:
         raise FileNotFoundError(f"{name} is not yet recorded; `rung labs run` with --record makes it")
-    print(
-        f"replaying {name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}"
-    )
+    print(f"replaying {name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}")
     return record
 
 

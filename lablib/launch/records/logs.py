@@ -96,9 +96,7 @@ class RankLog:
         path: The file.
     """
 
-    def __init__(
-        self, folder: str | Path, rank: int | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: str | Path, rank: int | None = None, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(Path(folder) / _NAME.format(own_rank() if rank is None else rank))
         self.path, self._clock = self._lines.path, clock
 
@@ -106,7 +104,6 @@ class RankLog:
         """Append one line.
 
         Args:
-            event: What happened.
             **values: What JSON can write; NaN and infinity become text, since JSON has neither.
         """
         told = {name: _plain(value) for name, value in values.items()}

@@ -84,9 +84,7 @@ def nvidia_smi(*arguments: str) -> str:
     if command is None:
         return ""
     try:
-        return subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

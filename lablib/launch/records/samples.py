@@ -65,7 +65,6 @@ class Kept:
 
         Args:
             case: What tells this sample from the others, as JSON can write it.
-            measure: Returns what was measured.
 
         Returns:
             The case and what was measured, in one dictionary.
@@ -92,17 +91,12 @@ def gpu_record_name(name: str, gpus: int) -> str:
 
     Args:
         name: What was measured, beginning with the number of its lab.
-        gpus: Number of GPUs.
     """
     return f"{name}-{gpus}gpu"
 
 
 def recorded_counts(name: str) -> list[int]:
-    """Return the numbers of GPUs for which there is a record, ascending.
-
-    Args:
-        name: What was measured.
-    """
+    """Return the numbers of GPUs for which there is a record, ascending."""
     pattern = re.compile(re.escape(name) + r"-(\d+)gpu")
     files = (repository_root() / "labs" / "recorded").glob(f"{name}-*gpu.json")
     return sorted(int(found[1]) for path in files if (found := pattern.fullmatch(path.stem)))
@@ -114,9 +108,7 @@ def recorded_on_gpus() -> list[str]:
     return [path.stem for path in files if json.loads(path.read_text(encoding="utf-8"))["machine"]["gpus"]]
 
 
-def gpu_samples(
-    name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus: int | None = None
-) -> Record | None:
+def gpu_samples(name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus: int | None = None) -> Record | None:
     """Measure on this machine's GPUs, or replay a record, or say that there is none.
 
     On a machine with GPUs `measure` runs; under `rung labs run --record` its samples become the record for this
@@ -139,41 +131,26 @@ def gpu_samples(
         # Failures alone must not take the place of an earlier record.
         if os.environ.get(RECORD_SWITCH) == "1" and not all("failed" in sample for sample in samples):
             return save_record(gpu_record_name(name, here), samples, command, device="cuda")
-        return Record(
-            name, samples, this_machine(), command, git_commit(), utc_now(), topology=gpu_topology()
-        )
+        return Record(name, samples, this_machine(), command, git_commit(), utc_now(), topology=gpu_topology())
     counts = recorded_counts(name)
     wanted = gpus if gpus is not None else (counts[-1] if counts else None)
     if wanted not in counts:
         print(not_recorded(name, wanted, counts))
         return None
     record = recorded(gpu_record_name(name, wanted))
-    print(
-        f"replaying {record.name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}"
-    )
+    print(f"replaying {record.name}, recorded {record.date[:10]}\n  on {record.where}, torch {record.machine['torch']}")
     return record
 
 
 def not_recorded(name: str, gpus: int | None, counts: Sequence[int]) -> str:
-    """Return the sentence for a number of GPUs that nobody recorded.
-
-    Args:
-        name: What was measured.
-        gpus: The number asked for, or None for any.
-        counts: The numbers that were recorded.
-    """
+    """Return the sentence for a number of GPUs that nobody recorded."""
     wanted = "a GPU" if gpus is None else _gpus(gpus)
     there_are = f"; there are records on {', '.join(_gpus(n) for n in counts)}" if counts else ""
     return f"{name}: not yet recorded on {wanted}{there_are}"
 
 
 def coverage(names: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[str, str]]:
-    """Return one row per measurement: for each number of GPUs the date of its record, or "not yet recorded".
-
-    Args:
-        names: What is measured.
-        counts: Numbers of GPUs.
-    """
+    """Return one row per measurement: for each number of GPUs the date of its record, or "not yet recorded"."""
     rows = []
     for name in names:
         row = {"name": name}

@@ -94,12 +94,8 @@ def torchrun(
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
     Args:
-        script: A Python file.
-        *args: Its arguments.
-        ranks: How many.
         max_restarts: How often a failed job is started again.
         env: Environment variables on top of this process's own.
-        timeout: Seconds until everything is ended.
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
         preload: Modules that the agent imports, so that its forks have them already.
         device: "cpu": the ranks see no GPU. "cuda": each rank has a GPU of its own.
@@ -149,9 +145,7 @@ def torchrun(
         log = output.read().decode(errors="replace")
     if not ended:
         tail = "\n".join(log.splitlines()[-10:])
-        raise TimeoutError(
-            f"{script} on {ranks} ranks has not ended after {timeout:g} s. Last lines:\n{tail}"
-        )
+        raise TimeoutError(f"{script} on {ranks} ranks has not ended after {timeout:g} s. Last lines:\n{tail}")
     return Job(agent.returncode, log, time.monotonic() - begun)
 
 
@@ -222,12 +216,8 @@ def kill_and_resume(
     """Train under torchrun, kill one rank with SIGKILL once, and let torchrun start the job again.
 
     Args:
-        folder: Of the run; new.
         settings: Of `TrainConfig`, the folder apart.
-        ranks: How many.
-        save_every: Steps between checkpoints.
         kill: Rank, and the step after which it is killed.
-        timeout: Seconds until all is ended.
         device: "cpu", or "cuda" for a GPU a rank.
 
     Raises:
@@ -263,15 +253,11 @@ def kill_and_resume(
     )
 
 
-def undisturbed(
-    folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu"
-) -> list[float]:
+def undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu") -> list[float]:
     """Return the losses of the same run without checkpoints and without a kill.
 
     Args:
-        folder: Of the run; new.
         settings: As of `kill_and_resume`.
-        ranks: How many.
         device: As of `kill_and_resume`.
     """
     run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)

@@ -73,7 +73,6 @@ class LearnerPredictions:
 
         Args:
             kind: "one", "strong" or "weak".
-            gpus: GPUs of the machine.
         """
         said: dict[str, float | None] = {}
         if kind == ("strong" if gpus > 1 else "one"):  # one micro-batch on each GPU
@@ -88,13 +87,6 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     """Return what the planner and the memory calculator say of a fully sharded run on this machine's GPUs.
 
     The planner knows nothing of a host that launches kernels too slowly: it is fitted to large models.
-
-    Args:
-        model: See `lablib.launch.training.train_model`.
-        ranks: GPUs of the run.
-        batch: Sequences of a step, on all of them.
-        micro_batch: Sequences on a GPU at a time.
-        seq: Tokens of a sequence.
 
     Returns:
         Seconds of a step and bytes of a rank, or None for a GPU that lablib has no figures for, or does not expect
@@ -137,9 +129,7 @@ def compare_with(
 
     Args:
         predictions: Of the lab, after `lock`.
-        yours: What was locked.
         table: Rows of the scaling report; a run that failed has none.
-        gpus: GPUs of the machine.
     """
     by_kind = {row["scaling"]: row for row in table}
     found = {}
@@ -164,7 +154,6 @@ def loss_verdict(table: Sequence[Mapping[str, Any]], first_loss: float) -> str |
     that far apart at the size of the loss, and no closer agreement can be asked of them.
 
     Args:
-        table: Rows of the scaling report.
         first_loss: The loss of a first step, about the largest.
     """
     apart = next((row["loss_apart"] for row in table if row.get("loss_apart") is not None), None)
@@ -201,8 +190,6 @@ class RealRun:
         model: What to train, see `lablib.launch.training.train_model`.
         steps: Of each run, after `WARM_UP`.
         micro_batches: Sequences of a micro-batch: the first for all runs, the others until memory ends.
-        seq: Tokens of a sequence.
-        yours: What the learner predicts.
     """
 
     def __init__(
@@ -350,12 +337,7 @@ def _name(case: Sample) -> str:
 
 
 def reason(error: Exception, compiled: bool = False) -> str:
-    """Return in one line why ranks failed: no memory, no compiler, or their own error.
-
-    Args:
-        error: What `run_ranks` raised, or what became of its results.
-        compiled: Whether they were to compile.
-    """
+    """Return in one line why ranks failed: no memory, no compiler, or their own error."""
     text = getattr(error, "traceback", "") or str(error)
     if "out of memory" in text.lower():
         return NO_MEMORY
@@ -390,12 +372,7 @@ def describe(sample: Sample) -> str:
     shares = [f"{key.upper()} {median(sample[key]):.1%}" for key in ("mfu", "hfu") if sample[key][0]]
     used = f"{max(sample['memory_bytes']) / 1e9:.1f} GB at most"
     return ", ".join(
-        [
-            f"{name}: {rate(sample):,.0f} tokens/s",
-            f"{1e3 * median(sample['seconds']):.1f} ms a step",
-            *shares,
-            used,
-        ]
+        [f"{name}: {rate(sample):,.0f} tokens/s", f"{1e3 * median(sample['seconds']):.1f} ms a step", *shares, used]
     )
 
 

@@ -76,9 +76,7 @@ def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
     samples = [first, *(read_metrics(run, rank) for rank in range(1, ranks))]
     sizes = {line["world_size"] for lines in samples for line in lines}
     if sizes != {ranks}:
-        raise ValueError(
-            f"{run} changed its number of ranks from {sorted(sizes)}; a report needs a run on one number"
-        )
+        raise ValueError(f"{run} changed its number of ranks from {sorted(sizes)}; a report needs a run on one number")
     return samples
 
 
@@ -149,7 +147,6 @@ class ScalingReport:
 
     Args:
         name: Of the report; letters, digits and dashes.
-        folder: Another folder.
 
     Raises:
         ValueError: If the name cannot be a folder's.
@@ -192,9 +189,7 @@ class ScalingReport:
         samples = read_run(run)
         ranks = len(samples)
         if (scaling == "one") != (ranks == 1):
-            raise ValueError(
-                f"scaling={scaling!r} does not go with {ranks} ranks; one rank is 'one', more are not"
-            )
+            raise ValueError(f"scaling={scaling!r} does not go with {ranks} ranks; one rank is 'one', more are not")
         steps = min(map(len, samples))
         if steps <= warm_up:
             raise ValueError(f"the run in {run} has {steps} steps, and warm_up={warm_up} leaves none")
@@ -319,12 +314,7 @@ def _phases(line: Mapping[str, Any], compute: float | None) -> Phases:
     sent = line.get("communication_seconds")
     if sent is None:
         sent = 0.0 if compute is None else max(0.0, rest - compute)
-    return {
-        "seconds": seconds,
-        "data": data,
-        "compute": max(0.0, rest - sent),
-        "communication": min(sent, rest),
-    }
+    return {"seconds": seconds, "data": data, "compute": max(0.0, rest - sent), "communication": min(sent, rest)}
 
 
 def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:

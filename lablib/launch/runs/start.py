@@ -64,9 +64,6 @@ def launched_ranks(device: str = "auto") -> Iterator[torch.device]:
 def choose_device(device: str) -> torch.device:
     """Return the device of this process.
 
-    Args:
-        device: As of `launched_ranks`.
-
     Raises:
         ValueError: If it is unknown, or CUDA is asked for and there are fewer GPUs than ranks on this machine.
     """
@@ -82,9 +79,7 @@ def choose_device(device: str) -> torch.device:
         )
     if device == "cpu" or gpus < here:
         if device == "auto" and gpus and os.environ.get("RANK", "0") == "0":
-            print(
-                f"{here} ranks and {gpus} GPUs here: NCCL wants a GPU for each rank, so this run is on the CPU"
-            )
+            print(f"{here} ranks and {gpus} GPUs here: NCCL wants a GPU for each rank, so this run is on the CPU")
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -112,7 +107,6 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
 
     Args:
         config: The run; what concerns ranks, recomputation and checkpoints is not looked at.
-        device: Where to train.
 
     Yields:
         step, loss, grad_norm, lr, seconds, tokens_per_second.
@@ -163,17 +157,13 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
         }
 
 
-def compare_loops(
-    config: TrainConfig, *, rounds: int = 4, steps: int = 10, warmup: int = 5
-) -> list[dict[str, Any]]:
+def compare_loops(config: TrainConfig, *, rounds: int = 4, steps: int = 10, warmup: int = 5) -> list[dict[str, Any]]:
     """Time the trainer on one rank and the plain loop in turns, on the same device in the same process.
 
     The turns share whatever the machine does besides. Call it in a group of one rank.
 
     Args:
         config: Of both; its steps do not count.
-        rounds: Turns of each that count.
-        steps: Steps of a turn.
         warmup: Steps of each before the first turn: compilation, caches, the allocator.
 
     Returns:
@@ -184,9 +174,7 @@ def compare_loops(
     """
     if min(rounds, steps, warmup) < 1:
         raise ValueError(f"rounds={rounds}, steps={steps} and warmup={warmup} must be at least 1")
-    config = replace(
-        config, steps=warmup + rounds * steps, lr_steps=max(config.lr_steps, warmup + rounds * steps)
-    )
+    config = replace(config, steps=warmup + rounds * steps, lr_steps=max(config.lr_steps, warmup + rounds * steps))
     trainer = Trainer(config)
     plain = plain_loop(config, trainer.device)
     tokens, samples = config.global_batch * config.seq, []
@@ -199,11 +187,6 @@ def compare_loops(
         for loop in sorted(turns, reverse=bool(number % 2)):
             seconds = [turns[loop]()["seconds"] for _ in range(steps)]
             samples.append(
-                {
-                    "loop": loop,
-                    "round": number,
-                    "seconds": seconds,
-                    "tokens_per_second": tokens / median(seconds),
-                }
+                {"loop": loop, "round": number, "seconds": seconds, "tokens_per_second": tokens / median(seconds)}
             )
     return samples

@@ -173,9 +173,7 @@ class TrainConfig:
             return
         shape = train_model(self.model)
         if self.seq > shape.max_positions:
-            raise ValueError(
-                f"seq={self.seq} is longer than the {shape.max_positions} positions of {self.model}"
-            )
+            raise ValueError(f"seq={self.seq} is longer than the {shape.max_positions} positions of {self.model}")
         recompute_plan(self.recompute, shape.num_layers)
 
     @property
@@ -191,9 +189,7 @@ class TrainConfig:
         """
         share, rest = divmod(self.global_batch, ranks)
         if rest or not share:
-            raise ValueError(
-                f"{ranks} ranks do not divide global_batch={self.global_batch}; use a multiple of {ranks}"
-            )
+            raise ValueError(f"{ranks} ranks do not divide global_batch={self.global_batch}; use a multiple of {ranks}")
         micro = self.micro_batch or share
         if share % micro:
             raise ValueError(
@@ -274,9 +270,7 @@ _HELP = {
 
 def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with an option for every field of TrainConfig, and the options of the launch."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for field in fields(TrainConfig):
         default = defaults.get(field.name, field.default)
         options: dict[str, Any] = {"help": _HELP[field.name], "default": default}

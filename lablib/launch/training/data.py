@@ -41,8 +41,6 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, voc
     """Write token ids to a file that `open_tokens` maps; it appears when it is complete.
 
     Args:
-        path: Target, a name that ends with .npy.
-        chunks: Pieces of the text in order, each a 1-D array of ids.
         vocab: Ids are below it; up to 65,536 take 2 bytes each, more take 4.
 
     Raises:
@@ -125,8 +123,6 @@ class TokenWindows:
 
     Args:
         ids: From `open_tokens`.
-        seq: Inputs in a sequence, S.
-        vocab: Of the model.
 
     Raises:
         ValueError: If the file is too short for one sequence.
@@ -156,10 +152,6 @@ class TokenWindows:
 class SampleOrder:
     """The endless sequence of samples that a run trains on.
 
-    Args:
-        count: Samples in the data.
-        seed: Of the shuffles.
-
     Raises:
         ValueError: If there are no samples.
     """
@@ -183,9 +175,6 @@ class SampleOrder:
 
         Args:
             first: As in `take`.
-            count: Of all ranks together.
-            rank: This rank.
-            ranks: How many ranks.
         """
         return self.take(first, count)[rank::ranks]
 
@@ -199,9 +188,7 @@ class SampleOrder:
 
 def _header(file: object, dtype: np.dtype, count: int) -> int:
     """Write the header of a 1-D array; return where the data begins."""
-    npy.write_array_header_1_0(
-        file, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    )
+    npy.write_array_header_1_0(file, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)})
     return file.tell()
 
 
@@ -214,10 +201,6 @@ def token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
     The sum and not the mean: ranks and micro-batches may hold different numbers of targets, and a mean of their means
     would weigh them wrongly.
-
-    Args:
-        logits_BSV: Scores of every next token.
-        targets_BS: The next tokens.
     """
     return F.cross_entropy(
         logits_BSV.float().flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -225,11 +208,7 @@ def token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def compiled_loss(how: bool | str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `token_loss`, compiled if asked for: one kernel then reads the logits and makes no fp32 copy of them.
-
-    Args:
-        how: False, True, or the name of a backend.
-    """
+    """Return `token_loss`, compiled if asked for: one kernel then reads the logits and makes no fp32 copy of them."""
     if not how:
         return token_loss
     return torch.compile(token_loss, backend=how if isinstance(how, str) else "inductor")
@@ -284,9 +263,6 @@ class Task:
 
 class Pretraining(Task):
     """Next-token prediction on a text, by the course's own transformer.
-
-    Args:
-        config: The run: its model, its text or token file, its sequence length.
 
     Raises:
         ValueError: If the text or the token file cannot be used; on all ranks, before the model is built.

@@ -50,11 +50,7 @@ _PARTS = ("data", "forward_backward", "update", "report")
 
 
 class StepClock:
-    """Cuts a step into its parts: by events on a GPU, which runs behind the host, and by the host's clock on a CPU.
-
-    Args:
-        device: Where the step runs.
-    """
+    """Cuts a step into its parts: by events on a GPU, which runs behind the host, and by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,12 +94,7 @@ def memory(device: torch.device) -> dict[str, int | None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device for matrix products in a precision, or None where it is unknown.
-
-    Args:
-        device: Where the step runs.
-        precision: "bf16" or "fp32".
-    """
+    """Return the peak FLOP/s of a device for matrix products in a precision, or None where it is unknown."""
     if device.type != "cuda":
         return None
     card = known_accelerator(torch.cuda.get_device_name(device))
@@ -111,12 +102,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class MetricsFile(JsonLines):
-    """The metrics of one rank, appended line by line.
-
-    Args:
-        folder: Of the run.
-        rank: This rank.
-    """
+    """The metrics of one rank, appended line by line."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder / f"metrics-rank{rank}.jsonl")
@@ -129,8 +115,6 @@ def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = Fal
     before it was stopped does not.
 
     Args:
-        folder: Of the run.
-        rank: Whose file.
         every_attempt: Return all lines, as they were written.
 
     Raises:

@@ -64,11 +64,7 @@ class PrintSteps(Callback):
 
 
 def line(metrics: dict[str, Any]) -> str:
-    """Return a step's metrics as one line.
-
-    Args:
-        metrics: As `Trainer.train_step` returns them.
-    """
+    """Return a step's metrics as one line."""
     parts = [
         f"step {metrics['step']:>5}",
         f"loss {metrics['loss']:.4f}",
@@ -118,19 +114,12 @@ def find_straggler(times: Sequence[Sequence[float]], factor: float = 1.25) -> St
 class StragglerWatch(Callback):
     """Compares the ranks' own times every few steps; all ranks get the same finding.
 
-    Args:
-        every: Steps between two comparisons.
-        factor: As of `find_straggler`.
-        clock: Seconds that this rank has worked so far, on a CPU.
-
     Attributes:
         found: The straggler of the last comparison, or None.
         findings: Step and straggler of every comparison that found one.
     """
 
-    def __init__(
-        self, every: int = 20, factor: float = 1.25, clock: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self, every: int = 20, factor: float = 1.25, clock: Callable[[], float] = time.thread_time) -> None:
         if every < 1 or factor <= 1:
             raise ValueError(f"every={every} must be at least 1, and factor={factor} above 1")
         self.every, self.factor, self._clock = every, factor, clock

@@ -68,7 +68,6 @@ class SaveEvery(Callback):
     A save copies the state and writes while training goes on. How often is best: `lablib.calc.runs.failures`.
 
     Args:
-        steps: Steps between two checkpoints.
         wait: Write before the next step, not in the background.
 
     Raises:
@@ -101,9 +100,6 @@ class StopOnSignal(Callback):
     Since torch 2.12 TORCH_ELASTIC_SHUTDOWN_TIMEOUT says how many seconds; less than whoever stops torchrun waits itself.
 
     A second Ctrl-C interrupts at once. What is ignored already, such as SIGHUP under nohup, stays ignored.
-
-    Args:
-        signals: Which ones.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> None:
@@ -135,8 +131,6 @@ class KillOnce(Callback):
     """Ends one rank with SIGKILL after a step, the first time only: nothing can catch it, as with a broken machine.
 
     Args:
-        rank: Which one.
-        step: After which step.
         mark: A file that is made before the kill; where it exists, nothing happens.
     """
 

@@ -54,10 +54,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     One kernel updates all parameters, on a CPU too: DTensor then has one operation to look up, and not ten of each
     parameter.
 
-    Args:
-        model: Sharded already: the optimizer must see the shards.
-        config: Of the run.
-
     Raises:
         ValueError: If no parameter is trained.
     """
@@ -76,10 +72,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; return the norm before, on the device.
 
     `lablib.launch.fsdp.clip_grad_norm` returns a number, for which the host must wait; a trainer reads it later.
-
-    Args:
-        model: Sharded, after backward.
-        max_norm: float("inf") measures and changes nothing.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -112,8 +104,6 @@ class Trainer:
     """Trains one model on all ranks; every rank makes one with the same arguments.
 
     Args:
-        config: The run.
-        callbacks: Called in this order.
         task: Model and data; by default `Pretraining(config)`.
 
     Attributes:
@@ -130,9 +120,7 @@ class Trainer:
         ValueError: If the configuration does not suit the ranks, or there are none.
     """
 
-    def __init__(
-        self, config: TrainConfig, callbacks: Sequence[Callback] = (), task: Task | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, callbacks: Sequence[Callback] = (), task: Task | None = None) -> None:
         self.config, self.callbacks = config, list(callbacks)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.micro_batch, self.accumulation = config.batches_of(ranks)
@@ -219,13 +207,7 @@ class Trainer:
             return None
         data = {"samples": self.samples, "settings": self._settings()}
         saving = save_checkpoint(
-            self.checkpoints,
-            self.model,
-            self.optimizer,
-            self.step,
-            data=data,
-            keep=self.config.keep,
-            wait=wait,
+            self.checkpoints, self.model, self.optimizer, self.step, data=data, keep=self.config.keep, wait=wait
         )
         self._saved, self._saving = self.step, saving
         return saving
@@ -346,14 +328,7 @@ class Trainer:
 def _step_metrics(
     trainer: Trainer, times: dict[str, float], learned: dict[str, float], *, between: float
 ) -> dict[str, Any]:
-    """Return a step's metrics, with the keys of `KEYS` in their order.
-
-    Args:
-        trainer: After the step.
-        times: From `StepClock.times`.
-        learned: Loss, gradient norm, learning rate and targets.
-        between: Seconds between the step before and this one.
-    """
+    """Return a step's metrics, with the keys of `KEYS` in their order."""
     config, flops, peak = trainer.config, trainer.flops, trainer.peak
     tokens, rate = config.global_batch * config.seq, 1 / times["seconds"] / trainer.world_size
     metrics = {
@@ -379,11 +354,7 @@ def _step_metrics(
 
 
 def _run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what run.json says: what was asked for, on what machine, with what model.
-
-    Args:
-        trainer: Before its first step.
-    """
+    """Return what run.json says: what was asked for, on what machine, with what model."""
     flops = trainer.flops
     return {
         "config": trainer.config.as_dict(),

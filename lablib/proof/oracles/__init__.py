@@ -10,9 +10,4 @@ Read `measurement` first.
 from lablib.proof.oracles.measurement import measure_case
 from lablib.proof.oracles.models import Master, build_model, make_optimizer
 
-__all__ = [
-    "Master",
-    "build_model",
-    "make_optimizer",
-    "measure_case",
-]
+__all__ = ["Master", "build_model", "make_optimizer", "measure_case"]

@@ -89,20 +89,13 @@ class _Moments:
 
         Nothing of a step outlives it but gradients and DDP's buckets. What does has been kept by the hooks of the
         trackers themselves, in circles that Python cannot see through.
-
-        Args:
-            end: What comes behind the last block in forward.
-            buckets: Bytes of DDP's buckets, which the trackers take for activations.
         """
         must_have(self, "_curr_mem_snap", "_mod_tracker", "_in_opt", "_param_to_grad_hook_handles")
         self._end, self._buckets, self._left = end, 0, {}
         self._after_step = False
         held = self.held()
         self._buckets = buckets
-        self._left = {
-            "activations": held.get("activations", 0) - buckets,
-            "temporary": held.get("temporary", 0),
-        }
+        self._left = {"activations": held.get("activations", 0) - buckets, "temporary": held.get("temporary", 0)}
         self.moments: dict[str, dict[str, int]] = {}
         self._totals: dict[str, int] = {}
         self._blocks: dict[str, int | None] = {}
@@ -205,13 +198,7 @@ class MomentTracker(_Moments, MemTracker):
 
 
 class FSDPMomentTracker(_Moments, FSDPMemTracker):
-    """FSDPMemTracker with moments.
-
-    Args:
-        model: Sharded by `fully_shard`.
-        optimizer: Of its parameters.
-        tokens: What the model reads.
-    """
+    """FSDPMemTracker with moments."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
         super().__init__(model, optimizer)
@@ -305,7 +292,6 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
     Call it in a process without a process group.
 
     Args:
-        case: The case.
         real: Real tensors or fake ones; None: real ones for size "tiny".
 
     Raises:
@@ -430,12 +416,7 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
 
 
 def _step(
-    case: Case,
-    subject: Subject,
-    model: nn.Module,
-    batches: list[Tensor],
-    tracker: MomentTracker,
-    buckets: int = 0,
+    case: Case, subject: Subject, model: nn.Module, batches: list[Tensor], tracker: MomentTracker, buckets: int = 0
 ) -> tuple[int, int, int]:
     """Run forward and backward; return the bytes that were kept between them, the batches' and the outputs'."""
     model.zero_grad()

@@ -46,8 +46,7 @@ COLUMNS = {
         "blocks.*.mlp.up",
     ),
     "hf": tuple(
-        f"model.layers.*.{name}_proj"
-        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+        f"model.layers.*.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
     ),
 }
 ROWS = {
@@ -61,11 +60,6 @@ def split_model(model: nn.Module, mesh: DeviceMesh, kernels: str) -> None:
     """Split a model over the ranks of a mesh, in place.
 
     Call it outside of FakeTensorMode: it reads the mesh, which is a real tensor.
-
-    Args:
-        model: Of `lablib.proof.oracles.models`, its parameters real or fake.
-        mesh: Of one dim.
-        kernels: "toy" or "hf".
 
     Raises:
         ValueError: If the head is the embedding's table, which this plan splits in one place and not in the other.
@@ -81,11 +75,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, kernels: str) -> None:
 
 
 def optimizer_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trained parameters as two groups, split ones first: PyTorch's foreach and fused steps take no mixture.
-
-    Args:
-        model: After `split_model`.
-    """
+    """Return the trained parameters as two groups, split ones first: PyTorch's foreach and fused steps take no mixture."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     split = [parameter for parameter in trained if isinstance(parameter, DTensor)]
     whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
@@ -98,16 +88,8 @@ if TYPE_CHECKING:
 Constructor = Callable[..., torch.optim.Optimizer]
 
 
-def shard_optimizer(
-    constructor: Constructor, model: nn.Module, **settings: object
-) -> ZeroRedundancyOptimizer:
-    """Return an optimizer whose states are divided over all ranks of the process group.
-
-    Args:
-        constructor: `torch.optim.AdamW` or another, or a `functools.partial` of it.
-        model: Its trained parameters are updated.
-        **settings: For the constructor.
-    """
+def shard_optimizer(constructor: Constructor, model: nn.Module, **settings: object) -> ZeroRedundancyOptimizer:
+    """Return an optimizer whose states are divided over all ranks of the process group."""
     with warnings.catch_warnings():
         # Its module compiles a few functions with torch.jit.script, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -199,7 +181,6 @@ def build_model(case: Case, tp_group: dist.ProcessGroup | None = None, *, workin
     """Build what a case names, with random weights; under FakeTensorMode it costs no memory.
 
     Args:
-        case: The case.
         tp_group: The tensor-parallel ranks; kernels="paper" needs it, with one rank too.
         working: Build the 16-bit copy that a recipe with master weights computes with.
     """

@@ -145,13 +145,7 @@ def cross_entropy(logits: Tensor) -> Kept:
 
 
 def norm(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """Return x normed; keeps its input.
-
-    Args:
-        x: Of any shape.
-        scale: Of its last dim.
-        shift: The same; None for RMSNorm.
-    """
+    """Return x normed; keeps its input."""
     return _NormKeepsInput.apply(x, scale, shift)
 
 
@@ -201,22 +195,14 @@ class PaperAttention(nn.Module):
         t, h, d = group.size(), config.hidden, config.head_dim
         q, kv = head_split(config.num_heads, d, t), head_split(config.num_kv_heads, d, t)
         self.head_dim, self.run = d, run
-        for name, width, split in (
-            ("q", config.q_width, q),
-            ("k", config.kv_width, kv),
-            ("v", config.kv_width, kv),
-        ):
+        for name, width, split in (("q", config.q_width, q), ("k", config.kv_width, kv), ("v", config.kv_width, kv)):
             linear = nn.Linear(h, width, bias=config.qkv_bias)
             setattr(self, name, ColumnParallelLinear(linear, split, group, variant))
-        self.out = RowParallelLinear(
-            nn.Linear(config.q_width, h, bias=config.attn_out_bias), q, group, variant
-        )
+        self.out = RowParallelLinear(nn.Linear(config.q_width, h, bias=config.attn_out_bias), q, group, variant)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what attention adds to the stream."""
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in columns(x, self.q, self.k, self.v)
-        )
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in columns(x, self.q, self.k, self.v))
         core = partial(again, self.core) if self.run["recompute"] == "selective" else self.core
         return self.out(core(q, k, v))
 
@@ -277,9 +263,7 @@ class PaperBlock(nn.Module):
         self.attention_dropout, self.mlp_dropout = (PaperDropout(run["dropout"]) for _ in range(2))
         self.attention = PaperAttention(config, group, variant, run)
         self.mlp = (
-            PaperExperts(config, group, variant)
-            if config.is_moe
-            else PaperMLP(config, config.ffn, group, variant)
+            PaperExperts(config, group, variant) if config.is_moe else PaperMLP(config, config.ffn, group, variant)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -293,13 +277,6 @@ class PaperTransformer(nn.Module):
 
     Args:
         config: The model: GPT-2's or Llama's shape, with or without experts.
-        group: The tensor-parallel ranks; a vocabulary that they do not divide is padded.
-        sequence_parallel: Whether the stream is split too.
-        attention: "fused" or "plain".
-        recompute: "none", "selective" or "full".
-        dropout: Whether there is any.
-        blocks: How many blocks; None for all.
-        ends: Which ends it has: "embedding", "head".
     """
 
     def __init__(
@@ -333,11 +310,7 @@ class PaperTransformer(nn.Module):
             self.head = self.embed if shared else nn.Parameter(torch.empty(rows, config.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits, or the stream if there is no head.
-
-        Args:
-            x: tokens_BS; without an embedding the stream.
-        """
+        """Return logits, or the stream if there is no head."""
         if self.embed is not None:
             partial_sum = look_up(self.embed, x)
             if self.positions is not None:

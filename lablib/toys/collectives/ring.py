@@ -48,7 +48,6 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
     """Put the inputs of all ranks one after the other on every rank: (n-1)/n · S bytes sent.
 
     Args:
-        output: The unsharded array, contiguous.
         input: This rank's chunk of it, cut as in `ring_reduce_scatter`; may be the view inside `output`.
         group: The process group; None is all ranks.
 

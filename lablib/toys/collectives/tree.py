@@ -165,14 +165,7 @@ def _bits(power: int) -> list[int]:
 def _on_a_power_of_two(
     wire: Wire, row: Tensor, algorithm: Callable[[int | None, int, Callable[[int], int]], None]
 ) -> None:
-    """Run an algorithm on the largest power of two that fits.
-
-    Args:
-        wire: The messages of this rank.
-        row: The array; the result is left there.
-        algorithm: Called with this rank's place among the power-of-two ranks (None for a rank that waits), how many
-            there are, and a function from a place to the rank that has it.
-    """
+    """Run an algorithm on the largest power of two that fits."""
     power = 1 << (wire.size.bit_length() - 1)
     extra = wire.size - power
     paired, waits = wire.rank < 2 * extra, wire.rank < 2 * extra and wire.rank % 2 == 0

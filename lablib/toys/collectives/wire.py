@@ -43,9 +43,7 @@ class Wire:
         them in one call.
 
         Args:
-            send: What to send, contiguous.
             to: The rank in the group that gets it.
-            receive: What to receive into, contiguous.
             source: The rank in the group that it comes from.
         """
         ops, messages, sent = [], 0, 0

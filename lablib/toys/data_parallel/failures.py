@@ -72,7 +72,6 @@ class Patient:
 
         Args:
             module: Any module, of the same shapes on every rank.
-            group: The process group of the replicas; None is all ranks.
         """
         return _Model(module, group, factor=self._case == 1, start=self._case == 2)
 
@@ -134,11 +133,7 @@ def train_regression(
     builds its model after that. The data are the same whatever the number of ranks.
 
     Args:
-        name: The patient.
-        epochs: Passes over the data.
-        samples: Size of the data set.
         global_batch: Samples of one step, over all ranks; a multiple of the number of ranks.
-        lr: Learning rate.
         seed: Of the data and the shuffle.
         make_model: Builds a model from 8 numbers to 1.
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 def describe_replica(module: nn.Module) -> list[tuple]:
     """Return what ranks must agree on: name, shape, dtype, memory layout and training of every parameter."""
-    return [
-        (name, tuple(p.shape), p.dtype, p.stride(), p.requires_grad) for name, p in module.named_parameters()
-    ]
+    return [(name, tuple(p.shape), p.dtype, p.stride(), p.requires_grad) for name, p in module.named_parameters()]
 
 
 def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -10,8 +10,4 @@ Read `executor` first, beside chapter 04.
 from lablib.toys.pipeline.executor import PipelineExecutor
 from lablib.toys.pipeline.stages import Stage, split_stages
 
-__all__ = [
-    "PipelineExecutor",
-    "Stage",
-    "split_stages",
-]
+__all__ = ["PipelineExecutor", "Stage", "split_stages"]

@@ -107,13 +107,9 @@ class PipelineExecutor:
         if len(microbatches) != (m := self.schedule.num_microbatches):
             raise ValueError(f"{len(microbatches)} micro-batches for a schedule of num_microbatches={m}")
         if len(lengths := {tokens_BT.shape[1] for tokens_BT in microbatches}) > 1:
-            raise ValueError(
-                f"micro-batches of T={sorted(lengths)}: a mean of windows is no mean of tokens; use one T"
-            )
+            raise ValueError(f"micro-batches of T={sorted(lengths)}: a mean of windows is no mean of tokens; use one T")
         if empty := [k for k, tokens_BT in enumerate(microbatches) if not len(tokens_BT)]:
-            raise ValueError(
-                f"micro-batch {empty[0]} has no windows; use fewer micro-batches, or more windows"
-            )
+            raise ValueError(f"micro-batch {empty[0]} has no windows; use fewer micro-batches, or more windows")
         if not torch.is_grad_enabled():
             raise RuntimeError("a step runs backward too; call it outside of torch.no_grad()")
         if self.in_halves and torch.is_autocast_enabled(microbatches[0].device.type):
@@ -146,9 +142,7 @@ class PipelineExecutor:
         ranks: list[list[Event]] = [[]] * self.schedule.num_ranks
         dist.all_gather_object(ranks, self.events, group=self.group)
         zero = min(event.start for events in ranks for event in events)
-        moved = [
-            tuple(e._replace(start=e.start - zero, end=e.end - zero) for e in events) for events in ranks
-        ]
+        moved = [tuple(e._replace(start=e.start - zero, end=e.end - zero) for e in events) for events in ranks]
         return Timeline(self.schedule, tuple(moved), ())
 
     def _run(self, action: Action, message: Tensor | None) -> Tensor | None:

@@ -32,14 +32,10 @@ class Mailbox:
     """What one rank sends and receives in one step of a schedule.
 
     Args:
-        schedule: What all ranks do; it tells who sends what to whom, and when.
-        group: The process group of the pipeline; None is all ranks.
         empty: Returns a tensor to receive into, of the shape that a stage reads, for a micro-batch's number.
     """
 
-    def __init__(
-        self, schedule: Schedule, group: dist.ProcessGroup | None, empty: Callable[[int], Tensor]
-    ) -> None:
+    def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, empty: Callable[[int], Tensor]) -> None:
         self.schedule, self.group, self.empty = schedule, group, empty
         self.rank, self.last = dist.get_rank(group), schedule.num_stages - 1
         # The turn of every action in its rank's list: from it a message tells how far its sender has come.
@@ -100,9 +96,7 @@ class Mailbox:
 
     def _tag(self, reader: Action) -> int:
         direction = int(reader.kind == "F")
-        return (
-            direction * (self.last + 1) + reader.stage
-        ) * self.schedule.num_microbatches + reader.microbatch
+        return (direction * (self.last + 1) + reader.stage) * self.schedule.num_microbatches + reader.microbatch
 
 
 def _neutral(action: Action) -> Action:

@@ -29,7 +29,6 @@ class Stage(nn.Module):
     """Some layers of a transformer; the first stage also embeds, the last also has the norm and the head.
 
     Args:
-        model: Whose modules to take.
         layers: Which of its blocks; may be none.
         first: Whether it starts with the embedding.
         last: Whether it ends with the head.
@@ -62,9 +61,7 @@ class Stage(nn.Module):
             tokens_BS, x = x, self.embed(x)
             if self.positions is not None:
                 if seq > self.config.max_positions:
-                    raise ValueError(
-                        f"sequence of {seq} tokens, but max_positions={self.config.max_positions}"
-                    )
+                    raise ValueError(f"sequence of {seq} tokens, but max_positions={self.config.max_positions}")
                 x = x + self.positions(torch.arange(seq, device=tokens_BS.device))
             x = self.dropout(x)
         rope_2SD = None
@@ -93,9 +90,7 @@ def split_stages(model: Transformer, num_stages: int, layers: Sequence[int] | No
         raise ValueError(f"num_stages={num_stages} must be at least 1")
     if layers is None:
         if num_stages > total:
-            raise ValueError(
-                f"num_stages={num_stages} for num_layers={total}; use at most {total}, or give layers"
-            )
+            raise ValueError(f"num_stages={num_stages} for num_layers={total}; use at most {total}, or give layers")
         cuts = [stage * total // num_stages for stage in range(num_stages + 1)]
     else:
         sizes = list(layers)

@@ -99,9 +99,7 @@ def quantize(
     if scale is None:
         largest_RC = block_maxima(x_MK.detach().float(), block)
         # A block of zeros: any scale will do.
-        scale_RC = torch.where(largest_RC > 0, largest_RC / top, 1.0).clamp(
-            min=torch.finfo(torch.float32).tiny
-        )
+        scale_RC = torch.where(largest_RC > 0, largest_RC / top, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
         if scaling == "mx32":
             scale_RC = power_of_two_scale(largest_RC, dtype)
     else:
@@ -124,10 +122,6 @@ def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     The largest value of a block lands in the top binade of the format. E4M3 has no 480, so up to 1/8 of that binade
     saturates at 448: a power of two cannot fit every block (OCP Microscaling Formats Specification).
-
-    Args:
-        largest: Largest magnitudes.
-        dtype: A float8 dtype.
     """
     top_exponent = torch.frexp(torch.tensor(torch.finfo(dtype).max)).exponent
     exponent = torch.frexp(largest).exponent - top_exponent
@@ -149,7 +143,6 @@ class DelayedScaling:
 
     Args:
         dtype: A float8 dtype.
-        history: Steps to remember.
         margin: Powers of two that are left free above the history's largest value.
 
     Raises:
@@ -183,12 +176,6 @@ def fp8_matmul(
     """Return `a bᵀ` with both factors in FP8 and the sums in fp32.
 
     Both matrices are quantized as given, with rows along K: the scales of a row can leave the sum.
-
-    Args:
-        a_MK: Left factor.
-        b_NK: Right factor, transposed.
-        scalings: Of the two.
-        dtypes: Of the two.
     """
     a, b = (quantize(x, s, d).dequantize() for x, s, d in zip((a_MK, b_NK), scalings, dtypes, strict=True))
     # Tensor cores multiply the FP8 codes and apply the scales after. In fp32 either order gives the same products.
@@ -240,40 +227,21 @@ RECIPES = {
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose three matmuls read FP8. Weights, gradients and what autograd keeps stay as they were.
-
-    Args:
-        in_features: K.
-        out_features: N.
-        bias: Whether to add a bias, in the dtype of the weights.
-        recipe: A key of `RECIPES`, or a `Recipe`.
-    """
+    """A linear layer whose three matmuls read FP8. Weights, gradients and what autograd keeps stay as they were."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        recipe: str | Recipe = "tensor",
-        **kwargs,
+        self, in_features: int, out_features: int, bias: bool = True, *, recipe: str | Recipe = "tensor", **kwargs
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         self.recipe = RECIPES[one_of("recipe", recipe, RECIPES)] if isinstance(recipe, str) else recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x wᵀ + b`.
-
-        Args:
-            x: (..., K).
-        """
+        """Return `x wᵀ + b`."""
         out_MN = _Fp8Linear.apply(x.flatten(0, -2), self.weight, self.recipe).unflatten(0, x.shape[:-1])
         return out_MN if self.bias is None else out_MN + self.bias
 
 
-def swap_linears(
-    model: nn.Module, *, recipe: str | Recipe = "tensor", keep: tuple[str, ...] = ("head",)
-) -> list[str]:
+def swap_linears(model: nn.Module, *, recipe: str | Recipe = "tensor", keep: tuple[str, ...] = ("head",)) -> list[str]:
     """Turn the linear layers of a model into FP8 ones, in place, and return their names.
 
     Args:

@@ -24,7 +24,6 @@ class LossScaler:
     """Dynamic loss scaling, as torch.amp.GradScaler does it: shrink after an overflow, grow after enough good steps.
 
     Args:
-        scale: The first scale, S.
         growth: What S is multiplied by after `interval` good steps in a row, more than 1.
         backoff: What it is multiplied by after a step with an infinite or NaN gradient, between 0 and 1.
         interval: Good steps in a row before S grows.
@@ -37,9 +36,7 @@ class LossScaler:
         self, scale: float = 2.0**16, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> None:
         if not (scale > 0 and interval >= 1 and growth > 1 > backoff > 0):
-            settings = (
-                f"scale={scale} > 0, interval={interval} >= 1, growth={growth} > 1 > backoff={backoff} > 0"
-            )
+            settings = f"scale={scale} > 0, interval={interval} >= 1, growth={growth} > 1 > backoff={backoff} > 0"
             raise ValueError(f"a loss scaler needs {settings}")
         self.value, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.good_steps = 0
@@ -112,10 +109,6 @@ def stochastic_round_bf16(x: Tensor, *, generator: torch.Generator | None = None
 
         P(up) = (x - below) / (above - below)        E[round(x)] = x
 
-    Args:
-        x: fp32. Infinite and NaN stay what they are.
-        generator: Of the random numbers, on the device of `x`.
-
     Raises:
         ValueError: If `x` is not fp32.
     """
@@ -135,12 +128,9 @@ class RoundedWeights(MasterWeights):
     Args:
         model: An fp32 model: place for the fp32 values, for the optimizer to update.
         stochastic: Round by chance; else to nearest, which loses every update below half a gap.
-        generator: Of the chance.
     """
 
-    def __init__(
-        self, model: nn.Module, *, stochastic: bool, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, stochastic: bool, generator: torch.Generator | None = None) -> None:
         super().__init__(model, torch.bfloat16)
         self.stochastic, self.generator = stochastic, generator
 

@@ -128,32 +128,17 @@ class _GatheredLinears(torch.autograd.Function):
 
 
 def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x`, whose gradient is summed over the ranks: Megatron's f, before column-parallel products.
-
-    Args:
-        x: The same on every rank.
-        group: The tensor parallel ranks.
-    """
+    """Return `x`, whose gradient is summed over the ranks: Megatron's f, before column-parallel products."""
     return _CopyToTP.apply(x, group)
 
 
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the ranks, whose gradient passes as it is: Megatron's g, after row-parallel ones.
-
-    Args:
-        x: Each rank's partial sum.
-        group: The tensor parallel ranks.
-    """
+    """Return the sum of `x` over the ranks, whose gradient passes as it is: Megatron's g, after row-parallel ones."""
     return _ReduceFromTP.apply(x, group)
 
 
 def gather_from_sp(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole sequence; the gradient is summed and cut again. What follows keeps the whole input.
-
-    Args:
-        x_BsH: This rank's part of the sequence.
-        group: The tensor parallel ranks.
-    """
+    """Return the whole sequence; the gradient is summed and cut again. What follows keeps the whole input."""
     return _GatherFromSP.apply(x_BsH, group)
 
 
@@ -162,7 +147,6 @@ def scatter_to_sp(x_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         x_BSH: Each rank's partial sum; tp must divide S.
-        group: The tensor parallel ranks.
 
     Raises:
         ValueError: If tp does not divide the sequence.
@@ -177,7 +161,6 @@ def gathered_linears(
 
     Args:
         x_BsH: This rank's part of the sequence.
-        group: The tensor parallel ranks.
         parameters: (weight, bias or None) of each product.
     """
     return _GatheredLinears.apply(x_BsH, group, *(p for pair in parameters for p in pair))
@@ -188,10 +171,6 @@ def sum_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> Non
 
     The hook runs in every backward before the gradient is added to `grad`, so accumulation stays right.
     A frozen parameter has no gradient and gets no hook.
-
-    Args:
-        parameter: The same on every rank of the group.
-        group: The ranks that hold it.
     """
     if group.size() > 1 and parameter.requires_grad:
         parameter.register_hook(lambda grad: all_reduce(grad, group))

@@ -56,7 +56,6 @@ def even_split(size: int, ranks: int) -> Split:
 
     Args:
         size: Of the dim; at least one for each rank.
-        ranks: Number of slices.
     """
     return Split(tuple((size * r // ranks, size * (r + 1) // ranks) for r in range(ranks)))
 
@@ -66,8 +65,6 @@ def head_split(heads: int, head_dim: int, ranks: int) -> Split:
 
     Args:
         heads: A divisor or a multiple of the ranks.
-        head_dim: Width of a head.
-        ranks: Number of slices.
     """
     per_rank = max(1, heads // ranks)
     starts = [r * heads // ranks * head_dim for r in range(ranks)]
@@ -79,8 +76,6 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         linear: The whole layer; its slice is copied.
-        split: Of the outputs.
-        group: The tensor parallel ranks.
         sequence_parallel: False (f), "keep" or "shard".
         replicas: The ranks that hold the same slice, if there are others.
     """
@@ -116,7 +111,6 @@ def columns(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
     Forward gathers once instead of once a layer, and backward reduces the sum of their input gradients.
 
     Args:
-        x: As for ColumnParallelLinear.
         *layers: All of one group and one variant.
     """
     group, variant = layers[0].group, layers[0].sequence_parallel
@@ -131,17 +125,11 @@ class RowParallelLinear(nn.Module):
 
     Args:
         linear: The whole layer; its slice is copied.
-        split: Of the inputs.
-        group: The tensor parallel ranks.
         sequence_parallel: Return this rank's part of the sequence only.
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        split: Split,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool | str = False,
+        self, linear: nn.Linear, split: Split, group: dist.ProcessGroup, sequence_parallel: bool | str = False
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -180,14 +168,7 @@ def owned(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look up the tokens of this rank's part, zero for all others, and add up over the ranks.
-
-    Args:
-        weight_vH: This rank's rows.
-        first: Token id of the first row.
-        group: The tensor parallel ranks.
-        sequence_parallel: Return this rank's part of the sequence only.
-    """
+    """Look up the tokens of this rank's part, zero for all others, and add up over the ranks."""
 
     def __init__(
         self, weight_vH: nn.Parameter, first: int, group: dist.ProcessGroup, sequence_parallel: bool = False
@@ -243,10 +224,8 @@ def vocab_parallel_cross_entropy(
     instead of B·S·V. Computed in fp32, or fp64 for such logits.
 
     Args:
-        logits_BSv: This rank's columns.
         targets_BS: Token ids, the same on every rank.
         first: Token id of the first column.
-        group: The tensor parallel ranks.
 
     Returns:
         loss_BS, the same on every rank.

@@ -63,12 +63,7 @@ class Plan:
 
 
 class ParallelAttention(Attention):
-    """Attention over this rank's heads: heads never mix before the output projection.
-
-    Args:
-        whole: The attention to split; its weights are copied.
-        plan: How to split it.
-    """
+    """Attention over this rank's heads: heads never mix before the output projection."""
 
     def __init__(self, whole: Attention, plan: Plan) -> None:
         nn.Module.__init__(self)  # Attention's own would make whole projections
@@ -92,12 +87,7 @@ class ParallelAttention(Attention):
 
 
 class ParallelMLP(nn.Module):
-    """The MLP over this rank's inner values: GELU and SwiGLU act on each value alone.
-
-    Args:
-        whole: The MLP to split; its weights are copied.
-        plan: How to split it.
-    """
+    """The MLP over this rank's inner values: GELU and SwiGLU act on each value alone."""
 
     def __init__(self, whole: MLP, plan: Plan) -> None:
         super().__init__()
@@ -121,7 +111,6 @@ class ParallelBlock(Block):
 
     Args:
         whole: The block to split; its weights are copied.
-        plan: How to split it.
     """
 
     def __init__(self, whole: Block, plan: Plan) -> None:
@@ -193,9 +182,7 @@ class ParallelTransformer(nn.Module):
         """
         seq, t, rank = tokens_BS.shape[1], self.group.size(), self.group.rank()
         if tokens_BS.numel() and not 0 <= int(tokens_BS.min()) <= int(tokens_BS.max()) < self.config.vocab:
-            raise ValueError(
-                f"token ids must lie in 0 ... {self.config.vocab - 1} (vocab={self.config.vocab})"
-            )
+            raise ValueError(f"token ids must lie in 0 ... {self.config.vocab - 1} (vocab={self.config.vocab})")
         if self.positions is not None and seq > self.config.max_positions:
             raise ValueError(f"sequence of {seq} tokens, but max_positions={self.config.max_positions}")
         if self.variant:
@@ -227,7 +214,6 @@ class ParallelTransformer(nn.Module):
         """Return a whole parameter, or its gradient, from the pieces of all ranks. Every rank must call it.
 
         Args:
-            name: Of the parameter.
             piece: This rank's slice of it, or of its gradient.
         """
         owner, _, leaf = name.rpartition(".")
@@ -270,21 +256,13 @@ def parallelize(
 
 
 def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, the same on every rank. Every rank must call it.
-
-    Args:
-        model: From `parallelize`.
-    """
+    """Return the state dict of the whole model, the same on every rank. Every rank must call it."""
     return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
     """Copy this rank's slices out of the state dict of the whole model.
-
-    Args:
-        model: From `parallelize`.
-        state: Of the whole model.
 
     Raises:
         ValueError: If names or shapes are not those of the whole model.

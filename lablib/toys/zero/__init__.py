@@ -38,9 +38,6 @@ def held_bytes(model: ZeRO1) -> dict[str, int]:
 
     Memory is counted, not tensors: a storage counts once, for the first term that has it, padding included.
     The optimizer's step counters and what stands in for released weights, one value a tensor, are left out.
-
-    Args:
-        model: Any stage. Between `backward` and `step` it holds gradients, at other times none.
     """
     tensors: dict[str, list[Tensor | None]] = {
         "weights": [*model.module.parameters(), *[t for f in model.flats for t in (f.full, f.shard)]],

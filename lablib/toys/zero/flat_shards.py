@@ -24,12 +24,6 @@ from lablib.toys.torch_names import all_gather, reduce_scatter
 class FlatShards:
     """Parameters of one dtype, all trained or all frozen, as one padded array of which this rank owns a shard.
 
-    Args:
-        params: Parameters; their data become views of the array.
-        group: The ranks that share them.
-        master: Dtype of the optimizer's own copy of the shard; None, or the parameters' own dtype, if it updates the
-            shard itself.
-
     Attributes:
         width: Values of a shard, ceil(ψ / N).
         full: The whole array, N · width values; without memory while released.
@@ -39,9 +33,7 @@ class FlatShards:
         grad: This rank's piece of the mean gradient; None before the first reduce-scatter.
     """
 
-    def __init__(
-        self, params: list[nn.Parameter], group: dist.ProcessGroup | None, master: torch.dtype | None = None
-    ):
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None, master: torch.dtype | None = None):
         self.params, self.group = params, group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.trained = params[0].requires_grad
@@ -86,9 +78,7 @@ class FlatShards:
     def intact(self) -> bool:
         """Whether the parameters still live here: nobody froze them or gave them other memory, dtype or device."""
         ours = {tensor.untyped_storage().data_ptr() for tensor in (self.full, self.nothing)}
-        return all(
-            p.untyped_storage().data_ptr() in ours and p.requires_grad == self.trained for p in self.params
-        )
+        return all(p.untyped_storage().data_ptr() in ours and p.requires_grad == self.trained for p in self.params)
 
     def release(self) -> None:
         """Free the memory of the whole array, and let the parameters read as NaN, which needs none."""
@@ -167,13 +157,7 @@ class FlatShards:
 def group_flat(
     params: list[nn.Parameter], group: dist.ProcessGroup | None, master: torch.dtype | None = None
 ) -> list[FlatShards]:
-    """Return flat shards for parameters of any kind, one for each dtype, trained and frozen apart.
-
-    Args:
-        params: Parameters without repetition; those of no value, or of whole numbers, are left alone.
-        group: The ranks that share them.
-        master: Dtype of the optimizer's own copy of the trained ones.
-    """
+    """Return flat shards for parameters of any kind, one for each dtype, trained and frozen apart."""
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for p in params:
         if p.numel() and (p.is_floating_point() or p.is_complex()):

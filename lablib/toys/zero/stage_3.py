@@ -88,11 +88,7 @@ def assign(module: nn.Module, units: list[nn.Module]) -> dict[nn.Parameter, nn.M
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, dicts and dataclasses.
-
-    Args:
-        tree: What a forward takes or returns.
-    """
+    """Yield the tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif is_dataclass(tree):
@@ -133,9 +129,7 @@ class ZeRO3(ZeRO1):
             raise ValueError(f"prefetch={prefetch} must not be negative; use 0 to gather nothing ahead")
         chosen = list(default_units(module) if units is None else units)
         if strangers := [type(unit).__name__ for unit in chosen if unit not in set(module.modules())]:
-            raise ValueError(
-                f"units {', '.join(strangers)} are not in the module; choose from module.modules()"
-            )
+            raise ValueError(f"units {', '.join(strangers)} are not in the module; choose from module.modules()")
         if containers := [type(unit).__name__ for unit in chosen if not has_forward(unit)]:
             raise ValueError(f"units {', '.join(containers)} have no forward; choose the modules inside")
         # The constructor below makes a unit of each of them.
@@ -144,15 +138,11 @@ class ZeRO3(ZeRO1):
         super().__init__(module, *args, **options)
         for unit_module, unit in zip(self._chosen, self.units, strict=True):
             # First of all hooks, as old-style weight_norm computes its weight in one.
-            unit_module.register_forward_pre_hook(
-                partial(self._before_forward, unit), prepend=True, with_kwargs=True
-            )
+            unit_module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
             unit_module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
         module.register_load_state_dict_pre_hook(self._before_load)
         memory = [(tensor.untyped_storage(), f) for f in self.flats for tensor in (f.full, f.nothing)]
-        self._homes = {
-            storage._cdata: flat for storage, flat in memory
-        }  # by the address of the storage object
+        self._homes = {storage._cdata: flat for storage, flat in memory}  # by the address of the storage object
         self._begun, self._ended = [], []  # units in the order of this forward
         self._next, self._previous = {}, {}  # what followed whom in the last one, forward and backward
 
@@ -235,9 +225,7 @@ class ZeRO3(ZeRO1):
     def backward(self, loss: Tensor) -> None:
         """Run backward, as in ZeRO1, unless the loss is NaN: a released weight makes it so."""
         if loss.isnan():
-            raise RuntimeError(
-                "the loss is NaN: weights are, or one was read where its unit's forward does not run"
-            )
+            raise RuntimeError("the loss is NaN: weights are, or one was read where its unit's forward does not run")
         super().backward(loss)
 
     @torch.no_grad()

@@ -65,18 +65,9 @@ def _is_per_element(value: object, p: Tensor) -> bool:
 
 @torch.no_grad()
 def scatter(
-    module: nn.Module,
-    flats: list[FlatShards],
-    optimizer: torch.optim.Optimizer,
-    states: dict[str, dict[str, Tensor]],
+    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer, states: dict[str, dict[str, Tensor]]
 ) -> None:
     """Give every shard its piece of the state of the parameters.
-
-    Args:
-        module: As in `gather`.
-        flats: As in `gather`.
-        optimizer: As in `gather`.
-        states: As from `gather`, the same on every rank.
 
     Raises:
         ValueError: If a parameter that is trained has no state, or not that of its neighbours; nothing is changed then.

@@ -195,13 +195,7 @@ def _last(need: Callable[[int], float], budget: int) -> int:
 
 
 def _answer(
-    question: str,
-    unit: str,
-    have: Setup,
-    value: int,
-    beyond: int | None,
-    at: Callable[[int], Setup],
-    trade: str,
+    question: str, unit: str, have: Setup, value: int, beyond: int | None, at: Callable[[int], Setup], trade: str
 ) -> Answer:
     """Put an answer together, asking forwards once more at the value and at the next one."""
     found = at(value) if value else None
@@ -244,9 +238,7 @@ class _Shape:
         if "sequence_parallel" not in have.given:
             split = self.tp > 1 and have.run.seq % (self.tp * self.cp) == 0
         try:
-            return have.having(
-                tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, zero=self.zero, sequence_parallel=split
-            )
+            return have.having(tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, zero=self.zero, sequence_parallel=split)
         except ValueError:
             return None  # something does not divide
 

@@ -144,9 +144,7 @@ def _with_way(have: Setup, kind: str, way: dict[str, object]) -> Change | None:
     return None
 
 
-def _combinations(
-    have: Setup, sizes: tuple[int, ...]
-) -> list[tuple[frozenset[str], dict[str, object], Setup]]:
+def _combinations(have: Setup, sizes: tuple[int, ...]) -> list[tuple[frozenset[str], dict[str, object], Setup]]:
     """Return (names, settings, setup) of all that can be and may fit, the cheapest first."""
     values = knobs(have)
     found = []
@@ -197,9 +195,7 @@ def _fewer(micro_batch: int) -> list[int]:
 def _having(have: Setup, settings: dict[str, object]) -> Setup | None:
     """The setup with other settings, the same GPUs and the same sequences a step; None if that cannot be."""
     run = have.run
-    tp, cp, pp, micro_batch = (
-        settings.get(name, getattr(run, name)) for name in ("tp", "cp", "pp", "micro_batch")
-    )
+    tp, cp, pp, micro_batch = (settings.get(name, getattr(run, name)) for name in ("tp", "cp", "pp", "micro_batch"))
     dp, left = divmod(have.gpus, tp * cp * pp)
     if left or dp == 0 or have.sequences % (dp * micro_batch):
         return None

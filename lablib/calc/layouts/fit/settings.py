@@ -126,13 +126,11 @@ def setup(
 
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
-        gpu: The accelerator, or its name.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
         gpus_per_node: GPUs that the scale-up link connects.
         reserve: Bytes of a card that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
-        intra: The same inside a node.
         **settings: Arguments of `training_memory`, all but `stage`.
 
     Raises:
@@ -162,9 +160,7 @@ def setup(
             )
         run = run_config(model, **settings | {"dp": gpus // width})
     if gpus is not None and run.ranks != gpus:
-        raise ValueError(
-            f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}"
-        )
+        raise ValueError(f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}")
     found = Setup(
         run=run, card=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
     )  # fmt: skip
@@ -199,7 +195,9 @@ def size(n: float) -> str:
     return format_bytes(n, "GB" if n >= GB / 2 or n == 0 else "MB")
 
 
-MEANING = "unproven: no configuration of the memory table has it, so nothing that PyTorch counted stands beside the formula."
+MEANING = (
+    "unproven: no configuration of the memory table has it, so nothing that PyTorch counted stands beside the formula."
+)
 
 
 def unproven(run: RunConfig) -> tuple[str, ...]:
@@ -308,14 +306,7 @@ def predicted_seconds(have: Setup) -> float | None:
 
 
 def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
-    """Return the bytes of states on the card for so many parameters, gradients left out: they come and go.
-
-    Args:
-        run: The run; its recipe, optimizer and offload count.
-        params: Parameters of a rank before ZeRO.
-        ranks: Ranks over which ZeRO shards.
-        zero: The stage.
-    """
+    """Return the bytes of states on the card for so many parameters, gradients left out: they come and go."""
     if run.offload == "parameters":
         return 0
     if run.tuning != "full":  # the frozen weights: NF4 codes are half a byte, and nothing is less
@@ -323,9 +314,7 @@ def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
         return share * run.recipe.weights if run.tuning == "lora" else share // 2
     terms = state_terms(params, ranks, zero, run.recipe, run.optimizer)
     weights = params // (ranks if zero and weights_are_sharded(run) else 1) * run.recipe.weights
-    others = sum(terms.values()) - sum(
-        terms.get(name, 0) for name in (*WEIGHT_TERMS, *GRADIENT_TERMS, "gradient_copy")
-    )
+    others = sum(terms.values()) - sum(terms.get(name, 0) for name in (*WEIGHT_TERMS, *GRADIENT_TERMS, "gradient_copy"))
     return weights + (others if run.offload == "none" else 0)
 
 

@@ -126,29 +126,9 @@ def megatron_gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab
 
 
 def narayanan(
-    layers: int,
-    hidden: int,
-    heads: int,
-    tp: int,
-    pp: int,
-    gpus: int,
-    batch: int,
-    tflops: float,
-    **more: object,
+    layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, tflops: float, **more: object
 ) -> Run:
-    """Return a row in the shape of Narayanan et al.: fp16, plain attention, full recomputation, no sequence parallelism.
-
-    Args:
-        layers: Transformer blocks.
-        hidden: Width of the stream.
-        heads: Attention heads.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        gpus: A100s.
-        batch: Sequences in a step.
-        tflops: TFLOP/s per device, recomputation counted.
-        **more: Other fields of `Run`.
-    """
+    """Return a row in the shape of Narayanan et al.: fp16, plain attention, full recomputation, no sequence parallelism."""
     model = megatron_gpt(layers, hidden, heads)
     fields = {
         "name": f"{count_params(model).total / 1e9:.1f}B on {gpus}",
@@ -182,14 +162,7 @@ def _korthikanti() -> list[Run]:
         (96, 12288, 96, 8, 64, 64, 1, 3, 18.13, 13.75),
     ):
         model = megatron_gpt(layers, hidden, heads)
-        flops = (
-            72
-            * batch
-            * layers
-            * 2048
-            * hidden**2
-            * (1 + 2048 / (6 * hidden) + 51200 / (12 * hidden * layers))
-        )
+        flops = 72 * batch * layers * 2048 * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (12 * hidden * layers))
         for recompute, time, sequence_parallel in (("full", full, False), ("selective", present, True)):
             rows.append(
                 Run(
@@ -247,9 +220,7 @@ MEASURED_RUNS: tuple[Run, ...] = (
     narayanan(96, 16384, 128, 8, 16, 1920, 2160, 155),
     narayanan(105, 20480, 128, 8, 35, 2520, 2520, 163),
     *(
-        narayanan(
-            *row[:-1], table="table 2", name=f"{'ZeRO-3' if 'zero' in row[-1] else 'PTD'} {row[5]}", **row[-1]
-        )
+        narayanan(*row[:-1], table="table 2", name=f"{'ZeRO-3' if 'zero' in row[-1] else 'PTD'} {row[5]}", **row[-1])
         for row in _TABLE_2
     ),
     *_korthikanti(),
@@ -263,9 +234,7 @@ MEASURED_RUNS: tuple[Run, ...] = (
 #: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
 UNFITTED: tuple[Run, ...] = tuple(
     replace(
-        narayanan(
-            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, rails=True
-        ),
+        narayanan(96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, rails=True),
         name=f"GPT-175B, batch {micro}",
         paper="FSDP (arXiv 2304.11277)",
         table="section 5.4",
@@ -329,9 +298,7 @@ def choices(run: Run) -> list[tuple[Layout, Job, float]]:
     load, found = workload_of_run(run), []
     for micro, chunks, again, zero in product(
         MICRO_BATCHES if run.micro_batch is None else (run.micro_batch,),
-        range(1, (run.model.num_layers + 2) // run.pp + 1)
-        if run.virtual_stages is None
-        else (run.virtual_stages,),
+        range(1, (run.model.num_layers + 2) // run.pp + 1) if run.virtual_stages is None else (run.virtual_stages,),
         ("none", "selective", "full") if run.recompute is None else (run.recompute,),
         (1, 2, 3) if run.zero is None else (run.zero,),
     ):

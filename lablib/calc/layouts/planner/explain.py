@@ -133,7 +133,6 @@ def plan_run(run: Run, efficiency: Efficiency | None = None) -> Plan:
     """Return the planner's layouts for a published row.
 
     Args:
-        run: The row.
         efficiency: The fitted constants; None means the planner's own.
     """
     fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
@@ -158,7 +157,6 @@ def place_of_published(run: Run, efficiency: Efficiency | None = None) -> Place:
     """Return the place of a row's layout.
 
     Args:
-        run: The row.
         efficiency: The fitted constants; None means the planner's own.
     """
     return place_in_plan(plan_run(run, efficiency), run)
@@ -169,7 +167,6 @@ def place_in_plan(found: Plan, run: Run) -> Place:
 
     Args:
         found: What `plan_run` found for the row; `found.at(efficiency)` ranks it anew without a new search.
-        run: The row.
     """
     shapes = found.distinct()
     for number, candidate in enumerate(shapes, start=1):

@@ -85,9 +85,7 @@ def cluster(
     """Return a cluster by the names of its parts.
 
     Args:
-        gpu: Accelerator or its name.
         gpus: Devices in all; whole nodes, or less than one.
-        gpus_per_node: Devices of one node.
         nic: Link or bytes per second of one device out of the node; None means what `NICS` lists.
         intra: Link or bytes per second inside a node; None means the accelerator's own.
         rails: As in `Cluster`.
@@ -101,8 +99,7 @@ def cluster(
     if gpus > gpus_per_node and gpus % gpus_per_node:
         whole = gpus // gpus_per_node * gpus_per_node
         raise ValueError(
-            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; "
-            f"use {whole} or {whole + gpus_per_node}"
+            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}"
         )
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
     key = _key(card)
@@ -172,9 +169,7 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [
-            f"{name}={getattr(self, name)}"
-            for name in ("tp", "cp", "ep", "pp", "dp")
-            if name != "ep" or self.ep > 1
+            f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep", "pp", "dp") if name != "ep" or self.ep > 1
         ]
         pipeline = f" {self.schedule}" + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
         return f"{' '.join(parts)} zero={self.zero} mb={self.micro_batch} recompute={self.recompute}" + (
@@ -217,13 +212,7 @@ def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[
 
 
 def check_layout(
-    layout: Layout,
-    model: ModelConfig,
-    *,
-    gpus: int,
-    seq: int,
-    global_batch: int,
-    sequence_parallel: bool = True,
+    layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True
 ) -> None:
     """Raise a ValueError that names every factor unless the layout can run.
 
@@ -279,6 +268,4 @@ def check_split(model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_para
     if sequence_parallel and tp > 1:
         must_divide("tp", tp, "seq / cp", seq // cp)
     if model.learned_positions and seq > model.max_positions:
-        raise ValueError(
-            f"seq={seq} is more than the {model.max_positions} learned positions of {model.name}"
-        )
+        raise ValueError(f"seq={seq} is more than the {model.max_positions} learned positions of {model.name}")

@@ -31,7 +31,6 @@ def layout_memory(load: Workload, layout: Layout) -> dict[str, int]:
     """Return the bytes of a rank by term, on the pipeline stage that needs most.
 
     Args:
-        load: What is trained.
         layout: A layout that `check_layout` accepts.
     """
     states = state_memory(load, layout, layout.zero)
@@ -97,13 +96,7 @@ def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int
 
 
 def activation_memory(load: Workload, layout: Layout, recompute: str) -> tuple[list[int], int]:
-    """Return the bytes kept from forward to backward for each of `sampled_stages`, and of one layer run again.
-
-    Args:
-        load: What is trained.
-        layout: The layout; dp and zero matter only through the number of micro-batches.
-        recompute: What is recomputed, whatever the layout says.
-    """
+    """Return the bytes kept from forward to backward for each of `sampled_stages`, and of one layer run again."""
     m = layout.num_microbatches(load.global_batch)
     if layout.schedule != "gpipe":
         m = min(m, 2 * layout.pp)  # more are never in flight
@@ -168,17 +161,10 @@ def _pieces(load: Workload, layout: Layout, recompute: str) -> tuple[int, int, t
         sizes = {}
         for how in {"none", recompute}:
             sizes[how] = [
-                sum(
-                    layer_activations(
-                        model, layer=layer, recompute=how, attention=load.attention, **shape
-                    ).values()
-                )
+                sum(layer_activations(model, layer=layer, recompute=how, attention=load.attention, **shape).values())
                 for layer in (0, model.num_layers - 1)
             ]
-        ends = (
-            sum(embedding_activations(model, **shape).values()),
-            sum(head_activations(model, **shape).values()),
-        )
+        ends = (sum(embedding_activations(model, **shape).values()), sum(head_activations(model, **shape).values()))
         whole, kept = sizes["none"], sizes[recompute]
         load._cache[key] = *kept, ends, max(0, *(w - k for w, k in zip(whole, kept, strict=True)))
     return load._cache[key]

@@ -29,15 +29,7 @@ from lablib.calc.errors import one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.calibration import EFFICIENCY
-from lablib.calc.layouts.planner.layout import (
-    FIELDS,
-    Cluster,
-    Layout,
-    check_layout,
-    check_split,
-    chunk_layers,
-    cluster,
-)
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.time import Efficiency, Workload, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, resolve_model
@@ -147,12 +139,7 @@ class Plan:
         return replace(self, candidates=_timed(self.load, fitting, efficiency))
 
     def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
-        """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts.
-
-        Args:
-            candidate: A layout of this plan.
-            hardware: Whether recomputed FLOPs count.
-        """
+        """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts."""
         load = self.load
         flops = step_flops(
             load.model,
@@ -191,19 +178,15 @@ def plan(
 
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
-        gpus: Devices in all.
-        gpu: Accelerator.
         seq: Tokens in a sequence; None means the model's longest.
         global_batch: Sequences in a step, over all replicas.
         gpus_per_node: Devices that the scale-up link connects.
         nic: Link, or bytes per second, of one device out of its node.
-        intra: The same inside a node.
         rails: Whether a group uses the cards of all its ranks in a node together.
         recipe_: Dtypes of the states, with AdamW.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
         reserve: Bytes of a device kept free for context, libraries and fragmentation.
-        efficiency: The fitted constants.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
 
     Raises:
@@ -213,16 +196,12 @@ def plan(
     machine = cluster(gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails)
     dtypes = recipe(recipe_)
     if dtypes.casts:
-        raise ValueError(
-            f"recipe {dtypes.name!r} keeps casts of its weights, which the planner does not count"
-        )
+        raise ValueError(f"recipe {dtypes.name!r} keeps casts of its weights, which the planner does not count")
     one_of("attention", attention, ATTENTION)
     length = config.max_positions if seq is None else seq
     _check_numbers(fixed, seq=length, global_batch=global_batch)
     if not 0 <= reserve < machine.gpu.memory_bytes:
-        raise ValueError(
-            f"reserve={reserve} bytes must be at least 0 and less than {machine.gpu.memory_bytes}"
-        )
+        raise ValueError(f"reserve={reserve} bytes must be at least 0 and less than {machine.gpu.memory_bytes}")
     load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel)
     capacity = machine.gpu.memory_bytes - reserve
     found = search(load, fixed, capacity)
@@ -326,13 +305,7 @@ def divisors(n: int) -> list[int]:
 
 
 def search(load: Workload, fixed: dict[str, object], capacity: float) -> Found:
-    """Return every layout that fits, and why the others do not.
-
-    Args:
-        load: What is trained, and where.
-        fixed: Fields of `Layout` that are given.
-        capacity: Bytes of a device that a layout may use.
-    """
+    """Return every layout that fits, and why the others do not."""
     found = Found()
     for tp, cp, pp, dp, ep in shapes(load, fixed):
         shape = Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp)
@@ -361,9 +334,7 @@ def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[tuple[int, int,
                 yield from ((tp, cp, pp, dp, ep) for ep in _options(fixed, "ep", experts) if ep in experts)
 
 
-def _search_shape(
-    load: Workload, fixed: dict[str, object], capacity: float, shape: Layout, found: Found
-) -> None:
+def _search_shape(load: Workload, fixed: dict[str, object], capacity: float, shape: Layout, found: Found) -> None:
     """Add what a shape allows."""
     replica = load.global_batch // shape.dp
     zeros = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else (0, 1, 2, 3)))

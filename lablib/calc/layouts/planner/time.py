@@ -89,19 +89,10 @@ class Workload:
         if key not in self._cache:
             model = self.model
             size = {"micro_batch": layout.micro_batch, "seq": self.seq, "tp": layout.tp, "cp": layout.cp}
-            size |= {
-                "value": self.recipe.activation,
-                "gradient": self.recipe.accumulation or self.recipe.gradients,
-            }
-            how = {
-                "attention": self.attention,
-                "sequence_parallel": self.sequence_parallel,
-                "dropout": self.dropout,
-            }
+            size |= {"value": self.recipe.activation, "gradient": self.recipe.accumulation or self.recipe.gradients}
+            how = {"attention": self.attention, "sequence_parallel": self.sequence_parallel, "dropout": self.dropout}
             layers = [
-                layer_work(
-                    model, self.cluster, layer=i, ep=layout.ep, recompute=layout.recompute, **size, **how
-                )
+                layer_work(model, self.cluster, layer=i, ep=layout.ep, recompute=layout.recompute, **size, **how)
                 for i in (0, model.num_layers - 1)
             ]
             self._cache[key] = (*layers, head_work(model, self.cluster, **size))
@@ -121,8 +112,7 @@ class Workload:
             }
             self._cache[key] = {
                 name: tuple(
-                    sum(t.local_params(tp, ep) for t in tensors if t.is_expert == expert)
-                    for expert in (False, True)
+                    sum(t.local_params(tp, ep) for t in tensors if t.is_expert == expert) for expert in (False, True)
                 )
                 for name, tensors in units.items()
             }
@@ -148,7 +138,6 @@ class Workload:
         """Return (shared, expert) parameters of a rank of a stage.
 
         Args:
-            layout: The layout.
             stage: Its number, from 0.
         """
         units = self.params(layout.tp, layout.ep)
@@ -210,16 +199,7 @@ class Workload:
 
     def _data_parallel(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds at full rate of scattering gradients, gathering weights, and the optimizer, of the largest stage."""
-        key = (
-            "data",
-            layout.tp,
-            layout.cp,
-            layout.ep,
-            layout.dp,
-            layout.pp,
-            layout.virtual_stages,
-            layout.zero,
-        )
+        key = ("data", layout.tp, layout.cp, layout.ep, layout.dp, layout.pp, layout.virtual_stages, layout.zero)
         if key in self._cache:
             return self._cache[key]
         sends = [self.stage_params(layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}]
@@ -227,18 +207,12 @@ class Workload:
         ranks, link = layout.dp * layout.cp, self.cluster.bandwidth(layout.dp * layout.cp, layout.tp)
         outer = ranks // layout.ep
         outer_link = self.cluster.bandwidth(outer, layout.tp * layout.ep)
-        values = (
-            ring_all_gather_bytes(shared, ranks) / link + ring_all_gather_bytes(expert, outer) / outer_link
-        )
+        values = ring_all_gather_bytes(shared, ranks) / link + ring_all_gather_bytes(expert, outer) / outer_link
         own = (shared / ranks + expert / outer) if layout.zero else shared + expert
         # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
         traffic = own * (self.recipe.gradients + 2 * (self.recipe.master + 8) + self.recipe.weights)
         gathered = self.recipe.gathered if layout.zero else self.recipe.gradients
-        found = (
-            values * self.recipe.gradients,
-            values * gathered,
-            traffic / self.cluster.gpu.memory_bandwidth,
-        )
+        found = (values * self.recipe.gradients, values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
         return self._cache[key]
@@ -313,18 +287,10 @@ def layer_work(
     """Return the work of one layer on one rank for one micro-batch.
 
     Args:
-        model: The model.
-        cluster: Where it runs.
         layer: Which layer, from 0; it matters where some have experts.
-        micro_batch: Sequences.
-        seq: Tokens in a sequence.
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        ep: Expert-parallel ranks.
         recompute: "none", "selective" or "full".
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits what lies between the matrices.
-        dropout: Whether there is dropout.
         value: Bytes of an activation and of a weight.
         gradient: Bytes of a weight's gradient where it is added up.
     """
@@ -372,34 +338,15 @@ def head_work(
     value: int = 2,
     gradient: int = 2,
 ) -> Passes:
-    """Return the work of the output head and the loss: one product, and the logits read and written in fp32.
-
-    Args:
-        model: The model.
-        cluster: Where it runs.
-        micro_batch: Sequences.
-        seq: Tokens in a sequence.
-        tp: Tensor-parallel ranks, which split the vocabulary.
-        cp: Context-parallel ranks.
-        value: Bytes of an activation and of a weight.
-        gradient: Bytes of a weight's gradient where it is added up.
-    """
+    """Return the work of the output head and the loss: one product, and the logits read and written in fp32."""
     tokens, vocab = micro_batch * seq / cp, -(-model.vocab // tp)
     rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
-    product, loss, weights = (
-        2 * tokens * model.hidden * vocab / rate,
-        3 * 4 * tokens * vocab,
-        model.hidden * vocab,
-    )
+    product, loss, weights = (2 * tokens * model.hidden * vocab / rate, 3 * 4 * tokens * vocab, model.hidden * vocab)
     # One gather of the stream forward, one scatter of its gradient backward.
     sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
     return Passes(
         Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent),
-        Work(
-            matmul=2 * product,
-            memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm,
-            tp=sent,
-        ),
+        Work(matmul=2 * product, memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm, tp=sent),
     )
 
 

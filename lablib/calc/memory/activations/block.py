@@ -68,12 +68,9 @@ def layer_activations(
     """Return the bytes that one layer keeps for backward, for one micro-batch on one rank, by kind.
 
     Args:
-        config: The model.
-        batch: Sequences in the micro-batch, b.
         seq: Tokens in a sequence, s, before context parallelism divides it.
         kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
-        tp: Tensor parallel ranks, t.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor parallel ranks too.
         cp: Context parallel ranks; each holds `s / cp` tokens and sees every key.
         recompute: "none"; "selective": q, k, v are kept and the attention core is run again; "full": only the
@@ -89,8 +86,6 @@ def layer_activations(
 
     Raises:
         ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
-
-    Chapter: book/01_why_distributed.md
     """
     share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
     _choose("recompute", recompute, ("none", "selective", "full"))
@@ -118,14 +113,9 @@ def embedding_activations(
     The toy keeps token and position indices or rotary tables as well, which the paper leaves out as too small.
 
     Args:
-        config: The model.
-        batch: Sequences in the micro-batch.
-        seq: Tokens in a sequence.
         kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
-        tp: Tensor parallel ranks.
         sequence_parallel: Whether the stream is split over them; without it the mask is not divided.
-        cp: Context parallel ranks.
         dropout: As in `layer_activations`.
 
     Raises:
@@ -152,14 +142,9 @@ def head_activations(
     A vocabulary that t does not divide is rounded up: the largest shard counts.
 
     Args:
-        config: The model.
-        batch: Sequences in the micro-batch.
-        seq: Tokens in a sequence.
         kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
-        tp: Tensor parallel ranks.
         sequence_parallel: Whether the stream is split over them.
-        cp: Context parallel ranks.
 
     Raises:
         ValueError: As `layer_activations`.
@@ -182,9 +167,6 @@ def model_activations(
     """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.
 
     Args:
-        config: The model.
-        batch: Sequences in the micro-batch.
-        seq: Tokens in a sequence.
         kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         recompute: As in `layer_activations`.
@@ -275,21 +257,11 @@ BOOL = 1
 
 
 def paper_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    tp: int,
-    sequence_parallel: bool | str = False,
-    **how: object,
+    config: ModelConfig, *, batch: int, seq: int, tp: int, sequence_parallel: bool | str = False, **how: object
 ) -> int:
     """Return the bytes that one layer keeps on one rank, in the counting of Korthikanti et al.
 
     Args:
-        config: The model.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        tp: Ranks, t.
         sequence_parallel: False, "keep" or "shard".
         **how: `recompute`, `attention`, `dropout` and `bytes_per_value` of `lablib.calc.memory.activations.block`.
 
@@ -316,9 +288,6 @@ def toy_activations(
 
     Args:
         config: A model that the toy transformer has.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        tp: Ranks, t.
         sequence_parallel: False, "keep" or "shard".
         rank: Whose: inner values and words need not be a multiple of t.
         bytes_per_value: 4 for fp32.
@@ -347,10 +316,7 @@ def toy_activations(
         "embedding": n * (INT64 + BOOL) + positions,
         "layers": config.num_layers * (2 * norm(config, stream, value) + 2 * entering + core + inner),
         # Softmax of these words, the mask of targets that are here and their columns.
-        "head": norm(config, stream, value)
-        + entering
-        + n * _part(config.vocab, tp, rank) * FP32
-        + n * (INT64 + BOOL),
+        "head": norm(config, stream, value) + entering + n * _part(config.vocab, tp, rank) * FP32 + n * (INT64 + BOOL),
     }
 
 

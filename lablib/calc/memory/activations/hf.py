@@ -14,8 +14,6 @@ block with fused attention keeps the same bytes in both, and more than the paper
 
 This is training mode with `use_cache=False`, no attention mask, and dropout 0 unless asked for (GPT-2's own config
 says 0.1). Checked with transformers 5; names are those of the classes.
-
-Chapter: book/01_why_distributed.md. Source: `transformers`, models/{gpt2,llama}/modeling_*.py, loss/loss_utils.py.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ FP32 = toy.FP32
 
 def check_config(config: ModelConfig) -> None:
     """Raise a ValueError unless the model is one of those that are counted here.
-
-    Args:
-        config: The model.
 
     Raises:
         ValueError: If the family, or a feature of this config, is not known here.
@@ -54,17 +49,7 @@ def check_config(config: ModelConfig) -> None:
 def layer(
     config: ModelConfig, batch: int, seq: int, value: int, recompute: str, attention: str, dropout: bool
 ) -> dict[str, int]:
-    """Return one layer's bytes by kind.
-
-    Args:
-        config: The model.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        value: Bytes of a weight or activation: 4 for fp32, 2 for bf16.
-        recompute: "none", "selective" or "full" (`gradient_checkpointing_enable`).
-        attention: "plain" is attn_implementation="eager", "fused" is "sdpa".
-        dropout: Whether dropout is on.
-    """
+    """Return one layer's bytes by kind."""
     kinds = toy.layer(config, batch, seq, value, recompute, attention, dropout)
     if recompute == "full":
         return kinds
@@ -79,25 +64,10 @@ def layer(
 
 
 def embedding(config: ModelConfig, batch: int, seq: int, value: int, dropout: bool) -> dict[str, int]:
-    """Return the bytes before the first layer: token ids, and position ids or rotary tables.
-
-    Args:
-        config: The model.
-        batch: b.
-        seq: s.
-        value: Bytes of a value.
-        dropout: Whether dropout is on.
-    """
+    """Return the bytes before the first layer: token ids, and position ids or rotary tables."""
     return toy.embedding(config, batch, seq, value, dropout) | {"tokens": batch * seq * INT64}
 
 
 def head(config: ModelConfig, batch: int, seq: int, value: int) -> dict[str, int]:
-    """Return the bytes of final norm, head and loss.
-
-    Args:
-        config: The model.
-        batch: b.
-        seq: s.
-        value: Bytes of a value.
-    """
+    """Return the bytes of final norm, head and loss."""
     return toy.head(config, batch, seq, value) | {"loss": batch * seq * INT64 + FP32}

@@ -5,8 +5,6 @@ Every operator keeps its input. Two kinds of values, by what divides them:
 - the **stream**: inputs of norms and of the first matrices, and dropout masks of what is added. Tensor parallelism
   leaves a full copy on each rank; sequence parallelism divides them by t.
 - **inner** values: heads, and the inner width of an MLP. Tensor parallelism divides them by t.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations

@@ -145,11 +145,8 @@ def recompute_cost(
     """Return what a strategy keeps, needs for a moment, computes again and moves, for one micro-batch.
 
     Args:
-        config: The model.
         strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
             "full+offload"; see `recompute_plan`.
-        batch: Sequences in the micro-batch.
-        seq: Tokens in a sequence.
         kernels: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
         bytes_per_value: 2 or 4.
         attention: "plain" or "fused".
@@ -163,16 +160,12 @@ def recompute_cost(
     Raises:
         ValueError: As `layer_activations` and `plan`; if the bandwidth is not positive; or if "matmuls" or "offload"
             meet experts or latent attention, whose tensors are not listed one by one.
-
-    Chapter: book/09_activation_checkpointing.md
     """
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
     sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
     if kernels == "hf":
-        raise ValueError(
-            "kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
-        )
+        raise ValueError("kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'")
     if dropout is None:
         dropout = find_implementation(kernels).default_dropout(config)
     how = {**sizes, "attention": attention, "dropout": dropout}
@@ -220,10 +213,7 @@ def frontier(
     """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
 
     Args:
-        config: The model.
         strategies: Which ones; those whose number is larger than the model's layers are an error.
-        batch: Sequences.
-        seq: Tokens.
         **how: As in `recompute_cost`.
 
     Raises:
@@ -248,9 +238,6 @@ def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) ->
     """Return the k for which "every:k" has the least peak, by trying all of them; the smallest of equals.
 
     Args:
-        config: The model.
-        batch: Sequences.
-        seq: Tokens.
         **how: As in `recompute_cost`.
     """
     return min(
@@ -265,10 +252,7 @@ def largest_batch(
     """Return the largest batch whose peak fits the budget, 0 if not even one sequence does.
 
     Args:
-        budget_bytes: What there is.
-        config: The model.
         strategy: As in `recompute_cost`.
-        seq: Tokens in a sequence.
         fixed_bytes: What is there whatever the batch: weights, gradients, optimizer.
         **how: As in `recompute_cost`.
 
@@ -447,9 +431,7 @@ class Blocks:
         parts = ("router", "experts", "shared_experts") if c.has_experts(layer) else ("mlp",)
         number = {"attention": c.num_layers, "scores": c.num_layers, "mlp": c.num_layers - sparse}
         return {
-            name: flops[name] // number.get(name, sparse)
-            for name in ("attention", "scores", *parts)
-            if name in flops
+            name: flops[name] // number.get(name, sparse) for name in ("attention", "scores", *parts) if name in flops
         }
 
     def _replay_flops(self, unit: RecomputeUnit) -> int:
@@ -490,7 +472,6 @@ def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
 
     Args:
         strategy: One of the table above; "every:3", "first:2" and "one-in:2" carry their number.
-        num_layers: L.
 
     Raises:
         ValueError: If the strategy is unknown, or its number is missing, not positive or more than L.
@@ -526,10 +507,6 @@ def chen_cost(num_layers: int, k: int) -> int:
     The sum of `L / k` and `k` is least where they are equal, at `k = √L`, and is `2 √L` there
     (Chen et al. 2016, arXiv 1604.06174: sublinear memory at the price of one more forward pass).
 
-    Args:
-        num_layers: L.
-        k: Tensors in a segment.
-
     Raises:
         ValueError: If k is not from 1 to L.
     """
@@ -539,11 +516,7 @@ def chen_cost(num_layers: int, k: int) -> int:
 
 
 def sqrt_segment(num_layers: int) -> int:
-    """Return the k with the least `chen_cost`: about √L, and the smallest one where several are equal.
-
-    Args:
-        num_layers: L.
-    """
+    """Return the k with the least `chen_cost`: about √L, and the smallest one where several are equal."""
     return min(range(1, num_layers + 1), key=lambda k: chen_cost(num_layers, k))
 
 
@@ -555,8 +528,6 @@ def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
     With 34 h bytes inside and 2 h at the boundary k exceeds 1 only from 17 layers on.
 
     Args:
-        num_layers: L.
-        boundary: Bytes of a block's input.
         inside: Bytes that a whole block keeps.
 
     Raises:

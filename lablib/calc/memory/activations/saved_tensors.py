@@ -10,8 +10,6 @@ eager classes keep.
 `differences` sets them side by side: each tensor that one has and the other has not, or has in another size.
 
 Letters: b sequences of s tokens, n = b s, h hidden, a query heads and k key heads of width d, f inner width.
-
-Chapter: book/09_activation_checkpointing.md
 """
 
 from __future__ import annotations
@@ -83,8 +81,6 @@ def block_tensors(
 
     Args:
         config: The model, without experts and latent attention.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
         kernels: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         attention: "plain" or "fused".
@@ -93,8 +89,6 @@ def block_tensors(
     Raises:
         ValueError: As `layer_activations`, and if the model has experts or latent attention: their tensors depend on
             the implementation, and only their sums are counted.
-
-    Chapter: book/09_activation_checkpointing.md
     """
     layer_activations(  # raises where a size or a name is wrong
         config,
@@ -111,14 +105,7 @@ def block_tensors(
     whose = find_implementation(kernels)
     dropout = whose.default_dropout(config) if dropout is None else dropout
     block = _Block(
-        config,
-        batch,
-        seq,
-        bytes_per_value,
-        whose.eager,
-        attention == "fused",
-        dropout > 0,
-        whose.loss_in_root,
+        config, batch, seq, bytes_per_value, whose.eager, attention == "fused", dropout > 0, whose.loss_in_root
     )
     return [*block.norm(1), *block.attention(), *block.norm(2), *block.mlp()]
 
@@ -178,9 +165,7 @@ class _Block:
 
     def attention(self) -> list[SavedTensor]:
         kind = "attention"
-        repeated = (
-            self.toy and not self.fused
-        )  # plain attention gives every query head its own keys and values
+        repeated = self.toy and not self.fused  # plain attention gives every query head its own keys and values
         keys = "n a d" if repeated else "n k d"
         first, second = ("fused attention",) * 2 if self.fused else ("q kᵀ", "weights × v")
         kept = [self.make("output of norm 1", kind, "q projection, k projection, v projection", "n h")]
@@ -240,10 +225,7 @@ _WHY = (
     ("inverse deviation", "the paper leaves norm statistics out; LayerNorm keeps one number a token"),
     ("normed value", "RMSNorm written out: the product with its weight keeps what it multiplies"),
     ("input of norm", "RMSNorm written out computes in fp32 and keeps its fp32 input"),
-    (
-        "dropout mask",
-        "a GPU keeps a mask of 1 byte a value; a CPU keeps it scaled, in the dtype of the input",
-    ),
+    ("dropout mask", "a GPU keeps a mask of 1 byte a value; a CPU keeps it scaled, in the dtype of the input"),
     ("output of SiLU", "SiLU and product are two operators, and the product keeps both factors"),
     ("k", "plain attention gives every query head its own copy of its key head"),
     ("v", "plain attention gives every query head its own copy of its value head"),
@@ -265,8 +247,6 @@ def differences(
 
     Args:
         config: A model that the toy has: of the gpt2 or llama family.
-        batch: b.
-        seq: s.
         bytes_per_value: 2 or 4.
         attention: "plain" or "fused".
         dropout: Probability in both; None: 0.1 for gpt2, 0 for llama.

@@ -22,8 +22,6 @@ A tensor that two operators keep is one storage: the output of a norm, which q, 
 the output of a fused kernel, which the output projection reads. Casts, sums, views and scalars keep nothing.
 
 Formulas below: b sequences, s tokens, n = bs, h hidden, a heads of width d, f inner width, V vocabulary.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -36,9 +34,6 @@ FP32 = 4
 
 def check_config(config: ModelConfig) -> None:
     """Raise a ValueError that names what the toy transformer does not have.
-
-    Args:
-        config: The model.
 
     Raises:
         ValueError: If the family, or a feature of this config, is not one of its own.
@@ -57,10 +52,6 @@ def check_config(config: ModelConfig) -> None:
 def refuse_extras(config: ModelConfig, whose: str) -> None:
     """Raise a ValueError if a model has more than blocks of attention and MLP with two norms.
 
-    Args:
-        config: The model.
-        whose: The blocks, as a sentence begins that goes on with "no experts".
-
     Raises:
         ValueError: If it has experts, latent attention, norms on q and k, or another number of norms a layer.
     """
@@ -78,17 +69,7 @@ def refuse_extras(config: ModelConfig, whose: str) -> None:
 def layer(
     config: ModelConfig, batch: int, seq: int, value: int, recompute: str, attention: str, dropout: bool
 ) -> dict[str, int]:
-    """Return one layer's bytes by kind; arguments as in `lablib.calc.memory.activations.layer_activations`.
-
-    Args:
-        config: The model.
-        batch: Sequences, b.
-        seq: Tokens in a sequence, s.
-        value: Bytes of a weight or activation: 4 for fp32, 2 for bf16.
-        recompute: "none", "selective" (the attention core runs again) or "full".
-        attention: "plain" or "fused".
-        dropout: Whether dropout is on.
-    """
+    """Return one layer's bytes by kind; arguments as in `lablib.calc.memory.activations.layer_activations`."""
     n, h = batch * seq, config.hidden
     if recompute == "full":
         return {"input": n * h * value}
@@ -96,21 +77,13 @@ def layer(
     return {
         "norms": 2 * norm(config, n, value),
         "attention": n * h * value + _core(config, n, value, recompute, attention) + mask,
-        "scores": _scores(config, batch, seq, value, dropout)
-        if attention == "plain" and recompute == "none"
-        else 0,
+        "scores": _scores(config, batch, seq, value, dropout) if attention == "plain" and recompute == "none" else 0,
         "mlp": n * h * value + n * config.ffn * value * (4 if config.gated_mlp else 2) + mask,
     }
 
 
 def norm(config: ModelConfig, tokens: int, value: int) -> int:
-    """Return what one norm keeps: `n h + 2 n` values, or with RMSNorm `4 n h + 4 n` bytes and `n h` values.
-
-    Args:
-        config: The model.
-        tokens: n.
-        value: Bytes of a value.
-    """
+    """Return what one norm keeps: `n h + 2 n` values, or with RMSNorm `4 n h + 4 n` bytes and `n h` values."""
     if config.norm == "layernorm":
         return tokens * (config.hidden + 2) * value
     return tokens * (config.hidden + 1) * FP32 + tokens * config.hidden * value
@@ -133,13 +106,6 @@ def embedding(config: ModelConfig, batch: int, seq: int, value: int, dropout: bo
     """Return the bytes before the first layer.
 
     The model reads a view of windows of s + 1 tokens, and a view keeps the whole storage.
-
-    Args:
-        config: The model.
-        batch: b.
-        seq: s.
-        value: Bytes of a value.
-        dropout: Whether dropout is on.
     """
     positions = seq * INT64 if config.learned_positions else 2 * seq * config.head_dim * value
     return {
@@ -150,14 +116,7 @@ def embedding(config: ModelConfig, batch: int, seq: int, value: int, dropout: bo
 
 
 def head(config: ModelConfig, batch: int, seq: int, value: int) -> dict[str, int]:
-    """Return the bytes of final norm, head and loss: tying changes nothing, as weights are no activations.
-
-    Args:
-        config: The model.
-        batch: b.
-        seq: s.
-        value: Bytes of a value.
-    """
+    """Return the bytes of final norm, head and loss: tying changes nothing, as weights are no activations."""
     n = batch * seq
     # The targets are flattened: a copy, except where one row or one column can be a view of the windows.
     targets = n * INT64 if batch > 1 and seq > 1 else 0

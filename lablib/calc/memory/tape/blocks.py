@@ -94,9 +94,7 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
     """Return how a layer of a run is put on a tape.
 
     Args:
-        run: The run.
         layer: Its number; it matters whether that layer has experts.
-        gradient: Bytes of a parameter's gradient.
         behind_embedding: Whether it is the first layer of the model.
     """
     dropout = run.dropout
@@ -129,41 +127,21 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
 
 
 def read_by_all(e: Eager, s: BlockSetting, x: Value) -> Value:
-    """Return x as a column-wise matrix reads it: in backward its gradients are summed up over the ranks.
-
-    Args:
-        e: Where to write.
-        s: How the piece runs.
-        x: The stream.
-    """
+    """Return x as a column-wise matrix reads it: in backward its gradients are summed up over the ranks."""
     if s.tp == 1:
         return x
     return e.make("all-reduce of the gradient", [x], e.numbers(x), e.item[x], view=True, gradient=NEW)
 
 
 def summed_up(e: Eager, s: BlockSetting, y: Value, name: str) -> Value:
-    """Return the sum over ranks of what a row-wise matrix made.
-
-    Args:
-        e: Where to write.
-        s: How the piece runs.
-        y: This rank's part of the sums.
-        name: Of the matrix.
-    """
+    """Return the sum over ranks of what a row-wise matrix made."""
     if s.tp == 1:
         return y
     return e.make(f"all-reduce of the {name}", [y], e.numbers(y), e.item[y], gradient=SHARED)
 
 
 def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Value:
-    """Return the logits of the whole vocabulary: gathered rank by rank, then put in the order of the words.
-
-    Args:
-        e: Where to write.
-        s: How the piece runs.
-        logits: Of this rank's words.
-        words: On this rank; the last rank may have fewer, and is padded.
-    """
+    """Return the logits of the whole vocabulary: gathered rank by rank, then put in the order of the words."""
     padded = s.tokens * words * s.tp
     return e.make(
         "all-gather of the logits",
@@ -215,9 +193,7 @@ class _EagerBlock:
             y = self.e.dropout(y, kind="attention" if of == "attention" else "mlp", name=f"dropout of {of}")
         return self.e.add(x, y, f"add {of}", label=f"stream behind {of}")
 
-    def linear(
-        self, x: Value, inputs: int, outputs: int, kind: str, name: str, bias: bool, label: str = ""
-    ) -> Value:
+    def linear(self, x: Value, inputs: int, outputs: int, kind: str, name: str, bias: bool, label: str = "") -> Value:
         s, e = self.s, self.e
         how = {"kind": kind, "name": name, "bias": bias, "label": label}
         if not s.lora_rank or (s.lora_targets == "attention" and kind != "attention"):
@@ -292,12 +268,7 @@ class _EagerBlock:
         else:
             mask = e.make("mask", [], s.seq * s.seq // s.cp, e.item[q])
             scores = e.make(
-                "add the mask",
-                [scaled, mask],
-                pairs,
-                e.item[q],
-                gradient=[SHARED, NONE],
-                label="masked scores",
+                "add the mask", [scaled, mask], pairs, e.item[q], gradient=[SHARED, NONE], label="masked scores"
             )
             variables += [scaled, mask]
         # Llama asks for softmax in fp32; GPT-2 gets it under autocast, where its mask is fp32.
@@ -331,9 +302,7 @@ class _EagerBlock:
             inner = e.times(inner, up, kind="mlp", name="SiLU(gate) × up", label="SiLU(gate) × up")
         else:
             up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="input of GELU")
-            inner = (
-                self.new_gelu(up) if self.hf else e.function("GELU", up, kind="mlp", label="output of GELU")
-            )
+            inner = self.new_gelu(up) if self.hf else e.function("GELU", up, kind="mlp", label="output of GELU")
         y = self.row(inner, f, "mlp", "down projection", c.mlp_bias)
         self.tape.use(x)
         return y

@@ -2,8 +2,6 @@
 
 `Eager` writes on a `Tape` as a model's forward would, and knows the dtypes: `add` of fp32 and bf16 is fp32, `linear`
 under autocast casts its input first. What each operator keeps is the table of `lablib.calc.memory.activations.toy`.
-
-Chapter: book/09_activation_checkpointing.md. Source: PyTorch's tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations
@@ -14,23 +12,14 @@ FP32 = 4
 
 
 class Eager:
-    """Writes operators on a tape.
-
-    Args:
-        value: Bytes of a value of the model: 2 or 4.
-        gradient: Bytes of the gradient of a parameter as it is kept.
-        low: Bytes of a value in a matmul under autocast; 0 without autocast.
-        frozen: Whether the model's own parameters are not trained, as with LoRA.
-    """
+    """Writes operators on a tape."""
 
     def __init__(self, *, value: int, gradient: int, low: int = 0, frozen: bool = False) -> None:
         self.tape = Tape()
         self.value, self.gradient, self.low, self.frozen = value, gradient, low, frozen
         self.item: dict[Value, int] = {}  # bytes of a number
 
-    def input(
-        self, name: str, numbers: int, item: int = 0, *, needs_grad: bool = True, given: bool = False
-    ) -> Value:
+    def input(self, name: str, numbers: int, item: int = 0, *, needs_grad: bool = True, given: bool = False) -> Value:
         """Return a tensor from outside of so many numbers."""
         item = item or self.value
         x = self.tape.input(name, numbers * item, needs_grad=needs_grad, given=given)
@@ -70,9 +59,7 @@ class Eager:
 
     def view(self, x: Value, *, copies_back: bool = False) -> Value:
         """Return a view; its gradient may have to be copied on its way back."""
-        return self.make(
-            "view", [x], self.numbers(x), self.item[x], view=True, gradient=NEW if copies_back else SHARED
-        )
+        return self.make("view", [x], self.numbers(x), self.item[x], view=True, gradient=NEW if copies_back else SHARED)
 
     def split(self, x: Value, parts: list[int]) -> list[Value]:
         """Return views of x with so many numbers each."""
@@ -96,16 +83,7 @@ class Eager:
         wide = [v for v in (x, y) if v.needs_grad and self.item[v] < item]
         sums = [v for v in (x, y) if v.needs_grad and self.numbers(v) < numbers]
         temporary = numbers * item * len({*wide, *sums})
-        return self.make(
-            name,
-            [x, y],
-            numbers,
-            item,
-            keeps=keeps,
-            kind=kind,
-            label=label,
-            backward_temporary=temporary,
-        )
+        return self.make(name, [x, y], numbers, item, keeps=keeps, kind=kind, label=label, backward_temporary=temporary)
 
     def scale(self, x: Value, name: str = "scale", temporary: int = 0, label: str = "") -> Value:
         """Return x times or plus something that needs no gradient and that nothing keeps."""
@@ -113,31 +91,18 @@ class Eager:
 
     def shift(self, x: Value, name: str = "add a constant", temporary: int = 0, label: str = "") -> Value:
         """Return x plus a constant or a mask: the gradient goes on as it is."""
-        return self.make(
-            name, [x], self.numbers(x), self.item[x], gradient=SHARED, temporary=temporary, label=label
-        )
+        return self.make(name, [x], self.numbers(x), self.item[x], gradient=SHARED, temporary=temporary, label=label)
 
-    def function(
-        self, name: str, x: Value, *, kind: str, keeps_output: bool = False, label: str = ""
-    ) -> Value:
+    def function(self, name: str, x: Value, *, kind: str, keeps_output: bool = False, label: str = "") -> Value:
         """Return f(x), whose derivative needs the input, or the output as softmax and tanh do."""
         keeps = [] if keeps_output else [x]
         return self.make(
-            name,
-            [x],
-            self.numbers(x),
-            self.item[x],
-            keeps=keeps,
-            keeps_output=keeps_output,
-            kind=kind,
-            label=label,
+            name, [x], self.numbers(x), self.item[x], keeps=keeps, keeps_output=keeps_output, kind=kind, label=label
         )
 
     def dropout(self, x: Value, *, kind: str, name: str = "dropout") -> Value:
         """Return x with dropout: a CPU keeps a scaled mask in the dtype of x."""
-        return self.make(
-            name, [x], self.numbers(x), self.item[x], extra=x.bytes, kind=kind, label=f"mask of {name}"
-        )
+        return self.make(name, [x], self.numbers(x), self.item[x], extra=x.bytes, kind=kind, label=f"mask of {name}")
 
     # Layers.
 
@@ -154,19 +119,7 @@ class Eager:
         leaf: bool = True,
         label: str = "",
     ) -> Value:
-        """Return a linear layer of x: a trained weight keeps the input.
-
-        Args:
-            x: With `inputs` numbers a token.
-            inputs: Width of x on this rank.
-            outputs: Width of the result on this rank.
-            kind: Under which term it counts.
-            name: Of the operator.
-            bias: Whether it has one.
-            trained: Whether its weight is; None: unless the model is frozen.
-            leaf: Whether autocast meets the parameter itself: of trained ones it caches the cast.
-            label: Name of the result.
-        """
+        """Return a linear layer of x: a trained weight keeps the input."""
         trained = not self.frozen if trained is None else trained
         item = self.low or self.item[x]
         weights = inputs * outputs + (outputs if bias else 0)

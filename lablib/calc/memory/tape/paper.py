@@ -54,17 +54,7 @@ def gathered_linear(
     labels: list[str],
     tokens: int = 0,
 ) -> list[Value]:
-    """Return column-parallel layers of one input; with sequence parallelism they gather it, and keep the shard.
-
-    Args:
-        e: Where to write.
-        s: How the block runs.
-        outputs: For each layer its input, width on this rank, name, and whether it has a bias.
-        inputs: Width of the input.
-        kind: Under which term it counts.
-        labels: Names of the results.
-        tokens: Tokens; 0 means the rank's.
-    """
+    """Return column-parallel layers of one input; with sequence parallelism they gather it, and keep the shard."""
     tokens, item = tokens or s.tokens, s.value
     x = outputs[0][0]
     split = s.sequence_parallel and s.tp > 1
@@ -111,11 +101,7 @@ def row_linear(
 
 
 def paper_block(setting: BlockSetting) -> Tape:
-    """Return the tape of one block.
-
-    Args:
-        setting: How it runs.
-    """
+    """Return the tape of one block."""
     return _PaperBlock(setting).e.tape
 
 
@@ -145,12 +131,9 @@ class _PaperBlock:
     def columns(self, x: Value, layers: list[tuple[str, int]], kind: str, bias: bool) -> list[Value]:
         """Column-parallel layers of one input; each may have an adapter."""
         outputs = [(x, width, f"{name} projection", bias) for name, width in layers]
-        made = gathered_linear(
-            self.e, self.s, outputs, self.c.hidden, kind, labels=[name for name, _ in layers]
-        )
+        made = gathered_linear(self.e, self.s, outputs, self.c.hidden, kind, labels=[name for name, _ in layers])
         return [
-            self.adapted(y, x, self.c.hidden, width, kind, name)
-            for y, (name, width) in zip(made, layers, strict=True)
+            self.adapted(y, x, self.c.hidden, width, kind, name) for y, (name, width) in zip(made, layers, strict=True)
         ]
 
     def adapted(self, y: Value, x: Value, inputs: int, outputs: int, kind: str, name: str) -> Value:
@@ -171,8 +154,7 @@ class _PaperBlock:
             q, k, v = self.columns(x, layers, "attention", c.qkv_bias)
             if c.qk_norm:
                 q, k = (
-                    e.function(f"norm of {name}", y, kind="attention", label=name)
-                    for name, y in (("q", q), ("k", k))
+                    e.function(f"norm of {name}", y, kind="attention", label=name) for name, y in (("q", q), ("k", k))
                 )
         before, e.tape.recomputing = e.tape.recomputing, s.recompute in ("selective", "full")
         wide, rows = s.tokens * c.attn_width // s.tp, s.tokens * c.num_heads // s.tp
@@ -183,9 +165,7 @@ class _PaperBlock:
             scores = e.matmul(q, k, pairs, kind="attention", name="q kᵀ")
             weights = e.function("softmax", scores, kind="scores", keeps_output=True, label="softmax output")
             if s.dropout:
-                weights = e.make(
-                    "dropout of the weights", [weights], pairs, s.value, kind="scores", extra=pairs * MASK
-                )
+                weights = e.make("dropout of the weights", [weights], pairs, s.value, kind="scores", extra=pairs * MASK)
             mixed = e.make("weights × v", [weights, v], wide, s.value, keeps=[weights, v], kind="attention")
             e.tape.kinds[weights.storage] = "scores"
         e.tape.recomputing = before
@@ -221,23 +201,13 @@ class _PaperBlock:
         k = matrix(normed, rank, heads * c.qk_nope_head_dim, "k out of the latent", s.tokens)
         v = matrix(normed, rank, heads * c.value_dim, "v out of the latent", s.tokens)
         # The rotary part is the same for all heads; attention reads keys of whole width.
-        k = e.make(
-            "join k",
-            [k, key],
-            s.tokens * heads * c.head_dim,
-            s.value,
-            keeps=[key],
-            kind="attention",
-            label="k",
-        )
+        k = e.make("join k", [k, key], s.tokens * heads * c.head_dim, s.value, keeps=[key], kind="attention", label="k")
         return [q, k, v]
 
     def inner(self, x: Value, made: list[Value], width: int, kind: str) -> Value:
         e = self.e
         if self.c.gated_mlp:
-            return e.make(
-                "SwiGLU", made, e.numbers(made[0]), e.item[x], keeps=made, kind=kind, label="SiLU(gate) × up"
-            )
+            return e.make("SwiGLU", made, e.numbers(made[0]), e.item[x], keeps=made, kind=kind, label="SiLU(gate) × up")
         return e.function("GELU", made[0], kind=kind, label="output of GELU")
 
     def mlp(self, x: Value, ffn: int = 0) -> Value:
@@ -332,9 +302,7 @@ def eager_head(setting: BlockSetting) -> Tape:
     if s.tp == 1:
         logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
     else:
-        own = e.linear(
-            read_by_all(e, s, x), c.hidden, words, kind="head", name="head", label="logits of this rank"
-        )
+        own = e.linear(read_by_all(e, s, x), c.hidden, words, kind="head", name="head", label="logits of this rank")
         logits = gathered_logits(e, s, own, words)
     e.tape.hold(logits)
     full = e.cast(logits, FP32, "logits in fp32")

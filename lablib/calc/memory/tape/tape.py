@@ -144,8 +144,6 @@ class Tape:
         """Return a tensor that comes from outside.
 
         Args:
-            name: What it is.
-            size: Bytes.
             needs_grad: Whether its gradient is asked for.
             given: Whether it is counted elsewhere, such as a table that all blocks share.
         """
@@ -174,20 +172,12 @@ class Tape:
         """Add an operator with one output; return it.
 
         Args:
-            name: Of the operator.
-            inputs: What it reads.
-            size: Bytes of the output.
-            keeps: Inputs that its derivative needs.
-            keeps_output: Whether it needs its output.
             extra: Bytes of a second output that is kept, such as statistics.
             gradient: NEW, SHARED or NONE, one for all inputs or one each.
             view: Whether the output is a view of the first input.
-            temporary: Bytes for itself in forward.
-            backward_temporary: Bytes for itself in backward.
             weight_gradient: Bytes of gradients of its own parameters.
             low_gradient: Bytes of these in another dtype, in which they are made before they are cast.
             kind: Under which term what it keeps counts.
-            label: Name of the output.
         """
         how = (gradient,) * len(inputs) if isinstance(gradient, str) else tuple(gradient)
         asked = any(value.needs_grad for value in inputs) or weight_gradient > 0
@@ -219,33 +209,20 @@ class Tape:
         return output
 
     def split(self, name: str, value: Value, parts: Sequence[int]) -> list[Value]:
-        """Add an operator that cuts a tensor into views; backward puts their gradients together in a new tensor.
-
-        Args:
-            name: Of the operator.
-            value: What is cut.
-            parts: Bytes of each part.
-        """
-        outputs = tuple(
-            Value(f"{value.name}, part {i}", size, value.needs_grad, value) for i, size in enumerate(parts)
-        )
+        """Add an operator that cuts a tensor into views; backward puts their gradients together in a new tensor."""
+        outputs = tuple(Value(f"{value.name}, part {i}", size, value.needs_grad, value) for i, size in enumerate(parts))
         gradient = NEW if value.needs_grad else NONE
         self.operators.append(Operator(name, (value,), outputs, (), (gradient,), 0, 0, 0, self.recomputing))
         return list(outputs)
 
     def use(self, value: Value) -> None:
-        """Keep a value of forward alive up to here, as a variable of the program does.
-
-        Args:
-            value: What the variable holds.
-        """
+        """Keep a value of forward alive up to here, as a variable of the program does."""
         self.operators.append(Operator("use", (value,), (), (), (NONE,), 0, 0, 0, self.recomputing))
 
     def alive(self, index: int, **how: bool) -> list[Item]:
         """Return the tensors that are alive during one event of `play`, gradients of parameters left out.
 
         Args:
-            index: Number of the event.
             **how: As in `play`.
         """
         player = Player(self, watch=index, **how)
@@ -286,11 +263,7 @@ class Player:
     """One run of a tape.
 
     Args:
-        tape: The tape.
         out_of_place: Add second gradients into new tensors always, as PyTorch does under a dispatch mode.
-        accumulating: Gradients of parameters are there already, so that new ones are added to them and go.
-        retains_grad_output: Whether somebody holds the gradient that came from behind, as the runtime of a pipeline does.
-        watch: Number of the event whose tensors are listed in `seen`.
     """
 
     def __init__(
@@ -361,14 +334,7 @@ class Player:
     def _walk(
         self, operators: Sequence[Operator], direction: str, outlives: Value | None, end: int | None = None
     ) -> None:
-        """Run operators forward, up to number `end`; a recomputed one keeps the inputs of its segment, or all now.
-
-        Args:
-            operators: Which.
-            direction: "forward" or "replay".
-            outlives: A storage that outlives the walk.
-            end: Of a replay: how many run, the last one if it keeps something that it makes.
-        """
+        """Run operators forward, up to number `end`; a recomputed one keeps the inputs of its segment, or all now."""
         replay = direction == "replay"
         last_use = {value.storage: i for i, op in enumerate(operators) for value in op.inputs}
         inside = {v.storage for op in operators if op.recomputed for v in op.outputs}
@@ -392,9 +358,7 @@ class Player:
             if storage is not outlives:
                 self.drop(storage)
 
-    def _let_go(
-        self, op: Operator, i: int, last_use: dict[Value, int], outlives: Value | None, replay: bool
-    ) -> None:
+    def _let_go(self, op: Operator, i: int, last_use: dict[Value, int], outlives: Value | None, replay: bool) -> None:
         """Drop what no operator behind number i reads."""
         for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
             waits = storage is outlives or (storage in self.tape.held and not replay)
@@ -447,9 +411,7 @@ class Player:
             passed = []
             for value, how in zip(op.inputs, op.gradients, strict=True):
                 if how != NONE:
-                    gradient = (
-                        received[0] if how == SHARED else Value(f"gradient of {value.name}", value.bytes)
-                    )
+                    gradient = received[0] if how == SHARED else Value(f"gradient of {value.name}", value.bytes)
                     self.count(gradient)
                     passed.append((value, gradient))
             new = 0 if op.low_gradient else op.weight_gradient
@@ -499,14 +461,10 @@ class Player:
         self.give(old)
         self.give(gradient)
 
-    def note(
-        self, direction: str, operator: str, *, passing: int = 0, temporary: int = 0, new: int = 0
-    ) -> None:
+    def note(self, direction: str, operator: str, *, passing: int = 0, temporary: int = 0, new: int = 0) -> None:
         """Write down what is alive."""
         if len(self.events) == self.watch:
-            self.seen = [
-                Item(self._group(s), self.tape.kinds.get(s, ""), s.name, s.bytes) for s in self.alive
-            ]
+            self.seen = [Item(self._group(s), self.tape.kinds.get(s, ""), s.name, s.bytes) for s in self.alive]
             self.seen += [
                 Item("gradient", "", gradient.name, gradient.bytes)
                 for gradient, owners in self.owners.items()

@@ -9,8 +9,6 @@ of adapters.
 
 A term is "exact" if it follows from counting, "measured" if tests hold it to PyTorch (real tensors, or its trackers
 under fake ones), and "unproven" if no oracle on a CPU can see it.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -60,33 +58,20 @@ def explain_memory(
 ) -> list[Explained]:
     """Return the terms of a moment, the largest first; their bytes sum to the moment's total.
 
-    Args:
-        model: As in `memory_timeline`.
-        at: "peak", or the name of a moment of `memory_timeline`.
-        step: As in `memory_timeline`.
-        stage: As in `memory_timeline`.
-        out_of_place: As in `memory_timeline`.
-        **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
-
     Raises:
         ValueError: As `memory_timeline`, and if there is no such moment.
     """
     run = run_config(model, **settings)
-    return explain_moment(
-        memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step
-    )
+    return explain_moment(memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step)
 
 
-def explain_moment(
-    timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach"
-) -> list[Explained]:
+def explain_moment(timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach") -> list[Explained]:
     """Return the terms of a moment of a timeline, the largest first.
 
     Args:
         timeline: What `memory_timeline` returned.
         at: "peak" or a moment's name.
         run: The settings that it was made from.
-        step: How the optimizer runs.
 
     Raises:
         ValueError: If there is no such moment.
@@ -138,9 +123,7 @@ class _Facts:
         return f"ψ = {self.params:,}{shared}: {each:.3g} bytes a parameter"
 
     def _transient(self, known: Term, size: int) -> str:
-        value = {"logits_fp32": 4, "logits_gradients": 4, "logits": self.run.recipe.activation}.get(
-            known.name
-        )
+        value = {"logits_fp32": 4, "logits_gradients": 4, "logits": self.run.recipe.activation}.get(known.name)
         if value:
             words = self.shapes["n V"] // self.tokens
             return f"n = {self.tokens:,}, V = {words:,}: {size / self.shapes['n V']:g} bytes n V"

@@ -49,9 +49,7 @@ def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> 
     """Return how this run's gradients come and go.
 
     Args:
-        stage: A stage of it.
         memory: Its bytes, as `stage_memory` counts them.
-        accumulates: Whether an earlier micro-batch of the step has left its gradients.
     """
     return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, memory, accumulates)
 
@@ -91,29 +89,17 @@ class Reduction:
         self.all_there = bool(self.lasting.get("gradients")) or self.on_host
 
     def unsharded_weights(self, unit: str, phase: str, event: str = "compute") -> Terms:
-        """Return weights that are unsharded for a while.
-
-        Args:
-            unit: "" for embedding and head, or "block 3".
-            phase: "forward", "head", "loss", "backward" or "end".
-            event: "copy" or "compute".
-        """
+        """Return weights that are unsharded for a while."""
         return self.unsharded
 
     def during(self, unit: str | None, made: Made, now: int) -> Terms:
         """Return gradients of parameters during the backward of a unit.
 
         Args:
-            unit: None for an end, or "block 3".
-            made: What was made before.
             now: Bytes that the unit has made so far.
         """
         if self.shards_gradients:
-            return {
-                "unsharded_gradients": now,
-                "communication_buckets": self._in_buckets,
-                "gradients": made.done,
-            }
+            return {"unsharded_gradients": now, "communication_buckets": self._in_buckets, "gradients": made.done}
         if self.run.zero and self.ranks > 1:
             return {"gradients": now + made.done, "communication_buckets": self._in_buckets}
         return {"gradients": now + made.done}
@@ -126,9 +112,7 @@ class Reduction:
         """Return what has been made when a unit's backward has ended, which made gradients of `size` bytes."""
         if self.all_there:
             return made
-        return replace(
-            made, done=made.done + (shard_size(size, self.ranks) if self.shards_gradients else size)
-        )
+        return replace(made, done=made.done + (shard_size(size, self.ranks) if self.shards_gradients else size))
 
     def reducing(self, unit: str, made: Made, size: int) -> Terms:
         """Return what the reduction of a unit ("" for the ends) holds when its backward has ended."""
@@ -231,10 +215,7 @@ def optimizer_terms(stage: Stage, memory: MemoryBreakdown, step: str, reduction:
     """Return gradients and temporaries during the optimizer's step.
 
     Args:
-        stage: The stage.
         memory: Its bytes.
-        step: "foreach", "for-loop" or "fused".
-        reduction: Of the run.
     """
     run, recipe = stage.run, stage.run.recipe
     gradients = 0 if reduction.on_host else reduction.all_gradients
@@ -283,9 +264,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
         return []
     groups = []
     for split in (True, False):
-        found = {
-            k: in_order(run, [t for t in ts if bool(t.split) == split]) for k, ts in stage.tensors.items()
-        }
+        found = {k: in_order(run, [t for t in ts if bool(t.split) == split]) for k, ts in stage.tensors.items()}
         groups.append([prod(shape) for kind in stage.units for shape in found[kind]])
     return groups
 

@@ -44,22 +44,12 @@ def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
 
     The stages of a pipeline run the same blocks; so do runs that differ in ranks or in ZeRO. A tape is written and
     played once for all of them.
-
-    Args:
-        which: What it is of.
-        setting: How it runs.
-        **how: As in `Piece`.
     """
     return Piece(getattr(setting.kernels, f"{which}_tape")(setting), **how)
 
 
 class Piece:
-    """A tape and its events: what it keeps, and what each of its operators holds.
-
-    Args:
-        tape: The tape.
-        **how: `out_of_place`, `accumulating` and `retains_grad_output` of `lablib.calc.memory.tape.tape.Player`.
-    """
+    """A tape and its events: what it keeps, and what each of its operators holds."""
 
     def __init__(self, tape: Tape, **how: bool) -> None:
         self.tape, self.how = tape, how
@@ -79,12 +69,7 @@ class Piece:
         self._fullest: dict[str, int | None] = {}
 
     def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> Fullest:
-        """Return the fullest event of a direction.
-
-        Args:
-            direction: "forward" or "backward", which includes recomputation.
-            only: Which operators count; None: all.
-        """
+        """Return the fullest event of a direction."""
         if only is None and direction not in self._fullest:
             self._fullest[direction] = self._index(direction, None)
         i = self._fullest[direction] if only is None else self._index(direction, only)
@@ -98,17 +83,14 @@ class Piece:
             event = self.events[i]
             terms["new_gradients"] = event.new
             again = " again" if event.direction == "replay" else ""
-            self._found[i] = Fullest(
-                f"{event.operator}{again}", MappingProxyType(terms), event.weights - event.new
-            )
+            self._found[i] = Fullest(f"{event.operator}{again}", MappingProxyType(terms), event.weights - event.new)
         return self._found[i]
 
     def _index(self, direction: str, only: Callable[[str], bool] | None) -> int | None:
         there = [
             i
             for i, event in enumerate(self.events)
-            if (event.direction == FORWARD) == (direction == FORWARD)
-            and (only is None or only(event.operator))
+            if (event.direction == FORWARD) == (direction == FORWARD) and (only is None or only(event.operator))
         ]
         return max(there, key=lambda i: self.events[i].total, default=None)
 
@@ -176,10 +158,7 @@ class Step:
     """One step of one stage. Nothing changes while it is asked: `instants` can be walked through again.
 
     Args:
-        stage: The stage.
-        optimizer: How the optimizer runs: "foreach", "for-loop" or "fused".
         out_of_place: Whether second gradients are added into new tensors.
-        accumulates: Whether an earlier micro-batch has left its gradients, and is no longer in flight.
     """
 
     def __init__(self, stage: Stage, optimizer: str, out_of_place: bool, accumulates: bool = False) -> None:
@@ -275,9 +254,7 @@ class Step:
         found = []
         for inside in (True, False):
             # The head is inside of FSDP2's root, which still has the last block's buffers; our loss is not.
-            at, terms, _ = self.ends["head"].fullest(
-                FORWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i
-            )
+            at, terms, _ = self.ends["head"].fullest(FORWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
             unsharded = self.reduction.unsharded_weights("", "loss" if inside else "head")
             found.append((self._sum(kept, self.held_mask, terms, {"weight_casts": cached}, unsharded), at))
         return _fullest("loss", "loss", None, *found)
@@ -286,9 +263,7 @@ class Step:
         found = []
         for inside in (True, False):
             # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
-            at, terms, weights = self.ends["head"].fullest(
-                BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i
-            )
+            at, terms, weights = self.ends["head"].fullest(BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
             phase = "loss" if inside and not self.run.kernels.loss_in_root else BACKWARD
             unsharded = self.reduction.unsharded_weights("", phase)
             gradients = self.reduction.during(None, made, weights)
@@ -320,9 +295,7 @@ class Step:
         at, terms, weights = embedding.fullest(BACKWARD)
         table = self.tied_table
         if table and at == "embedding":  # this one, and their sum where it is a third
-            terms = plus(
-                terms, {"tied_gradient": (2 if self.out_of_place else 1) * table, "new_gradients": -table}
-            )
+            terms = plus(terms, {"tied_gradient": (2 if self.out_of_place else 1) * table, "new_gradients": -table})
             if self.out_of_place:  # by then what the embedding received is gone
                 terms.pop("activation_gradients", None)
         unsharded = self.reduction.unsharded_weights("", "end")
@@ -355,9 +328,7 @@ class Step:
         """What is kept when the forward of the last micro-batch in flight begins."""
         kept = plus(self.waiting, self.fixed)
         kept.pop(TOKENS, None)
-        kept = plus(
-            kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"}
-        )
+        kept = plus(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
         if not self.run.kernels.eager:  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         return kept

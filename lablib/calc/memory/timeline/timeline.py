@@ -11,8 +11,6 @@
 
 Each moment is described at its own fullest: the bytes of every term when the sum is largest. No constant is fitted;
 a term is there because an operator makes a tensor, and it is gone when that operator is.
-
-Chapter: book/01_why_distributed.md
 """
 
 from __future__ import annotations
@@ -173,8 +171,7 @@ def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
 def _walked(step: Step) -> MemoryTimeline:
     run = step.run
     moments = tuple(
-        MemoryMoment(name, phase, block, _listed(terms), at)
-        for name, phase, block, terms, at in step.instants()
+        MemoryMoment(name, phase, block, _listed(terms), at) for name, phase, block, terms, at in step.instants()
     )
     return MemoryTimeline(
         run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, moments, _listed(step.saved)
