@@ -217,7 +217,7 @@ def test_the_toy_saves_what_the_formulas_say_to_the_byte(family, dtype, dropout,
     for _ in range(4):
         config, batch, seq = drawn(dice, family), dice.choice((1, 2, 5)), dice.choice((1, 2, 7, 33))
         how = {"recompute": recompute, "attention": attention, "dropout": dropout}
-        shape = {"batch": batch, "seq": seq, "kernels": "toy", "bytes_per_value": dtype.itemsize}
+        shape = {"batch": batch, "seq": seq, "implementation": "toy", "bytes_per_value": dtype.itemsize}
         predicted = sum(model_activations(config, **shape, **how).values())
         assert measured(config, batch, seq, dtype, **how).total == predicted, (config, shape)
 
@@ -236,7 +236,7 @@ def test_every_term_of_the_toy_is_where_it_says(family, dropout, attention):
         def bytes_in(prefix: str, saved=saved) -> int:
             return sum(size for name, size in saved.items() if name.startswith(prefix))
 
-        shape = {"batch": 3, "seq": 11, "kernels": "toy", "bytes_per_value": 4}
+        shape = {"batch": 3, "seq": 11, "implementation": "toy", "bytes_per_value": 4}
         layer = layer_activations(config, **shape, attention=attention, dropout=dropout)
         masks = saved["blocks.1.dropout"]
         assert masks == (2 * 3 * 11 * config.hidden * 4 if dropout else 0)
@@ -257,7 +257,7 @@ def test_every_term_of_the_toy_is_where_it_says(family, dropout, attention):
 
 def test_the_toys_terms_vanish_with_their_causes():
     config = tiny_config("llama")
-    base = {"batch": 2, "seq": 8, "kernels": "toy", "bytes_per_value": 4}
+    base = {"batch": 2, "seq": 8, "implementation": "toy", "bytes_per_value": 4}
     n, h, f = 16, config.hidden, config.ffn
     dropped = layer_activations(config, **base, dropout=0.1)
     plain = layer_activations(config, **base)
@@ -287,12 +287,12 @@ def test_the_toys_terms_vanish_with_their_causes():
         ({"tp": True}, "tp=True"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"dropout": -0.1}, "dropout=-0.1"),
-        ({"kernels": "real"}, "kernels='real' must be one of 'paper', 'toy'"),
+        ({"implementation": "real"}, "implementation='real' must be one of 'paper', 'toy'"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"attention": "flash"}, "attention='flash'"),
         ({"bytes_per_value": 3}, "bytes_per_value=3 must be one of 2, 4"),
         ({"layer": 32}, "layer=32"),
-        ({"kernels": "toy", "cp": 2}, "kernels='toy' knows tp alone: cp=2 must be 1"),
+        ({"implementation": "toy", "cp": 2}, "implementation='toy' knows tp alone: cp=2 must be 1"),
     ],
 )
 def test_bad_input_is_named(change, words):
@@ -303,6 +303,6 @@ def test_bad_input_is_named(change, words):
 def test_the_toy_says_which_models_it_has():
     for name, words in (("mixtral-8x7b", "'mixtral'"), ("qwen2.5-7b", "'qwen2'")):
         with pytest.raises(ValueError, match=words):
-            model_activations(preset(name), batch=1, seq=8, kernels="toy", attention="plain")
+            model_activations(preset(name), batch=1, seq=8, implementation="toy", attention="plain")
     with pytest.raises(ValueError, match="head_dim=7 must be even"):
-        model_activations(tiny_config("llama", head_dim=7), batch=1, seq=8, kernels="toy", attention="plain")
+        model_activations(tiny_config("llama", head_dim=7), batch=1, seq=8, implementation="toy", attention="plain")

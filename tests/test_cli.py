@@ -286,3 +286,12 @@ def test_doctor_says_that_one_gpu_runs_the_gpu_labs(count: int, detail: str, mon
 def test_doctor_says_whether_gpu_labs_run(gpus: str, nccl: str, verdict: str) -> None:
     found = [doctor.Finding("GPUs", gpus, "2"), doctor.Finding("NCCL", nccl, "2.28")]
     assert {finding.name: finding.verdict for finding in doctor.verdicts(found)}["GPU labs"] == verdict
+
+
+@pytest.mark.parametrize("command", [["memory", "gpt2"], ["fit", "gpt2", "--gpu", "t4"]])
+def test_an_old_option_works_and_says_its_new_name(command: list[str]) -> None:
+    (code, old, warned), (_, new, _) = (
+        rung(*command, "--seq", "64", option, "hf") for option in ("--kernels", "--implementation")
+    )
+    assert (code, old) == (0, new)
+    assert "--kernels is now called --implementation" in warned

@@ -69,7 +69,7 @@ def test_the_short_answer_has_the_first_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [RUN, [*RUN, "--all"], FITS, ["fit", "--help"], ["fit", "gpt2", "--gpu", "t4", "--kernels", "hf"]]
+    "args", [RUN, [*RUN, "--all"], FITS, ["fit", "--help"], ["fit", "gpt2", "--gpu", "t4", "--implementation", "hf"]]
 )
 def test_output_is_plain_and_fits_80_columns(args) -> None:
     code, out, _ = rung(*args)
@@ -105,7 +105,7 @@ def test_the_command_it_prints_shows_the_same_bytes() -> None:
     for args, model in (
         (RUN, "llama-3-70b"),
         (FITS, "llama-3-8b"),
-        (["fit", "gpt2", "--gpu", "t4", "--kernels", "toy", "--recipe", "fp32"], "gpt2"),
+        (["fit", "gpt2", "--gpu", "t4", "--implementation", "toy", "--recipe", "fp32"], "gpt2"),
     ):
         out = rung(*args)[1]
         printed = out[out.index("Term by term:") + len("Term by term:") :].replace("\\\n", " ")

@@ -40,8 +40,8 @@ CASES = (
     SMALL,
     Case(family="gpt2", micro_batch=3, attention="plain", step="foreach"),
     Case(recipe="autocast-bf16", recompute="selective", step="fused", accumulate=3),
-    Case(kernels="hf", recipe="pure-bf16", recompute="full"),
-    Case(kernels="hf", tuning="lora"),
+    Case(implementation="hf", recipe="pure-bf16", recompute="full"),
+    Case(implementation="hf", tuning="lora"),
 )
 
 
@@ -108,7 +108,7 @@ def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
     states = {name: size for name, size in dict(said.moment("states").terms).items() if size}
     assert sum(found.states.values()) == said.moment("states").total == sum(states.values())
     # What else is there are the tokens, of 8 bytes, and a step number of 4 for each tensor where the kernel is fused.
-    tokens = case.micro_batch * (case.seq + (case.kernels == "toy")) * 8
+    tokens = case.micro_batch * (case.seq + (case.implementation == "toy")) * 8
     counters = 4 * len(list(build_model(case).model.parameters())) if case.step == "fused" else 0
     assert found.before == sum(found.states.values()) + found.buffers + tokens + counters
     assert found.peak["requested"] == max(found.moments.values())
@@ -127,7 +127,7 @@ def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:
     for case in (
         CASES[1],
         replace(CASES[2], recipe="fp32", step="foreach"),
-        Case(kernels="hf", recompute="full", attention="plain"),
+        Case(implementation="hf", recompute="full", attention="plain"),
     ):
         with nothing_packed(), device:
             job = cuda_memory._Job(case, device)
@@ -190,7 +190,7 @@ def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> N
 
 
 def test_a_case_of_several_ranks_and_a_machine_without_gpus_are_refused() -> None:
-    for case in (Case(sharding="fsdp2", dp=2), Case(kernels="paper"), Case(pp=2)):
+    for case in (Case(sharding="fsdp2", dp=2), Case(implementation="paper"), Case(pp=2)):
         with pytest.raises(ValueError, match="a GPU is measured alone"):
             measure_on_gpu(case, CpuCounters())
     if torch.cuda.is_available():
@@ -212,7 +212,7 @@ def test_the_cases_fit_and_show_what_people_train() -> None:
     assert max(sizes) + RESERVE <= 80 * GiB
     assert all(on_one_gpu(case) for case in cases)
     assert len({case.name for case in cases}) == len(cases)
-    shown = {(case.model.name, case.kernels) for case in cases}
+    shown = {(case.model.name, case.implementation) for case in cases}
     assert {(m, k) for m in ("gpt2", "llama-3.2-1b", "qwen2.5-0.5b") for k in ("hf", "toy")} <= shown
     for factor, values in {
         "recipe": {"fp32", "pure-bf16", "autocast-bf16", "mixed-bf16"},

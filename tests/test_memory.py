@@ -576,3 +576,13 @@ def test_a_path_is_a_model(tmp_path) -> None:
     memory = training_memory(path)
     assert isinstance(memory, MemoryBreakdown)
     assert memory.total == training_memory(str(path)).total == training_memory("gpt2").total
+
+
+def test_implementation_is_still_accepted_under_its_old_name() -> None:
+    how = {"batch": 1, "seq": 8}
+    with pytest.warns(DeprecationWarning, match="kernels= is now called implementation=") as seen:
+        assert training_memory(TINY, kernels="toy") == training_memory(TINY, implementation="toy")
+    assert seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="implementation="):
+        old = layer_activations(TINY, kernels="toy", **how)
+    assert old == layer_activations(TINY, implementation="toy", **how)

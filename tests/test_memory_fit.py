@@ -47,7 +47,7 @@ def card(budget: int):
 def forwards(have: Setup) -> int:
     """The bytes that a rank needs, asked of the calculator itself."""
     settings = {field.name: getattr(have.run, field.name) for field in fields(have.run)}
-    if have.run.kernels == "paper":
+    if have.run.implementation == "paper":
         return training_memory(**settings).total
     return memory_timeline(**settings, step=have.step).peak_bytes
 
@@ -56,11 +56,11 @@ def draw(seed: int) -> Setup:
     """A random run on random cards; sizes that do not divide are drawn again."""
     rng = random.Random(seed)
     while True:
-        kernels = rng.choice([*["paper"] * 7, "hf"])
-        name = rng.choice(TIMELINE if kernels == "hf" else preset_names())
-        split = kernels == "paper"
+        implementation = rng.choice([*["paper"] * 7, "hf"])
+        name = rng.choice(TIMELINE if implementation == "hf" else preset_names())
+        split = implementation == "paper"
         chosen = {
-            "kernels": kernels,
+            "implementation": implementation,
             "recipe": rng.choice(recipe_names()),
             "optimizer": rng.choice(["adamw", "sgd", "adamw-8bit"]),
             "tuning": rng.choice(["full", "full", "lora"]),
@@ -115,10 +115,10 @@ def test_more_sequences_and_tokens_never_need_less() -> None:
 
 
 @pytest.mark.parametrize("model", [TINY, GPT])
-@pytest.mark.parametrize("kernels", ["paper", "toy", "hf"])
-def test_no_larger_value_was_passed_over(model, kernels) -> None:
+@pytest.mark.parametrize("implementation", ["paper", "toy", "hf"])
+def test_no_larger_value_was_passed_over(model, implementation) -> None:
     model = replace(model, num_layers=1)
-    have = setup(model, gpu=card(900_000), reserve=0, kernels=kernels, recipe="fp32", seq=16)
+    have = setup(model, gpu=card(900_000), reserve=0, implementation=implementation, recipe="fp32", seq=16)
     at_batch = [n for n in range(1, 20) if forwards(have.having(micro_batch=n)) <= have.budget]
     assert largest_micro_batch(have).value == max(at_batch)
     lengths = range(1, 65 if model.learned_positions else 200)
@@ -161,7 +161,7 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
         (TINY, {"seq": 64, "tp": 2}),
         (TINY, {"seq": 64, "zero": 3}),
         (GPT, {"recompute": "full"}),
-        (GPT, {"kernels": "toy", "recompute": "full"}),
+        (GPT, {"implementation": "toy", "recompute": "full"}),
         (replace(TINY, num_experts=4, experts_per_token=2, expert_ffn=100, family="mixtral"), {"seq": 64}),
     ):
         alone = setup(model, gpu=card(10**12), reserve=0, **given).memory
@@ -229,7 +229,7 @@ SETUPS = [
     ("llama-3-70b", {"gpu": "h100", "gpus": 16, "seq": 8192}),
     ("llama-3-8b", {"gpu": "a100", "gpus": 8, "seq": 4096, "micro_batch": 4}),
     ("llama-3-8b", {"gpu": "a10", "gpus": 4, "seq": 4096}),
-    ("llama-3-8b", {"gpu": "h100", "seq": 4096, "kernels": "hf"}),
+    ("llama-3-8b", {"gpu": "h100", "seq": 4096, "implementation": "hf"}),
     ("mixtral-8x7b", {"gpu": "h100", "gpus": 32, "seq": 4096, "num_microbatches": 4}),
     ("gpt2-xl", {"gpu": "a10", "gpus": 2, "micro_batch": 6, "attention": "plain"}),
     ("llama-3-8b", {"gpu": "tpu-v4", "gpus": 8, "seq": 4096}),
@@ -255,7 +255,7 @@ def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
             assert after.sequences == have.sequences
             assert after.run.seq == have.run.seq
         if change.kind == SAME:
-            kept = ("model", "recipe", "optimizer", "tuning", "seq", "offload", "kernels")
+            kept = ("model", "recipe", "optimizer", "tuning", "seq", "offload", "implementation")
             assert all(getattr(after.run, name) == getattr(have.run, name) for name in kept)
     kinds = [change.kind for change in changes]
     assert kinds == sorted(kinds, key=[SAME, "CPU memory", "other training"].index)
@@ -351,8 +351,11 @@ def test_the_step_is_the_planners() -> None:
         ({"nic": [1]}, r"nic=\[1\] must be above 0"),
         ({"step": "slow"}, "unknown step 'slow'"),
         ({"zeroo": 3}, "unknown setting 'zeroo'"),
-        ({"kernels": "toy", "tp": 2, "gpus": 2}, "kernels='toy' with tp=2 is not known with recipe='mixed-bf16'"),
-        ({"step": "slow", "kernels": "hf"}, "unknown step 'slow'"),
+        (
+            {"implementation": "toy", "tp": 2, "gpus": 2},
+            "implementation='toy' with tp=2 is not known with recipe='mixed-bf16'",
+        ),
+        ({"step": "slow", "implementation": "hf"}, "unknown step 'slow'"),
     ],
 )
 def test_bad_input_names_every_factor(how, message) -> None:

@@ -29,7 +29,7 @@ def test_both_sides_speak_of_the_same_kinds() -> None:
 
 def test_every_byte_of_every_moment_has_a_kind() -> None:
     for case in grid():
-        if case.kernels == "paper":
+        if case.implementation == "paper":
             continue
         for moment in timeline_of(case).moments:
             found = by_kind(moment, recompute=case.recompute, fsdp2=case.shards)
@@ -45,7 +45,7 @@ def test_a_term_that_nobody_measured_has_no_kind() -> None:
 
 
 def test_a_prediction_is_split_at_the_moment_that_is_asked_for() -> None:
-    case = Case(kernels="hf", family="gpt2")
+    case = Case(implementation="hf", family="gpt2")
     timeline = timeline_of(case)
     own, other = predict(case), predict(case, "backward of block 2")
     assert own["peak_terms_at"] == own["peak_at"] == timeline.peak.name
@@ -104,12 +104,12 @@ def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
     "case",
     [
         Case(family="gpt2"),
-        Case(kernels="hf", family="gpt2", micro_batch=2),
-        Case(kernels="hf", recipe="pure-bf16", recompute="full"),
+        Case(implementation="hf", family="gpt2", micro_batch=2),
+        Case(implementation="hf", recipe="pure-bf16", recompute="full"),
         Case(family="qwen2", recipe="autocast-bf16", recompute="full", attention="plain", micro_batch=2),
         Case(family="gpt2", recipe="mixed-bf16", pp=2, recompute="selective", attention="plain"),
         Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4, recompute="full"),
-        Case(kernels="hf", family="qwen2", recompute="full", sharding="fsdp2-keep", dp=4, tuning="lora"),
+        Case(implementation="hf", family="qwen2", recompute="full", sharding="fsdp2-keep", dp=4, tuning="lora"),
         Case(family="llama", accumulate=3, recipe="pure-bf16", optimizer="sgd-momentum"),
     ],
     ids=lambda case: case.name,
@@ -135,7 +135,7 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
 
 
 def test_a_loss_over_frozen_weights_holds_what_hugging_face_has_variables_for() -> None:
-    case = Case(kernels="hf", family="qwen2", recipe="autocast-bf16", recompute="full", tuning="lora")
+    case = Case(implementation="hf", family="qwen2", recipe="autocast-bf16", recompute="full", tuning="lora")
     loss = timeline_of(case).moment("loss").total
     # Counters of 56 adapters, two tables of frequencies, and the loss.
     assert 0 <= measure_case(case).totals["loss"] - loss <= 4 * 56 + 24 + 8

@@ -87,9 +87,9 @@ def test_in_flight_is_what_the_schedule_says_forward_by_forward() -> None:
 
 def test_shared_pieces_say_what_pieces_of_their_own_say() -> None:
     for how in (
-        {"kernels": "hf", "model": "qwen2.5-0.5b", "pp": 4, "recipe": "autocast-bf16"},
-        {"kernels": "paper", "model": "deepseek-v3", "layers_per_stage": [2, 20, 39], "pp": 3, "tuning": "lora"},
-        {"kernels": "toy", "model": "gpt2", "recompute": "full", "num_microbatches": 3, "dp": 2, "zero": 2},
+        {"implementation": "hf", "model": "qwen2.5-0.5b", "pp": 4, "recipe": "autocast-bf16"},
+        {"implementation": "paper", "model": "deepseek-v3", "layers_per_stage": [2, 20, 39], "pp": 3, "tuning": "lora"},
+        {"implementation": "toy", "model": "gpt2", "recompute": "full", "num_microbatches": 3, "dp": 2, "zero": 2},
     ):
         shared = memory_timeline(seq=64, **how)
         piece.cache_clear()

@@ -40,8 +40,8 @@ def group():
         Case(recipe="mixed-bf16", recompute="full", optimizer="sgd-momentum"),
         Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4, step="fused"),
         Case(optimizer="sgd", step="fused"),
-        Case(kernels="paper", family="mixtral", tensor="2+sp", seq=64, recompute="selective"),
-        Case(kernels="hf", family="qwen2", recipe="autocast-bf16"),
+        Case(implementation="paper", family="mixtral", tensor="2+sp", seq=64, recompute="selective"),
+        Case(implementation="hf", family="qwen2", recipe="autocast-bf16"),
         Case(family="gpt2", recipe="pure-bf16", accumulate=3, recompute="selective"),
     ],
     ids=lambda case: case.name,
@@ -51,7 +51,7 @@ def test_fake_tensors_hold_what_real_ones_hold(case: Case) -> None:
     assert real.states == fake.states
     assert real.groups == fake.groups
     # Transformers looks at a few values that fake tensors do not have, and makes some numbers less of them.
-    allowed = 64 if case.kernels == "hf" else 0
+    allowed = 64 if case.implementation == "hf" else 0
     assert abs(real.saved - fake.saved) <= allowed
     if case.shards and case.step == "fused" and release(torch.__version__) == "2.11":
         # There a DTensor asks for the shapes of a fused step anew, in the very mode that plays the run.
@@ -103,11 +103,11 @@ def test_the_peak_is_that_of_our_own_profiler() -> None:
     assert live.peak == pytest.approx(max(made.values()) - made["states"], abs=8)
 
 
-@pytest.mark.parametrize("kernels", ["toy", "hf"])
-def test_hooks_and_tracker_count_the_same(kernels: str) -> None:
+@pytest.mark.parametrize("implementation", ["toy", "hf"])
+def test_hooks_and_tracker_count_the_same(implementation: str) -> None:
     """Autograd's hooks see what is saved; the tracker sees what is alive. With nothing else alive they agree."""
-    found = measure_case(Case(kernels=kernels, family="qwen2", micro_batch=2))
-    assert sum(found.groups.values()) == pytest.approx(found.saved, abs=16 if kernels == "hf" else 0)
+    found = measure_case(Case(implementation=implementation, family="qwen2", micro_batch=2))
+    assert sum(found.groups.values()) == pytest.approx(found.saved, abs=16 if implementation == "hf" else 0)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -195,5 +195,5 @@ def test_buckets_of_ddp_are_a_second_copy_of_the_gradients() -> None:
 def test_bad_input(group) -> None:
     with pytest.raises(ValueError, match="a process group is there already"):
         measure_case(Case())
-    with pytest.raises(ValueError, match="kernels='paper' needs a tensor-parallel group"):
-        build_model(replace(Case(), kernels="paper"))
+    with pytest.raises(ValueError, match="implementation='paper' needs a tensor-parallel group"):
+        build_model(replace(Case(), implementation="paper"))

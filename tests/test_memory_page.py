@@ -119,9 +119,9 @@ def test_what_earlier_draws_found_is_corrected() -> None:
         assert broken(today) == []
 
 
-@pytest.mark.parametrize("kernels", ["hf", "toy"])
-def test_a_drawn_one_measured_again(kernels: str) -> None:
-    case = next(c for c in held_out() if c.kernels == kernels and c.size == "tiny" and c.seq == 64)
+@pytest.mark.parametrize("implementation", ["hf", "toy"])
+def test_a_drawn_one_measured_again(implementation: str) -> None:
+    case = next(c for c in held_out() if c.implementation == implementation and c.size == "tiny" and c.seq == 64)
     row = measured_row(case)
     assert drifted([row], HELD) == []
 

@@ -47,7 +47,7 @@ def test_predictions_are_what_the_table_says() -> None:
 def test_states_and_what_is_kept_are_judged_everywhere_and_peaks_of_real_kernels() -> None:
     for row in ROWS:
         kinds = {c.what.partition(":")[0] for c in comparisons(row)}
-        assert kinds == {"states", "saved"} | ({"peak"} if row["case"]["kernels"] != "paper" else set())
+        assert kinds == {"states", "saved"} | ({"peak"} if row["case"]["implementation"] != "paper" else set())
         assert row["measured"]["states"]["weights"] > 0
         assert row["measured"]["saved"] > 0
     peaks = sum("peak" in row["measured"] for row in ROWS)
@@ -67,7 +67,17 @@ def test_the_dozen_is_cheap_and_shows_much() -> None:
     few = representatives()
     assert len(few) == 12
     assert {case.size for case in few} == {"tiny"}
-    seen = ("kernels", "recipe", "optimizer", "step", "recompute", "sharding", "accumulate", "attention", "tuning")
+    seen = (
+        "implementation",
+        "recipe",
+        "optimizer",
+        "step",
+        "recompute",
+        "sharding",
+        "accumulate",
+        "attention",
+        "tuning",
+    )
     for factor in seen:
         assert {getattr(c, factor) for c in few} == {getattr(c, factor) for c in grid()}, factor
 
@@ -139,10 +149,10 @@ def test_what_no_term_counts_has_a_name() -> None:
     """AdamW's counters, 4 bytes a tensor; rotary frequencies, twice: with them both kinds are exact at every peak."""
     for row in ROWS:
         case = Case(**row["case"])
-        if case.kernels == "paper" or row["predicted"]["peak_at"] == "optimizer step":
+        if case.implementation == "paper" or row["predicted"]["peak_at"] == "optimizer step":
             continue
         predicted, measured = row["predicted"]["peak_terms"], row["measured"]["peak_terms"]
-        rotary = case.kernels == "hf" and not case.model.learned_positions
+        rotary = case.implementation == "hf" and not case.model.learned_positions
         models = 2 if case.recipe == "mixed-bf16" else 1  # the master copy is one, too
         tables = models * 2 * case.model.head_dim // 2 * 4 if rotary else 0
         assert measured.get("buffers", 0) == tables, case.name

@@ -18,11 +18,11 @@ from lablib.proof.oracles.models import optimizer_groups, split_model
 from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND
 
 CASES = (
-    Case(kernels="hf", tensor="2", attention="plain", micro_batch=3),
-    Case(kernels="hf", tensor="4", recipe="pure-bf16", step="foreach", recompute="full"),
+    Case(implementation="hf", tensor="2", attention="plain", micro_batch=3),
+    Case(implementation="hf", tensor="4", recipe="pure-bf16", step="foreach", recompute="full"),
     Case(tensor="4", seq=1000, step="fused", recompute="selective"),
-    Case(kernels="hf", tensor="2", recipe="autocast-bf16"),
-    Case(kernels="hf", tensor="2", dp=4, sharding="fsdp2", recipe="fsdp2-mixed", step="foreach"),
+    Case(implementation="hf", tensor="2", recipe="autocast-bf16"),
+    Case(implementation="hf", tensor="2", dp=4, sharding="fsdp2", recipe="fsdp2-mixed", step="foreach"),
     Case(tensor="2", dp=2, sharding="fsdp2-keep", step="fused", recompute="full"),
 )
 
@@ -55,7 +55,7 @@ def test_it_holds_what_the_calculator_says(case: Case) -> None:
 
 def test_what_is_split_and_what_stays_whole() -> None:
     """The 7 matrices of each block and the head are cut in two; the embedding and the norms are not."""
-    case = Case(kernels="hf")
+    case = Case(implementation="hf")
     model = build_model(case).model
     whole = {name: p.numel() for name, p in model.named_parameters()}
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -76,7 +76,7 @@ def test_what_is_split_and_what_stays_whole() -> None:
 
 def test_its_terms_vanish_with_one_rank() -> None:
     """Nothing is gathered, no sum is waited for: one rank is the model without tensor parallelism."""
-    settings = Case(kernels="hf").settings()
+    settings = Case(implementation="hf").settings()
     alone, two = (memory_timeline(**settings | {"tp": tp}) for tp in (1, 2))
     names = {moment.at for moment in two.moments if "all-" in moment.at}
     assert not any("all-" in moment.at for moment in alone.moments)
@@ -103,12 +103,12 @@ def test_its_terms_vanish_with_one_rank() -> None:
     ids=str,
 )
 def test_what_nobody_measured_is_refused_by_name(how: dict, message: str) -> None:
-    settings = {"model": "llama-3-8b", "kernels": "hf", "recipe": "pure-bf16", "tp": 2, "seq": 512} | how
+    settings = {"model": "llama-3-8b", "implementation": "hf", "recipe": "pure-bf16", "tp": 2, "seq": 512} | how
     with pytest.raises(ValueError, match=message):
         memory_timeline(**settings)
 
 
 def test_a_tied_table_cannot_be_split_in_one_place() -> None:
-    case = Case(kernels="toy", family="gpt2")
+    case = Case(implementation="toy", family="gpt2")
     with pytest.raises(ValueError, match="here both are one table"):
         split_model(build_model(case).model, None, "toy")

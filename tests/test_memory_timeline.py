@@ -122,7 +122,7 @@ def hugging_face(config: ModelConfig, attention: str) -> torch.nn.Module:
 
 def measure(
     config: ModelConfig,
-    kernels: str,
+    implementation: str,
     *,
     attention: str = "fused",
     recipe: str = "fp32",
@@ -135,7 +135,7 @@ def measure(
 ) -> tuple[dict[str, int], int]:
     """Run two training steps; return the second one's peaks by phase, states included, and what forward kept."""
     torch.manual_seed(0)
-    hf = kernels == "hf"
+    hf = implementation == "hf"
     model = hugging_face(config, attention) if hf else Transformer(config, attention=attention)
     model = (model.bfloat16() if recipe == "pure-bf16" else model).train()
     if recompute == "full":
@@ -176,14 +176,14 @@ def measure(
     return {phase: states + inputs + peak for phase, peak in alive.peaks.items()}, saved.total + inputs * hf
 
 
-def predicted(config: ModelConfig, kernels: str, **how: object) -> tuple[dict[str, int], int]:
+def predicted(config: ModelConfig, implementation: str, **how: object) -> tuple[dict[str, int], int]:
     names = {"batch": "micro_batch", "micro_batches": "num_microbatches"}
     settings = {names.get(name, name): value for name, value in how.items()}
     settings.setdefault("micro_batch", 2)
     settings.setdefault("seq", 16)
     settings.setdefault("recipe", "fp32")
     settings.setdefault("step", "for-loop")
-    timeline = memory_timeline(config, kernels=kernels, out_of_place=True, **settings)
+    timeline = memory_timeline(config, implementation=implementation, out_of_place=True, **settings)
     phases = {"forward": ("forward", "loss"), "backward": ("backward", "reduction"), "optimizer": ("optimizer",)}
     peaks = {phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()}
     return peaks, sum(timeline.saved.values())
@@ -213,11 +213,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernels", "family", "how"), CASES, ids=lambda x: str(x))
-def test_a_whole_step_on_real_tensors(kernels: str, family: str, how: dict) -> None:
+@pytest.mark.parametrize(("implementation", "family", "how"), CASES, ids=lambda x: str(x))
+def test_a_whole_step_on_real_tensors(implementation: str, family: str, how: dict) -> None:
     config = small(family)
-    real, kept = measure(config, kernels, **how)
-    ours, saved = predicted(config, kernels, **how)
+    real, kept = measure(config, implementation, **how)
+    ours, saved = predicted(config, implementation, **how)
     slack = small_change(config, how.get("batch", 2), how.get("seq", 16))
     for phase in ("backward", "optimizer"):
         assert abs(ours[phase] - real[phase]) <= slack, (phase, ours[phase], real[phase])
@@ -245,7 +245,7 @@ def odd_sizes(seed: int) -> None:
         "ffn": draw.randint(5, 130),
         "vocab": draw.randint(11, 400),
     }
-    kernels, family = draw.choice(["toy", "hf"]), draw.choice(["gpt2", "llama"])
+    implementation, family = draw.choice(["toy", "hf"]), draw.choice(["gpt2", "llama"])
     if family == "llama":
         sizes["num_kv_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     config = small(family, **sizes)
@@ -256,11 +256,11 @@ def odd_sizes(seed: int) -> None:
         "batch": draw.randint(2, 4),
         "seq": draw.randint(3, 40),
     }
-    real, _ = measure(config, kernels, **how)
-    ours, _ = predicted(config, kernels, **how)
+    real, _ = measure(config, implementation, **how)
+    ours, _ = predicted(config, implementation, **how)
     slack = small_change(config, how["batch"], how["seq"])
     gap = abs(max(ours.values()) - max(real.values()))
-    assert gap <= slack + 0.01 * max(real.values()), (seed, kernels, family, sizes, how, ours, real)
+    assert gap <= slack + 0.01 * max(real.values()), (seed, implementation, family, sizes, how, ours, real)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -277,7 +277,7 @@ def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
     )
     timeline = memory_timeline(
         config,
-        kernels="toy",
+        implementation="toy",
         recipe={"fp32": "fp32", "bf16": "fsdp2-mixed"}[precision],
         dp=world,
         zero=3 if reshard else 2,
@@ -315,19 +315,19 @@ def test_tapes_keep_what_the_closed_forms_count() -> None:
                     for recompute in ("none", "selective", "full"):
                         compare("paper", config, layer, tp, split, attention, dropout, recompute)
     for family in ("gpt2", "llama", "qwen2", "mistral"):
-        for kernels in ("toy", "hf"):
+        for implementation in ("toy", "hf"):
             for attention in ("fused", "plain"):
                 for recompute in ("none", "full"):
-                    config = small("llama" if kernels == "toy" and family != "gpt2" else family)
-                    compare(kernels, config, 0, 1, False, attention, 0.0, recompute)
+                    config = small("llama" if implementation == "toy" and family != "gpt2" else family)
+                    compare(implementation, config, 0, 1, False, attention, 0.0, recompute)
 
 
-def compare(kernels, config, layer, tp, split, attention, dropout, recompute) -> None:
-    sizes = {"batch": 2, "seq": 64, "kernels": kernels, "tp": tp, "sequence_parallel": split}
+def compare(implementation, config, layer, tp, split, attention, dropout, recompute) -> None:
+    sizes = {"batch": 2, "seq": 64, "implementation": implementation, "tp": tp, "sequence_parallel": split}
     counted = layer_activations(config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes)
     setting = BlockSetting(
         config=config,
-        kernels=find_implementation(kernels),
+        implementation=find_implementation(implementation),
         batch=2,
         seq=64,
         fused=attention == "fused",
@@ -337,10 +337,10 @@ def compare(kernels, config, layer, tp, split, attention, dropout, recompute) ->
         sequence_parallel=split,
         layer=layer,
     )
-    found = by_kind(setting.kernels.block_tape(setting))
+    found = by_kind(setting.implementation.block_tape(setting))
     assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
     head = {k: v for k, v in head_activations(config, **sizes).items() if v}
-    assert by_kind(setting.kernels.head_tape(setting)) == head, config.name
+    assert by_kind(setting.implementation.head_tape(setting)) == head, config.name
 
 
 def by_kind(tape: Tape) -> dict[str, int]:
@@ -356,7 +356,7 @@ def test_named_tensors_of_hugging_face_sum_to_its_layer() -> None:
             for value in (2, 4):
                 for dropout in (0.0, 0.1):
                     config = small(family)
-                    how = {"batch": 2, "seq": 16, "kernels": "hf", "bytes_per_value": value}
+                    how = {"batch": 2, "seq": 16, "implementation": "hf", "bytes_per_value": value}
                     how |= {"attention": attention, "dropout": dropout}
                     tensors = block_tensors(config, **how)
                     assert sum(t.bytes for t in tensors) == sum(layer_activations(config, **how).values())
@@ -365,14 +365,14 @@ def test_named_tensors_of_hugging_face_sum_to_its_layer() -> None:
 def test_autocast_keeps_what_chapter_8_counts() -> None:
     for family in ("gpt2", "llama"):
         config = small(family)
-        timeline = memory_timeline(config, kernels="toy", recipe="autocast-bf16", micro_batch=2, seq=32)
+        timeline = memory_timeline(config, implementation="toy", recipe="autocast-bf16", micro_batch=2, seq=32)
         assert timeline.saved["weight_casts"] > 0
         assert sum(timeline.saved.values()) == sum(autocast_activations(config, batch=2, seq=32).values())
 
 
 # Terms and their causes: each is there, and gone when its cause is.
 
-BASE = {"kernels": "toy", "micro_batch": 2, "seq": 32, "recipe": "fp32"}
+BASE = {"implementation": "toy", "micro_batch": 2, "seq": 32, "recipe": "fp32"}
 FSDP = {"sharding": "fsdp2", "dp": 4, "zero": 3}
 CAUSES: list[tuple[str, dict, dict]] = [
     ("optimizer_temporaries", {"step": "foreach"}, {"step": "fused"}),
@@ -387,7 +387,7 @@ CAUSES: list[tuple[str, dict, dict]] = [
     ("gradient_buckets", {"dp": 4}, {"dp": 1}),
     ("weight_casts", {"recipe": "autocast-bf16"}, {"recipe": "pure-bf16"}),
     ("activations.input", {"recompute": "full"}, {"recompute": "none"}),
-    ("attention_mask", {"kernels": "hf", "attention": "plain"}, {"kernels": "hf"}),
+    ("attention_mask", {"implementation": "hf", "attention": "plain"}, {"implementation": "hf"}),
     ("tied_gradient", {"model": small("llama", tied=True)}, {"model": small("llama", tied=False)}),
     ("stage_outputs", {"pp": 3, "num_microbatches": 6, "stage": 0}, {"pp": 1}),
     ("stage_inputs", {"pp": 3, "num_microbatches": 6, "stage": 1, "recipe": "pure-bf16"}, {"pp": 1}),
@@ -436,7 +436,13 @@ def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
 def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     """It ran first in forward: x, both of its gradients and that of the r values are there at once."""
     setting = BlockSetting(
-        config=small("llama"), kernels=find_implementation("hf"), batch=2, seq=16, value=4, gradient=4, lora_rank=5
+        config=small("llama"),
+        implementation=find_implementation("hf"),
+        batch=2,
+        seq=16,
+        value=4,
+        gradient=4,
+        lora_rank=5,
     )
     tape, ran = eager_block(setting), ("A of down projection", "down projection", "B of down projection")
     events = tape.play(out_of_place=True)
@@ -448,7 +454,13 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     assert there["gradient of SiLU(gate) × up"] == 2
     assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
     more = BlockSetting(
-        config=small("llama"), kernels=find_implementation("hf"), batch=2, seq=16, value=4, gradient=4, lora_rank=10
+        config=small("llama"),
+        implementation=find_implementation("hf"),
+        batch=2,
+        seq=16,
+        value=4,
+        gradient=4,
+        lora_rank=10,
     )
     most = [max(e.total - e.weights for e in eager_block(s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
@@ -460,8 +472,8 @@ def test_variables_of_hugging_face_s_loss() -> None:
     config, batch, seq = small("llama"), 2, 16
     how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
 
-    def held(kernels: str, rank: int) -> dict[str, int]:
-        tape = eager_head(BlockSetting(kernels=find_implementation(kernels), lora_rank=rank, **how))
+    def held(implementation: str, rank: int) -> dict[str, int]:
+        tape = eager_head(BlockSetting(implementation=find_implementation(implementation), lora_rank=rank, **how))
         loss = next(i for i, event in enumerate(tape.play()) if event.operator == "log-softmax")
         return {item.name: item.bytes for item in tape.alive(loss) if item.group == "passing"}
 
@@ -479,7 +491,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     config, rank = small("llama"), 5
     how = {
         "config": config,
-        "kernels": find_implementation("hf"),
+        "implementation": find_implementation("hf"),
         "batch": 2,
         "seq": 16,
         "value": 4,
@@ -506,11 +518,12 @@ def test_settings_that_cannot_be() -> None:
     raises("unknown setting 'bach'", lambda: memory_timeline("gpt2", bach=1))
     raises("contradicts zero=1", lambda: memory_timeline("gpt2", sharding="fsdp2", dp=2, zero=1))
     raises("unknown sharding", lambda: training_memory("gpt2", sharding="fsdp3"))
-    raises("kernels='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", kernels="hf", seq=64))
+    raises("implementation='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", implementation="hf", seq=64))
     raises(
-        "is not known with cp=2", lambda: memory_timeline("llama-3-8b", kernels="hf", recipe="fp32", tp=2, cp=2, seq=64)
+        "is not known with cp=2",
+        lambda: memory_timeline("llama-3-8b", implementation="hf", recipe="fp32", tp=2, cp=2, seq=64),
     )
-    raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, kernels="hf"))
+    raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, implementation="hf"))
     raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))
 
 
@@ -547,7 +560,7 @@ def test_a_tape_by_hand() -> None:
 
 def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
     for settings in (
-        {"kernels": "hf", "micro_batch": 4, "seq": 512},
+        {"implementation": "hf", "micro_batch": 4, "seq": 512},
         {"recipe": "fsdp2-mixed", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
         {"tuning": "qlora", "seq": 512},
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
@@ -562,9 +575,9 @@ def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
 
 def test_the_command() -> None:
     run = CliRunner()
-    model = ["memory", "gpt2", "--kernels", "hf", "--seq", "512"]
+    model = ["memory", "gpt2", "--implementation", "hf", "--seq", "512"]
     every = run.invoke(app, [*model, "--at", "all"]).output
-    peak = memory_timeline("gpt2", kernels="hf", seq=512).peak
+    peak = memory_timeline("gpt2", implementation="hf", seq=512).peak
     assert f"{peak.name:<32}{peak.total / 1e9:>20,.2f}  <- peak" in every
     told = run.invoke(app, [*model, "--explain", "--at", "backward of the loss"]).output
     assert "logits gradients" in told
@@ -575,7 +588,7 @@ def test_the_command() -> None:
 
 
 def test_a_step_that_is_walked_through_twice_is_the_same() -> None:
-    run = run_config("gpt2", kernels="hf", seq=64, dp=8, zero=3, sharding="fsdp2")
+    run = run_config("gpt2", implementation="hf", seq=64, dp=8, zero=3, sharding="fsdp2")
     step = Step(Stage(run, 0), "foreach", False)
     assert list(step.instants()) == list(step.instants())
     with pytest.raises(TypeError, match="does not support item assignment"):

@@ -121,13 +121,13 @@ def test_megatron_s_numbers() -> None:
     # A log of a fork that prints the same sum: 4.1055 billion parameters over 2 ranks are 46983.28 MB (MiB).
     assert 4.1055e9 * others.megatron_bytes(2) / MiB == pytest.approx(46983.28, rel=2e-5)
     # Without biases and with a whole vocabulary its count is the model's own, but for a router.
-    case = Case(kernels="hf", family="llama", size="8b", recipe="mixed-bf16", seq=2048)
+    case = Case(implementation="hf", family="llama", size="8b", recipe="mixed-bf16", seq=2048)
     assert others.megatron_parameters(case) == count_params(preset("llama-3-8b")).total
-    case = Case(kernels="paper", family="mixtral", size="8b", recipe="mixed-bf16", seq=1000)
+    case = Case(implementation="paper", family="mixtral", size="8b", recipe="mixed-bf16", seq=1000)
     assert others.megatron_parameters(case) == count_params(preset("mixtral-8x7b")).total - 32 * 4096 * 8
     # With sequence parallelism its activations are table 2 of Korthikanti et al., and the tokens.
     sizes = {"family": "gpt2", "size": "8b", "seq": 2048, "recipe": "mixed-bf16", "recompute": "selective"}
-    case = Case(kernels="paper", tensor="4+sp", **sizes)
+    case = Case(implementation="paper", tensor="4+sp", **sizes)
     paper = find_calculator("Korthikanti et al.", "activations").formula(case)
     x = symbols(case)
     assert others.megatron_activations(case) == pytest.approx(paper + 8 * x.s * x.b / x.t)
@@ -165,7 +165,7 @@ def test_every_calculator_cites_and_covers_something() -> None:
 
 
 def test_what_is_not_covered_is_refused_with_the_reason() -> None:
-    case = Case(kernels="hf", recipe="fp32", tuning="lora")
+    case = Case(implementation="hf", recipe="fp32", tuning="lora")
     for one in CALCULATORS:
         if one.name != OWN:
             with pytest.raises(ValueError, match="does not cover tiny-llama"):

@@ -94,11 +94,11 @@ def test_every_value_of_every_factor_is_judged() -> None:
 
 
 def test_names_and_settings() -> None:
-    case = Case(kernels="hf", family="qwen2", size="8b", sharding="fsdp2-keep", dp=8, recipe="fsdp2-mixed")
+    case = Case(implementation="hf", family="qwen2", size="8b", sharding="fsdp2-keep", dp=8, recipe="fsdp2-mixed")
     assert case.name == "qwen2.5-7b, hf, 1 x 64, fsdp2-mixed, fsdp2-keep, dp 8"
     settings = case.settings()
     assert (settings["zero"], settings["sharding"], settings["dp"]) == (2, "fsdp2", 8)
-    assert Case(kernels="toy", family="qwen2").settings()["model"].family == "llama"
-    assert Case(kernels="toy", family="qwen2").settings()["model"].qkv_bias
+    assert Case(implementation="toy", family="qwen2").settings()["model"].family == "llama"
+    assert Case(implementation="toy", family="qwen2").settings()["model"].qkv_bias
     with pytest.raises(ValueError, match="there is no model of family 'gpt2' in size '70b'"):
         _ = Case(family="gpt2", size="70b").model

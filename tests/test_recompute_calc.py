@@ -80,12 +80,12 @@ def test_tensors_sum_to_the_layer_and_differences_to_the_difference(family, atte
         shape = {"batch": dice.randint(1, 4), "seq": dice.randint(1, 30), "bytes_per_value": dice.choice((2, 4))}
         how = shape | {"attention": attention, "dropout": dice.choice((0.0, 0.2))}
         sums = {}
-        for kernels in ("paper", "toy"):
-            layer = layer_activations(config, kernels=kernels, **how)
-            tensors = block_tensors(config, kernels=kernels, **how)
+        for implementation in ("paper", "toy"):
+            layer = layer_activations(config, implementation=implementation, **how)
+            tensors = block_tensors(config, implementation=implementation, **how)
             for kind in layer:
                 assert sum(t.bytes for t in tensors if t.kind == kind) == layer[kind]
-            sums[kernels] = sum(layer.values())
+            sums[implementation] = sum(layer.values())
         found = differences(config, **how)
         assert sum(d.toy - d.paper for d in found) == sums["toy"] - sums["paper"]
         assert all(d.why and d.toy != d.paper for d in found)

@@ -121,7 +121,7 @@ def test_the_largest_batch_found_is_the_one_predicted():
     model = Transformer(tiny_config("llama", num_layers=2, hidden=16, vocab=7), attention="plain")
     for strategy in ("none", "full"):
         budget = predicted_cost(model, strategy, batch=4, seq=9).peak_bytes + 100
-        how = {"kernels": "toy", "bytes_per_value": 4, "attention": "plain"}
+        how = {"implementation": "toy", "bytes_per_value": 4, "attention": "plain"}
         predicted = largest_batch(budget, model.config, strategy, seq=9, **how)
         assert predicted == find_largest_batch(budget, model, strategy, seq=9) == 4
     assert find_largest_batch(100, model, "none", seq=9) == 0

@@ -42,7 +42,7 @@ def test_every_tensor_of_a_block_by_name(family, attention):
                 config,
                 batch=batch,
                 seq=seq,
-                kernels="toy",
+                implementation="toy",
                 bytes_per_value=dtype.itemsize,
                 attention=attention,
                 dropout=dropout,

@@ -19,7 +19,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "family", "recipe", "ranks"),
+    ("implementation", "family", "recipe", "ranks"),
     [
         ("toy", "gpt2", "fp32", 3),
         ("toy", "llama", "pure-bf16", 3),
@@ -27,9 +27,9 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3)
         ("hf", "gpt2", "pure-bf16", 5),
     ],
 )
-def test_every_rank_holds_what_the_partition_says(kernels: str, family: str, recipe: str, ranks: int) -> None:
+def test_every_rank_holds_what_the_partition_says(implementation: str, family: str, recipe: str, ranks: int) -> None:
     """Two moments a value, in the dtype of the parameter. GPT-2's tables make it uneven, three equal ranks cannot be."""
-    case = Case(kernels=kernels, family=family, recipe=recipe)
+    case = Case(implementation=implementation, family=family, recipe=recipe)
     model = build_model(case).model
     theirs = states_of_every_rank(ADAMW, model, ranks)
     settings = case.settings() | {"dp": ranks, "zero": 1, "sharding": "whole"}
@@ -66,7 +66,7 @@ def test_no_rank_has_less_than_its_share_or_much_more() -> None:
 
 def test_what_differs_from_ddp_is_the_optimizer_alone() -> None:
     """On one rank nothing is divided; on four, weights, gradients and DDP's buckets are what they were."""
-    settings = {"kernels": "hf", "recipe": "fp32", "seq": 256}
+    settings = {"implementation": "hf", "recipe": "fp32", "seq": 256}
     alone = training_memory("gpt2", **settings)
     assert training_memory("gpt2", zero=1, sharding="whole", **settings).terms == alone.terms
     ddp = training_memory("gpt2", dp=4, **settings).terms

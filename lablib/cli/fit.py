@@ -230,6 +230,6 @@ def command(have: Setup, model: str) -> str:
             words.append(flag)
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if have.run.kernels.eager:
+    if have.run.implementation.eager:
         words += ["--at", "peak", "--step", have.step]
     return " ".join(words)

@@ -5,6 +5,7 @@ The options of a command that are the settings of a run: one for each field of `
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -35,10 +36,24 @@ def settings_as_options(
     ]
     made = [_option(name, optional) for name in SETTINGS if name not in leave_out]
     first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-    parameters = [*first, *made, *own[len(first) :]]
-    command.__signature__ = signature.replace(parameters=parameters)
-    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-    return command
+    parameters = [*first, *made, _kernels(), *own[len(first) :]]
+
+    @functools.wraps(command)
+    def run(*args: object, kernels: str | None, **given: object) -> None:
+        if kernels is not None:
+            typer.echo("DeprecationWarning: --kernels is now called --implementation", err=True)
+            given["implementation"] = kernels
+        command(*args, **given)
+
+    run.__signature__ = signature.replace(parameters=parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return run
+
+
+def _kernels() -> inspect.Parameter:
+    """The old name of --implementation, which help does not show."""
+    annotation = Annotated[str | None, typer.Option("--kernels", hidden=True)]
+    return inspect.Parameter("kernels", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _option(name: str, optional: bool) -> inspect.Parameter:

@@ -12,7 +12,7 @@ from lablib.calc.models import ModelConfig, preset
 
 #: Every factor and its values, the cheapest to measure first.
 FACTORS: dict[str, tuple] = {
-    "kernels": ("toy", "hf", "paper"),
+    "implementation": ("toy", "hf", "paper"),
     "family": ("gpt2", "llama", "qwen2", "mistral", "mixtral"),
     "size": ("tiny", "small", "8b", "70b"),
     "seq": (64, 1000, 2048),
@@ -70,7 +70,7 @@ class Case:
     """One configuration: a value of every factor of `FACTORS`.
 
     Attributes:
-        kernels: Whose implementation: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
+        implementation: Whose implementation: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
         family: Of the model.
         size: "tiny" (measured on real tensors), "small", "8b" or "70b" (a published shape, all of its layers).
         seq: Tokens in a sequence.
@@ -89,7 +89,7 @@ class Case:
         tuning: "full" or "lora" (rank 16, all matrices of a block).
     """
 
-    kernels: str = "toy"
+    implementation: str = "toy"
     family: str = "llama"
     size: str = "tiny"
     seq: int = 64
@@ -138,8 +138,8 @@ class Case:
 
     @property
     def splits_eagerly(self) -> bool:
-        """Whether tensor parallelism is PyTorch's own, of eager kernels, and not Megatron's of the papers."""
-        return self.tp > 1 and self.kernels != "paper"
+        """Whether tensor parallelism is PyTorch's own, of eager classes, and not Megatron's of the papers."""
+        return self.tp > 1 and self.implementation != "paper"
 
     @property
     def micro_batches(self) -> int:
@@ -148,10 +148,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The values that are not the plainest ones, and model and kernels."""
+        """The values that are not the plainest ones, and model and implementation."""
         plain = asdict(Case())
-        always = ("kernels", "family", "size", "seq", "recipe")
-        words = [self.model.name, self.kernels, f"{self.micro_batch} x {self.seq}", self.recipe]
+        always = ("implementation", "family", "size", "seq", "recipe")
+        words = [self.model.name, self.implementation, f"{self.micro_batch} x {self.seq}", self.recipe]
         words += [
             f"{WORDS[factor]} {value}" if factor in WORDS else str(value)
             for factor, value in asdict(self).items()
@@ -162,7 +162,7 @@ class Case:
     def settings(self) -> dict[str, object]:
         """Return the case as arguments of `training_memory`; `memory_timeline` takes `step` as well."""
         model = self.model
-        if self.kernels == "toy" and model.family != "gpt2":
+        if self.implementation == "toy" and model.family != "gpt2":
             model = replace(model, family="llama")  # the toy's other family: it has biases where the config says so
         zero = {"zero1": 1, "fsdp2": 3, "fsdp2-keep": 2}.get(self.sharding, 0)
         return {
@@ -182,8 +182,8 @@ class Case:
             "num_microbatches": self.micro_batches if self.micro_batches > 1 else None,
             "recompute": self.recompute,
             "attention": self.attention,
-            "kernels": self.kernels,
-            "dropout": None if self.kernels == "paper" else 0.0,
+            "implementation": self.implementation,
+            "dropout": None if self.implementation == "paper" else 0.0,
         }
 
 

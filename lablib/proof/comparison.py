@@ -55,8 +55,8 @@ def meta_model(case: Case) -> nn.Module:
     Accelerate's own way to a meta model, without its buffers, would untie them; and its command builds `AutoModel`,
     which has no head. The estimator gets the model that is trained.
     """
-    if case.kernels == "paper":
-        raise ValueError("kernels='paper' cannot be built on the meta device; use 'toy' or 'hf'")
+    if case.implementation == "paper":
+        raise ValueError("implementation='paper' cannot be built on the meta device; use 'toy' or 'hf'")
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=True):

@@ -1,6 +1,6 @@
 """One training step on a GPU, weighed: what the program asks for, what the allocator gives, and what CUDA takes besides.
 
-    found = measure_on_gpu(Case(kernels="hf", size="small", seq=2048, recipe="pure-bf16", step="fused"))
+    found = measure_on_gpu(Case(implementation="hf", size="small", seq=2048, recipe="pure-bf16", step="fused"))
     print(found.peak, found.workspaces, found.outside, found.moments)
 
 A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second
@@ -226,11 +226,11 @@ def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
     """Play two training steps of a case with real tensors, and weigh the second.
 
     Raises:
-        ValueError: If the case needs several ranks or the papers' kernels, or there is no GPU.
+        ValueError: If the case needs several ranks or is the papers' counting, or there is no GPU.
     """
     if not on_one_gpu(case):
         raise ValueError(
-            f"{case.name}: a GPU is measured alone, with kernels that exist: sharding='none', dp=tp=pp=1 and kernels "
+            f"{case.name}: a GPU is measured alone, with classes that exist: sharding='none', dp=tp=pp=1 and implementation "
             "'toy' or 'hf'"
         )
     with CudaCounters() if counters is None else counters as counters:

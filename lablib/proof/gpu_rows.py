@@ -37,16 +37,16 @@ _HOW = (
     {"recipe": "mixed-bf16", "step": "foreach", "recompute": "full"},
 )
 NAMED = tuple(
-    Case(kernels=kernels, family=family, size="small", seq=seq, **how)
+    Case(implementation=implementation, family=family, size="small", seq=seq, **how)
     for family, seq in _MODELS
-    for kernels in ("hf", "toy")
+    for implementation in ("hf", "toy")
     for how in _HOW
 )
 
 
 def on_one_gpu(case: Case) -> bool:
-    """Return whether a case is a job of one GPU with kernels that exist there."""
-    return case.kernels != "paper" and case.sharding == "none" and case.dp == case.tp == case.pp == 1
+    """Return whether a case is a job of one GPU with classes that exist there."""
+    return case.implementation != "paper" and case.sharding == "none" and case.dp == case.tp == case.pp == 1
 
 
 @cache

@@ -182,24 +182,26 @@ RULES: tuple[Rule, ...] = (
     Rule(("family", "size", "tensor"), _divides, "tp does not divide heads or MLP"),
     Rule(("family", "size", "seq"), _fits, "longer than the model's positions, or than a test on real tensors"),
     Rule(
-        ("kernels", "family"),
-        lambda kernels, family: (
+        ("implementation", "family"),
+        lambda implementation, family: (
             family
             in {"toy": ("gpt2", "llama", "qwen2"), "paper": FACTORS["family"]}.get(
-                kernels, ("gpt2", "llama", "qwen2", "mistral")
+                implementation, ("gpt2", "llama", "qwen2", "mistral")
             )
         ),
         "experts are counted as the papers do; the toy has three families",
     ),
     Rule(
-        ("kernels", "tensor"),
-        lambda kernels, tensor: kernels == "paper" or "+sp" not in tensor,
+        ("implementation", "tensor"),
+        lambda implementation, tensor: implementation == "paper" or "+sp" not in tensor,
         "the plan that Hugging Face ships for PyTorch has no sequence parallelism",
     ),
     *(
         Rule(
-            ("kernels", "tensor", *factors),
-            lambda kernels, tensor, *values, allowed=allowed: kernels == "paper" or tensor == "1" or allowed(*values),
+            ("implementation", "tensor", *factors),
+            lambda implementation, tensor, *values, allowed=allowed: (
+                implementation == "paper" or tensor == "1" or allowed(*values)
+            ),
             why,
         )
         for factors, allowed, why in (
@@ -217,14 +219,18 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     Rule(
-        ("kernels", "recompute"),
-        lambda kernels, recompute: kernels != "hf" or recompute != "selective",
+        ("implementation", "recompute"),
+        lambda implementation, recompute: implementation != "hf" or recompute != "selective",
         "Hugging Face's classes recompute whole blocks",
     ),
-    Rule(("kernels", "pp"), lambda kernels, pp: kernels != "hf" or pp == 1, "Hugging Face's classes are one stage"),
     Rule(
-        ("kernels", "recipe"),
-        lambda kernels, recipe: kernels != "paper" or recipe in (*_SIXTEEN_BITS_BY_HAND, "fsdp2-mixed"),
+        ("implementation", "pp"),
+        lambda implementation, pp: implementation != "hf" or pp == 1,
+        "Hugging Face's classes are one stage",
+    ),
+    Rule(
+        ("implementation", "recipe"),
+        lambda implementation, recipe: implementation != "paper" or recipe in (*_SIXTEEN_BITS_BY_HAND, "fsdp2-mixed"),
         "no paper counts autocast",
     ),
     Rule(
@@ -249,9 +255,9 @@ RULES: tuple[Rule, ...] = (
         "pipelines are judged without data parallelism",
     ),
     Rule(
-        ("sharding", "kernels"),
-        lambda sharding, kernels: sharding not in _REPLICAS or kernels != "paper",
-        "DDP is judged with real kernels",
+        ("sharding", "implementation"),
+        lambda sharding, implementation: sharding not in _REPLICAS or implementation != "paper",
+        "DDP is judged with real classes",
     ),
     Rule(("tensor", "pp"), lambda tensor, pp: tensor == "1" or pp == 1, "stages are judged whole"),
     Rule(("size", "pp"), lambda size, pp: size != "70b" or pp == 1, "only sharded"),
@@ -266,8 +272,8 @@ RULES: tuple[Rule, ...] = (
         "PyTorch's fused SGD takes no sharded tensors",
     ),
     Rule(
-        ("tuning", "kernels", "family"),
-        lambda tuning, kernels, family: tuning == "full" or (kernels == "hf" and family != "gpt2"),
+        ("tuning", "implementation", "family"),
+        lambda tuning, implementation, family: tuning == "full" or (implementation == "hf" and family != "gpt2"),
         "adapters go beside Hugging Face's linear layers",
     ),
     Rule(
@@ -286,8 +292,8 @@ RULES: tuple[Rule, ...] = (
         "a pipeline has micro-batches of its own",
     ),
     Rule(
-        ("accumulate", "kernels"),
-        lambda accumulate, kernels: accumulate == 1 or kernels != "paper",
+        ("accumulate", "implementation"),
+        lambda accumulate, implementation: accumulate == 1 or implementation != "paper",
         "no paper says what gradients that add up need",
     ),
     Rule(
@@ -305,10 +311,17 @@ RULES: tuple[Rule, ...] = (
 #: Cases that everybody asks for, whatever the chooser would take.
 LANDMARKS: tuple[Case, ...] = (
     Case(
-        kernels="hf", family="llama", size="8b", seq=2048, recipe="fsdp2-mixed", sharding="fsdp2", dp=8, step="foreach"
+        implementation="hf",
+        family="llama",
+        size="8b",
+        seq=2048,
+        recipe="fsdp2-mixed",
+        sharding="fsdp2",
+        dp=8,
+        step="foreach",
     ),
     Case(
-        kernels="hf",
+        implementation="hf",
         family="llama",
         size="70b",
         seq=2048,
@@ -318,11 +331,11 @@ LANDMARKS: tuple[Case, ...] = (
         step="foreach",
         recompute="full",
     ),
-    Case(kernels="hf", family="gpt2", size="small", seq=1000, step="foreach"),
-    Case(kernels="hf", family="llama", size="small", seq=2048, recipe="autocast-bf16", step="foreach"),
-    Case(kernels="hf", family="qwen2", size="8b", seq=2048, recipe="pure-bf16", step="fused", recompute="full"),
+    Case(implementation="hf", family="gpt2", size="small", seq=1000, step="foreach"),
+    Case(implementation="hf", family="llama", size="small", seq=2048, recipe="autocast-bf16", step="foreach"),
+    Case(implementation="hf", family="qwen2", size="8b", seq=2048, recipe="pure-bf16", step="fused", recompute="full"),
     Case(
-        kernels="hf",
+        implementation="hf",
         family="mistral",
         size="8b",
         seq=2048,
@@ -339,12 +352,20 @@ DRAWN: tuple[Case, ...] = (LANDMARKS[0], LANDMARKS[2])
 
 #: What else people train every day; they come after the chosen ones.
 EVERYDAY: tuple[Case, ...] = (
-    Case(kernels="hf", seq=1000, step="foreach"),
-    Case(kernels="hf", family="qwen2", size="small", seq=1000, recompute="full", step="foreach"),
-    Case(kernels="hf", family="mistral", size="small", seq=1000, recipe="mixed-bf16"),
-    Case(kernels="hf", size="small", seq=2048, micro_batch=3, recipe="pure-bf16", step="foreach", attention="plain"),
+    Case(implementation="hf", seq=1000, step="foreach"),
+    Case(implementation="hf", family="qwen2", size="small", seq=1000, recompute="full", step="foreach"),
+    Case(implementation="hf", family="mistral", size="small", seq=1000, recipe="mixed-bf16"),
     Case(
-        kernels="hf",
+        implementation="hf",
+        size="small",
+        seq=2048,
+        micro_batch=3,
+        recipe="pure-bf16",
+        step="foreach",
+        attention="plain",
+    ),
+    Case(
+        implementation="hf",
         size="8b",
         seq=2048,
         micro_batch=3,
@@ -370,14 +391,14 @@ def grid() -> tuple[Case, ...]:
 SEED = 13
 #: How many of each size: the larger ones run for minutes under fake tensors.
 COUNTS = {"tiny": 30, "small": 10}
-#: Papers have no peak, so their kernels are drawn less often.
-KERNELS = ("hf", "hf", "toy", "toy", "paper")
+#: Papers have no peak, so their counting is drawn less often.
+IMPLEMENTATIONS = ("hf", "hf", "toy", "toy", "paper")
 
 
 def held_out(seed: int = SEED, counts: dict[str, int] | None = None) -> tuple[Case, ...]:
     """Return configurations that are not in the grid, the same for the same seed.
 
-    Kernels, family, recipe and recomputation are drawn first, each value as likely as another; then the rest, among
+    Implementation, family, recipe and recomputation are drawn first, each value as likely as another; then the rest, among
     what the rules of the grid leave.
     """
     draw = random.Random(seed)
@@ -401,7 +422,7 @@ def held_out(seed: int = SEED, counts: dict[str, int] | None = None) -> tuple[Ca
 
 
 def _row(draw: random.Random, size: str) -> Row | None:
-    given: Row = {"size": size, "kernels": draw.choice(KERNELS)}
+    given: Row = {"size": size, "implementation": draw.choice(IMPLEMENTATIONS)}
     given |= {factor: draw.choice(FACTORS[factor]) for factor in ("family", "recipe", "recompute")}
     row = complete(FACTORS, RULES, given, lambda row, item: draw.random())
     return None if row is None else {factor: row[factor] for factor in FACTORS}

@@ -169,9 +169,9 @@ SPLIT_TINY: Limit = _TINY, lambda c: not _is_published(c) and c.tp > 1
 EVEN: Limit = ("it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors", lambda c: c.sharding == "zero1")
 SPLIT_TABLE: Limit = (
     "it divides all parameters by the tensor-parallel ranks, and PyTorch's plan leaves the embedding whole",
-    lambda c: c.kernels != "paper" and c.tp > 1,
+    lambda c: c.implementation != "paper" and c.tp > 1,
 )
-HAS_PEAK: Limit = "no peak is measured with the papers' kernels", lambda c: c.kernels == "paper"
+HAS_PEAK: Limit = "no peak is measured with the papers' kernels", lambda c: c.implementation == "paper"
 
 
 def _one_device(case: Case) -> bool:

@@ -34,10 +34,10 @@ def measured_row(case: Case) -> Row:
     """Measure a case, and put what the calculator says of the installed PyTorch beside it."""
     found = measure_case(case)
     measured = {"states": found.states, "saved": found.saved, "groups": found.groups}
-    if case.kernels == "paper":
+    if case.implementation == "paper":
         # What papers do not count: the batch itself, and the outputs that a pipeline's runtime holds.
         measured["saved"] -= found.inputs + found.outputs
-    if case.kernels != "paper":
+    if case.implementation != "paper":
         measured |= {"peak": found.peak, "peak_at": found.peak_at, "peak_terms": found.peak_terms}
     if case in DRAWN:
         measured |= {"moments": found.totals, "moment_terms": found.moments}

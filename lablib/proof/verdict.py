@@ -122,7 +122,7 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
 
     Returns:
         "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
-        "peak_terms_at". Kernels "paper" have no peak: no paper says what an operator needs for a moment. "moments" and
+        "peak_terms_at". Implementation "paper" has no peak: no paper says what an operator needs for a moment. "moments" and
         "moment_terms" are there for the cases that are drawn.
 
     Raises:
@@ -136,7 +136,7 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
         "groups": {group: sum(terms.get(term, 0) for term in names) for group, names in GROUPS.items()},
         "saved": memory.activations,
     }
-    if case.kernels == "paper":
+    if case.implementation == "paper":
         return found
     # Under PyTorch's trackers, which are dispatch modes, autograd adds gradients out of place.
     timeline = memory_timeline(step=case.step, out_of_place=True, **settings)

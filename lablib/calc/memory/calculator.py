@@ -11,7 +11,7 @@ Every term counts at its full size, so the total is the most that can coexist: g
 go, but with more than one micro-batch in a step they do meet. `lablib.calc.memory.timeline.timeline` walks through the step
 instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's temporaries.
 
-Left out, because they depend on kernels and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers
+Left out, because they depend on implementation and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers
 of pipeline stages, gradients of activations (the logits' is the largest), and what the allocator loses to
 fragmentation. Keep a few GiB for them, more with a large vocabulary.
 
@@ -80,7 +80,7 @@ def autocast_activations(config: ModelConfig, *, batch: int, seq: int) -> dict[s
     Raises:
         ValueError: If the toy transformer cannot be built from it.
     """
-    memory = training_memory(config, recipe="autocast-bf16", micro_batch=batch, seq=seq, kernels="toy")
+    memory = training_memory(config, recipe="autocast-bf16", micro_batch=batch, seq=seq, implementation="toy")
     n, h, layers = batch * seq, config.hidden, config.num_layers
     # LayerNorm keeps its input and two statistics a token; the written-out RMSNorm keeps fp32 inputs in any case,
     # and in the dtype of the stream what it multiplies with its weight.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
 from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
-from lablib.calc.memory.activations import Implementation, find_implementation
+from lablib.calc.memory.activations import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES
@@ -75,7 +75,7 @@ class RunConfig:
     tp: int = field(
         default=1,
         metadata=_about(
-            "Tensor-parallel ranks. With kernels toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
+            "Tensor-parallel ranks. With implementation toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
             least=1,
         ),
     )
@@ -106,10 +106,10 @@ class RunConfig:
         default="fused",
         metadata=_about("fused, which never stores the scores, or plain, which does.", choices=ATTENTION),
     )
-    kernels: Implementation = field(
+    implementation: Implementation = field(
         default="paper",
         metadata=_about(
-            "Whose kernels: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes)."
+            "Whose tensors: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes)."
         ),
     )
     dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
@@ -147,7 +147,7 @@ class RunConfig:
             "model": model,
             "recipe": recipe(self.recipe),
             "optimizer": find_optimizer(self.optimizer),
-            "kernels": find_implementation(self.kernels),
+            "implementation": find_implementation(self.implementation),
             "seq": model.max_positions if self.seq is None else self.seq,
             "layers_per_stage": _sizes(self.layers_per_stage),
             "torch": release(self.torch),
@@ -215,27 +215,27 @@ class RunConfig:
             must_divide("ep", self.ep, "dp * cp", self.dp * self.cp)
 
     def _check_tensor_parallel(self) -> None:
-        """With eager kernels `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
-        if self.tp == 1 or not self.kernels.eager:
+        """With eager classes `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
+        if self.tp == 1 or not self.implementation.eager:
             return
-        how, m = f"kernels={self.kernels!r} with tp={self.tp}", self.model
-        if m.tied or self.kernels.joins_qkv(m):
+        how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
+        if m.tied or self.implementation.joins_qkv(m):
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
-            raise ValueError(f"{how} does not know {m.name}: {why}; use kernels='paper'")
+            raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
         for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
                 raise ValueError(
-                    f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or kernels='paper'"
+                    f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or implementation='paper'"
                 )
         if self.dp > 1 and self.sharding != "fsdp2":
             raise ValueError(
                 f"{how} is not known with dp={self.dp} and sharding={self.sharding!r}: DDP takes no split tensors; "
-                "use sharding='fsdp2' and zero=3, or kernels='paper'"
+                "use sharding='fsdp2' and zero=3, or implementation='paper'"
             )
         if self.recipe.master:
             raise ValueError(
                 f"{how} is not known with recipe={self.recipe.name!r}, which has a master copy; use 'fsdp2-mixed', "
-                "'autocast-bf16', 'pure-bf16' or 'fp32', or kernels='paper'"
+                "'autocast-bf16', 'pure-bf16' or 'fp32', or implementation='paper'"
             )
 
     def _check_schedule(self) -> None:
@@ -297,6 +297,7 @@ def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: obje
     Raises:
         ValueError: If a setting does not exist, or as `RunConfig`.
     """
+    settings = current_names(settings, level=4)  # who called the function that asks
     for name in settings:
         one_of("setting", name, SETTINGS)
     if isinstance(model, RunConfig):

@@ -31,7 +31,7 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     Hugging Face's GPT-2 keeps q, k and v in one tensor, and its matrices with inputs first.
     """
     shapes: list[Shape] = []
-    together = run.kernels.joins_qkv(run.model)
+    together = run.implementation.joins_qkv(run.model)
     for tensor in tensors:
         outputs, inputs = tensor.shape(run.tp)
         copies = tensor.local_copies(run.ep)
@@ -86,7 +86,7 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
     others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
     rest = _with_biases(unit_shapes(run, others)[0])
-    if run.kernels.norms_last(run.model):
+    if run.implementation.norms_last(run.model):
         return attention + rest + norms
     half = len(norms) // 2
     return norms[:half] + attention + norms[half:] + rest
@@ -182,7 +182,7 @@ class Stage:
         }
         if self.is_first:
             # Hugging Face's plan splits the head's vocabulary, and not the embedding's.
-            unsplit = self.run.kernels.eager
+            unsplit = self.run.implementation.eager
             table = embedding_tensors(config)
             found["embedding"] = tuple(replace(t, split="") if unsplit else t for t in table)
         if self.is_last:

@@ -123,9 +123,9 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if not first:
         tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
         embedding = {"positions": tables}
-    if run.kernels.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
+    if run.implementation.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
-    if run.recipe.casts and run.kernels.eager and not run.model.learned_positions:
+    if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
         embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
     tokens = embedding.pop("tokens", 0)
     return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
@@ -145,7 +145,7 @@ def _shape(run: RunConfig) -> dict[str, object]:
     return {
         "batch": run.micro_batch,
         "seq": run.seq,
-        "kernels": run.kernels,
+        "implementation": run.implementation,
         "bytes_per_value": run.recipe.activation,
         "tp": run.tp,
         "sequence_parallel": run.sequence_parallel and run.tp > 1,

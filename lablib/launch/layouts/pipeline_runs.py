@@ -183,7 +183,7 @@ def measured_times(timeline: Timeline) -> dict[str, list[float]]:
 
 def stage_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int, seq: int) -> list[int]:
     """Return the bytes that each stage of the toy keeps for one micro-batch in fp32, from F until B."""
-    sizes = {"batch": batch, "seq": seq, "kernels": "toy", "bytes_per_value": FP32}
+    sizes = {"batch": batch, "seq": seq, "implementation": "toy", "bytes_per_value": FP32}
     layer = sum(layer_activations(config, attention="fused", **sizes).values())
     stages = [count * layer for count in layers]
     embedding = embedding_activations(config, **sizes)

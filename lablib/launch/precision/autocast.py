@@ -240,7 +240,7 @@ def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> Precisio
         weights.take_gradients()
     optimizer.step()
     states = measure_states(working, optimizer) | {"gradients": states["gradients"]}
-    predicted = training_memory(config, recipe=recipe, micro_batch=batch, seq=seq, kernels="toy")
+    predicted = training_memory(config, recipe=recipe, micro_batch=batch, seq=seq, implementation="toy")
     expected = predicted.activations
     if recipe == "autocast-bf16":
         expected = sum(autocast_activations(config, batch=batch, seq=seq).values())

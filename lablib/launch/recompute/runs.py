@@ -190,7 +190,7 @@ def predicted_cost(
     early_stop: bool = True,
     bandwidth: float | None = None,
 ) -> RecomputeCost:
-    """Return what `measure_step` will count: `recompute_cost` with kernels="toy" and the model's own settings.
+    """Return what `measure_step` will count: `recompute_cost` with implementation="toy" and the model's own settings.
 
     Args:
         model: Gives config, dtype, dropout and attention.
@@ -204,7 +204,7 @@ def predicted_cost(
         strategy,
         batch=batch,
         seq=seq,
-        kernels="toy",
+        implementation="toy",
         bytes_per_value=model.embed.weight.element_size(),
         attention="fused" if model.blocks[0].attention.fused else "plain",
         dropout=model.dropout.p,

@@ -1,6 +1,6 @@
 """Measure a case of the memory grid in PyTorch: states, what forward keeps, and the peak of every moment of a step.
 
-    found = measure(Case(kernels="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
+    found = measure(Case(implementation="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
     print(found.states, found.saved, found.peak, found.peak_at)
 
 Small cases run on real tensors. Others run under FakeTensorMode, which computes shapes and no values, and a fake
@@ -308,7 +308,7 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
         model = subject.model
         # Both outside of the mode: they read the mesh, which is a real tensor. FSDP2 shards what is split already.
         if case.splits_eagerly:
-            split_model(model, mesh["tp"], case.kernels)
+            split_model(model, mesh["tp"], case.implementation)
         if case.shards:
             precision = "bf16" if case.recipe == "fsdp2-mixed" else "fp32"
             keep = case.sharding == "fsdp2-keep"
@@ -323,7 +323,7 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
     """Pretend to be one of all ranks of data and tensor parallelism: rank 0, if they are alike."""
     if dist.is_initialized():
         raise ValueError("a process group is there already: call measure outside of run_ranks and torchrun")
-    if case.kernels != "paper" and case.dp * case.tp == 1:
+    if case.implementation != "paper" and case.dp * case.tp == 1:
         yield None
         return
     # Of ranks that hold different numbers of bytes, the fullest is asked.
@@ -382,7 +382,7 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
         batches = batches[:1] * case.micro_batches
     buckets: list[int] = []
     with ExitStack() as stack:
-        if case.kernels == "hf":
+        if case.implementation == "hf":
             stack.enter_context(nothing_packed())
         groups = _groups(subject, model) if _hooks_can_tell(case) else {}
         if case.splits_eagerly:
@@ -426,7 +426,7 @@ def _step(
     saved, outputs, waiting = 0, 0, iter(batches)
     order = one_forward_one_backward(case.pp, len(batches))
     # The output of the frozen embedding is one here, and its hooks hold it where Python cannot see.
-    leaf = case.kernels == "hf" and case.tuning == "lora" and case.recompute == "full"
+    leaf = case.implementation == "hf" and case.tuning == "lora" and case.recompute == "full"
     for number, action in enumerate(order):
         if case.replicates:  # gradients travel with the last micro-batch
             model.require_backward_grad_sync = number >= len(order) - 2

@@ -1,4 +1,4 @@
-"""What a case of the memory grid is made of: the model by its name of kernels, its loss, its optimizer.
+"""What a case of the memory grid is made of: the model by its implementation, its loss, its optimizer.
 
 Tensor parallelism as PyTorch has it, for the oracles of the memory calculator: `parallelize_module` and DTensor.
 
@@ -56,7 +56,7 @@ ROWS = {
 HEAD = {"toy": "head", "hf": "lm_head"}
 
 
-def split_model(model: nn.Module, mesh: DeviceMesh, kernels: str) -> None:
+def split_model(model: nn.Module, mesh: DeviceMesh, implementation: str) -> None:
     """Split a model over the ranks of a mesh, in place.
 
     Call it outside of FakeTensorMode: it reads the mesh, which is a real tensor.
@@ -64,12 +64,12 @@ def split_model(model: nn.Module, mesh: DeviceMesh, kernels: str) -> None:
     Raises:
         ValueError: If the head is the embedding's table, which this plan splits in one place and not in the other.
     """
-    embedding = model.get_input_embeddings() if kernels == "hf" else model.embed
-    if model.get_submodule(HEAD[kernels]).weight is embedding.weight:
+    embedding = model.get_input_embeddings() if implementation == "hf" else model.embed
+    if model.get_submodule(HEAD[implementation]).weight is embedding.weight:
         raise ValueError("the plan splits the head and not the embedding, and here both are one table")
-    plan = {name: ColwiseParallel() for name in COLUMNS[kernels]}
-    plan |= {name: RowwiseParallel() for name in ROWS[kernels]}
-    plan[HEAD[kernels]] = ColwiseParallel(output_layouts=Replicate())
+    plan = {name: ColwiseParallel() for name in COLUMNS[implementation]}
+    plan |= {name: RowwiseParallel() for name in ROWS[implementation]}
+    plan[HEAD[implementation]] = ColwiseParallel(output_layouts=Replicate())
     # Values do not matter here: without a source each rank cuts its own part.
     parallelize_module(model, mesh, plan, src_data_rank=None)
 
@@ -181,7 +181,7 @@ def build_model(case: Case, tp_group: dist.ProcessGroup | None = None, *, workin
     """Build what a case names, with random weights; under FakeTensorMode it costs no memory.
 
     Args:
-        tp_group: The tensor-parallel ranks; kernels="paper" needs it, with one rank too.
+        tp_group: The tensor-parallel ranks; implementation="paper" needs it, with one rank too.
         working: Build the 16-bit copy that a recipe with master weights computes with.
     """
     low = working or case.recipe == "pure-bf16"
@@ -189,13 +189,13 @@ def build_model(case: Case, tp_group: dist.ProcessGroup | None = None, *, workin
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if low else before)
     try:
-        make = {"toy": _toy, "hf": _hugging_face, "paper": partial(_paper, group=tp_group)}[case.kernels]
+        make = {"toy": _toy, "hf": _hugging_face, "paper": partial(_paper, group=tp_group)}[case.implementation]
         model = make(case)
     finally:
         torch.set_default_dtype(before)
     if case.tuning == "lora":
         add_lora(model, rank=LORA_RANK)
-    hugging_face = case.kernels == "hf"
+    hugging_face = case.implementation == "hf"
     length = case.seq if hugging_face else case.seq + 1
     forward = _hugging_face_loss if hugging_face else _stage if case.pp > 1 else _loss
     return Subject(model, lambda: torch.zeros(case.micro_batch, length, dtype=torch.int64), forward)
@@ -245,7 +245,7 @@ def _toy(case: Case) -> Transformer:
 
 def _paper(case: Case, group: dist.ProcessGroup | None) -> PaperTransformer:
     if group is None:
-        raise ValueError("kernels='paper' needs a tensor-parallel group, even of one rank")
+        raise ValueError("implementation='paper' needs a tensor-parallel group, even of one rank")
     return PaperTransformer(
         case.model,
         group,
@@ -259,7 +259,7 @@ def _paper(case: Case, group: dist.ProcessGroup | None) -> PaperTransformer:
 
 
 def _hugging_face(case: Case) -> nn.Module:
-    # Loading transformers takes seconds, which other kernels should not pay.
+    # Loading transformers takes seconds, which other implementations should not pay.
     import transformers
 
     name = {"gpt2": "GPT2", "llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[case.family]

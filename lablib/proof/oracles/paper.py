@@ -1,4 +1,4 @@
-"""A transformer whose operators keep what Korthikanti et al. say that they keep: the oracle of kernels="paper".
+"""A transformer whose operators keep what Korthikanti et al. say that they keep: the oracle of implementation="paper".
 
 The paper counts fused kernels on a GPU: a norm keeps its input and computes its statistics again, SwiGLU is one
 operator, a dropout mask has 1 byte a value, the loss keeps fp32 logits. Here each of them is an `autograd.Function`

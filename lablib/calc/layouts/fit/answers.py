@@ -245,7 +245,7 @@ class _Shape:
 
 def _shapes(have: Setup) -> Iterator[_Shape]:
     run, given = have.run, have.given
-    one_process = run.kernels.eager  # the other two count no tensor or context parallelism
+    one_process = run.implementation.eager  # the other two count no tensor or context parallelism
     stages = [n for n in range(1, MOST_STAGES + 1) if run.model.num_layers % n == 0]
     widths = divisors(gcd(have.gpus_per_node, run.model.num_kv_heads))  # tp divides both
     for tp in [run.tp] if one_process or "tp" in given else widths:
@@ -299,9 +299,9 @@ def _rest(have: Setup) -> str:
 
 def _limits(have: Setup) -> Iterator[str]:
     """What the search leaves out: larger degrees may fit where they are given."""
-    if not have.run.kernels.eager and "tp" not in have.given:
+    if not have.run.implementation.eager and "tp" not in have.given:
         yield "tp within a node"
-    if not have.run.kernels.eager and "cp" not in have.given:
+    if not have.run.implementation.eager and "cp" not in have.given:
         yield f"cp up to {max(CONTEXT)}"
     if not {"pp", "layers_per_stage", "schedule"} & have.given:
         yield f"pp up to {MOST_STAGES}"

@@ -137,7 +137,7 @@ def _with_way(have: Setup, kind: str, way: dict[str, object]) -> Change | None:
         return None
     if other.fits:
         return _change(kind, way, have, other)
-    for count in (1, 2, 3) if not have.run.kernels.eager else (1, 2):
+    for count in (1, 2, 3) if not have.run.implementation.eager else (1, 2):
         for _, settings, candidate in _combinations(other, (count,)):
             if candidate.fits:
                 return _change(kind, way | settings, have, candidate)
@@ -162,7 +162,7 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
     """Return what can be set otherwise without another training: for each name its settings, mildest first."""
     run = have.run
     layers, most = run.model.num_layers, gcd(have.gpus_per_node, run.model.num_kv_heads)  # tp divides both
-    one_process = run.kernels.eager  # the other two count no tensor or context parallelism
+    one_process = run.implementation.eager  # the other two count no tensor or context parallelism
     widths = [] if one_process else [n for n in divisors(most) if n > run.tp]
     stages = [n for n in range(run.pp + 1, MOST_STAGES + 1) if layers % n == 0]
     values: dict[str, list[dict[str, object]]] = {

@@ -5,8 +5,8 @@
 
 Which number is compared with a GPU's memory depends on whose implementation is counted:
 
-- kernels="paper": the total of `training_memory`, every term at its full size;
-- kernels="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
+- implementation="paper": the total of `training_memory`, every term at its full size;
+- implementation="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
 
 The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
 
@@ -36,6 +36,7 @@ from lablib.calc.memory import (
     training_memory,
     weights_are_sharded,
 )
+from lablib.calc.memory.activations import current_names
 from lablib.calc.memory.timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
@@ -137,6 +138,7 @@ def setup(
         ValueError: As `training_memory`; if the factors do not multiply to the GPUs; if the GPUs are not whole nodes or
             a part of one; or if the reserve is as large as the card.
     """
+    settings = current_names(settings)
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
     for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
         check_whole(name, value, 1)
@@ -185,7 +187,7 @@ def as_setup(model: Model, settings: dict[str, object]) -> Setup:
 
 def counted(have: Setup) -> str:
     """Return in words which number of the calculator is compared with the GPU's memory."""
-    if not have.run.kernels.eager:
+    if not have.run.implementation.eager:
         return "the total of training_memory: every term at its full size"
     return f"the peak of memory_timeline, {have.step} optimizer step"
 
@@ -216,7 +218,7 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
 
 @lru_cache(maxsize=2**14)
 def _forward(run: RunConfig, step: str, stage: int) -> int:
-    if not run.kernels.eager:
+    if not run.implementation.eager:
         return stage_memory(Stage(run, stage)).total
     return memory_timeline(run, step=step, stage=stage).peak_bytes
 
@@ -326,7 +328,7 @@ def least_states(have: Setup) -> int:
     """
     run = have.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if not run.kernels.eager or run.tuning != "full" or least > have.budget:
+    if not run.implementation.eager or run.tuning != "full" or least > have.budget:
         return least
     return least + _kept(run)
 

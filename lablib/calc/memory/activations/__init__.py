@@ -16,7 +16,7 @@ from lablib.calc.memory.activations.block import (
     paper_activations,
     toy_activations,
 )
-from lablib.calc.memory.activations.implementations import Implementation, find_implementation
+from lablib.calc.memory.activations.implementations import Implementation, current_names, find_implementation
 from lablib.calc.memory.activations.recompute import (
     RecomputeCost,
     RecomputeUnit,
@@ -44,6 +44,7 @@ __all__ = [
     "block_tensors",
     "check_config",
     "chen_cost",
+    "current_names",
     "differences",
     "embedding_activations",
     "find_implementation",

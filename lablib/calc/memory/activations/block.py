@@ -1,6 +1,6 @@
 """Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
 
-Two ways of counting, chosen by `kernels`:
+Two ways of counting, chosen by `implementation`:
 
 **"paper"**: Korthikanti et al. 2022 (arXiv 2205.05198), section 4: every operator of a block keeps its input, values
 have 2 bytes, dropout masks 1; norm statistics and indices are too small to count. For a GPT block (s tokens, b
@@ -43,19 +43,20 @@ with sequence parallelism; the input of the first matrices only with "shard".
 
 from __future__ import annotations
 
-from lablib.calc.memory.activations.implementations import IMPLEMENTATIONS, find_implementation
+from lablib.calc.memory.activations.implementations import IMPLEMENTATIONS, accepts_old_names, find_implementation
 from lablib.calc.memory.activations.paper import Share
 from lablib.calc.memory.activations.toy import FP32, INT64, check_config, norm
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import split_heads, variant
 
 
+@accepts_old_names
 def layer_activations(
     config: ModelConfig,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     tp: int = 1,
     sequence_parallel: bool = False,
@@ -69,7 +70,7 @@ def layer_activations(
 
     Args:
         seq: Tokens in a sequence, s, before context parallelism divides it.
-        kernels: "paper", "toy" or "hf".
+        implementation: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor parallel ranks too.
         cp: Context parallel ranks; each holds `s / cp` tokens and sees every key.
@@ -87,21 +88,22 @@ def layer_activations(
     Raises:
         ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
     """
-    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
+    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout)
     _choose("recompute", recompute, ("none", "selective", "full"))
     _choose("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
     how = {"experts": experts, "recompute": recompute, "attention": attention}
-    return find_implementation(kernels).layer(share, **how)
+    return find_implementation(implementation).layer(share, **how)
 
 
+@accepts_old_names
 def embedding_activations(
     config: ModelConfig,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     tp: int = 1,
     sequence_parallel: bool = False,
@@ -113,7 +115,7 @@ def embedding_activations(
     The toy keeps token and position indices or rotary tables as well, which the paper leaves out as too small.
 
     Args:
-        kernels: "paper", "toy" or "hf".
+        implementation: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         sequence_parallel: Whether the stream is split over them; without it the mask is not divided.
         dropout: As in `layer_activations`.
@@ -121,16 +123,17 @@ def embedding_activations(
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, dropout)
-    return find_implementation(kernels).embedding(share)
+    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout)
+    return find_implementation(implementation).embedding(share)
 
 
+@accepts_old_names
 def head_activations(
     config: ModelConfig,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     tp: int = 1,
     sequence_parallel: bool = False,
@@ -142,23 +145,24 @@ def head_activations(
     A vocabulary that t does not divide is rounded up: the largest shard counts.
 
     Args:
-        kernels: "paper", "toy" or "hf".
+        implementation: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         sequence_parallel: Whether the stream is split over them.
 
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = _share(config, batch, seq, kernels, bytes_per_value, tp, sequence_parallel, cp, None)
-    return find_implementation(kernels).head(share)
+    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, None)
+    return find_implementation(implementation).head(share)
 
 
+@accepts_old_names
 def model_activations(
     config: ModelConfig,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     recompute: str = "none",
     attention: str = "fused",
@@ -167,7 +171,7 @@ def model_activations(
     """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.
 
     Args:
-        kernels: "paper", "toy" or "hf".
+        implementation: "paper", "toy" or "hf".
         bytes_per_value: 2 or 4.
         recompute: As in `layer_activations`.
         attention: As in `layer_activations`.
@@ -176,7 +180,7 @@ def model_activations(
     Raises:
         ValueError: As `layer_activations`.
     """
-    sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
+    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
     how = {"recompute": recompute, "attention": attention, "dropout": dropout}
     # At most two kinds of layer exist: the first ones, dense, and the rest.
     dense = config.num_dense_layers if config.is_moe else config.num_layers
@@ -196,7 +200,7 @@ def _share(
     config: ModelConfig,
     batch: int,
     seq: int,
-    kernels: str,
+    implementation: str,
     value: int,
     tp: int,
     sequence_parallel: bool,
@@ -204,12 +208,12 @@ def _share(
     dropout: float | None,
 ) -> Share:
     """Check every factor and return what one rank holds."""
-    _choose("kernels", kernels, tuple(IMPLEMENTATIONS))
+    _choose("implementation", implementation, tuple(IMPLEMENTATIONS))
     _choose("bytes_per_value", value, (2, 4))
     for name, number in (("batch", batch), ("seq", seq), ("tp", tp), ("cp", cp)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
-    whose = find_implementation(kernels)
+    whose = find_implementation(implementation)
     if dropout is None:
         dropout = whose.default_dropout(config)
     if not 0 <= dropout < 1:
@@ -217,8 +221,8 @@ def _share(
     if whose.eager:
         if cp > 1 or sequence_parallel:
             raise ValueError(
-                f"kernels={kernels!r} knows tp alone: cp={cp} must be 1 and sequence_parallel={sequence_parallel} "
-                "False; use kernels='paper' for more"
+                f"implementation={implementation!r} knows tp alone: cp={cp} must be 1 and sequence_parallel={sequence_parallel} "
+                "False; use implementation='paper' for more"
             )
         whose.check(config)
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}

@@ -34,8 +34,8 @@ def check_config(config: ModelConfig) -> None:
     """
     if config.family not in FAMILIES:
         raise ValueError(
-            f"{config.name}: kernels='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
-            f"{config.family!r}; use kernels='paper'"
+            f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
+            f"{config.family!r}; use implementation='paper'"
         )
     toy.refuse_extras(config, f"Hugging Face's {config.family} classes have")
     gpt = config.family == "gpt2"

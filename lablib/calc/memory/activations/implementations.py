@@ -8,6 +8,10 @@ operator, on a tape, in `tape_paper`, `tape_blocks` and `tape_ends`.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import wraps
+
 from lablib.calc.errors import one_of
 from lablib.calc.memory.activations import hf, paper, toy
 from lablib.calc.memory.activations.paper import Share
@@ -134,4 +138,22 @@ def find_implementation(name: str) -> Implementation:
     Raises:
         ValueError: If there is none of this name.
     """
-    return IMPLEMENTATIONS[one_of("kernels", name, IMPLEMENTATIONS)]
+    return IMPLEMENTATIONS[one_of("implementation", name, IMPLEMENTATIONS)]
+
+
+def current_names(settings: dict[str, object], level: int = 3) -> dict[str, object]:
+    """Return settings under their present names: `kernels` is `implementation`, with a DeprecationWarning."""
+    if "kernels" not in settings:
+        return settings
+    warnings.warn("kernels= is now called implementation=", DeprecationWarning, stacklevel=level)
+    return {"implementation" if name == "kernels" else name: value for name, value in settings.items()}
+
+
+def accepts_old_names(function: Callable) -> Callable:
+    """Let a function take settings under the names of the version before."""
+
+    @wraps(function)
+    def call(*args: object, **settings: object) -> object:
+        return function(*args, **current_names(settings))
+
+    return call

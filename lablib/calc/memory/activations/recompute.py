@@ -40,7 +40,7 @@ from functools import cached_property
 
 from lablib.calc.flops import forward_flops, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
-from lablib.calc.memory.activations.implementations import find_implementation
+from lablib.calc.memory.activations.implementations import accepts_old_names, find_implementation
 from lablib.calc.memory.activations.saved_tensors import FP32, MASK, SavedTensor, block_tensors
 from lablib.calc.models import ModelConfig
 
@@ -128,13 +128,14 @@ class RecomputeCost:
         return None if self.bandwidth is None else 2 * self.host_bytes / self.bandwidth
 
 
+@accepts_old_names
 def recompute_cost(
     config: ModelConfig,
     strategy: str,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     attention: str = "fused",
     dropout: float | None = None,
@@ -147,7 +148,7 @@ def recompute_cost(
     Args:
         strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
             "full+offload"; see `recompute_plan`.
-        kernels: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
+        implementation: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
         bytes_per_value: 2 or 4.
         attention: "plain" or "fused".
         dropout: As in `layer_activations`.
@@ -163,11 +164,13 @@ def recompute_cost(
     """
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
-    sizes = {"batch": batch, "seq": seq, "kernels": kernels, "bytes_per_value": bytes_per_value}
-    if kernels == "hf":
-        raise ValueError("kernels='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'")
+    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
+    if implementation == "hf":
+        raise ValueError(
+            "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
+        )
     if dropout is None:
-        dropout = find_implementation(kernels).default_dropout(config)
+        dropout = find_implementation(implementation).default_dropout(config)
     how = {**sizes, "attention": attention, "dropout": dropout}
     block = Blocks(config, how, early_stop and not reentrant, reentrant)
     units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
@@ -313,7 +316,7 @@ class Blocks:
 
     def __init__(self, config: ModelConfig, how: dict, early_stop: bool, reentrant: bool) -> None:
         self.config, self.how, self.early_stop, self.reentrant = config, how, early_stop, reentrant
-        self.toy = how["kernels"] == "toy"
+        self.toy = how["implementation"] == "toy"
         self.fused = how["attention"] == "fused"
         self.batch, self.seq, self.value = how["batch"], how["seq"], how["bytes_per_value"]
         self.n = self.batch * self.seq

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.memory.activations.block import layer_activations
-from lablib.calc.memory.activations.implementations import find_implementation
+from lablib.calc.memory.activations.implementations import accepts_old_names, find_implementation
 from lablib.calc.models import ModelConfig
 
 MASK = 1  # bytes of one value of a dropout mask on a GPU
@@ -67,12 +67,13 @@ class Difference:
     why: str
 
 
+@accepts_old_names
 def block_tensors(
     config: ModelConfig,
     *,
     batch: int,
     seq: int,
-    kernels: str = "paper",
+    implementation: str = "paper",
     bytes_per_value: int = 2,
     attention: str = "fused",
     dropout: float | None = None,
@@ -81,7 +82,7 @@ def block_tensors(
 
     Args:
         config: The model, without experts and latent attention.
-        kernels: "paper", "toy" or "hf".
+        implementation: "paper", "toy" or "hf".
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         attention: "plain" or "fused".
         dropout: As in `layer_activations`: None is 0.1 for the paper's GPT blocks, and 0 elsewhere.
@@ -94,7 +95,7 @@ def block_tensors(
         config,
         batch=batch,
         seq=seq,
-        kernels=kernels,
+        implementation=implementation,
         bytes_per_value=bytes_per_value,
         attention=attention,
         dropout=dropout,
@@ -102,7 +103,7 @@ def block_tensors(
     if config.is_moe or config.is_mla:
         what = "experts" if config.is_moe else "latent attention"
         raise ValueError(f"{config.name} has {what}: its tensors are summed by layer_activations, not listed")
-    whose = find_implementation(kernels)
+    whose = find_implementation(implementation)
     dropout = whose.default_dropout(config) if dropout is None else dropout
     block = _Block(
         config, batch, seq, bytes_per_value, whose.eager, attention == "fused", dropout > 0, whose.loss_in_root
@@ -258,8 +259,8 @@ def differences(
         dropout = 0.1 if config.family == "gpt2" else 0.0
     how = {"batch": batch, "seq": seq, "bytes_per_value": bytes_per_value, "attention": attention}
     paper, toy = (
-        {t.name: t.bytes for t in block_tensors(config, kernels=kernels, dropout=dropout, **how)}
-        for kernels in ("paper", "toy")
+        {t.name: t.bytes for t in block_tensors(config, implementation=implementation, dropout=dropout, **how)}
+        for implementation in ("paper", "toy")
     )
     names = [*toy, *(name for name in paper if name not in toy)]
     found = [(name, paper.get(name, 0), toy.get(name, 0)) for name in names]

@@ -1,6 +1,6 @@
-"""One block of a transformer as a tape, in three implementations: the papers' kernels, our transformer, Hugging Face.
+"""One block of a transformer as a tape, in three implementations: the papers, our transformer, Hugging Face.
 
-| `kernels` | norms | rotary | MLP | what it is |
+| `implementation` | norms | rotary | MLP | what it is |
 |---|---|---|---|---|
 | paper | one operator | in place | activation function and product are one operator | Korthikanti et al. 2022 |
 | toy | RMSNorm in five operators, in fp32 | four products | two operators | `lablib.toys.transformer` |
@@ -43,7 +43,7 @@ class BlockSetting:
 
     Attributes:
         config: The model.
-        kernels: Whose operators.
+        implementation: Whose operators.
         batch: Sequences.
         seq: Tokens in a sequence.
         value: Bytes of a value of the model.
@@ -62,7 +62,7 @@ class BlockSetting:
     """
 
     config: ModelConfig
-    kernels: Implementation
+    implementation: Implementation
     batch: int
     seq: int
     value: int = 2
@@ -99,17 +99,17 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
     """
     dropout = run.dropout
     if dropout is None:
-        dropout = run.kernels.default_dropout(run.model)
+        dropout = run.implementation.default_dropout(run.model)
     autocast = run.recipe.casts
     lora = run.tuning != "full"
     return BlockSetting(
         config=run.model,
-        kernels=run.kernels,
+        implementation=run.implementation,
         batch=run.micro_batch,
         seq=run.seq,
-        value=run.recipe.weights if autocast and run.kernels.eager else run.recipe.activation,
+        value=run.recipe.weights if autocast and run.implementation.eager else run.recipe.activation,
         gradient=gradient,
-        low=autocast if run.kernels.eager else 0,
+        low=autocast if run.implementation.eager else 0,
         fused=run.attention == "fused",
         dropout=dropout > 0,
         recompute=run.recompute,
@@ -120,7 +120,7 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
         layer=run.model.num_layers - 1 if run.model.has_experts(layer) else 0,
         # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
         input_needs_grad=not (lora and behind_embedding)
-        or (run.kernels.checkpoints_positions and run.recompute == "full"),
+        or (run.implementation.checkpoints_positions and run.recompute == "full"),
         lora_rank=run.lora_rank if lora else 0,
         lora_targets=run.lora_targets,
     )
@@ -165,7 +165,7 @@ class _EagerBlock:
         self.s, self.c = s, s.config
         self.e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
         self.tape = self.e.tape
-        self.hf = s.kernels.holds_variables
+        self.hf = s.implementation.holds_variables
         self.weights: Value | None = None
         self.tape.recomputing = s.recompute == "full"
         item = FP32 if s.low else s.value

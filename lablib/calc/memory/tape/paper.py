@@ -297,7 +297,7 @@ def eager_head(setting: BlockSetting) -> Tape:
     x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
     norm = {"kind": "norms", "name": "final norm"}
     x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
-    if s.kernels.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
+    if s.implementation.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
         e.tape.hold(x)
     if s.tp == 1:
         logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
@@ -306,11 +306,11 @@ def eager_head(setting: BlockSetting) -> Tape:
         logits = gathered_logits(e, s, own, words)
     e.tape.hold(logits)
     full = e.cast(logits, FP32, "logits in fp32")
-    if s.kernels.holds_variables:
+    if s.implementation.holds_variables:
         # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
         e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
     scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
-    targets = s.tokens * INT64 if s.kernels.holds_variables or (s.batch > 1 and s.seq > 1) else 0
+    targets = s.tokens * INT64 if s.implementation.holds_variables or (s.batch > 1 and s.seq > 1) else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
     return e.tape
 
@@ -323,7 +323,7 @@ def paper_embedding(setting: BlockSetting) -> Tape:
 def eager_embedding(setting: BlockSetting) -> Tape:
     """Return the tape of the embeddings in eager PyTorch."""
     # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
-    same = setting.kernels.holds_variables and setting.batch == 1
+    same = setting.implementation.holds_variables and setting.batch == 1
     return _embedding(setting, setting.config.vocab, SHARED if same else NEW)
 
 
@@ -358,7 +358,7 @@ def _embedding(s: BlockSetting, words: int, position_gradient: str) -> Tape:
         how = [SHARED, position_gradient]
         x = e.make("add positions", [x, places], numbers, item, gradient=how)
     if s.dropout:
-        if s.kernels.eager:
+        if s.implementation.eager:
             e.dropout(x, kind="embedding")
         else:
             e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")

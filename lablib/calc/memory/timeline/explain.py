@@ -1,6 +1,6 @@
 """Where every byte of a moment comes from: each term with its formula, its numbers, its source and its proof.
 
-    for line in explain_memory("gpt2", kernels="hf", micro_batch=8, seq=1024):
+    for line in explain_memory("gpt2", implementation="hf", micro_batch=8, seq=1024):
         print(line.term, line.bytes, line.formula, line.numbers, line.source)
 
 Letters: ψ parameters of this rank, N ranks that share them, n tokens of a micro-batch on this rank, s tokens of a
@@ -112,7 +112,7 @@ class _Facts:
         numbers = self._state(size) if known.proof == "exact" else self._transient(known, size)
         proof = known.proof
         if proof != "exact":
-            walked = self.run.kernels.eager or term == "optimizer_temporaries"
+            walked = self.run.implementation.eager or term == "optimizer_temporaries"
             seen = proof == "measured" or (proof == "fsdp2" and self.run.sharding == "fsdp2")
             proof = "measured" if walked and seen else "unproven"
         return Explained(term, size, known.formula, numbers, known.source, proof)
@@ -134,8 +134,10 @@ class _Facts:
         return f"{size:,} bytes, ψ = {self.params:,}, N = {self.ranks}"
 
     def _activation(self, term: str, size: int) -> Explained:
-        source = f"{AUTOGRAD}; kernels={self.run.kernels!r}" if self.run.kernels.eager else KORTHIKANTI
-        proof = "measured" if self.run.kernels.eager else "exact"
+        source = (
+            f"{AUTOGRAD}; implementation={self.run.implementation!r}" if self.run.implementation.eager else KORTHIKANTI
+        )
+        proof = "measured" if self.run.implementation.eager else "exact"
         kind = term.removeprefix("activations.")
         if kind in ("embedding", "tokens") or not self.step.blocks:
             what = "token ids" if kind == "tokens" else "positions or rotary tables"

@@ -149,7 +149,7 @@ class Fsdp2Reduction(Reduction):
             return {"gathered_weights": self._unit_bytes("")}
         if phase in ("head", "loss"):
             # Hugging Face's loss is inside of the root's forward, too.
-            inside = phase == "head" or self.run.kernels.loss_in_root
+            inside = phase == "head" or self.run.implementation.loss_in_root
             phase, event = "forward", "compute" if inside else "release"
         elif not unit and phase == "forward":
             event = "copy"
@@ -260,7 +260,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
     run = stage.run
     if run.sharding == "whole":
         return [fullest_part(stage)]
-    if run.tp == 1 or not run.kernels.eager or run.sharding == "fsdp2":
+    if run.tp == 1 or not run.implementation.eager or run.sharding == "fsdp2":
         return []
     groups = []
     for split in (True, False):

@@ -45,7 +45,7 @@ def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
     The stages of a pipeline run the same blocks; so do runs that differ in ranks or in ZeRO. A tape is written and
     played once for all of them.
     """
-    return Piece(getattr(setting.kernels, f"{which}_tape")(setting), **how)
+    return Piece(getattr(setting.implementation, f"{which}_tape")(setting), **how)
 
 
 class Piece:
@@ -264,7 +264,7 @@ class Step:
         for inside in (True, False):
             # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
             at, terms, weights = self.ends["head"].fullest(BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
-            phase = "loss" if inside and not self.run.kernels.loss_in_root else BACKWARD
+            phase = "loss" if inside and not self.run.implementation.loss_in_root else BACKWARD
             unsharded = self.reduction.unsharded_weights("", phase)
             gradients = self.reduction.during(None, made, weights)
             found.append((self._sum(kept, self.held_mask, terms, unsharded, gradients), at))
@@ -329,7 +329,7 @@ class Step:
         kept = plus(self.waiting, self.fixed)
         kept.pop(TOKENS, None)
         kept = plus(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
-        if not self.run.kernels.eager:  # its tape knows no casts: they are there from forward to backward
+        if not self.run.implementation.eager:  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         return kept
 
@@ -361,7 +361,7 @@ class Step:
 
     def variables(self, number: int) -> int:
         """Bytes of embeddings that variables of Hugging Face's model hold while block `number` goes forward."""
-        if not self.run.kernels.holds_variables or not self.stage.is_first:
+        if not self.run.implementation.holds_variables or not self.stage.is_first:
             return 0
         x = self.blocks[0].tape.inputs[0]
         if self.run.model.learned_positions:
@@ -390,7 +390,7 @@ class Step:
     def attention_mask(self) -> Terms:
         """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
         run = self.run
-        if not run.kernels.shares_mask or run.attention == "fused":
+        if not run.implementation.shares_mask or run.attention == "fused":
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
