@@ -92,9 +92,6 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
 
     Args:
         causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`.
-
-    Raises:
-        ValueError: If a size is not positive, or the sequence is longer than a learned position table.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -140,9 +137,6 @@ def step_flops(
         recompute: "none", "selective" or "full".
         causal: Count only the pairs that a causal mask keeps.
         selective_passes: Forward passes' worth of scores that selective recomputation adds.
-
-    Raises:
-        ValueError: If a size is not positive, or `recompute` is unknown.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
@@ -166,9 +160,6 @@ def flops_per_token(params: float, *, num_layers: int = 0, attn_width: int = 0, 
     Args:
         params: Parameters, N; active ones with experts.
         attn_width: Width of all query heads, `H Q`.
-
-    Raises:
-        ValueError: If a size is negative, or `params` is not positive.
     """
     require_positive(params=params)
     if min(num_layers, attn_width, seq) < 0:
@@ -184,9 +175,6 @@ def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: flo
     Args:
         flops: A step, or its model FLOPs as a number.
         peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
-
-    Raises:
-        ValueError: If time, devices or peak is not positive.
     """
     return _utilization(flops.model if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
 
@@ -199,9 +187,6 @@ def hfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: flo
     Args:
         flops: A step, or its hardware FLOPs as a number.
         peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
-
-    Raises:
-        ValueError: If time, devices or peak is not positive.
     """
     return _utilization(flops.hardware if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
 
@@ -223,9 +208,6 @@ def training_flops(params: float, tokens: float, *, recompute: str = "none") -> 
     Args:
         params: Parameters, N; active ones for a model with experts.
         recompute: "none" or "full".
-
-    Raises:
-        ValueError: If a number is not positive, or `recompute` is neither.
     """
     require_positive(params=params, tokens=tokens)
     if recompute not in ("none", "full"):
@@ -237,20 +219,13 @@ def chinchilla_tokens(params: float) -> float:
     """Return the compute-optimal number of training tokens, `D ≈ 20 N`.
 
     Hoffmann et al. 2022 (arXiv 2203.15556), table 3: 20.0 tokens a parameter at 400M, 20.5 at 10B, 21.2 at 1T.
-
-    Raises:
-        ValueError: If `params` is not positive.
     """
     require_positive(params=params)
     return TOKENS_PER_PARAMETER * params
 
 
 def chinchilla_params(flops: float) -> float:
-    """Return the compute-optimal number of parameters for a budget: `N = √(C / 120)`, from `C = 6 N D` and `D = 20 N`.
-
-    Raises:
-        ValueError: If `flops` is not positive.
-    """
+    """Return the compute-optimal number of parameters for a budget: `N = √(C / 120)`, from `C = 6 N D` and `D = 20 N`."""
     require_positive(flops=flops)
     return (flops / (6 * TOKENS_PER_PARAMETER)) ** 0.5
 
@@ -259,9 +234,6 @@ def kaplan_loss_ratio(times: float) -> float:
     """Return by what the loss is multiplied when the model grows: `L(N) ∝ N^-0.076`, with data and compute to spare.
 
     Kaplan et al. 2020 (arXiv 2001.08361), equation 1.1.
-
-    Raises:
-        ValueError: If `times` is not positive.
     """
     require_positive(times=times)
     return times**-KAPLAN_ALPHA_N
@@ -274,9 +246,6 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
         flops: FLOPs of the whole run, for example from `training_flops`.
         peak: FLOP/s of one accelerator: its peak, or what it reaches, with `utilization` 1.
         utilization: Share of the peak that is reached. It must count the same FLOPs: MFU for `6 N D`, HFU for `8 N D`.
-
-    Raises:
-        ValueError: If a number is not positive, or `utilization` is above 1.
     """
     require_positive(flops=flops, devices=devices, peak=peak, utilization=utilization)
     if utilization > 1:
@@ -289,9 +258,6 @@ def gpu_hours(flops: float, *, peak: float, utilization: float = 1.0) -> float:
 
     Args:
         utilization: Share of the peak that is reached.
-
-    Raises:
-        ValueError: If a number is not positive, or `utilization` is above 1.
     """
     return training_time(flops, peak=peak, utilization=utilization) / 3600
 
@@ -302,9 +268,6 @@ def training_cost(flops: float, *, peak: float, utilization: float = 1.0, dollar
     Args:
         utilization: Share of the peak that is reached.
         dollars_per_hour: Price of one GPU for one hour.
-
-    Raises:
-        ValueError: If a number is not positive, or `utilization` is above 1.
     """
     require_positive(dollars_per_hour=dollars_per_hour)
     return gpu_hours(flops, peak=peak, utilization=utilization) * dollars_per_hour
@@ -315,9 +278,6 @@ def require_positive(**values: float) -> None:
 
     Args:
         values: Numbers by the name that a message should give them.
-
-    Raises:
-        ValueError: If one is not; it names it.
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

@@ -111,9 +111,6 @@ def link(name: str) -> Link:
 
     Args:
         name: A key of `LINKS`, for example "nvlink4".
-
-    Raises:
-        ValueError: If the name is unknown; it lists the known ones.
     """
     key = str(name).lower().replace("_", "-")
     if key not in LINKS:
@@ -127,9 +124,6 @@ def link_rate(name: str, value: str | float) -> float:
     Args:
         name: What it is for, as messages call it: "nic" or "intra".
         value: A key of `LINKS`, a rate as text ("40 GB/s", "400 Gb/s"), or bytes per second.
-
-    Raises:
-        ValueError: If there is no such link, or the rate is no number above 0 that a link can have.
     """
     rate = value
     if isinstance(value, str):
@@ -192,20 +186,13 @@ class Accelerator:
 
         Args:
             dtype: A key of `flops`.
-
-        Raises:
-            ValueError: If there is no figure for this dtype; it names those that there are.
         """
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no {dtype} peak in the table; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def neighbour_link(self) -> Link:
-        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe.
-
-        Raises:
-            ValueError: If the table has neither.
-        """
+        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe."""
         key = self.scale_up or self.host
         if key is None:
             raise ValueError(f"{self.name} has no link in the table; give a bandwidth")
@@ -372,9 +359,6 @@ def accelerator(name: str) -> Accelerator:
 
     Args:
         name: A key of `ACCELERATORS` or `ALIASES`, for example "h100" or "a100-80gb".
-
-    Raises:
-        ValueError: If the name is unknown; it lists the known ones.
     """
     key = str(name).lower().replace("_", "-").replace(" ", "-")
     key = ALIASES.get(key, key)

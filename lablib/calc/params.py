@@ -142,9 +142,6 @@ def layer_params(config: ModelConfig, layer: int, *, active: bool = False) -> di
     Args:
         layer: Number of the block, from 0.
         active: Count only the routed experts that one token visits.
-
-    Raises:
-        ValueError: If there is no such layer.
     """
     count = {"attention": attention_params(config), "norms": config.norms_per_layer * norm_params(config)}
     if not config.has_experts(layer):

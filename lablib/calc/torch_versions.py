@@ -168,9 +168,6 @@ def release(version: str) -> str:
 
     Args:
         version: Such as "2.13", "2.15.0+cu132", "2.11.0a0+git1234" or `torch.__version__`.
-
-    Raises:
-        ValueError: If it is no version, or older than the course supports.
     """
     numbers = re.match(r"(\d+)\.(\d+)(?![^.+a-z])", str(version))
     if not numbers:
@@ -187,9 +184,6 @@ def torch_facts(version: str = PINNED) -> TorchFacts:
 
     Args:
         version: As for `release`; the one of constraints.txt by default.
-
-    Raises:
-        ValueError: If it is no version, or older than the course supports.
     """
     name = release(version)
     return TorchFacts(name, **{difference.name: difference.of(name)[0] for difference in DIFFERENCES})
@@ -238,9 +232,6 @@ def combination(text: str) -> Combination:
 
     Args:
         text: "3.13/2.14.0".
-
-    Raises:
-        ValueError: If it is none, or the course does not support it.
     """
     found = re.fullmatch(r"(\d+\.\d+)/(\d+\.\d+)\.(\d+)", text)
     if not found:

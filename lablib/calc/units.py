@@ -86,9 +86,6 @@ def parse_count(text: str | float) -> int:
 
     Args:
         text: A number, with K, M, B or T for 1e3, 1e6, 1e9, 1e12.
-
-    Raises:
-        ValueError: If it is no number, has another unit, is negative, or is not whole ("0.5").
     """
     value, unit = _split(text, "a count", "7B")
     if unit not in COUNT_UNITS:
@@ -105,9 +102,6 @@ def parse_bandwidth(text: str | float) -> float:
 
     Args:
         text: A number and a unit; a small b is a bit, eight to the byte.
-
-    Raises:
-        ValueError: If there is no number, no such unit, or the value is negative.
     """
     value, unit = _split(text, "a bandwidth", "450 GB/s")
     if not isinstance(text, str):
@@ -125,9 +119,6 @@ def format_bytes(n: float, unit: str = "GB") -> str:
 
     Args:
         unit: One of `BYTE_UNITS`.
-
-    Raises:
-        ValueError: If the unit is unknown.
     """
     if unit not in BYTE_UNITS:
         raise ValueError(f"unit={unit!r} must be one of {', '.join(BYTE_UNITS)}")

@@ -48,11 +48,7 @@ def largest(bytes_at: Callable[[int], int], capacity: int) -> int:
 
 
 def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int, recompute: str, device: str) -> Answer:
-    """Return what a training run on one device needs, by term, and where it stops fitting.
-
-    Raises:
-        ValueError: If settings contradict each other.
-    """
+    """Return what a training run on one device needs, by term, and where it stops fitting."""
     config, card = preset(model), accelerator(device)
     settings = {"recipe": recipe, "optimizer": optimizer, "recompute": recompute}
 

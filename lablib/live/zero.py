@@ -40,9 +40,6 @@ def step_traffic(params: int, ranks: int, stage: int, micro_batches: int = 1) ->
     In units of 2ψ(N-1)/N bytes, for k micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients
     once and gather once; stage 2 scatters k times and gathers once; stage 3 scatters k times and gathers 2k times.
     Source: ZeRO (arXiv 1910.02054), section 7.2. With one micro-batch it is `comm.data_parallel_bytes`.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     if stage not in STAGES or micro_batches < 1:
         raise ValueError(f"stage={stage} must be 0 to 3 and micro_batches={micro_batches} at least 1")

@@ -156,9 +156,6 @@ def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
         ranks: n, at least 1.
-
-    Raises:
-        ValueError: If the algorithm is unknown or a number makes no sense.
     """
     if algorithm not in _ROUNDS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -172,9 +169,6 @@ def hierarchical_rounds(numel: int, ranks: int, ranks_per_node: int) -> list[Rou
 
     Args:
         ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
-
-    Raises:
-        ValueError: If g does not divide n.
     """
     g = ranks_per_node
     if g < 1 or ranks % g:
@@ -389,9 +383,6 @@ def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: 
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
         ranks: n, at least 1.
         root: Where a broadcast starts and a reduction ends.
-
-    Raises:
-        ValueError: If the algorithm is unknown or a number makes no sense.
     """
     if algorithm not in _TRAFFIC:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -414,9 +405,6 @@ def hierarchical_traffic(
 
     Args:
         ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.
-
-    Raises:
-        ValueError: If g does not divide n.
     """
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} does not divide ranks={ranks}")

@@ -34,9 +34,6 @@ def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
 
     Returns:
         `states[step][rank][chunk]`, the ranks summed there in the order in which they were added.
-
-    Raises:
-        ValueError: If `ranks` is not positive.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -87,9 +84,6 @@ def check_link(ranks: int, **numbers: float) -> None:
     Args:
         ranks: Number of ranks, at least 1.
         **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
-
-    Raises:
-        ValueError: If one of them is not; it names the number.
     """
     if ranks < 1 or ranks != int(ranks):
         raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
@@ -190,9 +184,6 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
     Args:
         size: S, the bytes of the whole array.
         ranks: n, at least 1.
-
-    Raises:
-        ValueError: For another collective, or numbers that make no sense.
     """
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
@@ -261,9 +252,6 @@ def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
     Args:
         ranks: n, at least 1.
         serial_fraction: f, the share of the one-rank time that more ranks do not divide; 0 to 1.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     _check_ranks(ranks)
     if not 0 <= serial_fraction <= 1:
@@ -282,9 +270,6 @@ def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Sca
         seconds_many: T_n, a step on n ranks.
         ranks: n, at least 1.
         scaling: "strong" or "weak".
-
-    Raises:
-        ValueError: If a time is not above 0, or `scaling` is neither.
     """
     _check_ranks(ranks)
     for name, value in (("seconds_one", seconds_one), ("seconds_many", seconds_many)):
@@ -303,9 +288,6 @@ def efficiency(seconds_one: float, seconds_many: float, ranks: int, *, scaling: 
         seconds_many: T_n, a step on n ranks.
         ranks: n, at least 1.
         scaling: "strong" or "weak", as in `speedup`.
-
-    Raises:
-        ValueError: If a time is not above 0, or `scaling` is neither.
     """
     return speedup(seconds_one, seconds_many, ranks, scaling=scaling) / ranks
 
@@ -321,9 +303,6 @@ def chance_of_any(ranks: int, chance: float) -> float:
     Args:
         ranks: n, at least 1.
         chance: p, that a given one is slow; 0 to 1.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_link(ranks, chance=chance)
     if chance > 1:

@@ -106,9 +106,6 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
     Args:
         sizes: Bytes, in any order; at least two different ones.
-
-    Raises:
-        ValueError: If there are fewer than two different sizes, or a time is not above 0.
     """
     points = _sorted(sizes, seconds)
     if len({size for size, _ in points}) < 2:
@@ -124,9 +121,6 @@ def fit_pieces(sizes: Sequence[float], seconds: Sequence[float], pieces: int) ->
 
     Args:
         sizes: Bytes, in any order. Times of one size stay together.
-
-    Raises:
-        ValueError: If there are fewer than two different sizes for each line, or a time is not above 0.
     """
     points = _sorted(sizes, seconds)
     different = sorted({size for size, _ in points})
@@ -241,9 +235,6 @@ def cost_terms(algorithm: str, ranks: int) -> Terms:
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
         ranks: n, at least 1.
-
-    Raises:
-        ValueError: If the algorithm is unknown or there is no rank.
     """
     check_link(ranks)
     if algorithm not in _TERMS:
@@ -263,9 +254,6 @@ def collective_time(
         bandwidth: W, bytes per second, per direction.
         latency: α, seconds per message.
         gamma: γ, seconds to add one byte to another; 0 neglects it.
-
-    Raises:
-        ValueError: If the algorithm is unknown or a number makes no sense.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency, gamma=gamma)
     return cost_terms(algorithm, ranks).seconds(size, bandwidth=bandwidth, latency=latency, gamma=gamma)
@@ -299,9 +287,6 @@ def crossover(
 
     Returns:
         S*; 0 if `long` is never slower; None if it never becomes faster.
-
-    Raises:
-        ValueError: If an algorithm is unknown or a number makes no sense.
     """
     check_link(ranks, bandwidth=bandwidth, latency=latency, gamma=gamma)
     one, other = cost_terms(short, ranks), cost_terms(long, ranks)
@@ -321,9 +306,6 @@ def fastest_algorithm(
         size: S in bytes.
         bandwidth: W, as in `collective_time`.
         operation: What the algorithms' names end with.
-
-    Raises:
-        ValueError: If no algorithm is for this operation, or a number makes no sense.
     """
     names = [name for name in ALGORITHMS if name.endswith(operation)]
     if not names:
@@ -378,9 +360,6 @@ def parse_nccl_tests(text: str) -> list[Run]:
         text: The whole output; what is no line of the table is passed over. Lines of old versions,
             without the columns `redop` or `root`, are understood: size, count, type, perhaps those two, then time,
             algbw, busbw and #wrong twice.
-
-    Raises:
-        ValueError: If there is no such line.
     """
     runs = []
     for line in text.splitlines():

@@ -33,9 +33,6 @@ class Topology:
         cards: Network cards of a node.
         gamma: γ, seconds to add one byte to another.
         placement: For every rank its seat, counted through all nodes; None seats rank k at k.
-
-    Raises:
-        ValueError: If a number makes no sense, or the placement is no permutation.
     """
 
     nodes: int
@@ -122,9 +119,6 @@ class Topology:
             algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
             size: S, the bytes of the whole array.
             itemsize: Bytes per element; `size` is cut into whole elements.
-
-        Raises:
-            ValueError: If the algorithm is unknown, or ranks are hierarchical and do not sit in order.
         """
         numel = round(size / itemsize)
         if algorithm != "hierarchical_all_reduce":

@@ -119,9 +119,6 @@ def choose(
         seq: Tokens in a sequence; None means the model's longest.
         patience: How much slower than the best of all it may be, as a share.
         **settings: Other arguments of `plan`: nic, intra, gpus_per_node, recipe_, reserve.
-
-    Raises:
-        ValueError: If nothing fits, or an argument is out of range.
     """
     if patience < 0:
         raise ValueError(f"patience={patience} must not be negative")

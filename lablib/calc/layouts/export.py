@@ -100,9 +100,6 @@ def export_job(
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         sequence_parallel: Whether tp splits norms and residuals too.
         dtype: "bf16" or "fp16".
-
-    Raises:
-        ValueError: If the layout cannot be, the nodes are not whole, or the dtype is another.
     """
     config = resolve_model(model)
     check_layout(
@@ -189,11 +186,7 @@ def torchtitan_config(job: ExportJob) -> dict[str, Table]:
 
 
 def torchtitan_toml(job: ExportJob, *, path: str = "layout.toml") -> str:
-    """Return the file as text, headed by the line that starts it.
-
-    Raises:
-        ValueError: As `torchtitan_config`.
-    """
+    """Return the file as text, headed by the line that starts it."""
     lines = ["# " + torchrun(job, f"-m torchtitan.train --job.config_file {path}")]
     for table, entries in torchtitan_config(job).items():
         lines += ["", f"[{table}]"]
@@ -229,11 +222,7 @@ def megatron_arguments(job: ExportJob) -> list[str]:
 
 
 def megatron_script(job: ExportJob) -> str:
-    """Return a shell command: torchrun, the script, and one argument a line.
-
-    Raises:
-        ValueError: As `megatron_arguments`.
-    """
+    """Return a shell command: torchrun, the script, and one argument a line."""
     arguments = " \\\n    ".join(megatron_arguments(job))
     return torchrun(job, "pretrain_gpt.py \\\n    " + arguments) + ' \\\n    "$@"  # data and tokenizer\n'
 
@@ -404,11 +393,7 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
 
 
 def accelerate_yaml(job: ExportJob) -> str:
-    """Return the file as text; accumulation and batch stand in its comments, since the script sets them.
-
-    Raises:
-        ValueError: As `accelerate_config`.
-    """
+    """Return the file as text; accumulation and batch stand in its comments, since the script sets them."""
     lines = [
         f"# In the script: Accelerator(gradient_accumulation_steps={job.accumulation}), and a loader with batch_size="
         f"{job.layout.micro_batch}:",
@@ -466,8 +451,5 @@ def export_layout(job: ExportJob, framework: str) -> str:
 
     Args:
         framework: One of `EXPORTERS`.
-
-    Raises:
-        ValueError: If the framework is unknown or cannot run the layout.
     """
     return EXPORTERS[one_of("framework", framework, EXPORTERS)](job)

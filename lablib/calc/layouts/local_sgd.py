@@ -107,9 +107,6 @@ def exchange_cost(
         inner_steps: H; 1 for DDP.
         latency: Seconds of a message; some 0.05 between continents.
         wire_bytes: Bytes of one number on the wire; None for `WIRE_BYTES`.
-
-    Raises:
-        ValueError: If the method is unknown, DDP is given more than one inner step, or a number is out of range.
     """
     one_of("method", method, METHODS)
     for name, value in (("replicas", replicas), ("tokens_per_step", tokens_per_step), ("inner_steps", inner_steps)):
@@ -153,9 +150,6 @@ def needed_inner_steps(
         bandwidth: Bytes per second that a data centre sends, per direction.
         most_share: s, between 0 and 1.
         method: "local-sgd" or "diloco".
-
-    Raises:
-        ValueError: If the share is not between 0 and 1, or another argument is out of range.
     """
     if not 0 < most_share < 1:
         raise ValueError(f"most_share={most_share} must be between 0 and 1")

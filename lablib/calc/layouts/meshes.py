@@ -41,9 +41,6 @@ class Mesh:
         sizes: Ranks along every axis of the order.
         order: The axes, fastest first.
         gpus_per_node: Ranks that share a node.
-
-    Raises:
-        ValueError: If a size is not a whole number of at least 1, or the ranks do not fill whole nodes.
     """
 
     sizes: tuple[int, ...]
@@ -78,11 +75,7 @@ class Mesh:
         return -(-self.ranks // self.gpus_per_node)
 
     def size(self, axis: str) -> int:
-        """Return the ranks along an axis.
-
-        Raises:
-            ValueError: If there is no such axis.
-        """
+        """Return the ranks along an axis."""
         return self.sizes[self.order.index(one_of("axis", axis, self.order))]
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -90,19 +83,12 @@ class Mesh:
 
         Args:
             rank: From 0.
-
-        Raises:
-            ValueError: If there is no such rank.
         """
         self._check_rank(rank)
         return {axis: rank // self.strides[axis] % self.size(axis) for axis in self.order}
 
     def rank(self, coordinates: Mapping[str, int] | None = None, /, **more: int) -> int:
-        """Return the rank at these coordinates; an axis that is not given counts as 0.
-
-        Raises:
-            ValueError: If an axis is unknown or a position is not on it.
-        """
+        """Return the rank at these coordinates; an axis that is not given counts as 0."""
         at = dict(coordinates or {}) | more
         for axis, position in at.items():
             if not 0 <= position < self.size(axis):
@@ -110,11 +96,7 @@ class Mesh:
         return sum(position * self.strides[axis] for axis, position in at.items())
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from this one along these axes only, itself included, in order.
-
-        Raises:
-            ValueError: If an axis or the rank does not exist.
-        """
+        """Return the ranks that differ from this one along these axes only, itself included, in order."""
         self._check_rank(rank)
         if not axes:
             raise ValueError(f"name at least one axis of {', '.join(self.order)}")
@@ -125,11 +107,7 @@ class Mesh:
         return sorted(members)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return every process group along these axes; each rank is in exactly one.
-
-        Raises:
-            ValueError: If an axis does not exist, or none is named.
-        """
+        """Return every process group along these axes; each rank is in exactly one."""
         seen: set[int] = set()
         found = []
         for rank in range(self.ranks):
@@ -186,9 +164,6 @@ def mesh(
         dp: Replicas beside ep: dp of a `Layout` over its ep.
         order: The five axes, fastest first, as a sequence or joined by "-".
         gpus: Ranks that there must be, or None.
-
-    Raises:
-        ValueError: If the order is not of the five axes, or the factors do not multiply to `gpus`.
     """
     axes = tuple(order.split("-") if isinstance(order, str) else order)
     if sorted(axes) != sorted(AXES):

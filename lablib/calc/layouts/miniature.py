@@ -53,9 +53,6 @@ class Miniature:
         dtype: "float32" or "float64".
         order: Axes of the mesh, fastest first.
         gpus_per_node: Ranks of a pretended node, for `mesh.crosses`.
-
-    Raises:
-        ValueError: If a factor does not divide what it cuts; it names both.
     """
 
     config: ModelConfig
@@ -163,9 +160,6 @@ def predicted_traffic(job: Miniature, rank: int, version: str = "toys") -> dict[
 
     Args:
         version: "toys" or "torch".
-
-    Raises:
-        ValueError: If the version or the rank does not exist.
     """
     one_of("version", version, VERSIONS)
     stage = job.mesh.coordinates(rank)["pp"]

@@ -73,11 +73,7 @@ class Reading:
     gpu: str
 
     def fact(self, name: str) -> float | int | str:
-        """Return a printed value.
-
-        Raises:
-            ValueError: If the reading has no such fact.
-        """
+        """Return a printed value."""
         one_of("fact", name, [fact.name for fact in self.facts])
         return next(fact.value for fact in self.facts if fact.name == name)
 
@@ -139,11 +135,7 @@ def reading_names() -> list[str]:
 
 
 def read_layout(name: str) -> Reading:
-    """Return a published layout as a worked example.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
+    """Return a published layout as a worked example."""
     one_of("reading", name, _READINGS)
     paper, gpu, order, facts, ours = _READINGS[name]
     layout, job = WORKED_EXAMPLES[name]

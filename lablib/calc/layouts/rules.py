@@ -78,11 +78,7 @@ def microbatch_rule(p: int, per_stage: Sequence[int] = (1, 2, 4, 8), v: int = 1)
 
 
 def enough_microbatches(p: int, *, most: float = 0.25, v: int = 1) -> int:
-    """Return the least m with (p-1)/(v m) at most `most`; interleaved, the least multiple of p.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """Return the least m with (p-1)/(v m) at most `most`; interleaved, the least multiple of p."""
     if p < 1 or v < 1 or not most > 0:
         raise ValueError(f"p={p} and v={v} must be at least 1, and most={most} above 0")
     m = max(1, math.ceil((p - 1) / (most * v) - 1e-9))  # 0.1 is a little more than a tenth
@@ -128,9 +124,6 @@ def tensor_rule(
 
     Where it fails: on nodes of one GPU there is no inside; in a domain of 72 GPUs tp=16 is inside. And "inside" is no
     promise of cheap: without NVLink the share at tp=8 can be above what it is across nodes with.
-
-    Raises:
-        ValueError: If no degree divides the heads.
     """
     config = resolve_model(model)
     rows = []
@@ -210,9 +203,6 @@ def order_rule(
     Args:
         layout: tp, pp, dp and micro_batch are used.
         orders: Axes joined by "-", fastest first.
-
-    Raises:
-        ValueError: If the layout does not have as many ranks as the cluster, or an order is not of the three axes.
     """
     sent = axis_bytes(model, layout, seq=seq, global_batch=global_batch)
     rows = []
@@ -311,9 +301,6 @@ def pipeline_formula(params: float, tp: int, gpu: str | Accelerator = "a100", *,
 
     70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the
     least, before any activation.
-
-    Raises:
-        ValueError: If a number is below 1.
     """
     for name, value in (("params", params), ("tp", tp), ("bytes_per_param", bytes_per_param)):
         if value < 1:

@@ -55,9 +55,6 @@ class ModelConfig:
         qk_nope_head_dim: MLA: part of a query or key head without position.
         qk_rope_head_dim: MLA: part with rotary position, shared by all key heads.
         v_head_dim: MLA: width of a value head.
-
-    Raises:
-        ValueError: If a size is missing, not a whole number, negative, or contradicts another one.
     """
 
     name: str = "custom"
@@ -202,9 +199,6 @@ class ModelConfig:
 
         Args:
             layer: Number of the layer, from 0.
-
-        Raises:
-            ValueError: If there is no such layer.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer} is not in 0..{self.num_layers - 1} of {self.name}")

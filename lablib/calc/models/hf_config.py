@@ -43,11 +43,7 @@ class Fields:
         return ValueError(f"{self.where}: {field} {problem}")
 
     def whole(self, *names: str, default: object = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
-        """Return the whole number under the first of these names that is there; null counts as missing.
-
-        Raises:
-            ValueError: If it is missing or no such number, or two names of it disagree.
-        """
+        """Return the whole number under the first of these names that is there; null counts as missing."""
         there = [name for name in names if self.fields.get(name) is not None]
         if not there:
             default = self.defaults.get(names[0], default)
@@ -67,52 +63,32 @@ class Fields:
         return self.fields[there[0]]
 
     def needed(self, name: str, *, null: bool) -> None:
-        """Refuse a field that is missing, or one that is null, where only the other of the two means something.
-
-        Raises:
-            ValueError: If it is what means nothing.
-        """
+        """Refuse a field that is missing, or one that is null, where only the other of the two means something."""
         if null and name not in self.fields and name not in self.defaults:
             raise self.error(name, "is missing; null has a meaning, but a missing field has none")
         if not null and name in self.fields and self.fields[name] is None:
             raise self.error(name, "is null and must be a whole number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a field that is true or false; only a missing one means the default.
-
-        Raises:
-            ValueError: If it is anything else.
-        """
+        """Return a field that is true or false; only a missing one means the default."""
         value = self.fields.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"is {shown(value)} and must be true or false")
         return value
 
     def only(self, name: str, *allowed: object, why: str) -> None:
-        """Refuse a field that changes the model in a way that is not counted.
-
-        Raises:
-            ValueError: If it has another value.
-        """
+        """Refuse a field that changes the model in a way that is not counted."""
         value = self.fields.get(name, allowed[0])
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
             raise self.error(name, f"is {shown(value)}: {why}")
 
     def divides(self, name: str, value: int, of: str, size: int) -> None:
-        """Refuse a number that does not divide another one.
-
-        Raises:
-            ValueError: If it does not.
-        """
+        """Refuse a number that does not divide another one."""
         if size % value:
             raise self.error(name, f"is {value} and does not divide {of}={size}")
 
     def at_most(self, name: str, value: int, of: str, size: int) -> None:
-        """Refuse a number that is larger than another one.
-
-        Raises:
-            ValueError: If it is not the smaller one.
-        """
+        """Refuse a number that is larger than another one."""
         if value > size:
             raise self.error(name, f"is {value} and more than {of}={size}")
 
@@ -124,11 +100,7 @@ def shown(value: object) -> str:
 
 
 def load(source: object) -> dict:
-    """Return the fields of a file.
-
-    Raises:
-        ValueError: If it cannot be read, is not JSON, or holds anything but an object.
-    """
+    """Return the fields of a file."""
     if not isinstance(source, str | PathLike):
         raise ValueError(f"{type(source).__name__} is neither a dictionary nor the path of a config.json")
     path = Path(source)

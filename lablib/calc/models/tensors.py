@@ -98,9 +98,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> list[Tensor]:
 
     Args:
         layer: Number of the block, from 0.
-
-    Raises:
-        ValueError: If there is no such layer.
     """
     tensors = _latent_attention(config) if config.is_mla else _attention(config)
     tensors.append(_norm("norms", config, config.hidden, config.norms_per_layer))

@@ -43,9 +43,6 @@ def bucket_sizes(sizes: Sequence[int], *, first: int = 2**20, cap: int = 25 * 2*
 
     Returns:
         The buckets in the order of sending, each a list of indices into `sizes`.
-
-    Raises:
-        ValueError: If a size is negative or a limit is not positive.
     """
     if any(size < 0 for size in sizes):
         raise ValueError(f"sizes must not be negative, and the smallest is {min(sizes)}")
@@ -80,9 +77,6 @@ def backward_transfers(
         backward: Seconds of the whole backward pass.
         bandwidth: Bytes per second, per direction.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
-
-    Raises:
-        ValueError: If the buckets do not hold every gradient exactly once, or a time is negative.
     """
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(sizes))):
         raise ValueError(f"the buckets must hold each of the {len(sizes)} gradients exactly once")
@@ -164,9 +158,6 @@ def ddp_step_time(
         buckets: How many of equal size, or the bytes of each in the order of sending.
         overlap: False sends nothing before the end of backward.
         micro_batches: Accumulated in each step; all but the last inside `no_sync`.
-
-    Raises:
-        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
     """
     check_link(
         ranks,

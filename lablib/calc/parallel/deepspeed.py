@@ -75,9 +75,6 @@ def deepspeed_settings(
         device: Where to: "cpu" or "nvme".
         clip: Largest global gradient norm; 0 for no clipping.
         warmup: Steps until the highest learning rate.
-
-    Raises:
-        ValueError: If a number is out of range, a choice unknown, or the stage cannot offload what is asked.
     """
     least = {"ranks": (ranks, 1), "micro_batch": (micro_batch, 1), "accumulation": (accumulation, 1)}
     for name, (value, minimum) in (least | {"warmup": (warmup, 0), "steps": (steps, 1)}).items():
@@ -273,9 +270,6 @@ def zero2_estimate(
     Args:
         offload: Whether the optimizer is on the CPU.
         variant: "code" or "doc".
-
-    Raises:
-        ValueError: If the variant is unknown or a count is below 1.
     """
     one_of("variant", variant, ("code", "doc"))
     _counts(params=params, gpus_per_node=gpus_per_node, nodes=nodes)
@@ -304,9 +298,6 @@ def zero3_estimate(
         offload: "none", "optimizer" or "parameters".
         zero_init: Whether the model is sharded while it is built (`deepspeed.zero.Init`); otherwise every rank first
             builds it whole in fp32, in CPU memory.
-
-    Raises:
-        ValueError: If the offload is unknown or a count is below 1.
     """
     one_of("offload", offload, ("none", "optimizer", "parameters"))
     _counts(params=params, largest_layer=largest_layer, gpus_per_node=gpus_per_node, nodes=nodes)

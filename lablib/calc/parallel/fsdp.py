@@ -110,9 +110,6 @@ def fsdp_traffic(
         micro_batches: Forward and backward passes in the step.
         sync_every: Reduce after every backward; False: after the last one only, as inside `no_sync`.
         keep_gathered: Keep the parameters gathered after every backward but the last.
-
-    Raises:
-        ValueError: If a number is out of range, or `reshard` as a number does not divide `shards`.
     """
     listed = as_units(units)
     check_numbers(
@@ -243,9 +240,6 @@ def fsdp_step(
         units: The root first, then the others as they run.
         reshard: Free a unit after its forward and gather it again in backward.
         prefetch: Gather the next unit while the present one runs.
-
-    Raises:
-        ValueError: If there is no unit.
     """
     if not units:
         raise ValueError("units=[] is empty; the root is always there, wrapped or not")

@@ -71,11 +71,7 @@ def check_numbers(**numbers: int) -> None:
 
 
 def as_units(units: Sequence[Unit | int]) -> list[Unit]:
-    """Return units; a number becomes a unit of so many parameters in one dim.
-
-    Raises:
-        ValueError: If there is none, a size is negative, or a parameter has no dim.
-    """
+    """Return units; a number becomes a unit of so many parameters in one dim."""
     if not units:
         raise ValueError("no units: give at least the root")
     listed = []
@@ -133,9 +129,6 @@ def gathered_timeline(
         prefetch: Units gathered ahead explicitly, in forward and backward; None for FSDP2's own way, which is
             none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
         torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
-
-    Raises:
-        ValueError: If a number is out of range, or the version is not known.
     """
     facts = torch_facts(torch)
     listed = as_units(units)
@@ -167,9 +160,6 @@ def peak_unsharded_bytes(
     Args:
         units: As in `gathered_timeline`, and so are the others.
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
-
-    Raises:
-        ValueError: If a number is out of range, or the version is not known.
     """
     moments = gathered_timeline(
         units,

@@ -60,9 +60,6 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
 
     Args:
         num_kv_heads: Key and value heads, which divide a.
-
-    Raises:
-        ValueError: If a query group would be torn apart, or a rank would get more heads than another.
     """
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("tp", tp)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -119,9 +116,6 @@ def rank_params(config: ModelConfig, tp: int) -> int:
 
     Args:
         tp: A degree of `tp_degrees`; the vocabulary is rounded up to a multiple of it.
-
-    Raises:
-        ValueError: If the degree splits a head or leaves a remainder.
     """
     _check(config, tp)
     tensors = embedding_tensors(config) + head_tensors(config)
@@ -135,9 +129,6 @@ def layer_collectives(sequence_parallel: bool | str = False) -> dict[str, dict[s
 
     Args:
         sequence_parallel: False, "keep" or "shard".
-
-    Raises:
-        ValueError: If the variant is unknown.
     """
     forward, backward = _HALF[variant(sequence_parallel)]
     return {
@@ -201,9 +192,6 @@ def layer_times(
         flops: F, FLOP/s that one rank reaches.
         bandwidth: W, bytes per second that one rank sends, per direction.
         sequence_parallel: False, "keep" or "shard".
-
-    Raises:
-        ValueError: If the model is not dense.
     """
     require_dense(config)
     matrices = sum(t.outputs * t.inputs * t.copies for t in layer_tensors(config, 0) if t.inputs > 1)
@@ -214,11 +202,7 @@ def layer_times(
 
 
 def variant(sequence_parallel: bool | str) -> bool | str:
-    """Return the variant if there is such a one.
-
-    Raises:
-        ValueError: If there is not; True does not say which of the two is meant.
-    """
+    """Return the variant if there is such a one."""
     if not any(sequence_parallel is known or sequence_parallel == known != 0 for known in VARIANTS):
         raise ValueError(f"sequence_parallel={sequence_parallel!r} must be False, 'keep' or 'shard'")
     return sequence_parallel

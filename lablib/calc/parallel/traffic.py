@@ -97,9 +97,6 @@ def expert_traffic(
     Dispatch and combine, forward and backward: `4 T k h (e-1)/e` values an MoE layer,
     for T tokens on a rank, k experts a token, and tokens spread evenly over the ranks.
     What is not a routed expert is replicated, so its gradients are summed as in data parallelism.
-
-    Raises:
-        ValueError: If the model has no experts, or the ranks do not divide them.
     """
     if not config.is_moe or config.num_experts % ranks:
         raise ValueError(f"ranks={ranks} does not divide num_experts={config.num_experts} of {config.name}")

@@ -142,9 +142,6 @@ class Format:
 
         Args:
             code: The bits as an unsigned integer.
-
-        Raises:
-            ValueError: If the code does not fit into the format.
         """
         if not 0 <= code < 2**self.bits:
             raise ValueError(f"code {code} is not among the {2**self.bits} codes of {self.name}")
@@ -166,9 +163,6 @@ class Format:
 
         Args:
             code: The bits as an unsigned integer.
-
-        Raises:
-            ValueError: If the code does not fit into the format.
         """
         sign, exponent, mantissa = self.fields(code)
         magnitude = code % 2 ** (self.exponent_bits + self.mantissa_bits)
@@ -205,9 +199,6 @@ class Format:
             overflow: What a number becomes that rounds to more than `max`: "special" for infinity, or NaN where
                 the format has none, or "saturate" for `max`. PyTorch's cast to float8_e5m2 gives infinity; its
                 cast to float8_e4m3fn saturates or gives NaN, depending on the version.
-
-        Raises:
-            ValueError: If `overflow` is neither, or if a number below zero is given to a format without a sign.
         """
         one_of("overflow", overflow, ("special", "saturate"))
         if math.isnan(x):
@@ -232,9 +223,6 @@ class Format:
 
         Args:
             overflow: As in `round`.
-
-        Raises:
-            ValueError: As in `round`, and for NaN where the format has no code for it.
         """
         value = self.round(x, overflow=overflow)
         sign_bit = 1 << (self.exponent_bits + self.mantissa_bits)
@@ -264,9 +252,6 @@ class Format:
 
         Args:
             x: A number within the range of the format.
-
-        Raises:
-            ValueError: If it is outside the range.
         """
         if not abs(x) <= self.max:
             raise ValueError(f"{x} is outside the range of {self.name}, which ends at {self.max:g}")
@@ -288,9 +273,6 @@ class Format:
         Args:
             low: Least value, at least 0.
             high: Largest value; `max` if beyond it.
-
-        Raises:
-            ValueError: If `low` is negative.
         """
         if low < 0:
             raise ValueError(f"low={low} must be at least 0: negative values mirror the positive ones")
@@ -327,9 +309,6 @@ def find_format(name: str) -> Format:
 
     Args:
         name: "fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1" or "e8m0".
-
-    Raises:
-        ValueError: If there is none of this name; it lists those that there are.
     """
     by_dtype = {fmt.torch_name: key for key, fmt in FORMATS.items() if fmt.torch_name}
     key = by_dtype.get(name.removeprefix("torch."), name)
@@ -356,11 +335,7 @@ class Span:
 
 
 def format_spans(names: Iterable[str] = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3")) -> list[Span]:
-    """Return the spans of formats, for one axis.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+    """Return the spans of formats, for one axis."""
     found = [find_format(name) for name in names]
     return [
         Span(
@@ -438,11 +413,7 @@ class Support:
 
 
 def support(card: str) -> Support:
-    """Return what a card has.
-
-    Raises:
-        ValueError: If the card is unknown.
-    """
+    """Return what a card has."""
     found = accelerator(card)
     key = next(key for key in (*CAPABILITY, *_OTHERS) if accelerator(key) is found)
     if key in _OTHERS:
@@ -468,9 +439,6 @@ def peak_ratio(card: str, fast: str, slow: str) -> float:
     Args:
         card: A name that `hardware.accelerator` knows.
         fast: A dtype of `Accelerator.flops`.
-
-    Raises:
-        ValueError: If the card or its rate is not in the table.
     """
     found = accelerator(card)
     return found.peak(fast) / found.peak(slow)

@@ -65,9 +65,6 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
 
     Args:
         scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
-
-    Raises:
-        ValueError: If the scaling is unknown.
     """
     block = BLOCKS[one_of("scaling", scaling, BLOCKS)]
     if block is None:
@@ -80,9 +77,6 @@ def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
 
     Args:
         scaling: As in `scale_count`.
-
-    Raises:
-        ValueError: If the scaling is unknown.
     """
     return rows * columns + scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
 
@@ -105,9 +99,6 @@ def gather_bytes(config: ModelConfig, ranks: int, *, float8: bool) -> float:
 
     Args:
         float8: Whether matrices travel in FP8; else all travels in bf16.
-
-    Raises:
-        ValueError: If `ranks` is not positive, or the model is none that `linear_params` counts.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -124,9 +115,6 @@ def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
     Args:
         matmul_share: f, share of the step's time that goes to the matmuls in question, before.
         matmul_speedup: s, at most the ratio of peaks: 2 for FP8 against bf16.
-
-    Raises:
-        ValueError: If the share is not between 0 and 1, or the speedup not positive.
     """
     if not 0 <= matmul_share <= 1 or matmul_speedup <= 0:
         raise ValueError(f"matmul_share={matmul_share} must be 0 to 1 and matmul_speedup={matmul_speedup} positive")
@@ -134,11 +122,7 @@ def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
 
 
 def implied_share(speedup: float, matmul_speedup: float = 2.0) -> float:
-    """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`.
-
-    Raises:
-        ValueError: If no share gives this speedup.
-    """
+    """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`."""
     if not 1 <= speedup <= matmul_speedup or matmul_speedup == 1:
         raise ValueError(f"speedup={speedup} is not between 1 and matmul_speedup={matmul_speedup}")
     return (1 - 1 / speedup) / (1 - 1 / matmul_speedup)

@@ -106,9 +106,6 @@ def find_optimizer(name: str | Optimizer) -> Optimizer:
 
     Args:
         name: One of `optimizer_names()`, or an Optimizer of your own.
-
-    Raises:
-        ValueError: If the name is unknown; close names are suggested.
     """
     return name if isinstance(name, Optimizer) else OPTIMIZERS[one_of("optimizer", name, OPTIMIZERS)]
 
@@ -155,9 +152,6 @@ class Recipe:
 
         Args:
             optimizer: Name of an optimizer, or the optimizer.
-
-        Raises:
-            ValueError: If the optimizer is unknown.
         """
         # A whole number of blocks, so that a fraction of a scale counts as a fraction.
         moments = sum(find_optimizer(optimizer).moment_bytes(BLOCK, self.moment).values()) / BLOCK
@@ -283,8 +277,5 @@ def recipe(name: str | Recipe) -> Recipe:
 
     Args:
         name: One of `recipe_names()`, or a Recipe of your own.
-
-    Raises:
-        ValueError: If the name is unknown; close names are suggested.
     """
     return name if isinstance(name, Recipe) else RECIPES[one_of("recipe", name, RECIPES)]

@@ -93,9 +93,6 @@ def noise_scale(small: Sequence[float], big: Sequence[float], *, batch_small: in
 
     Returns:
         Signal, noise, and the standard error of their ratio (0 with a single step).
-
-    Raises:
-        ValueError: If the batches do not differ, or the two series have not the same number of steps.
     """
     if not 1 <= batch_small < batch_big:
         raise ValueError(
@@ -131,31 +128,19 @@ def _positive(**values: float) -> None:
 
 
 def steps_needed(batch: float, *, noise_scale: float, steps_min: float = 1.0) -> float:
-    """Return the optimizer steps to a given loss, S = S_min (1 + B_noise / B).
-
-    Raises:
-        ValueError: If a number is not positive.
-    """
+    """Return the optimizer steps to a given loss, S = S_min (1 + B_noise / B)."""
     _positive(batch=batch, noise_scale=noise_scale, steps_min=steps_min)
     return steps_min * (1 + noise_scale / batch)
 
 
 def examples_needed(batch: float, *, noise_scale: float, examples_min: float = 1.0) -> float:
-    """Return the examples to a given loss, E = E_min (1 + B / B_noise).
-
-    Raises:
-        ValueError: If a number is not positive.
-    """
+    """Return the examples to a given loss, E = E_min (1 + B / B_noise)."""
     _positive(batch=batch, noise_scale=noise_scale, examples_min=examples_min)
     return examples_min * (1 + batch / noise_scale)
 
 
 def step_gain(batch: float, *, noise_scale: float) -> float:
-    """Return what one step gains, over a step without noise: 1 / (1 + B_noise / B).
-
-    Raises:
-        ValueError: If a number is not positive.
-    """
+    """Return what one step gains, over a step without noise: 1 / (1 + B_noise / B)."""
     return 1 / steps_needed(batch, noise_scale=noise_scale)
 
 
@@ -166,9 +151,6 @@ def linear_rule(lr: float, batch: float, new_batch: float) -> float:
         lr: The rate that suits `batch`.
         batch: Examples in a step that `lr` was found with.
         new_batch: Examples in a step from now on.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(lr=lr, batch=batch, new_batch=new_batch)
     return lr * new_batch / batch
@@ -181,9 +163,6 @@ def sqrt_rule(lr: float, batch: float, new_batch: float) -> float:
         lr: The rate that suits `batch`.
         batch: Examples in a step that `lr` was found with.
         new_batch: Examples in a step from now on.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(lr=lr, batch=batch, new_batch=new_batch)
     return lr * sqrt(new_batch / batch)
@@ -198,9 +177,6 @@ def noise_rule(lr: float, batch: float, new_batch: float, *, noise_scale: float)
         lr: The rate that suits `batch`.
         batch: Examples in a step that `lr` was found with.
         new_batch: Examples in a step from now on.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(lr=lr)
     return lr * step_gain(new_batch, noise_scale=noise_scale) / step_gain(batch, noise_scale=noise_scale)
@@ -217,9 +193,6 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
         peak: Highest rate, reached by step `warmup`.
         steps: Steps of the whole schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
-
-    Raises:
-        ValueError: If the numbers contradict each other.
     """
     if step < 1 or steps < 1:
         raise ValueError(f"step={step} and steps={steps} must be at least 1")

@@ -228,9 +228,6 @@ def checked(found: Any) -> dict[str, Any]:
     """Return a snapshot as a dictionary with segments and device_traces, after a look at its shape.
 
     `torch.cuda.memory_snapshot()` has the segments alone.
-
-    Raises:
-        ValueError: If something is missing or of another kind.
     """
     found = {"segments": found} if isinstance(found, list) else found
     try:

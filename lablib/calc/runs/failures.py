@@ -38,9 +38,6 @@ def young_interval(cost: float, mtbf: float) -> float:
     Returns:
         Seconds of work between two checkpoints.
 
-    Raises:
-        ValueError: If a number is not positive.
-
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     Chapter: book/11_practical_fsdp.md.
     """
@@ -56,9 +53,6 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
     Returns:
         Seconds of work between two checkpoints; M itself where δ is 2M or more.
-
-    Raises:
-        ValueError: If a number is not positive.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22(3), 2006.
@@ -82,9 +76,6 @@ def best_interval(cost: float, mtbf: float) -> float:
 
     Returns:
         Seconds of work between two checkpoints.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _check(cost=cost, mtbf=mtbf)
     low, high = 0.0, 1.0  # 1 - x - exp(-x - d) is positive at 0, negative at 1, and falls in between
@@ -105,9 +96,6 @@ def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart
 
     Args:
         mtbf: Mean seconds between two failures, M.
-
-    Raises:
-        ValueError: If a number is not positive, or the restart negative.
     """
     _check(work=work, interval=interval, cost=cost, mtbf=mtbf)
     if restart < 0:
@@ -155,9 +143,6 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
     Args:
         interval: Seconds of work between two checkpoints, τ.
         mtbf: Mean seconds between two failures, M.
-
-    Raises:
-        ValueError: As `wall_time`.
     """
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total
@@ -251,20 +236,13 @@ class FailureLog:
         """Return the mean seconds between failures of a job on another number of such GPUs.
 
         Independent parts fail at rates that add up, so the time is inversely proportional to their number.
-
-        Raises:
-            ValueError: If there is no GPU.
         """
         if gpus < 1:
             raise ValueError(f"gpus={gpus} must be at least 1")
         return self.gpu_mtbf / gpus
 
     def share(self, *categories: str) -> float:
-        """Return the part of the unexpected interruptions that these categories caused, 0 to 1.
-
-        Raises:
-            ValueError: For a category that the log does not have.
-        """
+        """Return the part of the unexpected interruptions that these categories caused, 0 to 1."""
         counts = self.by_category()
         if unknown := sorted(set(categories) - counts.keys()):
             raise ValueError(f"{self.name} has no category {unknown[0]!r}; it has {', '.join(counts)}")
@@ -278,11 +256,7 @@ class FailureLog:
         return dict(counts.most_common())
 
     def time_per_interruption(self, effective: float) -> float:
-        """Return the seconds that each interruption may have cost, all in all, given the share of useful time.
-
-        Raises:
-            ValueError: If the share is not between 0 and 1.
-        """
+        """Return the seconds that each interruption may have cost, all in all, given the share of useful time."""
         if not 0 < effective < 1:
             raise ValueError(f"effective={effective} must be between 0 and 1")
         return (1 - effective) * self.days * _DAY / (self.unexpected + self.planned)

@@ -104,11 +104,7 @@ class Settings:
 
 
 def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
-    """Return the raw seconds of the samples that meet all conditions, in the order measured.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the raw seconds of the samples that meet all conditions, in the order measured."""
     found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
     if not found:
         raise ValueError(f"no sample has {conditions}")
@@ -154,11 +150,7 @@ class LinkFit:
 
 
 def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
-    """Fit α and W to the medians of a study's exchanges.
-
-    Raises:
-        ValueError: If there are no such samples.
-    """
+    """Fit α and W to the medians of a study's exchanges."""
     of_link = [s for s in samples if s["part"] == "link" and s["where"] == where]
     sizes = sorted({s["bytes"] for s in of_link})
     if not sizes:

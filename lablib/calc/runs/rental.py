@@ -173,9 +173,6 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
         machine: Its GPUs are in one node.
         model: A name from `rung models`.
         batch: Sequences of a step on one GPU.
-
-    Raises:
-        ValueError: If nothing fits; it says what is too large.
     """
     n = machine.gpus
     common = {

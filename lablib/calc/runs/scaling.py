@@ -70,9 +70,6 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
 
     Args:
         ranks: For every rank its `seconds`, and of them those in each of `PHASES`. A step's time is the longest.
-
-    Raises:
-        ValueError: If there is no rank, or phases are negative or longer than their step.
     """
     if not ranks:
         raise ValueError("a step needs at least one rank")
@@ -97,9 +94,6 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
         one: Steps of the run on one rank, warm-up dropped: for each step a list with the phases of that rank.
         many: Steps of the run on n ranks: for each step the phases of every rank.
         scaling: "weak" (the batch of a rank is the same) or "strong" (the global batch is).
-
-    Raises:
-        ValueError: If a run has no step, or steps have different numbers of ranks.
     """
     for name, steps in (("one", one), ("many", many)):
         if not steps or len({len(step) for step in steps}) != 1:
@@ -153,11 +147,7 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of samples.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the median and the quartiles of samples."""
     if not samples:
         raise ValueError("no samples: is the warm-up longer than the run?")
     if len(samples) == 1:
@@ -194,9 +184,6 @@ def predicted_step(
 
     Returns:
         Seconds: compute, communication (all of it), exposed (what the step waits for), and step.
-
-    Raises:
-        ValueError: If ranks or bandwidth make no sense.
     """
     if ranks < 1 or not bandwidth > 0:
         raise ValueError(f"ranks={ranks} must be at least 1 and bandwidth={bandwidth} above 0")

@@ -173,9 +173,6 @@ def split_time(events: Iterable[Event], window: Interval | None = None) -> dict[
         events: Of any number of ranks, on one clock.
         window: From when to when, in seconds; by default from the first computation or communication of any rank to
             the last.
-
-    Raises:
-        ValueError: If there is neither computation nor communication, or the window is empty.
     """
     events = [event for event in events if event.kind in ("compute", "communication")]
     if not events:
@@ -205,9 +202,6 @@ def annotated_window(events: Iterable[Event], name: str) -> Interval:
 
     Args:
         name: Of an annotation, such as "step".
-
-    Raises:
-        ValueError: If no rank has it.
     """
     spans = [(event.start, event.end) for event in events if event.kind == "annotation" and event.name == name]
     if not spans:

@@ -83,11 +83,7 @@ def schedule_names() -> list[str]:
 
 
 def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md.
-
-    Raises:
-        ValueError: If the name is unknown or the numbers do not fit it.
-    """
+    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md."""
     known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
     if known == "interleaved":
         return interleaved(p, m, v)

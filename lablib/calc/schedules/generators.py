@@ -51,9 +51,6 @@ def naive(p: int, m: int) -> Schedule:
     """Return the schedule that finishes one micro-batch before it starts the next: one rank in p works.
 
     Idle over ideal time: `p - 1`. Chapter: book/04_pipeline_parallelism.md.
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
     ranks = [[Action(kind, i, k) for k in range(m) for kind in "FB"] for i in range(p)]
@@ -64,9 +61,6 @@ def gpipe(p: int, m: int) -> Schedule:
     """Return GPipe: all forwards, then all backwards in the same order.
 
     Idle over ideal time `(p - 1)/m`; every stage holds m micro-batches (Huang et al. 2019, section 2.3).
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
     ranks = [[*each("F", i, m), *each("B", i, m)] for i in range(p)]
@@ -77,9 +71,6 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     """Return 1F1B: stage i runs `p - 1 - i` forwards, then a forward and a backward in turn.
 
     Idle over ideal time `(p - 1)/m`; stage i holds `min(m, p - i)` micro-batches (Narayanan et al. 2021, Figure 4).
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
     ranks = [list(alternate(each("F", i, m), each("B", i, m), warmup=min(m, p - 1 - i))) for i in range(p)]
@@ -91,9 +82,6 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
     Idle over ideal time `(p - 1)/(v m)`; rank 0 holds `p (1 + (p - 1)/(p v))` stages' worth of activations
     (Narayanan et al. 2021, section 2.2.2; Korthikanti et al. 2022, section 4.2.3). With v = 1 it is 1F1B.
-
-    Raises:
-        ValueError: If p, m or v is less than 1, or p does not divide m.
     """
     at_least_one(p=p, m=m, v=v)
     if v == 1:
@@ -147,9 +135,6 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Idle `(p - 1)(t_F + t_I - t_W)`, all of it within the first stage's span, where W is the shortest of the three,
     as it is in a Transformer; at most p micro-batches held (Table 2 of the paper).
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     return _split(p, m, 1, "zb-h1")
 
@@ -161,9 +146,6 @@ def zb_h2(p: int, m: int) -> Schedule:
     micro-batches held (Table 2 of the paper).
     Over the whole step ranks still idle: they start, and end, one after another. The next step may fill that time
     only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     return _split(p, m, 2, "zb-h2")
 
@@ -227,9 +209,6 @@ def zb_v(p: int, m: int) -> Schedule:
 
     Args:
         m: Micro-batches; from `2p - 1` on the pipeline is full.
-
-    Raises:
-        ValueError: If p or m is less than 1.
     """
     at_least_one(p=p, m=m)
     return _schedule([_zb_v_rank(i, p, max(m, 2 * p - 1)) for i in range(p)], p, m, "zb-v")
@@ -273,9 +252,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     """Return DualPipe-V: in the steady state every forward overlaps with a backward of the rank's other stage.
 
     Idle time `(p - 1)(t_F&B + t_B - 3 t_W)`, of chunk times; the steps are numbered as in DeepSeek's code.
-
-    Raises:
-        ValueError: If p or m is less than 1, or m less than 2p.
     """
     at_least_one(p=p, m=m)
     if m < 2 * p:

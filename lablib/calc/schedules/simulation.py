@@ -275,9 +275,6 @@ def peak_activations(
         stage_size: What one micro-batch stores on each stage, in bytes or any unit; by default a rank's whole share
             of the model counts 1, so a stage of a rank that holds v counts 1/v.
         after_input: Part of it that stays between the input half and the weight half, from 0 to 1.
-
-    Raises:
-        ValueError: If there are not as many sizes as stages, or `after_input` is not between 0 and 1.
     """
     if stage_size is not None and len(stage_size) != schedule.num_stages:
         raise ValueError(

@@ -120,9 +120,6 @@ def from_csv(source: str | Path, name: str = "csv") -> Schedule:
 
     Args:
         source: The text, or the `Path` of a file.
-
-    Raises:
-        ValueError: If a cell is no action, or a stage is missing or on two ranks.
     """
     text = source.read_text() if isinstance(source, Path) else source
     rows = list(csv.reader(io.StringIO(text)))

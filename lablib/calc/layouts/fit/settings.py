@@ -280,12 +280,7 @@ def host_seconds(have: Setup) -> float:
 
 
 def step_seconds(have: Setup) -> float:
-    """Return the predicted seconds of a step of `have.sequences` sequences.
-
-    Raises:
-        ValueError: If the GPU has no link in the table and none was given, or the layers are cut in a way that the
-            planner does not know.
-    """
+    """Return the predicted seconds of a step of `have.sequences` sequences."""
     run = have.run
     layout = Layout(
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,

@@ -329,11 +329,7 @@ def counted_flops(run: Run, recompute: str) -> float:
 
 
 def predict_run(run: Run, rates: Efficiency = EFFICIENCY) -> Prediction:
-    """Return the row as the planner predicts it.
-
-    Raises:
-        ValueError: If no layout of the row can be.
-    """
+    """Return the row as the planner predicts it."""
     options = choices(run)
     if not options:
         raise ValueError(
@@ -352,11 +348,7 @@ def _best(options: list[tuple[Layout, Job, float]], rates: Efficiency) -> tuple[
 
 
 def fit(runs: Sequence[Run] = MEASURED_RUNS) -> Efficiency:
-    """Return the constants that suit these rows best, by a pattern search: a step along each axis while it helps.
-
-    Raises:
-        ValueError: If there are no rows.
-    """
+    """Return the constants that suit these rows best, by a pattern search: a step along each axis while it helps."""
     if not runs:
         raise ValueError("runs is empty: at least one row is needed to fit three constants")
     options = [(run.tflops * 1e12, choices(run)) for run in runs]
@@ -381,11 +373,7 @@ def fit(runs: Sequence[Run] = MEASURED_RUNS) -> Efficiency:
 
 
 def judge_runs(runs: Sequence[Run] = MEASURED_RUNS) -> list[Prediction]:
-    """Return every row predicted by constants fitted on the rows of the other papers.
-
-    Raises:
-        ValueError: If all rows are of one paper.
-    """
+    """Return every row predicted by constants fitted on the rows of the other papers."""
     papers = list(dict.fromkeys(run.paper for run in runs))
     if len(papers) < 2:
         raise ValueError(f"all rows are of {papers}: at least two papers are needed to leave one out")

@@ -30,11 +30,7 @@ SMALL = 0.002  # of a step: differences below are not worth a word
 
 
 def plan_reasons(result: Plan) -> list[str]:
-    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit.
-
-    Raises:
-        ValueError: If nothing fits.
-    """
+    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit."""
     best = result.best
     shares = sorted(best.seconds.items(), key=lambda part: -part[1])
     lines = [

@@ -89,9 +89,6 @@ def cluster(
         nic: Link or bytes per second of one device out of the node; None means what `NICS` lists.
         intra: Link or bytes per second inside a node; None means the accelerator's own.
         rails: As in `Cluster`.
-
-    Raises:
-        ValueError: If a name is unknown, or the devices do not fill whole nodes.
     """
     for name, value in (("gpus", gpus), ("gpus_per_node", gpus_per_node)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -190,11 +187,7 @@ def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int
 
 
 def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[int]:
-    """Return the layers of each stage, all its chunks together.
-
-    Raises:
-        ValueError: If the layers cannot be cut so; it lists the stages that can be.
-    """
+    """Return the layers of each stage, all its chunks together."""
     cut = chunk_layers(num_layers, pp, virtual_stages)
     if cut is None:
         usable = [n for n in range(1, num_layers + 1) if chunk_layers(num_layers, n, virtual_stages)]
@@ -214,11 +207,7 @@ def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[
 def check_layout(
     layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True
 ) -> None:
-    """Raise a ValueError that names every factor unless the layout can run.
-
-    Raises:
-        ValueError: If a number is out of range, or factors do not multiply or divide.
-    """
+    """Raise a ValueError that names every factor unless the layout can run."""
     for name in ("tp", "cp", "ep", "dp", "pp", "micro_batch", "virtual_stages"):
         value = getattr(layout, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

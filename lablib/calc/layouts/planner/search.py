@@ -188,9 +188,6 @@ def plan(
         sequence_parallel: Whether tp splits norms and residuals too.
         reserve: Bytes of a device kept free for context, libraries and fragmentation.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
-
-    Raises:
-        ValueError: If a setting is unknown, or no layout divides what it must; it names every factor.
     """
     config = resolve_model(model)
     machine = cluster(gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails)
