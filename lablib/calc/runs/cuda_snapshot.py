@@ -1,6 +1,6 @@
 """Read a CUDA memory snapshot: how much a program held at its peak, and which lines of it asked for that.
 
-    history = replay(load_snapshot("oom.pickle"))       # by torch.cuda.memory._dump_snapshot("oom.pickle")
+    history = replay_snapshot(load_snapshot("oom.pickle"))       # by torch.cuda.memory._dump_snapshot("oom.pickle")
     peak = history.peak()
     print(peak.requested, peak.reserved, peak.by_line())
 
@@ -70,7 +70,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """What a device holds after a number of events: blocks, and the bytes that the allocator has from CUDA."""
 
     events: int
@@ -97,7 +97,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class History:
+class MemoryHistory:
     """What a snapshot tells about one device.
 
     Attributes:
@@ -116,11 +116,11 @@ class History:
     missing: int
     _end: Mapping[int, Block]
 
-    def peak(self) -> Held:
+    def peak(self) -> HeldMemory:
         """Return what is held when the most bytes are asked for; the first time, if there are several."""
         return self.at(max(range(len(self.requested)), key=self.requested.__getitem__))
 
-    def end(self) -> Held:
+    def end(self) -> HeldMemory:
         """Return what is held when the snapshot was taken."""
         return self.at(len(self.events))
 
@@ -128,7 +128,7 @@ class History:
         """Return after how many events the allocator had to give up; `events[n - 1]` says how much was asked."""
         return [number for number, event in enumerate(self.events, 1) if event["action"] == "oom"]
 
-    def at(self, number: int) -> Held:
+    def at(self, number: int) -> HeldMemory:
         """Return what is held after so many events."""
         blocks = dict(self._end)
         for event in reversed(self.events[number:]):
@@ -138,10 +138,10 @@ class History:
         for address in blocks.keys() & made.keys():
             frames = made[address].get("frames") or blocks[address].frames
             blocks[address] = Block(blocks[address].requested, frames, recorded=True)
-        return Held(number, self.reserved[number], tuple(blocks.values()))
+        return HeldMemory(number, self.reserved[number], tuple(blocks.values()))
 
 
-def replay(snapshot: Mapping[str, Any], device: int | None = None) -> History:
+def replay_snapshot(snapshot: Mapping[str, Any], device: int | None = None) -> MemoryHistory:
     """Return the history of one device of a snapshot, the only one if none is named.
 
     Raises:
@@ -178,7 +178,7 @@ def replay(snapshot: Mapping[str, Any], device: int | None = None) -> History:
         except ValueError as error:
             raise ValueError(f"event {number} {error}") from None
     missing = sum(bool(block.frames) for block in blocks.values())
-    return History(device, events, (asked, *reversed(requested)), (kept, *reversed(reserved)), missing, end)
+    return MemoryHistory(device, events, (asked, *reversed(requested)), (kept, *reversed(reserved)), missing, end)
 
 
 def _undo(blocks: dict[int, Block], event: Mapping[str, Any]) -> int:

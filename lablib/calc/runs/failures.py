@@ -1,12 +1,12 @@
 """Failures of real jobs: what broke, how often, and what it means for a job of another size.
 
-    LLAMA3.mtbf / 3600                  # hours between two unexpected interruptions
-    LLAMA3.mtbf_on(1024) / 3600         # the same machines, fewer of them
-    LLAMA3.by_category()
+    LLAMA3_FAILURES.mtbf / 3600                  # hours between two unexpected interruptions
+    LLAMA3_FAILURES.mtbf_on(1024) / 3600         # the same machines, fewer of them
+    LLAMA3_FAILURES.by_category()
 
 How often to checkpoint: what a failure costs, what a checkpoint costs, and the interval between the two.
 
-    log = LLAMA3                                     # lablib.calc.runs.failures
+    log = LLAMA3_FAILURES                                     # lablib.calc.runs.failures
     best_interval(cost=10, mtbf=log.mtbf)            # seconds of work between two checkpoints
     lost_time(600, cost=10, mtbf=log.mtbf, restart=300)
 
@@ -264,7 +264,7 @@ class FailureLog:
 
 #: Table 5 of the paper, row by row. The printed shares stand beside the counts because one does not follow from its
 #: count: 148 of 419 is 35.3 %, and 30.1 % is printed; the text's 58.7 % for all GPU issues repeats that.
-LLAMA3 = FailureLog(
+LLAMA3_FAILURES = FailureLog(
     name="Llama 3 405B",
     gpus=16_384,
     days=54,

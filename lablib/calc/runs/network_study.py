@@ -63,7 +63,7 @@ Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StudySettings:
     """What the study measures; sizes are such that a sample is short.
 
     Attributes:
@@ -250,7 +250,7 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
 
 
 #: What a variant changes, in the order of the table.
-VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
+STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class SavingsRow:
     """One way to spend less on communication, at one rate; seconds are of one micro-batch.
 
     Attributes:
-        variant: One of `VARIANTS`.
+        variant: One of `STUDY_VARIANTS`.
         rate: Of the link, as text.
         bytes_across: Bytes that leave a host for each micro-batch.
         predicted: Seconds of a micro-batch.
@@ -328,10 +328,10 @@ def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
 
 def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
     """Return every variant at the rate where the study compares them; "buckets" comes first."""
-    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in VARIANTS]
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in STUDY_VARIANTS]
     rate = next(s["rate"] for s in steps if s["variant"] != "buckets")
     found = {}
-    for variant in VARIANTS:
+    for variant in STUDY_VARIANTS:
         sample = next(s for s in steps if s["variant"] == variant and s["rate"] == rate)
         m = sample["micro_batches"]
         raw = tuple(t / m for t in seconds_of(steps, variant=variant, rate=rate))
@@ -373,7 +373,7 @@ def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
 
 
 #: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
-LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
+STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ class PlacementRow:
     """One layout at one rate.
 
     Attributes:
-        layout: One of `LAYOUTS`.
+        layout: One of `STUDY_LAYOUTS`.
         rate: Of the link, as text, or None.
         bytes_across: Bytes that leave a host in a step, by the formula.
         counted: The same, counted by the network card, without what headers take.
@@ -408,7 +408,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
     """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
 
     Args:
-        layout: One of `LAYOUTS`.
+        layout: One of `STUDY_LAYOUTS`.
         config: A dense model without tied embeddings.
         batch: B, sequences of all ranks together.
         bytes_per_value: 4 for fp32.
@@ -429,7 +429,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
         "tp across, dp inside": lambda: float((4 * config.num_layers + 2) * stream + 3 * batch * seq),
     }
     if layout not in values:
-        raise ValueError(f"layout={layout!r} is unknown; use one of {'; '.join(LAYOUTS)}")
+        raise ValueError(f"layout={layout!r} is unknown; use one of {'; '.join(STUDY_LAYOUTS)}")
     return bytes_per_value * values[layout]()
 
 
@@ -438,7 +438,7 @@ def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
     steps = [s for s in samples if s["part"] == "placement"]
     rate = next(s["rate"] for s in steps if s["rate"] is not None)
     rows = []
-    for layout in LAYOUTS:
+    for layout in STUDY_LAYOUTS:
         last = [s for s in steps if s["layout"] == layout and s["rate"] == rate][-1]
         raw = tuple(seconds_of(steps, layout=layout, rate=rate))
         link = last["bytes_across"] / link_bandwidth(rate)

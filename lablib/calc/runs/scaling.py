@@ -32,7 +32,7 @@ Phases = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Loss:
+class ScalingLoss:
     """What a step on n ranks loses.
 
     Attributes:
@@ -85,7 +85,7 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
     return means | {"communication": transfer, "imbalance": waiting + rest}
 
 
-def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> Loss:
+def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> ScalingLoss:
     """Compare a run on n ranks with one on a single rank, and split what is lost.
 
     Of each run the middle half of the steps counts, by time: parts of a mean add up, parts of a median do not.
@@ -112,7 +112,7 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
     seconds = sum(found.values())
     efficiency(ideal / share, seconds, ranks, scaling=scaling)  # refuses what cannot be
     parts = {part: found[part] - share * base.get(part, 0.0) for part in PARTS}
-    return Loss(ranks, scaling, seconds, ideal, parts)
+    return ScalingLoss(ranks, scaling, seconds, ideal, parts)
 
 
 def _mean_split(steps: Sequence[Sequence[Phases]]) -> dict[str, float]:
