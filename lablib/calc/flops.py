@@ -41,7 +41,6 @@ class StepFlops:
     """FLOPs of one optimizer step over `batch` sequences of `seq` tokens.
 
     Attributes:
-        tokens: Tokens in the step.
         by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
         recompute: Extra FLOPs of recomputation in backward.
         six_nd: The estimate `6 N D` with the model's active parameters.

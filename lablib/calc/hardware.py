@@ -44,7 +44,6 @@ class Link:
     """One link of one device, in one direction.
 
     Attributes:
-        name: How tables call it.
         bandwidth: Bytes per second, per direction.
         latency_s: Seconds before the first byte of a message arrives, or None where none is published.
         source: Where the numbers come from.
@@ -149,11 +148,7 @@ class Accelerator:
     """One accelerator.
 
     Attributes:
-        name: How tables call it.
-        memory_bytes: Nominal capacity in bytes.
-        memory_note: Kind of memory.
         driver_bytes: What the driver reports as the total, or None where that was not looked up.
-        memory_bandwidth: Bytes per second.
         flops: Dense peak in FLOP/s by dtype: "bf16", "fp16", "fp8", "tf32", "fp32". A dtype that is missing has no
             matrix units there, or no figure with a source.
         scale_up: Key in `LINKS` of the link to its neighbours, or None where there is only PCIe.

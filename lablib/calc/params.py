@@ -140,7 +140,6 @@ def layer_params(config: ModelConfig, layer: int, *, active: bool = False) -> di
     """Return the parameters of one block by component.
 
     Args:
-        layer: Number of the block, from 0.
         active: Count only the routed experts that one token visits.
     """
     count = {"attention": attention_params(config), "norms": config.norms_per_layer * norm_params(config)}

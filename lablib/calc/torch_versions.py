@@ -180,11 +180,7 @@ def release(version: str) -> str:
 
 
 def torch_facts(version: str = PINNED) -> TorchFacts:
-    """Return what a version of PyTorch does, where versions differ.
-
-    Args:
-        version: As for `release`; the one of constraints.txt by default.
-    """
+    """Return what a version of PyTorch does, where versions differ."""
     name = release(version)
     return TorchFacts(name, **{difference.name: difference.of(name)[0] for difference in DIFFERENCES})
 
@@ -250,11 +246,7 @@ def read_runs(path: Path = RUNS) -> dict[str, dict[str, Any]]:
 
 
 def last_runs(runs: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a row for each combination: what was run last, when, of which commit, and how it went.
-
-    Args:
-        runs: From `read_runs`.
-    """
+    """Return a row for each combination: what was run last, when, of which commit, and how it went."""
     rows = []
     for name in dict.fromkeys([*COMBINATIONS, *runs]):
         python, torch = name.split("/")

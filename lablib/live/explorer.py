@@ -30,7 +30,6 @@ class Control:
 
     Attributes:
         name: Argument of the explorer's function, and its key in the page's address.
-        label: What the reader sees.
         options: Every value, with what the reader sees for it, in order.
         first: The value that it has before the reader touches it.
         slider: Whether it is a slider over the options, which then grow; else a list to choose from.
@@ -53,7 +52,6 @@ class Answer:
     """What an explorer shows for one state.
 
     Attributes:
-        picture: An SVG.
         caption: What it says, as a sentence or two.
         table: HTML of the numbers behind the picture.
         call: Python that computes the same numbers.
@@ -73,7 +71,6 @@ class Explorer:
 
     Attributes:
         name: Prefix of its keys in the page's address.
-        title: Heading of the controls.
         controls: What the reader can change.
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
     """

@@ -23,9 +23,6 @@ class Send(NamedTuple):
     """One message.
 
     Attributes:
-        source: The rank that sends.
-        target: The rank that receives.
-        start: First element.
         stop: One after the last element.
         adds: Whether the receiver adds it to what it has; otherwise it overwrites it.
     """
@@ -155,7 +152,6 @@ def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
 
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
-        ranks: n, at least 1.
     """
     if algorithm not in _ROUNDS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -206,9 +202,7 @@ class Traffic(NamedTuple):
     """What one rank does in one collective.
 
     Attributes:
-        steps: Rounds of the algorithm.
         messages: Messages that this rank sends.
-        bytes: Bytes that it sends.
     """
 
     steps: int
@@ -227,7 +221,6 @@ class Job(NamedTuple):
         numel: Elements of the whole array.
         ranks: n.
         rank: Which one, 0 to n - 1.
-        itemsize: Bytes per element.
         root: Where a broadcast starts and a reduction ends.
     """
 
@@ -381,7 +374,6 @@ def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: 
     Args:
         algorithm: One of `ALGORITHMS`.
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
-        ranks: n, at least 1.
         root: Where a broadcast starts and a reduction ends.
     """
     if algorithm not in _TRAFFIC:

@@ -29,9 +29,6 @@ def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
     In step k of the reduce-scatter rank r sends chunk (r - k) mod n, so that rank r ends with chunk
     (r + 1) mod n finished. In step k of the all-gather it sends chunk (r + 1 - k) mod n.
 
-    Args:
-        ranks: n, at least 1.
-
     Returns:
         `states[step][rank][chunk]`, the ranks summed there in the order in which they were added.
     """
@@ -57,9 +54,6 @@ def summation_orders(ranks: int) -> list[tuple[int, ...]]:
 
     Chunk c starts at rank c and goes round: every chunk is added in another order, and on any number of
     ranks in another order again. That is why the bits of a sum depend on the number of ranks.
-
-    Args:
-        ranks: n, at least 1.
     """
     return list(ring_states(ranks)[-1][0])
 
@@ -98,7 +92,6 @@ def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
 
     Args:
         size: S, the bytes each rank starts with.
-        ranks: n, at least 1.
     """
     check_link(ranks, size=size)
     return size * _FACTOR["reduce_scatter"](ranks)
@@ -109,7 +102,6 @@ def ring_all_gather_bytes(size: float, ranks: int) -> float:
 
     Args:
         size: S, the bytes each rank ends with.
-        ranks: n, at least 1.
     """
     check_link(ranks, size=size)
     return size * _FACTOR["all_gather"](ranks)
@@ -123,7 +115,6 @@ def ring_all_reduce_bytes(size: float, ranks: int) -> float:
 
     Args:
         size: S, the bytes of the array on each rank.
-        ranks: n, at least 1.
     """
     return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
 
@@ -143,8 +134,6 @@ def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: 
 
     Args:
         size: S, the bytes each rank ends with.
-        ranks: n, at least 1.
-        bandwidth: W, as in `ring_all_reduce_time`.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
@@ -157,7 +146,6 @@ def ring_all_reduce_time(size: float, ranks: int, *, bandwidth: float, latency: 
 
     Args:
         size: S, the bytes of the array on each rank.
-        ranks: n, at least 1.
         bandwidth: W, what one rank sends in bytes per second, per direction.
         latency: α, seconds per message.
     """
@@ -183,7 +171,6 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
 
     Args:
         size: S, the bytes of the whole array.
-        ranks: n, at least 1.
     """
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
@@ -200,7 +187,6 @@ def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
 
     Args:
         size: S, the bytes of all weights, and of all gradients.
-        ranks: n, at least 1.
         stage: What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
     """
     if stage not in (0, 1, 2, 3):
@@ -234,7 +220,6 @@ def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradi
     with the bytes of a gradient written out; there W counts elements per second.
 
     Args:
-        ranks: n, at least 1.
         flops: F, what one rank reaches, in FLOP/s.
         bandwidth: W, what one rank sends in bytes per second, per direction.
         bytes_per_gradient: g, 2 for bf16, 4 for fp32.
@@ -250,7 +235,6 @@ def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
     """Return Amdahl's bound on the speedup, 1 / (f + (1 - f)/n), which never passes 1/f.
 
     Args:
-        ranks: n, at least 1.
         serial_fraction: f, the share of the one-rank time that more ranks do not divide; 0 to 1.
     """
     _check_ranks(ranks)
@@ -268,8 +252,6 @@ def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Sca
     Args:
         seconds_one: T_1, a step on one rank.
         seconds_many: T_n, a step on n ranks.
-        ranks: n, at least 1.
-        scaling: "strong" or "weak".
     """
     _check_ranks(ranks)
     for name, value in (("seconds_one", seconds_one), ("seconds_many", seconds_many)):
@@ -286,8 +268,6 @@ def efficiency(seconds_one: float, seconds_many: float, ranks: int, *, scaling: 
     Args:
         seconds_one: T_1, a step on one rank.
         seconds_many: T_n, a step on n ranks.
-        ranks: n, at least 1.
-        scaling: "strong" or "weak", as in `speedup`.
     """
     return speedup(seconds_one, seconds_many, ranks, scaling=scaling) / ranks
 
@@ -301,7 +281,6 @@ def chance_of_any(ranks: int, chance: float) -> float:
     """Return the chance that at least one of n independent ranks is slow, 1 - (1 - p)^n.
 
     Args:
-        ranks: n, at least 1.
         chance: p, that a given one is slow; 0 to 1.
     """
     check_link(ranks, chance=chance)
@@ -315,9 +294,6 @@ def expected_slowest(ranks: int, *, base: float, jitter: float) -> float:
 
     Every rank takes T and a delay of its own, independent of the others and exponentially distributed with mean j:
     the largest of n such delays is j · H_n on average, and H_n grows like ln n.
-
-    Args:
-        ranks: n, at least 1.
     """
     check_link(ranks, base=base, jitter=jitter)
     return base + jitter * math.fsum(1 / k for k in range(1, ranks + 1))

@@ -42,7 +42,6 @@ class Line:
         latency: α in seconds: where the line meets S = 0. A line over large sizes only may meet it below 0.
         seconds_per_byte: 1/W.
         first: Smallest size that it was fitted to, in bytes.
-        last: Largest one.
         residuals: t_fit/t - 1 of each point, in order of size.
     """
 
@@ -63,11 +62,7 @@ class Line:
         return max(map(abs, self.residuals))
 
     def seconds(self, size: float) -> float:
-        """Return α + S/W.
-
-        Args:
-            size: S in bytes.
-        """
+        """Return α + S/W."""
         return self.latency + size * self.seconds_per_byte
 
 
@@ -88,11 +83,7 @@ class Pieces:
         return tuple(residual for line in self.lines for residual in line.residuals)
 
     def seconds(self, size: float) -> float:
-        """Return the time by the line in whose range the size lies; between two ranges by the nearer one.
-
-        Args:
-            size: S in bytes.
-        """
+        """Return the time by the line in whose range the size lies; between two ranges by the nearer one."""
         for line, after in zip(self.lines, self.lines[1:], strict=False):
             if size < math.sqrt(line.last * after.first):  # the middle, counted in factors
                 return line.seconds(size)
@@ -189,7 +180,6 @@ class Terms(NamedTuple):
         """Return T = rounds · α + passes · S/W + sums · γ · S.
 
         Args:
-            size: S in bytes.
             bandwidth: W in bytes per second, per direction.
             latency: α in seconds.
             gamma: γ in seconds per byte.
@@ -234,7 +224,6 @@ def cost_terms(algorithm: str, ranks: int) -> Terms:
 
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
-        ranks: n, at least 1.
     """
     check_link(ranks)
     if algorithm not in _TERMS:
@@ -250,7 +239,6 @@ def collective_time(
     Args:
         algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
         size: S, the bytes of the whole array: before a reduce-scatter, after an all-gather.
-        ranks: n, at least 1.
         bandwidth: W, bytes per second, per direction.
         latency: α, seconds per message.
         gamma: γ, seconds to add one byte to another; 0 neglects it.
@@ -264,11 +252,6 @@ def all_reduce_bound(size: float, ranks: int, *, bandwidth: float, latency: floa
 
     Every rank must send 2(n-1)/n · S bytes (Patarasuk and Yuan 2009, theorem 1), and news from one rank needs
     ⌈log2 n⌉ rounds to reach all others when each sends one message at a time.
-
-    Args:
-        size: S in bytes.
-        ranks: n, at least 1.
-        bandwidth: W, as in `collective_time`.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return max(_up(ranks) * latency, 2 * (ranks - 1) / ranks * size / bandwidth)
@@ -283,7 +266,6 @@ def crossover(
 
     Args:
         long: The one with fewer bytes.
-        bandwidth: W, as in `collective_time`.
 
     Returns:
         S*; 0 if `long` is never slower; None if it never becomes faster.
@@ -303,8 +285,6 @@ def fastest_algorithm(
     """Return the algorithm that takes the shortest time for this size; of equals the first in the table.
 
     Args:
-        size: S in bytes.
-        bandwidth: W, as in `collective_time`.
         operation: What the algorithms' names end with.
     """
     names = [name for name in ALGORITHMS if name.endswith(operation)]
@@ -337,7 +317,6 @@ class Run:
         count: Elements, as the program counts them.
         dtype: NCCL's name of the type.
         in_place: Which half of the line it is.
-        seconds: Measured.
         algbw: As printed, in bytes per second.
         busbw: As printed, in bytes per second.
         wrong: Elements that were wrong, or None where the check was off.

@@ -24,7 +24,6 @@ class Topology:
     """A cluster of equal nodes.
 
     Attributes:
-        nodes: How many.
         ranks_per_node: g; rank k is on node ⌊k/g⌋, unless `placement` says otherwise.
         inside: Bytes per second of one rank's port inside the node, per direction.
         across: Bytes per second of one network card, per direction.
@@ -93,19 +92,11 @@ class Topology:
         return latest + max(busy.values(), default=0.0) + max(adding.values(), default=0.0)
 
     def time(self, all_rounds: Sequence[Round], itemsize: float = 1) -> float:
-        """Return the seconds of rounds that follow each other.
-
-        Args:
-            all_rounds: As `lablib.calc.communication.algorithm_rounds` returns them.
-        """
+        """Return the seconds of rounds that follow each other."""
         return sum(self.round_time(sends, itemsize) for sends in all_rounds)
 
     def bytes_across(self, all_rounds: Sequence[Round], itemsize: float = 1) -> float:
-        """Return the bytes that leave the node which sends the most of them.
-
-        Args:
-            all_rounds: As for `time`.
-        """
+        """Return the bytes that leave the node which sends the most of them."""
         leaving: Counter[int] = Counter()
         for send in (send for sends in all_rounds for send in sends):
             if self.node(send.source) != self.node(send.target):

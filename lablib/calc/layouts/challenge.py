@@ -47,7 +47,6 @@ class Case:
 
     Attributes:
         name: Key of `CASES`.
-        run: The published row.
         text: The task in one sentence.
     """
 
@@ -66,7 +65,6 @@ class Score:
     """A layout judged.
 
     Attributes:
-        case: The cluster.
         layout: The layout, or None where the fields make none.
         verdict: "cannot be", "does not fit" or "runs".
         memory: Bytes of a rank by term; empty if it cannot be.

@@ -55,9 +55,7 @@ class Reason:
     """One question of the framework, answered.
 
     Attributes:
-        family: What was asked about.
         fits: Whether any layout of it fits.
-        taken: Whether it was chosen.
         layout: The fastest that fits, or the one that needs least; None if no layout of it can be.
         memory: Bytes of a rank of that layout; 0 without one.
         step: Predicted seconds of its step; None if it does not fit.
@@ -81,7 +79,6 @@ class Choice:
     """What the framework recommends.
 
     Attributes:
-        strategy: The family.
         candidate: The layout, its memory and its predicted step.
         reasons: The questions up to the answer, in order, then what it gives away.
         plan: All that the planner found.

@@ -51,11 +51,6 @@ class ExportJob:
     """A layout that was checked, and what it trains.
 
     Attributes:
-        model: The model.
-        layout: The layout.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
-        gpus_per_node: Devices of a node.
         sequence_parallel: Whether tp splits norms and residuals too.
         dtype: "bf16" or "fp16".
     """

@@ -47,7 +47,6 @@ class Exchange:
         message: Bytes of one exchange sent by one replica.
         tokens: Tokens of all replicas between two exchanges.
         compute: Seconds of computing between two exchanges.
-        communicate: Seconds of one exchange.
         extra_memory: Bytes that all ranks of a replica together keep for the method.
     """
 

@@ -39,7 +39,6 @@ class Mesh:
 
     Attributes:
         sizes: Ranks along every axis of the order.
-        order: The axes, fastest first.
         gpus_per_node: Ranks that share a node.
     """
 
@@ -79,11 +78,7 @@ class Mesh:
         return self.sizes[self.order.index(one_of("axis", axis, self.order))]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is along every axis.
-
-        Args:
-            rank: From 0.
-        """
+        """Return where a rank is along every axis."""
         self._check_rank(rank)
         return {axis: rank // self.strides[axis] % self.size(axis) for axis in self.order}
 
@@ -118,11 +113,7 @@ class Mesh:
         return found
 
     def node(self, rank: int) -> int:
-        """Return the node of a rank.
-
-        Args:
-            rank: From 0.
-        """
+        """Return the node of a rank."""
         self._check_rank(rank)
         return rank // self.gpus_per_node
 
@@ -131,19 +122,11 @@ class Mesh:
         return sorted({self.node(rank) for rank in group})
 
     def crossing(self, *axes: str) -> list[list[int]]:
-        """Return the groups along these axes that leave a node.
-
-        Args:
-            *axes: As in `groups`.
-        """
+        """Return the groups along these axes that leave a node."""
         return [group for group in self.groups(*axes) if len(self.nodes_of(group)) > 1]
 
     def crosses(self, *axes: str) -> bool:
-        """Return whether any group along these axes leaves a node; for one axis without listing the groups.
-
-        Args:
-            *axes: As in `groups`.
-        """
+        """Return whether any group along these axes leaves a node; for one axis without listing the groups."""
         if len(axes) > 1:
             return bool(self.crossing(*axes))
         span = self.strides[one_of("axis", axes[0], self.order)] * self.size(axes[0])

@@ -40,15 +40,10 @@ class Miniature:
 
     Attributes:
         config: The model; GPT-2 or Llama shape, not tied when there are stages.
-        dp: Replicas.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
         sharded: Whether the replicas share their states: ZeRO-3 and FSDP2; with stages ZeRO-1 and FSDP2 that keeps
             what it gathered until the last backward. False: DDP.
         micro_batches: Forward passes of a replica in a step; more than 1 only with stages.
         batch: Sequences in a step, over all replicas.
-        seq: Tokens of a sequence.
-        steps: Optimizer steps.
         schedule: "1f1b" or "gpipe".
         dtype: "float32" or "float64".
         order: Axes of the mesh, fastest first.
@@ -121,11 +116,7 @@ class Miniature:
         return self.micro_batch * self.seq * self.config.hidden * VALUE_BYTES[self.dtype]
 
     def layers(self, stage: int) -> range:
-        """Return the blocks of a stage.
-
-        Args:
-            stage: Its number, from 0.
-        """
+        """Return the blocks of a stage."""
         return stage_layers(self.config.num_layers, self.pp)[stage][0]
 
     def schedule_made(self) -> object:

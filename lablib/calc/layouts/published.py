@@ -36,7 +36,6 @@ class Fact:
     Attributes:
         name: What it says something about.
         value: The number or the words, as printed.
-        where: Section or table.
     """
 
     name: str
@@ -49,16 +48,9 @@ class Reading:
     """A published layout.
 
     Attributes:
-        name: Preset of the model.
-        paper: Where it is printed.
-        model: The model.
         layout: The layout; what the paper leaves open is ours.
         mesh: Its ranks, in the paper's order where that is printed.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
-        facts: What the paper prints.
         ours: Fields of the layout that it does not print.
-        gpu: Accelerator.
     """
 
     name: str

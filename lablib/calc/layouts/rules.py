@@ -42,7 +42,6 @@ class Bubble:
     """Idle time of one schedule.
 
     Attributes:
-        schedule: Its name.
         p: Stages.
         m: Micro-batches.
         v: Chunks of a stage.
@@ -90,10 +89,8 @@ class TensorCost:
     """One layer under tensor parallelism.
 
     Attributes:
-        tp: Ranks.
         crosses: Whether the group leaves its node.
         compute: Seconds of a rank for forward and backward, without collectives.
-        collectives: Seconds of them.
     """
 
     tp: int
@@ -146,7 +143,6 @@ class OrderCost:
     """What one order of the axes costs in communication.
 
     Attributes:
-        order: Axes, fastest first.
         crosses: The axes whose groups leave a node.
         seconds: By axis, of one step at the links' full rates, nothing hidden.
     """
@@ -238,17 +234,7 @@ def state_bytes(params: float, *, tp: int = 1, pp: int = 1, dp: int = 1, zero: i
 
 @dataclass(frozen=True)
 class Example:
-    """One row of the tables that guides print, and what is right about it.
-
-    Attributes:
-        name: Model size as printed.
-        params: Parameters.
-        gpus: Devices as printed.
-        tp: As printed.
-        pp: As printed.
-        cp: As printed.
-        dp: As printed, or None.
-    """
+    """One row of the tables that guides print, and what is right about it."""
 
     name: str
     params: float
@@ -314,7 +300,6 @@ class AuditedRow:
     """A row of the tables that guides print, judged and corrected.
 
     Attributes:
-        example: The row as printed.
         holds: Whether it can be as it stands, without ZeRO.
         states: Bytes of states of a rank as printed, without ZeRO; 0 if the factors do not multiply.
         verdict: A sentence that says why, or what corrects it.

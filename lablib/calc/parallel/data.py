@@ -20,9 +20,7 @@ class Transfer:
 
     Attributes:
         bucket: Its number, in the order of sending.
-        bytes: What it holds.
         ready: When its last gradient is there.
-        start: When its all-reduce starts.
         end: When its all-reduce is done.
     """
 
@@ -102,7 +100,6 @@ def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
     """Return the seconds of communication after backward has ended: what the step waits for.
 
     Args:
-        transfers: As `backward_transfers` returns them.
         backward: Seconds of the whole backward pass.
     """
     return max([transfer.end for transfer in transfers], default=backward) - backward
@@ -118,7 +115,6 @@ class DDPStep:
         hidden: The part of it during backward.
         exposed: The part of it after backward, which the step waits for.
         ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
-        step: compute + exposed.
     """
 
     compute: float
@@ -152,7 +148,6 @@ def ddp_step_time(
         compute_forward: Seconds of one micro-batch's forward pass.
         compute_backward: Seconds of one micro-batch's backward pass.
         gradient_bytes: Bytes of all gradients, as they are sent.
-        ranks: n, at least 1.
         bandwidth: W, what one rank sends in bytes per second, per direction.
         latency: α, seconds per message.
         buckets: How many of equal size, or the bytes of each in the order of sending.

@@ -38,8 +38,6 @@ class Setting:
 
     Attributes:
         key: Its path, joined by dots: "zero_optimization.stage".
-        value: What JSON can hold.
-        why: One sentence.
     """
 
     key: str
@@ -214,11 +212,7 @@ def _offload(offload: str, device: str, nvme_path: str) -> list[Setting]:
 
 
 def as_deepspeed_json(found: list[Setting]) -> dict[str, Any]:
-    """Return the entries as the nested dictionary that `json.dump` writes and `deepspeed.initialize` takes.
-
-    Args:
-        found: As from `settings`.
-    """
+    """Return the entries as the nested dictionary that `json.dump` writes and `deepspeed.initialize` takes."""
     tree: dict[str, Any] = {}
     for setting in found:
         *path, name = setting.key.split(".")

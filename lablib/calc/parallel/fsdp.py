@@ -37,9 +37,7 @@ class Message:
 
     Attributes:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        unit: Name of the unit.
         bytes: The whole array, padding included.
-        ranks: Ranks of its group.
         phase: "forward" or "backward".
     """
 
@@ -163,10 +161,6 @@ class TimedUnit:
     """A unit and what it costs.
 
     Attributes:
-        name: Text for the picture.
-        bytes: Whole parameters, as gathered.
-        gather: Seconds of its all-gather.
-        scatter: Seconds of its reduce-scatter.
         forward: Seconds of its forward pass.
         backward: Seconds of its backward pass.
     """
@@ -186,7 +180,6 @@ class Bar:
     Attributes:
         lane: "link" or "device".
         kind: "gather", "scatter", "forward" or "backward".
-        unit: Name of the unit.
         start: Seconds from the start of the step.
         end: Seconds from the start of the step.
     """

@@ -92,9 +92,6 @@ class UnshardedMoment:
     Attributes:
         event: "gather", "copy", "compute", "part", "release".
         phase: "forward" or "backward".
-        unit: Name of the unit.
-        params: Bytes of whole parameters.
-        buffers: Bytes of all-gather buffers.
         parts: Bytes of what `reshard` as a number keeps after forward. FSDPMemTracker calls them activations.
     """
 
@@ -158,7 +155,6 @@ def peak_unsharded_bytes(
     """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards.
 
     Args:
-        units: As in `gathered_timeline`, and so are the others.
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
     """
     moments = gathered_timeline(

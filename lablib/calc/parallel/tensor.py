@@ -43,7 +43,6 @@ class RankHeads:
     """The heads of one rank.
 
     Attributes:
-        queries: Query heads.
         keys: Key and value heads that those queries read.
         copies: How many ranks hold each of these key and value heads.
     """
@@ -159,7 +158,6 @@ class LayerTimes:
     """Seconds of one layer on one rank, forward and backward, for one micro-batch.
 
     Attributes:
-        compute: Matrix products.
         communication: Collectives on a ring; the next product needs their result, so they are exposed.
     """
 

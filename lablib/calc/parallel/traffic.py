@@ -22,7 +22,6 @@ class Traffic:
     """What one rank sends in one optimizer step.
 
     Attributes:
-        bytes_sent: Bytes.
         messages: Collectives, or sends for a pipeline; each is one message, whatever its size.
         collective: What they are, as text.
     """

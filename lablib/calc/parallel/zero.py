@@ -32,7 +32,6 @@ def state_terms(
 
     Args:
         params: Trained parameters, `ψ`; with tensor or pipeline parallelism those of this rank.
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 weights too.
     """
     _check(params, ranks, stage)
@@ -62,7 +61,6 @@ def zero_state_bytes(
 
     Args:
         params: Parameters, `ψ`.
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
     """
     return sum(state_terms(params, ranks, stage, recipe, optimizer).values())
@@ -81,7 +79,6 @@ def max_params(
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
 
     Args:
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
         model_parallel: Ranks that split the model evenly before ZeRO does.
     """

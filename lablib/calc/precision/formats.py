@@ -62,7 +62,6 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: How tables call it.
         exponent_bits: E.
         mantissa_bits: M, without the leading one, which is not stored.
         bias: What is subtracted from the exponent field.
@@ -138,11 +137,7 @@ class Format:
         return code - 1 if self.specials == "fn" else code
 
     def fields(self, code: int) -> tuple[int, int, int]:
-        """Return sign, exponent field and mantissa field of a code.
-
-        Args:
-            code: The bits as an unsigned integer.
-        """
+        """Return sign, exponent field and mantissa field of a code."""
         if not 0 <= code < 2**self.bits:
             raise ValueError(f"code {code} is not among the {2**self.bits} codes of {self.name}")
         mantissa = code % 2**self.mantissa_bits
@@ -150,20 +145,12 @@ class Format:
         return code >> (self.exponent_bits + self.mantissa_bits), exponent, mantissa
 
     def bit_string(self, code: int) -> str:
-        """Return the bits of a code in groups: `0 10000 1001001000` for sign, exponent, mantissa.
-
-        Args:
-            code: The bits as an unsigned integer.
-        """
+        """Return the bits of a code in groups: `0 10000 1001001000` for sign, exponent, mantissa."""
         widths = (int(self.signed), self.exponent_bits, self.mantissa_bits)
         return " ".join(f"{value:0{width}b}" for value, width in zip(self.fields(code), widths, strict=True) if width)
 
     def decode(self, code: int) -> float:
-        """Return the number that a code means: finite, infinite or NaN.
-
-        Args:
-            code: The bits as an unsigned integer.
-        """
+        """Return the number that a code means: finite, infinite or NaN."""
         sign, exponent, mantissa = self.fields(code)
         magnitude = code % 2 ** (self.exponent_bits + self.mantissa_bits)
         if self.specials == "fnuz" and sign and not magnitude:
@@ -219,11 +206,7 @@ class Format:
         return math.copysign(math.inf, x) if self.specials == "ieee" else math.nan
 
     def encode(self, x: float, *, overflow: str = "special") -> int:
-        """Return the code of a number, rounded: the inverse of `decode`.
-
-        Args:
-            overflow: As in `round`.
-        """
+        """Return the code of a number, rounded: the inverse of `decode`."""
         value = self.round(x, overflow=overflow)
         sign_bit = 1 << (self.exponent_bits + self.mantissa_bits)
         if math.isnan(value):
@@ -320,7 +303,6 @@ class Span:
     """Where a format lies on an axis of powers of two.
 
     Attributes:
-        name: Of the format.
         subnormal: log2 of the smallest subnormal.
         normal: log2 of the smallest normal number: from here on it has its full precision.
         top: log2 of the largest number.
@@ -399,7 +381,6 @@ class Support:
 
     Attributes:
         card: Key in `hardware.ACCELERATORS`.
-        name: How tables call it.
         capability: Compute capability as text, "" where the card is not NVIDIA's.
         formats: Those of `UNITS` that it has.
         fp8_formats: Names in `formats.FORMATS` of its FP8 variants.

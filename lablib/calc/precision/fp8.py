@@ -35,7 +35,6 @@ class StateRecipe:
     """Bytes of model states per parameter.
 
     Attributes:
-        name: How tables call it.
         terms: Bytes by what they are.
     """
 
@@ -73,11 +72,7 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
 
 
 def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
-    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale.
-
-    Args:
-        scaling: As in `scale_count`.
-    """
+    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale."""
     return rows * columns + scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
 
 

@@ -41,10 +41,7 @@ class Optimizer:
     """The moments that an optimizer keeps between steps.
 
     Attributes:
-        name: How tables call it.
-        summary: Which implementation is meant.
         source: Where its bytes come from.
-        moments: Names of its moments.
         quantized: Whether moments are block-wise 8-bit: 1 byte a value and an fp32 scale for every 256 values.
     """
 
@@ -115,11 +112,9 @@ class Recipe:
     """Bytes per parameter of one precision recipe, without the optimizer's moments.
 
     Attributes:
-        name: How tables call it.
         summary: What it is, in one line.
         source: Where its bytes come from.
         weights: Bytes of a stored weight.
-        gradients: Bytes of a gradient.
         accumulation: Bytes of a second, fp32 gradient buffer that lives as long as the gradients.
         gradient_copy: Bytes of an fp32 gradient that the optimizer makes for itself; sharded with the optimizer.
         master: Bytes of the fp32 master copy.

@@ -45,7 +45,6 @@ class Block:
     """Bytes that a program asked for and holds.
 
     Attributes:
-        requested: Bytes asked for.
         frames: The stack when it asked, the innermost frame first; empty if it was not recorded.
         recorded: Whether its allocation is in the trace.
     """
@@ -101,7 +100,6 @@ class MemoryHistory:
     """What a snapshot tells about one device.
 
     Attributes:
-        device: Its number.
         events: The trace as it is in the snapshot, possibly empty.
         requested: Bytes asked for, before the first event and after each one: one more than there are events.
         reserved: Bytes that the allocator had from CUDA, the same way.

@@ -115,7 +115,6 @@ class LostTime:
     """Where the wall time of a job goes, as shares that add up to 1.
 
     Attributes:
-        useful: Steps that count.
         checkpoint: Writing checkpoints that were needed.
         rework: Work, and checkpoints under way, that a failure destroyed.
         restart: From failures to the first step after them.
@@ -185,9 +184,7 @@ class Cause:
     """One row of a failure log.
 
     Attributes:
-        name: What broke.
         category: What it is part of.
-        count: Interruptions of the job.
         printed: The share in percent that the source prints, or None.
     """
 
@@ -202,12 +199,8 @@ class FailureLog:
     """The interruptions of one job.
 
     Attributes:
-        name: The job.
         gpus: GPUs that it ran on; one of them failing stops all.
-        days: Days observed.
         planned: Interruptions that were planned, such as maintenance and new code.
-        causes: The unexpected ones.
-        source: Where it was published.
     """
 
     name: str

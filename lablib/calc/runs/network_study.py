@@ -68,20 +68,12 @@ class StudySettings:
 
     Attributes:
         link_rate: The link for exchanges and all-reduces.
-        link_sizes: Bytes of the exchanges.
-        reduce_sizes: Bytes of the all-reduces.
         ddp_rates: Links for DDP, next to one that is not throttled.
         savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
         placement_rate: The link on which layouts are compared.
-        turns: Samples of each.
-        width: Of DDP's linear layers.
-        layers: How many.
-        tokens: Rows on each rank.
         bucket_bytes: When a bucket of DDP is full.
         micro_batches: What one accumulated step holds.
         hidden: Width of the transformer that is placed.
-        blocks: Its layers.
-        seq: Tokens in a sequence.
         batch: Sequences of all ranks together.
     """
 
@@ -176,11 +168,7 @@ class Cluster:
     ring: float
 
     def seconds(self, algorithm: str, size: int, itemsize: int = 4) -> float:
-        """Return the time of a collective: for each round its latency, and the bytes through the busiest port.
-
-        Args:
-            size: S in bytes.
-        """
+        """Return the time of a collective: for each round its latency, and the bytes through the busiest port."""
         numel, ranks = round(size / itemsize), self.links.ranks
         hierarchical = algorithm == "hierarchical_all_reduce"
         todo = (
@@ -207,8 +195,6 @@ class AllReduceRow:
         algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
         bytes: S.
         predicted: Seconds, from the fitted link.
-        measured: Median seconds.
-        samples: The raw seconds.
     """
 
     algorithm: str
@@ -261,11 +247,9 @@ class ScalingRow:
         rate: As text, or None if not throttled; the prediction is then what a link without cost would give.
         bytes_across: Bytes that leave a host in a step.
         compute: Seconds of a step without communication.
-        predicted: Seconds of a step.
         measured: Median seconds of a step.
         predicted_efficiency: compute / predicted.
         efficiency: compute / measured.
-        samples: The raw seconds.
     """
 
     rate: str | None
@@ -286,7 +270,6 @@ class SavingsRow:
         variant: One of `STUDY_VARIANTS`.
         rate: Of the link, as text.
         bytes_across: Bytes that leave a host for each micro-batch.
-        predicted: Seconds of a micro-batch.
         measured: Median seconds of a micro-batch.
         bought: The measured time of "buckets" over this one's; above 1 it is faster.
         predicted_bought: The same of the predicted times.
@@ -390,7 +373,6 @@ class PlacementRow:
             overlaps makes the step shorter, but never shorter than link_seconds.
         measured: Median seconds of a step.
         loss: Of the last step; the same for all layouts.
-        samples: The raw seconds.
     """
 
     layout: str

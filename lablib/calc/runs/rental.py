@@ -130,9 +130,7 @@ class Expectation:
     Attributes:
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
-        tokens_per_second: Of all GPUs.
         mfu: 0 to 1.
-        memory: Bytes of a GPU.
         bandwidth: Bytes per second of the link between the GPUs, per direction, as the table has it.
     """
 

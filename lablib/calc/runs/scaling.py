@@ -131,14 +131,7 @@ def middle_half(steps: Sequence[Sequence[Phases]]) -> list[Sequence[Phases]]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with what lies around it.
-
-    Attributes:
-        median: The middle.
-        low: First quartile.
-        high: Third quartile.
-        count: How many samples.
-    """
+    """A median with what lies around it."""
 
     median: float
     low: float

@@ -36,11 +36,9 @@ class Event(NamedTuple):
     """One thing that a rank did.
 
     Attributes:
-        rank: Which one.
         kind: One of `KINDS`.
         name: As the profiler has it.
         start: Seconds; from the first event of all ranks once they are merged.
-        end: Seconds.
         lane: Thread or stream, as text.
     """
 
@@ -57,7 +55,6 @@ class Trace:
     """What one rank's profiler saw.
 
     Attributes:
-        rank: Which one.
         base_ns: Where its clock begins, in nanoseconds since 1970.
         events: With seconds since then, by start.
     """
@@ -149,8 +146,6 @@ class Split:
     """Where a rank's time went, in seconds; the four parts add up to the window.
 
     Attributes:
-        compute: Only computing.
-        communication: Only communicating: exposed.
         both: Computing while a message is on its way: overlapped.
         idle: Neither; the processor may still be busy with what is no operator.
     """

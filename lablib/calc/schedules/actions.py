@@ -99,7 +99,6 @@ class Schedule:
     Attributes:
         ranks: Steps of each rank; a step is an `Action` or an `Overlap`.
         num_microbatches: Micro-batches of one training step, `m`.
-        placement: Rank of each stage.
         name: What the schedule is called; two schedules are equal whatever their names.
     """
 

@@ -54,7 +54,6 @@ class Timeline:
     """When everything happened; times in the unit of the times given to `simulate`.
 
     Attributes:
-        schedule: What ran.
         ranks: The events of each rank, in order.
         messages: What went over the links; empty when communication takes no time.
     """
@@ -240,9 +239,6 @@ def time_grid(timeline: Timeline) -> str:
 
     Rows are equally long where that does not need many more of them; otherwise a row is a time at which some rank
     starts or ends something.
-
-    Args:
-        timeline: What `simulate` returned.
     """
     # Parts of the makespan, as fractions: sums of floats differ in their last digits where the times are the same.
     whole = timeline.makespan

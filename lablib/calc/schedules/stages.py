@@ -41,7 +41,6 @@ def layers_of_stage(
     """Return the layers of one stage, as one range per chunk; of many stages only the first question costs.
 
     Args:
-        num_layers: As in `stage_layers`.
         stage: Number of the stage, from 0.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)

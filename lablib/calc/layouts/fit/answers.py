@@ -40,7 +40,6 @@ class Answer:
     """The last value that fits and the next one that does not.
 
     Attributes:
-        question: What was asked.
         value: The answer; 0 if nothing fits.
         unit: Of what: "sequences", "tokens" or "GPUs".
         memory: Bytes that a rank needs at the value; 0 if nothing fits.

@@ -49,7 +49,6 @@ class Setup:
 
     Attributes:
         run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
-        card: The accelerator.
         gpus_per_node: GPUs that the scale-up link connects.
         reserve: Bytes of a card that nothing may use.
         step: How the optimizer runs, for `memory_timeline`.

@@ -49,17 +49,6 @@ class Run:
     """One published row.
 
     Attributes:
-        name: Short name, for tables.
-        paper: Where it is printed.
-        table: Which table.
-        model: The model.
-        gpu: Accelerator.
-        gpus: Devices.
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        pp: Pipeline stages.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
         tflops: Published TFLOP/s per device.
         counts: What that rate counts: "hardware" (recomputation too) or "model".
         zero: ZeRO stage, or None if it is not plain which one: Llama 3 shards optimizer and gradients, and how often
@@ -69,7 +58,6 @@ class Run:
         virtual_stages: Chunks in a stage, or None if not printed.
         sequence_parallel: Whether tp splits norms too.
         attention: "plain" or "fused".
-        recipe: Dtypes.
         nic: Bytes per second of one device out of its node, or None for the usual card.
         rails: Whether a group uses all its cards in a node together; see `plan_cluster`.
     """
@@ -256,12 +244,10 @@ class Prediction:
     """A published row beside what the planner makes of it.
 
     Attributes:
-        run: The row.
         layout: The layout, with what the paper leaves out chosen.
         tflops: Predicted TFLOP/s per device, counted as the paper counts.
         seconds: Predicted seconds of a step, by part.
         memory: Bytes of a rank by term.
-        efficiency: The constants used.
     """
 
     run: Run

@@ -113,9 +113,7 @@ class Place:
     """Where a published layout stands.
 
     Attributes:
-        run: The row.
         place: 1 for the planner's first choice; None if it thinks that the layout does not fit.
-        of: Shapes that fit.
         slower: How much slower it is predicted to be than the first choice, as a share; None with no place.
     """
 

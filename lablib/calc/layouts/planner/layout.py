@@ -42,8 +42,6 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Attributes:
-        gpu: The accelerator.
-        gpus: Devices in all.
         gpus_per_node: Devices that the scale-up link connects.
         intra: Bytes per second of one device inside a node, per direction.
         inter: Bytes per second of one device out of its node, per direction.
@@ -88,7 +86,6 @@ def cluster(
         gpus: Devices in all; whole nodes, or less than one.
         nic: Link or bytes per second of one device out of the node; None means what `NICS` lists.
         intra: Link or bytes per second inside a node; None means the accelerator's own.
-        rails: As in `Cluster`.
     """
     for name, value in (("gpus", gpus), ("gpus_per_node", gpus_per_node)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -124,10 +121,7 @@ class Layout:
 
     Attributes:
         tp: Tensor-parallel ranks, with sequence parallelism over the same ranks unless the plan says otherwise.
-        cp: Context-parallel ranks.
         ep: Expert-parallel ranks, taken from dp.
-        dp: Data-parallel replicas.
-        pp: Pipeline stages.
         zero: ZeRO stage over dp times cp ranks.
         micro_batch: Sequences in one forward pass of one replica.
         recompute: "none", "selective" or "full".

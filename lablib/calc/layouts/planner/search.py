@@ -47,7 +47,6 @@ class Candidate:
     """A layout that fits, with its predicted step.
 
     Attributes:
-        layout: The layout.
         seconds: Predicted seconds of a step by part; see `plan_time.PARTS`.
         memory: Bytes of a rank by term, on the stage that needs most.
     """
@@ -72,9 +71,7 @@ class Dropped:
     """A shape of which no layout fits, by the one of its layouts that needs least memory.
 
     Attributes:
-        layout: That layout.
         memory: Bytes of a rank by term.
-        term: The largest term.
         excess: Bytes above what a device has for it.
     """
 

@@ -60,11 +60,6 @@ class Workload:
     """What is to be trained, where and how it is counted; it remembers the pieces that layouts share.
 
     Attributes:
-        model: The model.
-        cluster: The cluster.
-        seq: Tokens in a sequence.
-        global_batch: Sequences in a step.
-        recipe: Dtypes of the states.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
     """
@@ -135,11 +130,7 @@ class Workload:
         return self._cache[key]
 
     def stage_params(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Return (shared, expert) parameters of a rank of a stage.
-
-        Args:
-            stage: Its number, from 0.
-        """
+        """Return (shared, expert) parameters of a rank of a stage."""
         units = self.params(layout.tp, layout.ep)
         dense, sparse = self.stages(layout.pp, layout.virtual_stages)[stage]
         parts = [(dense, "first"), (sparse, "last"), (stage == 0, "embedding")]
@@ -227,11 +218,7 @@ class Work:
     """Seconds of work at full rates: matrix products, memory traffic, and three kinds of collectives.
 
     Attributes:
-        matmul: Matrix products.
         memory: Kernels that are limited by memory.
-        tp: Collectives of tensor parallelism.
-        cp: Collectives of context parallelism.
-        ep: All-to-alls of expert parallelism.
     """
 
     matmul: float = 0.0
@@ -426,7 +413,6 @@ class Stage:
 
     Attributes:
         work: Forward and backward of all its layers, and of the head on the last one.
-        count: Stages like it.
     """
 
     work: Passes
@@ -444,7 +430,6 @@ class Job:
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
         scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
         gather: Seconds of an all-gather of a stage's weights at full rate.
-        zero: ZeRO stage.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
     """
 
