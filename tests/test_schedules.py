@@ -24,7 +24,7 @@ from lablib.calc.schedules import (
 )
 from lablib.calc.schedules.actions import parse_action
 from lablib.calc.schedules.generators import dualpipe_v, zb_v
-from lablib.calc.schedules.text import from_csv
+from tests.torch_schedules import from_csv
 
 some = settings(max_examples=40, deadline=None)
 ranks, factors, microbatches = st.integers(1, 9), st.integers(2, 5), st.integers(1, 24)

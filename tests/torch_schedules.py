@@ -3,9 +3,16 @@
 Nothing here starts a process: the classes are made without their constructors, which want a process group.
 """
 
+import csv
+import io
+import re
+from pathlib import Path
+
 import torch
 from torch.distributed.pipelining import schedules as _torch
 
+from lablib.calc.schedules import parse_action
+from lablib.calc.schedules.actions import Schedule, from_steps
 from lablib.calc.torch_versions import SUPPORTED
 
 _NAMES = (
@@ -101,3 +108,28 @@ def _bare(class_name: str, p: int, m: int, v: int) -> object:
     it._max_active_stages, it._unshard_lookahead = 3, "full"
     it._defer_reduce_grad_wait, it._max_outstanding_sends = False, None
     return it
+
+
+# What PyTorch adds when it prepares a schedule for running; it adds them anew to the schedule that it reads. From 2.15
+# it writes the waits, too.
+_DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def from_csv(source: str | Path, name: str = "csv") -> Schedule:
+    """Read a schedule from PyTorch's CSV, "compute_only" or "compute_comms".
+
+    Idle cells are dropped, because they follow from the order, and so are sends, receives and the actions of FSDP,
+    because they follow from the stages.
+    """
+    text = source.read_text() if isinstance(source, Path) else source
+    rows = list(csv.reader(io.StringIO(text)))
+    while rows and not rows[-1]:
+        rows.pop()
+    ranks = []
+    for rank, row in enumerate(rows):
+        try:
+            cells = [cell.strip() for cell in row]
+            ranks.append([parse_action(cell) for cell in cells if cell and not _DERIVED.fullmatch(cell)])
+        except ValueError as error:
+            raise ValueError(f"line {rank + 1} of the CSV: {error}") from None
+    return from_steps(ranks, name)

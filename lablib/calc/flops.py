@@ -1,13 +1,4 @@
-"""What a training run costs, and how large a model and how much data a budget wants.
-
-    C ≈ 6 N D        FLOPs for N parameters on D tokens: 2N forward and 4N backward a token
-    D ≈ 20 N         the compute-optimal split (Chinchilla), so C ≈ 120 N²
-    t = C / (n · peak · utilization)
-
-Sources: Kaplan et al. 2020 (arXiv 2001.08361), section 2.1 and equation 1.1; Hoffmann et al. 2022 (arXiv 2203.15556),
-tables 2 and 3; Narayanan et al. 2021 (arXiv 2104.04473), equation 4, for the time with full recomputation.
-
-How many floating-point operations a training step takes, and what share of the hardware's peak that is.
+"""How many floating-point operations a training step takes, what share of the peak that is, and what a run costs.
 
 Only matrix multiplications count: `2 m n k` FLOPs for `(m, k) @ (k, n)`, a multiplication and an addition each.
 Norms, softmax, biases and the optimizer are left out; their share is under one percent at these sizes.
@@ -19,11 +10,19 @@ Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each
 
 Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
 them; `causal=True` counts the half. Sliding windows (Mistral, Gemma) are counted as full attention too.
-
 Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
 
-Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix; Korthikanti et al. 2022
-(arXiv 2205.05198), appendix A; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, for MFU.
+For a training run, and how large a model and how much data a budget wants:
+
+    C ≈ 6 N D        FLOPs for N parameters on D tokens: 2N forward and 4N backward a token
+    D ≈ 20 N         the compute-optimal split (Chinchilla), so C ≈ 120 N²
+    t = C / (n · peak · utilization)
+
+Read `step_flops` first.
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), equations 3 and 4 and appendix; Korthikanti et al. 2022
+(arXiv 2205.05198), appendix A; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, for MFU; Kaplan et al. 2020
+(arXiv 2001.08361), section 2.1 and equation 1.1; Hoffmann et al. 2022 (arXiv 2203.15556), tables 2 and 3.
 """
 
 from __future__ import annotations
@@ -71,16 +70,6 @@ class StepFlops:
         """What the hardware does, recomputation included: the numerator of HFU."""
         return self.model + self.recompute
 
-    @property
-    def per_token(self) -> float:
-        """Model FLOPs of one token."""
-        return self.model / self.tokens
-
-
-def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
-    matrices = 3 if config.gated_mlp else 2
-    return 2 * tokens * matrices * config.hidden * ffn
-
 
 def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = False) -> dict[str, int]:
     """Return the FLOPs of one forward pass by component.
@@ -111,6 +100,11 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         "head": 2 * tokens * config.hidden * config.vocab,
     }
     return {component: count for component, count in flops.items() if count}
+
+
+def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
+    matrices = 3 if config.gated_mlp else 2
+    return 2 * tokens * matrices * config.hidden * ffn
 
 
 def step_flops(
@@ -151,21 +145,6 @@ def step_flops(
     return StepFlops(tokens, forward, extra[recompute], 6 * count_params(config).active * tokens)
 
 
-def flops_per_token(params: float, *, num_layers: int = 0, attn_width: int = 0, seq: int = 0) -> float:
-    """Return PaLM's estimate of a token's training FLOPs: `6 N + 12 L H Q T`, attention left out by default.
-
-    Chowdhery et al. 2022 (arXiv 2204.02311), appendix B; `H Q` is `attn_width`, all heads' widths together.
-
-    Args:
-        params: Parameters, N; active ones with experts.
-        attn_width: Width of all query heads, `H Q`.
-    """
-    require_positive(params=params)
-    if min(num_layers, attn_width, seq) < 0:
-        raise ValueError(f"num_layers={num_layers}, attn_width={attn_width}, seq={seq} must not be negative")
-    return 6 * params + 12 * num_layers * attn_width * seq
-
-
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
     """Return model FLOPs utilization: what the model needs over what the hardware could do in that time.
 
@@ -196,6 +175,8 @@ def _utilization(flops: float, seconds: float, devices: int, peak: float) -> flo
 
 
 TOKENS_PER_PARAMETER = 20
+
+
 KAPLAN_ALPHA_N = 0.076
 
 

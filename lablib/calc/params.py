@@ -59,16 +59,6 @@ class ParamCount:
         """Parameters that one token visits; equal to `total` for a dense model."""
         return sum(self.active_by_component.values())
 
-    @property
-    def non_embedding(self) -> int:
-        """Parameters without token and position tables and without an untied head: Kaplan's N, with norms and biases."""
-        return self.total - sum(self.by_component[part] for part in ("embedding", "positions", "head"))
-
-    @property
-    def active_without_embedding(self) -> int:
-        """Active parameters less the token embedding, of which a token reads one row."""
-        return self.active - self.active_by_component["embedding"]
-
 
 def embedding_params(config: ModelConfig) -> int:
     """Return the parameters of the token embedding, `V h`."""

@@ -24,7 +24,7 @@ from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_tr
 from lablib.calc.parallel.fsdp_units import (
     Shape,
     Unit,
-    UnshardedMoment,
+    UnshardedState,
     check_reshard,
     gathered_timeline,
     padded,
@@ -58,7 +58,7 @@ __all__ = [
     "Shape",
     "TimedUnit",
     "Unit",
-    "UnshardedMoment",
+    "UnshardedState",
     "arithmetic_intensity",
     "as_deepspeed_json",
     "backward_transfers",

@@ -1,4 +1,4 @@
-"""Pipeline schedules: make one by name, read one, check it, run it on paper. The front door of `schedule_*.py`.
+"""Pipeline schedules: make one by name, read one, check it, run it on paper.
 
     from lablib.calc.schedules import schedule, simulate
     timeline = simulate(schedule("1f1b", p=4, m=8))
@@ -14,6 +14,15 @@
 | zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
+
+    actions      a schedule as data: the actions of every rank, in order
+    generators   the eight schedules of the table
+    validation   can it run? Charts and deadlocks
+    simulation   when each action starts, who idles, who holds how much
+    text         grids and PyTorch's CSV
+    stages       which layers a stage holds, and how many micro-batches are in flight
+
+Read `actions` first. Chapter 04.
 """
 
 from __future__ import annotations
@@ -21,19 +30,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lablib.calc.errors import one_of
-from lablib.calc.schedules.actions import KINDS, Action, Overlap, Schedule, Step, parse_action, parse_schedule
+from lablib.calc.schedules.actions import Action, Overlap, Schedule, Step, parse_action, parse_schedule
 from lablib.calc.schedules.generators import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
-from lablib.calc.schedules.simulation import Event, Message, Timeline, peak_activations, simulate, time_grid
+from lablib.calc.schedules.simulation import Event, Timeline, peak_activations, simulate, time_grid
 from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
-from lablib.calc.schedules.text import ScheduleError, from_csv, step_grid, to_csv
+from lablib.calc.schedules.text import ScheduleError, step_grid, to_csv
 from lablib.calc.schedules.validation import check_chart, needs, validate
 
 __all__ = [
-    "KINDS",
     "SCHEDULES",
     "Action",
     "Event",
-    "Message",
     "Overlap",
     "Schedule",
     "ScheduleError",
@@ -41,7 +48,6 @@ __all__ = [
     "Timeline",
     "check_chart",
     "dualpipe_v",
-    "from_csv",
     "gpipe",
     "in_flight",
     "interleaved",

@@ -71,7 +71,7 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
     """
     have = as_setup(model, settings)
 
@@ -94,7 +94,7 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
     """
     have = as_setup(model, settings)
     run = have.run
@@ -134,7 +134,7 @@ def fewest_gpus(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup, whose dp does not matter.
-        **settings: Arguments of `memory_fit_setup.setup`, without gpus.
+        **settings: Arguments of `setup`, without gpus.
     """
     have = as_setup(model, settings)
     best = MOST_GPUS + 1

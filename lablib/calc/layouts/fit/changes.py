@@ -10,7 +10,7 @@ Every change keeps the GPUs and the sequences of a step. Three kinds:
 The last two come alone if that is enough, else with up to three changes of the first kind (two for a timeline), and only
 if they are faster than the first.
 
-The cost of a change is the predicted time of a step (`memory_fit_cost`). Steps within 5 percent are a tie, which the
+The cost of a change is the predicted time of a step (`step_seconds`). Steps within 5 percent are a tie, which the
 planner cannot tell apart: there the combination with fewer changes comes first, and one that only adds to it is left out.
 """
 
@@ -81,7 +81,7 @@ def cheapest_change(model: Model, **settings: object) -> list[Change]:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`.
+        **settings: Arguments of `setup`.
     """
     have = as_setup(model, settings)
     if have.fits:

@@ -1,20 +1,16 @@
-"""A training run on N GPUs of one type, and how many bytes a rank of it needs.
+"""A training run on N GPUs of one type: how many bytes a rank of it needs, and how long a step takes.
 
     have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
     have.memory, have.budget, have.fits
 
-Which number is compared with a GPU's memory depends on whose implementation is counted:
+What is compared with a GPU's memory depends on the implementation that is counted: for the papers the total of
+`training_memory`, every term at its full size; for ours and Hugging Face's the peak of `memory_timeline`, which walks
+through the step. The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation,
+the planner's.
 
-- kernels="paper": the total of `training_memory`, every term at its full size;
-- kernels="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
-
-The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
-
-What a setup costs beside memory: the predicted step, and the states that it surely holds.
-
-The step is the planner's: `plan_time` with the constants of `plan_fit`, for the same sequences in every step. What the
-planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
-host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
+The step is the planner's, for the same sequences in every step. What the planner does not know is added: states on the
+CPU cross the host link twice and are updated there, at no more than the host link's rate, and nothing hides either. LoRA
+is timed as if all weights were trained, an upper bound.
 """
 
 from __future__ import annotations

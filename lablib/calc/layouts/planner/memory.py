@@ -1,7 +1,7 @@
 """The memory of a layout, term by term: the sums of `training_memory`, arranged for many layouts at a time.
 
 Where the layers divide evenly this is `training_memory` with `gradient_as_bucket_view` and one unit of prefetch; a
-test holds the two together. It also takes the uneven first and last chunk of `plan_layout`.
+test holds the two together. It also takes the uneven first and last chunk of `chunk_layers`.
 """
 
 from __future__ import annotations
