@@ -115,21 +115,8 @@ def _bare(class_name: str, p: int, m: int, v: int) -> object:
 _DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def from_csv(source: str | Path, name: str = "csv") -> Schedule:
-    """Read a schedule from PyTorch's CSV, "compute_only" or "compute_comms".
-
-    Idle cells are dropped, because they follow from the order, and so are sends, receives and the actions of FSDP,
-    because they follow from the stages.
-    """
+def from_csv(source: str | Path) -> Schedule:
+    """Read a schedule from PyTorch's CSV; idle cells, sends, receives and the actions of FSDP are dropped."""
     text = source.read_text() if isinstance(source, Path) else source
-    rows = list(csv.reader(io.StringIO(text)))
-    while rows and not rows[-1]:
-        rows.pop()
-    ranks = []
-    for rank, row in enumerate(rows):
-        try:
-            cells = [cell.strip() for cell in row]
-            ranks.append([parse_action(cell) for cell in cells if cell and not _DERIVED.fullmatch(cell)])
-        except ValueError as error:
-            raise ValueError(f"line {rank + 1} of the CSV: {error}") from None
-    return from_steps(ranks, name)
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if row]
+    return from_steps([[parse_action(cell) for cell in row if cell and not _DERIVED.fullmatch(cell)] for row in rows])

@@ -62,12 +62,12 @@ class StepFlops:
 
     @property
     def model(self) -> int:
-        """What the model needs, forward and backward: the numerator of MFU."""
+        """FLOPs of forward and backward, without recomputation: the numerator of MFU."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """What the hardware does, recomputation included: the numerator of HFU."""
+        """FLOPs with recomputation: the numerator of HFU."""
         return self.model + self.recompute
 
 
@@ -121,7 +121,7 @@ def step_flops(
     "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all.
 
     "selective" runs the two products with scores again. One forward pass of them is `4 b s² h` a layer.
-    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the whole step, which adds `12 b s² h`:
+    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the full step, which adds `12 b s² h`:
     their published HFUs count the recomputed attention with its backward, three passes. That is the default, so that
     HFU means what it means in the literature; `selective_passes=1` counts what is run again.
 
@@ -146,7 +146,7 @@ def step_flops(
 
 
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
-    """Return model FLOPs utilization: what the model needs over what the hardware could do in that time.
+    """Return model FLOPs utilization: FLOPs of the model over those that the hardware could do in that time.
 
     `MFU = F_model / (seconds · devices · peak)`.
 
@@ -223,7 +223,7 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
     """Return the seconds of a training run, `t = C / (n · peak · utilization)`.
 
     Args:
-        flops: FLOPs of the whole run, for example from `training_flops`.
+        flops: FLOPs of the run, for example from `training_flops`.
         peak: FLOP/s of one accelerator: its peak, or what it reaches, with `utilization` 1.
         utilization: Share of the peak that is reached. It must count the same FLOPs: MFU for `6 N D`, HFU for `8 N D`.
     """

@@ -39,7 +39,7 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of a whole model.
+    """Parameters of a model.
 
     Attributes:
         by_component: Parameters by the names in `COMPONENTS`; a tied head has 0, the embedding has them.

@@ -129,7 +129,7 @@ DIFFERENCES = (
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What one release of PyTorch does, where releases differ.
+    """The facts of one release of PyTorch.
 
     Attributes:
         version: The release whose facts these are, a member of `SUPPORTED`.

@@ -185,7 +185,7 @@ def hierarchical_rounds(numel: int, ranks: int, ranks_per_node: int) -> list[Rou
 
 
 class Traffic(NamedTuple):
-    """What one rank does in one collective.
+    """Steps, messages and bytes of one rank in one collective.
 
     Attributes:
         messages: Messages that this rank sends.

@@ -1,4 +1,4 @@
-"""What ring collectives cost in bytes and seconds, and what more ranks buy.
+"""Bytes and seconds of ring collectives, and speedup and efficiency on more ranks.
 
 Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per direction.
 A message of s bytes takes α + s/W. In a ring of n ranks all send at the same time, so a collective takes its number of
@@ -13,7 +13,7 @@ from typing import Literal
 
 
 def check_link(ranks: int, **numbers: float) -> None:
-    """Refuse what no link and no job has.
+    """Check the numbers of a link and a job.
 
     Args:
         ranks: Number of ranks, at least 1.
@@ -118,7 +118,7 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
-    """Return busbw in bytes per second: what each rank sent, over the time; compare it with the link.
+    """Return busbw in bytes per second: what each rank sent, over the time; comparable with the link.
 
     busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, all_to_all, gather and
     scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).

@@ -26,7 +26,7 @@ from lablib.calc.communication.costs import algorithm_bandwidth, bus_bandwidth, 
 
 
 class Terms(NamedTuple):
-    """What multiplies α, S/W and γ·S.
+    """The factors of α, S/W and γ·S.
 
     Attributes:
         rounds: Latencies one after the other.
@@ -62,7 +62,7 @@ def _up(n: int) -> int:
 
 
 def _fold(n: int) -> Terms:
-    """Before and after an algorithm for a power of two, when n is none: S bytes to a partner, and S back."""
+    """Before and after an algorithm for a power of two, when n is not one: S bytes to a partner, and S back."""
     return Terms(0, 0, 0) if n & (n - 1) == 0 else Terms(2, 2, 1)
 
 
@@ -327,7 +327,7 @@ def parse_nccl_tests(text: str) -> list[Run]:
     """Return the lines of a table that a program of nccl-tests has printed.
 
     Args:
-        text: The whole output; what is no line of the table is passed over. Lines of old versions,
+        text: The whole output; other lines than the table's are skipped. Lines of old versions,
             without the columns `redop` or `root`, are understood: size, count, type, perhaps those two, then time,
             algbw, busbw and #wrong twice.
     """

@@ -76,7 +76,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the framework recommends.
+    """The recommendation of the framework.
 
     Attributes:
         candidate: The layout, its memory and its predicted step.

@@ -39,7 +39,7 @@ EXTRA_VALUES = {"ddp": 0, "local-sgd": 0, "diloco": 2}
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one replica sends over the link between data centres, and what that costs.
+    """The traffic of one replica over the link between data centres, and its cost.
 
     Attributes:
         method: "ddp", "local-sgd" or "diloco".

@@ -36,7 +36,7 @@ ONE_BUCKET = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Miniature:
-    """What a composed job trains, and how it is cut.
+    """A small job: model, degrees of parallelism, batch.
 
     Attributes:
         config: The model; GPT-2 or Llama shape, not tied when there are stages.
@@ -118,7 +118,7 @@ class Miniature:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one rank says to its group along one axis in one step.
+    """Messages of one rank to its group along one axis in one step.
 
     Attributes:
         calls: Collectives, or sends, by operation.

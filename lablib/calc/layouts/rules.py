@@ -99,7 +99,7 @@ class TensorCost:
 
     @property
     def share(self) -> float:
-        """Collectives over the whole layer."""
+        """Collectives over the full time of the layer."""
         return self.collectives / (self.compute + self.collectives)
 
     @property
@@ -129,9 +129,9 @@ def tensor_rule(
         passes = layer_work(config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0)
         both = passes.forward + passes.backward
         collectives = both.tp / EFFICIENCY.bandwidth
-        whole = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
+        full = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
         grid = mesh(tp=tp, dp=max(1, machine.gpus // tp), gpus_per_node=machine.gpus_per_node)
-        rows.append(TensorCost(tp, grid.crosses("tp"), whole - collectives, collectives))
+        rows.append(TensorCost(tp, grid.crosses("tp"), full - collectives, collectives))
     if not rows:
         raise ValueError(f"no degree of {list(tps)} divides num_heads={config.num_heads}")
     return rows
@@ -139,7 +139,7 @@ def tensor_rule(
 
 @dataclass(frozen=True)
 class OrderCost:
-    """What one order of the axes costs in communication.
+    """The communication of one order of the axes.
 
     Attributes:
         crosses: The axes whose groups leave a node.

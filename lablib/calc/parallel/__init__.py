@@ -1,4 +1,4 @@
-"""What each kind of parallelism stores, sends and waits for: closed forms, one module a kind.
+"""Closed forms for each kind of parallelism: memory, traffic and time, one module a kind.
 
     traffic      bytes that each axis sends in one training step
     data         buckets, and what backward hides of their all-reduce          chapter 02

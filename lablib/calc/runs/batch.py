@@ -33,7 +33,7 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """What a series of squared gradient norms says about signal and noise.
+    """Signal and noise estimated from a series of squared gradient norms.
 
     Attributes:
         signal: |G|², the squared norm of the true gradient; noise can make the estimate negative.
@@ -172,7 +172,7 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
     Args:
         step: Number of the step that is taken, from 1.
         peak: Highest rate, reached by step `warmup`.
-        steps: Steps of the whole schedule; later ones stay at the floor.
+        steps: Steps of the schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
     """
     if step < 1 or steps < 1:

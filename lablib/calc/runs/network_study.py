@@ -56,7 +56,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """What the study measures; sizes are such that a sample is short.
+    """Sizes and rates of the study, small enough that a sample is short.
 
     Attributes:
         link_rate: The link for exchanges and all-reduces.
@@ -150,7 +150,7 @@ class Cluster:
     """The two hosts as the exchanges of a study describe them.
 
     Attributes:
-        links: Bandwidth inside and across, one card a host; no latency.
+        links: Bandwidth inside and across, one network card a host; no latency.
         pair: α of a round in which two ranks exchange a message.
         ring: α of a round in which all ranks send one: they share one machine's processors, so it takes longer.
     """

@@ -27,11 +27,19 @@ Read `actions` first. Chapter 04.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from lablib.calc.errors import one_of
 from lablib.calc.schedules.actions import Action, Overlap, Schedule, Step, parse_action, parse_schedule
-from lablib.calc.schedules.generators import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from lablib.calc.schedules.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    schedule,
+    schedule_names,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from lablib.calc.schedules.simulation import Event, Timeline, peak_activations, simulate, time_grid
 from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
 from lablib.calc.schedules.text import ScheduleError, step_grid, to_csv
@@ -70,32 +78,3 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
-
-_MAKE: dict[str, Callable[..., Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
-}
-
-
-def schedule_names() -> list[str]:
-    """Return the names that `schedule` knows, simplest first."""
-    return list(_MAKE)
-
-
-def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md."""
-    known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
-    if known == "interleaved":
-        return interleaved(p, m, v)
-    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
-    if v not in (1, fixed):
-        raise ValueError(
-            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
-        )
-    return _MAKE[known](p, m)

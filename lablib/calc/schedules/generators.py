@@ -9,7 +9,7 @@ Four stages, four micro-batches, stage 1 (counted from 0):
 GPipe and 1F1B idle equally long, `(p - 1)(t_F + t_B)`; 1F1B holds `min(m, p - i)` micro-batches where GPipe holds m.
 Interleaving gives every rank v thinner stages, so filling the pipeline takes 1/v of the time.
 
-Zero Bubble: nobody waits for the gradients of the weights. So a stage sends the gradient of its input first (I; the
+Zero Bubble: no stage waits for the gradients of the weights. So a stage sends the gradient of its input first (I; the
 paper writes B) and fills the time in which it would wait with the weight halves (W) that it put off. Two stages, three
 micro-batches:
 
@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from lablib.calc.errors import one_of
 from lablib.calc.schedules.actions import Action, Overlap, Schedule, Step
 
 
@@ -117,7 +118,7 @@ def alternate(forwards: Iterator[Action], backwards: Iterator[Action], warmup: i
 
 
 def at_least_one(**numbers: int) -> None:
-    """Raise a ValueError that names every number, unless all are whole and 1 or more."""
+    """Raise a ValueError that names every number, unless all are integers of 1 or more."""
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers.values()):
         given = ", ".join(f"{name}={n!r}" for name, n in numbers.items())
         raise ValueError(f"{given}: each must be a whole number, 1 or more")
@@ -137,7 +138,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     Idle within the first stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative; at most `2p - 1`
     micro-batches held (Table 2 of the paper).
-    Over the whole step ranks still idle: they start, and end, one after another. The next step may fill that time
+    Over the full step ranks still idle: they start, and end, one after another. The next step may fill that time
     only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
     """
     return _split(p, m, 2, "zb-h2")
@@ -291,3 +292,33 @@ def _schedule(ranks: list[list[Step]], p: int, m: int, name: str) -> Schedule:
     # A pipeline with fewer micro-batches than it needs to fill keeps the order of one that has enough.
     kept = [[step for step in steps if all(part.microbatch < m for part in step.parts)] for steps in ranks]
     return Schedule(kept, m, [*range(p), *reversed(range(p))], name)
+
+
+_MAKE: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def schedule_names() -> list[str]:
+    """Return the names that `schedule` knows, simplest first."""
+    return list(_MAKE)
+
+
+def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md."""
+    known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
+    if known == "interleaved":
+        return interleaved(p, m, v)
+    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
+    if v not in (1, fixed):
+        raise ValueError(
+            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
+        )
+    return _MAKE[known](p, m)

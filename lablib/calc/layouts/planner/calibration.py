@@ -52,8 +52,8 @@ class Run:
         virtual_stages: Chunks in a stage, or None if not printed.
         sequence_parallel: Whether tp splits norms too.
         attention: "plain" or "fused".
-        nic: Bytes per second of one device out of its node, or None for the usual card.
-        rails: Whether a group uses all its cards in a node together; see `Cluster`.
+        nic: Bytes per second of one device out of its node, or None for the usual network card.
+        rails: Whether a group uses all its network cards in a node together; see `Cluster`.
     """
 
     name: str
@@ -272,7 +272,7 @@ def workload_of_run(run: Run) -> Workload:
 def choices(run: Run) -> list[tuple[Layout, Job, float]]:
     """Return the layouts that a row may mean, each as work and with the FLOPs that its paper would count for a device.
 
-    Memory is not asked: what a paper printed did fit.
+    Memory is not checked: the layout of a paper did fit.
     """
     load, found = workload_of_run(run), []
     for micro, chunks, again, zero in product(

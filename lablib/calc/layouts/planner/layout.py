@@ -163,8 +163,8 @@ def check_split(model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_para
         raise ValueError(f"seq={seq} is more than the {model.max_positions} learned positions of {model.name}")
 
 
-#: Share of the peak that large bf16 matrix products reach on the card, as measured by Stas Bekman (Machine Learning
-#: Engineering, maximum achievable matmul FLOPS). The H100's share stands for its kin, and for cards without a figure.
+#: Share of the peak that large bf16 matrix products reach, as measured by Stas Bekman (Machine Learning
+#: Engineering, maximum achievable matmul FLOPS). The H100's share stands for its kin, and for GPUs without a figure.
 ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.51}
 
 

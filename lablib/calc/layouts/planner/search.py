@@ -80,7 +80,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
         load: What is trained, and where.
@@ -207,8 +207,8 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
     for name, known in (("recompute", RECOMPUTE), ("schedule", SCHEDULES)):
         if name in fixed:
             one_of(name, fixed[name], known)
-    whole = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
-    for name, value in whole.items():
+    integers = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
+    for name, value in integers.items():
         check_whole(name, value, 0 if name == "zero" else 1)
     if fixed.get("zero", 0) > 3:
         raise ValueError(f"zero={fixed['zero']} does not exist: use 1, 2 or 3, or 0 for replicas")
@@ -216,7 +216,7 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
 
 @dataclass
 class Found:
-    """What a search found.
+    """The result of a search, before it is timed.
 
     Attributes:
         fitting: Layouts to time, each with its memory by term.

@@ -242,7 +242,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage does for one micro-batch, and how many stages are alike.
+    """The work of one pipeline stage for one micro-batch, and how many stages are alike.
 
     Attributes:
         work: Forward and backward of all its layers, and of the head on the last one.
@@ -322,7 +322,7 @@ def _exposed(job: Job, forward: float, backward: float, rates: Efficiency) -> tu
 
 @dataclass
 class Workload:
-    """What is to be trained, where and how it is counted; it remembers the pieces that layouts share.
+    """A model, a cluster and a batch; pieces that layouts share are computed once.
 
     Attributes:
         attention: "fused" or "plain".
