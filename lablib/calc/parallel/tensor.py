@@ -1,18 +1,18 @@
-"""Tensor parallelism counted: which head is where, what a layer sends, what a rank keeps, how long it takes.
+"""Tensor parallelism in numbers: heads of each rank, traffic, kept activations and time of a layer.
 
 A layer has two halves, attention and MLP. Each is a column-parallel matrix, then a row-parallel one, and each has one
 communication where the stream enters and one where it leaves. Three variants, by what `sequence_parallel` is:
 
 | | `False` | `"keep"` | `"shard"` |
 |---|---|---|---|
-| the stream between halves | whole on every rank | split over tokens | split over tokens |
+| the stream between halves | full on every rank | split over tokens | split over tokens |
 | forward, entering, leaving | -, all-reduce | all-gather, reduce-scatter | all-gather, reduce-scatter |
 | backward, leaving, entering | -, all-reduce | all-gather, reduce-scatter | all-gather, all-gather + reduce-scatter |
 | elements sent a layer | 8bsh(t-1)/t | 8bsh(t-1)/t | 10bsh(t-1)/t |
 | kept for backward, paper's bytes | sbh(10 + 24/t) + scores | sbh(4 + 30/t) + scores | 34sbh/t + scores |
 
-with scores = 5as²b/t. "keep" keeps the gathered input of the first matrices, "shard" gathers it again in backward; the bytes are computed in
-`lablib.calc.memory`.
+with scores = 5as²b/t. "keep" keeps the gathered input of the first matrices, "shard" gathers it again in backward; the
+bytes are computed in `lablib.calc.memory`.
 
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 2021 (arXiv 2104.04473), section 3.2;
 Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.

@@ -1,4 +1,4 @@
-"""What FP8 training stores and sends, and what it can gain: bytes of states, of scales and of gathers, and time.
+"""FP8 training: bytes of states, of scales and of gathers, and the time that it can gain.
 
 FP8 training casts the inputs of matmuls. Weights, gradients and moments stay in high precision, since updates would
 be lost in 8 bits: so model states do not shrink, and the step gets faster in its matmuls only.

@@ -1,16 +1,14 @@
-"""What a rank holds while a schedule runs: the activations of every micro-batch that is on its way.
-
-A forward stores activations; the full backward frees them. A backward in two halves frees a part after the input half
-(I) and the rest after the weight half (W), which needs the inputs of the matrix products and the gradients of their
-outputs. Only the order of a rank's own actions matters, not their times.
-
-Run a schedule on paper: give every action a time and see when each rank works, waits and finishes.
+"""Run a schedule on paper: when each rank works, waits and finishes, and how many micro-batches it holds.
 
 Four ranks, eight micro-batches, a forward takes 1 and a backward 2. Under 1F1B every rank works 24 and the step takes
 33, so each idles 9: 9/24 = (p - 1)/m = 0.375 of the ideal time, 9/33 = (p - 1)/(m + p - 1) = 0.27 of the total time.
 
 An action starts when its rank is free and what it needs has arrived. Communication runs beside computation;
-each direction of a link carries one message at a time.
+each direction of a link carries one message at a time. Read `simulate` first.
+
+A forward stores activations; the full backward frees them. A backward in two halves frees a part after the input half
+(I) and the rest after the weight half (W), which needs the inputs of the matrix products and the gradients of their
+outputs. Only the order of a rank's own actions matters there, not their times (`peak_activations`).
 """
 
 from __future__ import annotations
