@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lablib.calc.hardware import accelerator, link
-from lablib.calc.runs import LABS, budgets, expect_step, parse_machine
+from lablib.calc.runs import LAB_BUDGETS, expect_step, lab_budgets, parse_machine
 from lablib.cli.main import app
 
 A10, H100 = parse_machine("2xa10@0.75"), parse_machine("2 x h100 @ 3")
@@ -42,13 +42,13 @@ def test_the_sheet_bills_the_labs_with_a_cell_that_uses_cuda_and_no_others():
         code = [cell for cell in cells if cell["cell_type"] == "code"]
         if any("gpu" in cell["metadata"].get("tags", []) or "cuda" in "".join(cell["source"]) for cell in code):
             uses.add(path.name[:2])
-    assert uses == {budget.lab for budget in LABS}
+    assert uses == {budget.lab for budget in LAB_BUDGETS}
 
 
 def test_what_makes_no_sense_is_refused():
-    assert [budget.lab for budget in budgets(["6", "11", "06"])] == ["06", "11"]
+    assert [budget.lab for budget in lab_budgets(["6", "11", "06"])] == ["06", "11"]
     with pytest.raises(ValueError, match="lab 03 measures nothing on a GPU"):
-        budgets(["3"])
+        lab_budgets(["3"])
     with pytest.raises(ValueError, match="use one of second, minute, hour"):
         A10.cost(1, "day")
     for minutes in (float("inf"), -1):
@@ -74,7 +74,7 @@ def test_the_command_adds_up():
     assert "scaling wants two GPUs" in out
     first = out.split("\n\n")[0].splitlines()
     *parts, total = [line.split() for line in first if line[:2].isdigit() or line[:5] in ("setup", "all  ")]
-    assert len(parts) == len(LABS) + 1
+    assert len(parts) == len(LAB_BUDGETS) + 1
     assert sum(float(words[1]) for words in parts) == pytest.approx(float(total[1]))
     assert sum(float(words[2]) for words in parts) == pytest.approx(float(total[2]), abs=0.005 * len(parts))
     (row,) = json.loads(CliRunner().invoke(app, ["cost", "2xa10@0.75", "--lab", "6", "--json"]).output)

@@ -11,7 +11,7 @@ import pytest
 from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
-from lablib.calc.runs import load_snapshot, replay
+from lablib.calc.runs import load_snapshot, replay_snapshot
 from lablib.calc.runs.cuda_snapshot import BEFORE, NO_FRAMES, Block
 from lablib.cli.main import app
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
@@ -46,7 +46,7 @@ def test_a_replay_finds_what_the_allocator_counted(before: int) -> None:
     for seed in (random.randrange(10**6) for _ in range(5)):
         print(f"seed {seed}")
         device, instants = play(seed, before=before)
-        history = replay(snapshot(device))
+        history = replay_snapshot(snapshot(device))
         assert history.missing == 0
         assert max(history.requested) == device.most["requested"]
         assert max(history.reserved) == device.most["reserved"]
@@ -63,7 +63,7 @@ def test_a_replay_finds_what_the_allocator_counted(before: int) -> None:
 def test_pytorchs_own_viewer_reads_the_same_snapshot() -> None:
     device, _ = play(7)
     found = snapshot(device)
-    held = replay(found).end()
+    held = replay_snapshot(found).end()
     assert f"total_reserved: {_memory_viz.Bytes(held.reserved)}\n" in _memory_viz.segsum(found)
     # One line of its flame graph for each block: stream, state, stack, bytes asked for.
     theirs = 0
@@ -76,7 +76,7 @@ def test_pytorchs_own_viewer_reads_the_same_snapshot() -> None:
 
 def test_a_cut_trace_says_so_and_is_right_behind_the_cut() -> None:
     device, _ = play(3, events=90)
-    full, part = replay(snapshot(device)), replay(snapshot(device, max_entries=25))
+    full, part = replay_snapshot(snapshot(device)), replay_snapshot(snapshot(device, max_entries=25))
     assert full.missing == 0 < part.missing
     assert part.requested == full.requested[-26:]
     assert part.reserved == full.reserved[-26:]
@@ -86,19 +86,19 @@ def test_two_gpus_are_told_apart() -> None:
     first, second = play(11)[0], play(12, base=0x100000)[0]
     found = snapshot(first, second)
     with pytest.raises(ValueError, match="has devices 0, 1: say which one, device=0"):
-        replay(found)
+        replay_snapshot(found)
     with pytest.raises(ValueError, match="nothing of device 2"):
-        replay(found, 2)
+        replay_snapshot(found, 2)
     for number, device in enumerate((first, second)):
-        assert max(replay(found, number).requested) == device.most["requested"]
+        assert max(replay_snapshot(found, number).requested) == device.most["requested"]
 
 
 def test_segments_alone_are_an_end_without_a_history() -> None:
     device, _ = play(5)
-    history = replay(snapshot(device)["segments"])
+    history = replay_snapshot(snapshot(device)["segments"])
     assert history.peak() == history.end()
     assert history.end().requested == device.now["requested"]
-    assert replay({"segments": [], "device_traces": [[]]}).peak().reserved == 0
+    assert replay_snapshot({"segments": [], "device_traces": [[]]}).peak().reserved == 0
 
 
 @pytest.mark.parametrize("action", ["alloc", "free_completed"])
@@ -110,7 +110,7 @@ def test_a_trace_without_some_events_is_refused(action: str) -> None:
     found = snapshot(device)
     found["device_traces"][0] = [event for event in found["device_traces"][0] if event["action"] != action]
     with pytest.raises(ValueError, match=r"event \d .*contradicts the others"):
-        replay(found)
+        replay_snapshot(found)
 
 
 def test_a_block_belongs_to_the_line_outside_of_pytorch() -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.runs import LABS
-from lablib.calc.runs import nvidia_smi as smi
+from lablib.calc.runs import LAB_BUDGETS
 from lablib.cli import doctor
+from lablib.cli import nvidia_smi as smi
 from lablib.cli.main import app
 from lablib.launch.ranks import run_ranks
 from lablib.launch.records import machine as machine_probe
@@ -265,7 +265,7 @@ FINE = {"capabilities": [(9, 0)] * 2, "memory": 80 * 2**30, "compiles": True, "t
 )
 def test_each_lab_is_judged_before_it_is_paid_for(changes, lab, verdict, text):
     found = {f.name: f for f in doctor.judge_labs(doctor.Found(**(FINE | changes)))}
-    assert list(found) == [f"lab {budget.lab}" for budget in LABS]
+    assert list(found) == [f"lab {budget.lab}" for budget in LAB_BUDGETS]
     finding = found[f"lab {lab}"]
     assert finding.verdict == verdict
     assert text in f"{finding.detail} {finding.mend}"

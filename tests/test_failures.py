@@ -12,8 +12,9 @@ from statistics import mean, stdev
 
 import pytest
 
-from lablib.calc.runs import LLAMA3, best_interval, daly_interval, lost_share, lost_time, young_interval
-from lablib.calc.runs.failures import Cause, FailureLog, wall_time
+from lablib.calc.runs import LLAMA3_FAILURES as LLAMA3
+from lablib.calc.runs import best_interval, daly_interval, lost_share, lost_time, young_interval
+from lablib.calc.runs.failures import wall_time
 
 MINUTE, HOUR = 60.0, 3600.0
 
@@ -185,9 +186,3 @@ def test_more_than_nine_tenths_effective_leaves_17_minutes_for_an_interruption()
 def test_bad_input_is_one_sentence(call, text):
     with pytest.raises(ValueError, match=text):
         call()
-
-
-def test_another_log():
-    log = FailureLog("mine", 8, 10, 1, (Cause("disk", "Host", 2), Cause("bug", "Code", 3)), "notes")
-    assert log.mtbf == 2 * 24 * HOUR
-    assert log.by_category() == {"Code": 3, "Host": 2}

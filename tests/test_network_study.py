@@ -13,17 +13,23 @@ import torch
 
 from lablib.calc.communication import collective_time
 from lablib.calc.runs import (
-    LAYOUTS,
-    VARIANTS,
-    Settings,
+    STUDY_LAYOUTS,
+    STUDY_VARIANTS,
+    StudySettings,
     layout_bytes,
     link_bandwidth,
     placement_rows,
-    predicted_step,
     savings_rows,
     scaling_rows,
 )
-from lablib.calc.runs.network_study import all_reduce_rows, crossing, link_fit, seconds_of, two_hosts
+from lablib.calc.runs.network_study import (
+    all_reduce_rows,
+    crossing,
+    link_fit,
+    predicted_ddp_step,
+    seconds_of,
+    two_hosts,
+)
 from lablib.launch.communication import network_study
 from lablib.launch.communication import study as study_module
 from lablib.launch.communication.cluster import why_not
@@ -35,7 +41,7 @@ REFUSED = why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no cluster on this machine: {REFUSED}")
 RATE = "200 Mb/s"
 WIDE = 1e9  # bytes per second inside a host
-SMALL = Settings(
+SMALL = StudySettings(
     link_rate=RATE,
     link_sizes=(64, 2**16),
     reduce_sizes=(2**12,),
@@ -127,14 +133,14 @@ def test_ddp_by_hand() -> None:
     assert (wide.efficiency, narrow.efficiency) == pytest.approx((0.75, 0.375))
     assert narrow.predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire)  # it starts after a quarter of backward
     rows = {row.variant: row for row in savings_rows(samples)}
-    assert tuple(rows) == VARIANTS
+    assert tuple(rows) == STUDY_VARIANTS
     assert rows["one bucket"].predicted == pytest.approx(0.03 + wire)
     assert rows["accumulate"].predicted == pytest.approx((4 * 0.03 - 0.02 * 3 / 4 + wire) / 4)
     assert rows["accumulate"].bytes_across == pytest.approx(1.5e6 / 4)
     assert rows["bf16"].predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire / 2)
     assert rows["hierarchical"].predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire * 2 / 3)
     assert [row.bought for row in rows.values()] == pytest.approx([1, 0.8, 0.08 / 0.0375, 1.6, 0.08 / 0.06])
-    assert predicted_step(samples, samples[-1]).communication == pytest.approx(wire * 2 / 3)
+    assert predicted_ddp_step(samples, samples[-1]).communication == pytest.approx(wire * 2 / 3)
 
 
 def test_bytes_of_the_layouts_by_hand() -> None:
@@ -142,7 +148,7 @@ def test_bytes_of_the_layouts_by_hand() -> None:
     config = tiny_config("llama", hidden=64, num_layers=2)
     whole = sum(p.numel() for p in Transformer(config).parameters())
     norms = sum(p.numel() for name, p in Transformer(config).named_parameters() if "norm" in name)
-    sizes = {name: layout_bytes(name, config, batch=8, seq=32) for name in LAYOUTS}
+    sizes = {name: layout_bytes(name, config, batch=8, seq=32) for name in STUDY_LAYOUTS}
     stream = 4 * 8 * 32 * 64
     assert sizes["dp over all"] == pytest.approx(1.5 * 4 * whole)
     assert sizes["tp inside, dp across"] == pytest.approx(4 * (whole + norms))  # norms are on both ranks of a host
@@ -165,13 +171,13 @@ def test_a_real_job_counts_the_predicted_bytes() -> None:
         assert sample["seconds"] > 0
         if sample["part"] in counted and sample["bytes_across"]:
             counted[sample["part"]].append(sample["card_bytes"] / sample["bytes_across"])
-    assert len(counted["ddp"]) == 1 + len(VARIANTS)
-    assert len(counted["placement"]) == 2 * len(LAYOUTS)
+    assert len(counted["ddp"]) == 1 + len(STUDY_VARIANTS)
+    assert len(counted["placement"]) == 2 * len(STUDY_LAYOUTS)
     # Above 1 by headers (5 % where packets are small), acknowledgements, and the barriers around a step of 100 kB.
     assert all(1 <= ratio <= 1.3 for ratios in counted.values() for ratio in ratios), counted
     rows = placement_rows(samples)
     assert [row.layout for row in rows] == sorted(
-        LAYOUTS, key=lambda name: {r.layout: r.bytes_across for r in rows}[name]
+        STUDY_LAYOUTS, key=lambda name: {r.layout: r.bytes_across for r in rows}[name]
     )
     config = tiny_config("llama", hidden=SMALL.hidden, num_layers=SMALL.blocks)
     windows = torch.randint(config.vocab, (SMALL.batch, SMALL.seq + 1), generator=torch.Generator().manual_seed(0))

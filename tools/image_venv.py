@@ -211,7 +211,7 @@ def torch_index() -> list[str]:
         SystemExit: If there is no driver, or one that is too old for any CUDA build of it.
     """
     sys.path.insert(0, str(ROOT))
-    from lablib.calc.runs import driver_cuda
+    from lablib.cli.nvidia_smi import driver_cuda
 
     try:
         told = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60).stdout

@@ -1,4 +1,4 @@
-"""Messages for settings that cannot be: which names exist, and which numbers divide."""
+"""Validation errors: which names exist, and which numbers divide."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ def one_of(what: str, name: object, known: Iterable[str]) -> str:
 
     Args:
         what: What is named, for the message.
-
-    Raises:
-        ValueError: If it is not; the message suggests close names, or lists all.
     """
     known = list(known)
     if isinstance(name, str) and name in known:
@@ -29,11 +26,7 @@ def one_of(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def must_divide(name: str, value: int, of: str, size: int) -> None:
-    """Raise a ValueError that names both factors and lists what divides, unless `value` divides `size`.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Raise a ValueError that names both factors and lists what divides, unless `value` divides `size`."""
     if size % value:
         # Large sizes have many divisors: the ones near the value are of use.
         small = [n for n in range(1, min(math.isqrt(size), MOST_TRIED) + 1) if size % n == 0]
@@ -43,11 +36,7 @@ def must_divide(name: str, value: int, of: str, size: int) -> None:
 
 
 def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
-    """Raise a ValueError unless a value is a whole number in a range; True is none, and neither is 8.0.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Raise a ValueError unless a value is an integer in a range; bools and floats are rejected."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     if value > most:
@@ -55,21 +44,13 @@ def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> No
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise a ValueError unless a value is True or False.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Raise a ValueError unless a value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def check_stage(stage: object, pp: int) -> None:
-    """Raise a ValueError unless a pipeline has such a stage.
-
-    Raises:
-        ValueError: If it has not.
-    """
+    """Raise a ValueError unless a pipeline has such a stage."""
     if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage < pp:
         return
     if pp == 1:

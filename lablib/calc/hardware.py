@@ -1,31 +1,24 @@
-"""The names that drivers give to GPUs, and the row of `hardware` that each of them is.
+"""Accelerators and links: capacity, bandwidth and peak rates, each with its source, and the names that drivers give.
 
-    known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"
-    known_accelerator("NVIDIA GeForce RTX 3060")  # None: the course has no figures for it
+    accelerator("h100").memory_bytes
+    known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"; None where the course has no figures
 
-A name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has another
-peak, and an MFU against the wrong peak is worse than none.
-
-Links between devices: bandwidth per direction, latency where it is published, and the source.
-
-NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s each way, and 450 is what a ring can use.
-Network cards are sold in bits: 400 Gb/s are 50 GB/s.
-These are line rates. A large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy
-between two H200s 396 of 450 (Stas Bekman, Machine Learning Engineering, network benchmarks).
-
-Where a number was read in secondary copies only, its source says so.
-
-Accelerators: capacity, memory bandwidth and peak rates, each with its source. Links are in `links`.
+Links are in bytes per second **per direction**. NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s
+each way, and 450 is what a ring can use. Network cards are sold in bits: 400 Gb/s are 50 GB/s. These are line rates: a
+large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy between two H200s 396 of 450
+(Stas Bekman, Machine Learning Engineering, network benchmarks).
 
 Capacity: vendors print "80 GB" for 80 GiB of memory. The driver of an H100 reports 81,559 MiB, which are 85.5 GB.
 So capacities here are GiB, and `memory_gb` says the same in GB. `driver_bytes` is what `nvidia-smi` prints, read in
-logs that owners of such cards published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
+logs that owners of such GPUs published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
 A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200 and 51 on MI300X
 (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
 
-Where a number was read in secondary copies only, its source says so.
+A driver's name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has
+another peak, and an MFU against the wrong peak is worse than none. Where a number was read in secondary copies only,
+its source says so.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ class Link:
     """One link of one device, in one direction.
 
     Attributes:
-        name: How tables call it.
         bandwidth: Bytes per second, per direction.
         latency_s: Seconds before the first byte of a message arrives, or None where none is published.
         source: Where the numbers come from.
@@ -111,9 +103,6 @@ def link(name: str) -> Link:
 
     Args:
         name: A key of `LINKS`, for example "nvlink4".
-
-    Raises:
-        ValueError: If the name is unknown; it lists the known ones.
     """
     key = str(name).lower().replace("_", "-")
     if key not in LINKS:
@@ -127,9 +116,6 @@ def link_rate(name: str, value: str | float) -> float:
     Args:
         name: What it is for, as messages call it: "nic" or "intra".
         value: A key of `LINKS`, a rate as text ("40 GB/s", "400 Gb/s"), or bytes per second.
-
-    Raises:
-        ValueError: If there is no such link, or the rate is no number above 0 that a link can have.
     """
     rate = value
     if isinstance(value, str):
@@ -155,11 +141,7 @@ class Accelerator:
     """One accelerator.
 
     Attributes:
-        name: How tables call it.
-        memory_bytes: Nominal capacity in bytes.
-        memory_note: Kind of memory.
         driver_bytes: What the driver reports as the total, or None where that was not looked up.
-        memory_bandwidth: Bytes per second.
         flops: Dense peak in FLOP/s by dtype: "bf16", "fp16", "fp8", "tf32", "fp32". A dtype that is missing has no
             matrix units there, or no figure with a source.
         scale_up: Key in `LINKS` of the link to its neighbours, or None where there is only PCIe.
@@ -192,20 +174,13 @@ class Accelerator:
 
         Args:
             dtype: A key of `flops`.
-
-        Raises:
-            ValueError: If there is no figure for this dtype; it names those that there are.
         """
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no {dtype} peak in the table; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def neighbour_link(self) -> Link:
-        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe.
-
-        Raises:
-            ValueError: If the table has neither.
-        """
+        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe."""
         key = self.scale_up or self.host
         if key is None:
             raise ValueError(f"{self.name} has no link in the table; give a bandwidth")
@@ -372,9 +347,6 @@ def accelerator(name: str) -> Accelerator:
 
     Args:
         name: A key of `ACCELERATORS` or `ALIASES`, for example "h100" or "a100-80gb".
-
-    Raises:
-        ValueError: If the name is unknown; it lists the known ones.
     """
     key = str(name).lower().replace("_", "-").replace(" ", "-")
     key = ALIASES.get(key, key)

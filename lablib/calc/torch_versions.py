@@ -1,17 +1,11 @@
-"""The combinations of Python and PyTorch that `make matrix` tries, and when each last passed.
-
-    last_runs(read_runs())      # one dictionary a combination, for the status page
-
-Page: book/status.md
-
-What differs between the versions of PyTorch that the course supports, as named facts with their sources.
+"""Which versions of PyTorch the course supports, how they differ, and when each was last tried.
 
     torch_facts("2.15.0+cu132").fsdp2_frees_buffer_before_copy      # True; the pinned 2.13 says False
+    last_runs(read_runs())                                          # a row for each combination of `make matrix`
 
-A calculator whose answer depends on one takes `torch="2.13"` as a setting, the version of constraints.txt by default.
-Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
-
-Page: book/versions.md
+A calculator whose answer depends on a difference takes `torch="2.13"` as a setting, the version of constraints.txt by
+default. Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
+Pages: book/versions.md, book/status.md.
 """
 
 from __future__ import annotations
@@ -135,7 +129,7 @@ DIFFERENCES = (
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What one release of PyTorch does, where releases differ.
+    """The facts of one release of PyTorch.
 
     Attributes:
         version: The release whose facts these are, a member of `SUPPORTED`.
@@ -168,9 +162,6 @@ def release(version: str) -> str:
 
     Args:
         version: Such as "2.13", "2.15.0+cu132", "2.11.0a0+git1234" or `torch.__version__`.
-
-    Raises:
-        ValueError: If it is no version, or older than the course supports.
     """
     numbers = re.match(r"(\d+)\.(\d+)(?![^.+a-z])", str(version))
     if not numbers:
@@ -183,14 +174,7 @@ def release(version: str) -> str:
 
 
 def torch_facts(version: str = PINNED) -> TorchFacts:
-    """Return what a version of PyTorch does, where versions differ.
-
-    Args:
-        version: As for `release`; the one of constraints.txt by default.
-
-    Raises:
-        ValueError: If it is no version, or older than the course supports.
-    """
+    """Return what a version of PyTorch does, where versions differ."""
     name = release(version)
     return TorchFacts(name, **{difference.name: difference.of(name)[0] for difference in DIFFERENCES})
 
@@ -238,9 +222,6 @@ def combination(text: str) -> Combination:
 
     Args:
         text: "3.13/2.14.0".
-
-    Raises:
-        ValueError: If it is none, or the course does not support it.
     """
     found = re.fullmatch(r"(\d+\.\d+)/(\d+\.\d+)\.(\d+)", text)
     if not found:
@@ -259,11 +240,7 @@ def read_runs(path: Path = RUNS) -> dict[str, dict[str, Any]]:
 
 
 def last_runs(runs: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a row for each combination: what was run last, when, of which commit, and how it went.
-
-    Args:
-        runs: From `read_runs`.
-    """
+    """Return a row for each combination: what was run last, when, of which commit, and how it went."""
     rows = []
     for name in dict.fromkeys([*COMBINATIONS, *runs]):
         python, torch = name.split("/")

@@ -46,20 +46,12 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.
 
 
 def gb(n: float) -> int:
-    """Return `n` GB in bytes: `n` times 1e9.
-
-    Args:
-        n: How many GB.
-    """
+    """Return `n` GB in bytes: `n` times 1e9."""
     return round(n * GB)
 
 
 def gib(n: float) -> int:
-    """Return `n` GiB in bytes: `n` times 2**30.
-
-    Args:
-        n: How many GiB.
-    """
+    """Return `n` GiB in bytes: `n` times 2**30."""
     return round(n * GiB)
 
 
@@ -86,9 +78,6 @@ def parse_count(text: str | float) -> int:
 
     Args:
         text: A number, with K, M, B or T for 1e3, 1e6, 1e9, 1e12.
-
-    Raises:
-        ValueError: If it is no number, has another unit, is negative, or is not whole ("0.5").
     """
     value, unit = _split(text, "a count", "7B")
     if unit not in COUNT_UNITS:
@@ -105,9 +94,6 @@ def parse_bandwidth(text: str | float) -> float:
 
     Args:
         text: A number and a unit; a small b is a bit, eight to the byte.
-
-    Raises:
-        ValueError: If there is no number, no such unit, or the value is negative.
     """
     value, unit = _split(text, "a bandwidth", "450 GB/s")
     if not isinstance(text, str):
@@ -121,14 +107,7 @@ def parse_bandwidth(text: str | float) -> float:
 
 
 def format_bytes(n: float, unit: str = "GB") -> str:
-    """Return bytes in a named unit, with about three digits: "112 GB", "16.1 GB", "0.0625 GiB".
-
-    Args:
-        unit: One of `BYTE_UNITS`.
-
-    Raises:
-        ValueError: If the unit is unknown.
-    """
+    """Return bytes in a named unit, with about three digits: "112 GB", "16.1 GB", "0.0625 GiB"."""
     if unit not in BYTE_UNITS:
         raise ValueError(f"unit={unit!r} must be one of {', '.join(BYTE_UNITS)}")
     return f"{_digits(n / BYTE_UNITS[unit])} {unit}"
@@ -141,11 +120,7 @@ def format_count(n: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in the largest unit that it fills: "20.9 ms", "1.42 s", "33.9 days".
-
-    Args:
-        seconds: Time in seconds.
-    """
+    """Return a time in the largest unit that it fills: "20.9 ms", "1.42 s", "33.9 days"."""
     value, unit = _scale(seconds, TIME_UNITS)
     return f"{_digits(value)} {unit}"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lablib.calc.runs import Loss, lost_time, scaling_loss
+from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
 from lablib.checks.report import Wrong, check, close
 from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
@@ -164,7 +164,7 @@ def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Ph
     raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
 
 
-def _explain_part(part: str, got: float, loss: Loss, ranks: Sequence[Phases], told: str) -> None:
+def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> None:
     sent = [rank["communication"] for rank in ranks]
     right = loss.parts[part]
 

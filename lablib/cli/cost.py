@@ -20,10 +20,10 @@ def cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what the GPU labs cost on a machine at a price, and what the planner expects of it."""
-    from lablib.calc.runs import budgets, expect_step, parse_machine
+    from lablib.calc.runs import expect_step, lab_budgets, parse_machine
     from lablib.calc.units import format_count, parse_count
 
-    machines, labs, wanted = [parse_machine(text) for text in machine], budgets(lab), parse_count(tokens)
+    machines, labs, wanted = [parse_machine(text) for text in machine], lab_budgets(lab), parse_count(tokens)
     minutes = setup + sum(each.minutes for each in labs)
     bills = [each.cost(minutes, billing) for each in machines]
     expected = [expect_step(each, model=model, seq=seq, batch=batch) for each in machines]

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from lablib.calc.runs import (
+from lablib.cli.nvidia_smi import (
     HARMFUL,
     POWER_LIMIT,
     QUERY_FIELDS,
@@ -533,9 +533,9 @@ class Found:
 
 def judge_labs(found: Found) -> list[Finding]:
     """Return what will become of each lab that has something to measure on a GPU."""
-    from lablib.calc.runs import LABS
+    from lablib.calc.runs import LAB_BUDGETS
 
-    return [_lab(budget.lab, found) for budget in LABS]
+    return [_lab(budget.lab, found) for budget in LAB_BUDGETS]
 
 
 def _lab(lab: str, found: Found) -> Finding:

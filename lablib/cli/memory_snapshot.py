@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from lablib.calc.runs import Held, History
+    from lablib.calc.runs import HeldMemory, MemoryHistory
 
 INSTANTS = ("peak", "oom", "end")
 GROUPS = ("line", "module")
@@ -26,13 +26,13 @@ def memory_snapshot(
 ) -> None:
     """Read a CUDA memory snapshot: its peak, and which lines of the program hold it. Runs nothing in the file."""
     from lablib.calc.errors import one_of
-    from lablib.calc.runs import load_snapshot, replay
+    from lablib.calc.runs import load_snapshot, replay_snapshot
     from lablib.calc.units import BYTE_UNITS
 
     one_of("at", at, INSTANTS)
     one_of("by", by, GROUPS)
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
-    history = replay(load_snapshot(file), device)
+    history = replay_snapshot(load_snapshot(file), device)
     held = _held(history, at)
     groups = held.by_line() if by == "line" else held.by_module()
     if as_json:
@@ -55,7 +55,7 @@ def memory_snapshot(
     typer.echo("\n".join([*lines, *_notes(history, at, size, unit)]))
 
 
-def _held(history: History, at: str) -> Held:
+def _held(history: MemoryHistory, at: str) -> HeldMemory:
     if at == "peak":
         return history.peak()
     if at == "end":
@@ -66,7 +66,7 @@ def _held(history: History, at: str) -> Held:
     return history.at(failed[-1])
 
 
-def _notes(history: History, at: str, size: int, unit: str) -> list[str]:
+def _notes(history: MemoryHistory, at: str, size: int, unit: str) -> list[str]:
     notes = []
     for number in history.out_of_memory()[-1:]:
         hint = "" if at == "oom" else ". --at oom shows that instant"

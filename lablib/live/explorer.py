@@ -30,7 +30,6 @@ class Control:
 
     Attributes:
         name: Argument of the explorer's function, and its key in the page's address.
-        label: What the reader sees.
         options: Every value, with what the reader sees for it, in order.
         first: The value that it has before the reader touches it.
         slider: Whether it is a slider over the options, which then grow; else a list to choose from.
@@ -43,21 +42,16 @@ class Control:
     slider: bool = False
 
     def read(self, given: object) -> Value:
-        """Return the option that was meant; text is accepted for a number, since addresses and pages hold text.
-
-        Raises:
-            ValueError: If no option reads like this.
-        """
+        """Return the option that was meant; text is accepted for a number, since addresses and pages hold text."""
         known = {str(value): value for value, _ in self.options}
         return known[one_of(self.name, str(given), known)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an explorer shows for one state.
+    """The parts of a page for one state.
 
     Attributes:
-        picture: An SVG.
         caption: What it says, as a sentence or two.
         table: HTML of the numbers behind the picture.
         call: Python that computes the same numbers.
@@ -77,7 +71,6 @@ class Explorer:
 
     Attributes:
         name: Prefix of its keys in the page's address.
-        title: Heading of the controls.
         controls: What the reader can change.
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
     """
@@ -88,11 +81,7 @@ class Explorer:
     compute: Callable[..., Answer]
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
-        """Return a whole state: the given values, and the first ones for all else.
-
-        Raises:
-            ValueError: If a control or a value does not exist.
-        """
+        """Return a full state: the given values, and the first ones for all else."""
         given = dict(given or {})
         for name in given:
             one_of(f"control of the {self.name} explorer", name, [control.name for control in self.controls])
@@ -147,11 +136,7 @@ def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
 
 
 def find_explorer(module: str) -> Explorer:
-    """Return the explorer of a module.
-
-    Raises:
-        ValueError: If the module has none.
-    """
+    """Return the explorer of a module."""
     found = getattr(importlib.import_module(module), "EXPLORER", None)
     if not isinstance(found, Explorer):
         raise ValueError(f"{module} has no EXPLORER")
@@ -159,9 +144,5 @@ def find_explorer(module: str) -> Explorer:
 
 
 def answer_json(module: str, state: str) -> str:
-    """Return what `Explorer.answer` returns, from text to text: this is what the page calls.
-
-    Raises:
-        ValueError: If the module has no explorer, or a control or a value does not exist.
-    """
+    """Return what `Explorer.answer` returns, from text to text: this is what the page calls."""
     return json.dumps(find_explorer(module).answer(json.loads(state)))

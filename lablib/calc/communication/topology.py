@@ -24,7 +24,6 @@ class Topology:
     """A cluster of equal nodes.
 
     Attributes:
-        nodes: How many.
         ranks_per_node: g; rank k is on node ⌊k/g⌋, unless `placement` says otherwise.
         inside: Bytes per second of one rank's port inside the node, per direction.
         across: Bytes per second of one network card, per direction.
@@ -33,9 +32,6 @@ class Topology:
         cards: Network cards of a node.
         gamma: γ, seconds to add one byte to another.
         placement: For every rank its seat, counted through all nodes; None seats rank k at k.
-
-    Raises:
-        ValueError: If a number makes no sense, or the placement is no permutation.
     """
 
     nodes: int
@@ -96,19 +92,11 @@ class Topology:
         return latest + max(busy.values(), default=0.0) + max(adding.values(), default=0.0)
 
     def time(self, all_rounds: Sequence[Round], itemsize: float = 1) -> float:
-        """Return the seconds of rounds that follow each other.
-
-        Args:
-            all_rounds: As `lablib.calc.communication.algorithm_rounds` returns them.
-        """
+        """Return the seconds of rounds that follow each other."""
         return sum(self.round_time(sends, itemsize) for sends in all_rounds)
 
     def bytes_across(self, all_rounds: Sequence[Round], itemsize: float = 1) -> float:
-        """Return the bytes that leave the node which sends the most of them.
-
-        Args:
-            all_rounds: As for `time`.
-        """
+        """Return the bytes that leave the node which sends the most of them."""
         leaving: Counter[int] = Counter()
         for send in (send for sends in all_rounds for send in sends):
             if self.node(send.source) != self.node(send.target):
@@ -119,12 +107,9 @@ class Topology:
         """Return the seconds of a collective over all ranks.
 
         Args:
-            algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
+            algorithm: One of `ALGORITHMS`, or "hierarchical_all_reduce".
             size: S, the bytes of the whole array.
             itemsize: Bytes per element; `size` is cut into whole elements.
-
-        Raises:
-            ValueError: If the algorithm is unknown, or ranks are hierarchical and do not sit in order.
         """
         numel = round(size / itemsize)
         if algorithm != "hierarchical_all_reduce":

@@ -3,9 +3,9 @@
     score(Layout(tp=8, pp=4, dp=32, recompute="full"), "gpt-76b").points
 
 Three times are compared, all predicted by the same model: yours, the published layout's and the planner's best. So
-the ratio says how good a layout is, and says nothing about how good the prediction is; that is in `plan_fit.judge`.
+the ratio says how good a layout is, and says nothing about how good the prediction is; that is in `judge_runs`.
 
-Every case is a row of a paper, `plan_runs`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
+Every case is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
 """
 
@@ -47,7 +47,6 @@ class Case:
 
     Attributes:
         name: Key of `CASES`.
-        run: The published row.
         text: The task in one sentence.
     """
 
@@ -66,7 +65,6 @@ class Score:
     """A layout judged.
 
     Attributes:
-        case: The cluster.
         layout: The layout, or None where the fields make none.
         verdict: "cannot be", "does not fit" or "runs".
         memory: Bytes of a rank by term; empty if it cannot be.

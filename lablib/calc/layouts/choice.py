@@ -16,7 +16,7 @@ The first family that fits is not always taken: it must also be fast. One that t
 `patience` of the best of all is taken, for being simpler; the planner's own error is about as large.
 
 Guides ask question 2 last or not at all, and ask in question 1 whether the weights fit. That is where their tables
-go wrong; see `layout_audit`.
+go wrong; see `audited_rows`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Reason:
     """One question of the framework, answered.
 
     Attributes:
-        family: What was asked about.
         fits: Whether any layout of it fits.
-        taken: Whether it was chosen.
         layout: The fastest that fits, or the one that needs least; None if no layout of it can be.
         memory: Bytes of a rank of that layout; 0 without one.
         step: Predicted seconds of its step; None if it does not fit.
@@ -78,10 +76,9 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the framework recommends.
+    """The recommendation of the framework.
 
     Attributes:
-        strategy: The family.
         candidate: The layout, its memory and its predicted step.
         reasons: The questions up to the answer, in order, then what it gives away.
         plan: All that the planner found.
@@ -119,9 +116,6 @@ def choose(
         seq: Tokens in a sequence; None means the model's longest.
         patience: How much slower than the best of all it may be, as a share.
         **settings: Other arguments of `plan`: nic, intra, gpus_per_node, recipe_, reserve.
-
-    Raises:
-        ValueError: If nothing fits, or an argument is out of range.
     """
     if patience < 0:
         raise ValueError(f"patience={patience} must not be negative")

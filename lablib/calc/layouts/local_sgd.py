@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from lablib.calc.communication import ring_all_reduce_bytes, ring_all_reduce_time
-from lablib.calc.errors import one_of
+from lablib.calc.errors import check_whole, one_of
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
@@ -39,7 +39,7 @@ EXTRA_VALUES = {"ddp": 0, "local-sgd": 0, "diloco": 2}
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one replica sends over the link between data centres, and what that costs.
+    """The traffic of one replica over the link between data centres, and its cost.
 
     Attributes:
         method: "ddp", "local-sgd" or "diloco".
@@ -47,7 +47,6 @@ class Exchange:
         message: Bytes of one exchange sent by one replica.
         tokens: Tokens of all replicas between two exchanges.
         compute: Seconds of computing between two exchanges.
-        communicate: Seconds of one exchange.
         extra_memory: Bytes that all ranks of a replica together keep for the method.
     """
 
@@ -65,11 +64,6 @@ class Exchange:
         return self.message / self.tokens
 
     @property
-    def bytes_per_hour(self) -> float:
-        """Bytes that a replica sends in an hour, if nothing overlaps."""
-        return 3600 * self.message / (self.compute + self.communicate)
-
-    @property
     def share(self) -> float:
         """Part of the time that goes into communication, if nothing overlaps."""
         return self.communicate / (self.compute + self.communicate)
@@ -78,11 +72,6 @@ class Exchange:
     def slowdown(self) -> float:
         """Time over that of the computing alone, if nothing overlaps."""
         return 1 + self.communicate / self.compute
-
-    @property
-    def hidden_link(self) -> float:
-        """Bytes per second at which an exchange takes as long as the computing between two: overlap hides it above."""
-        return self.message / self.compute
 
 
 def exchange_cost(
@@ -107,14 +96,10 @@ def exchange_cost(
         inner_steps: H; 1 for DDP.
         latency: Seconds of a message; some 0.05 between continents.
         wire_bytes: Bytes of one number on the wire; None for `WIRE_BYTES`.
-
-    Raises:
-        ValueError: If the method is unknown, DDP is given more than one inner step, or a number is out of range.
     """
     one_of("method", method, METHODS)
     for name, value in (("replicas", replicas), ("tokens_per_step", tokens_per_step), ("inner_steps", inner_steps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(name, value, 1)
     if method == "ddp" and inner_steps > 1:
         raise ValueError(f"inner_steps={inner_steps}: DDP exchanges gradients in every step; use local-sgd or diloco")
     if not step_seconds > 0:
@@ -153,9 +138,6 @@ def needed_inner_steps(
         bandwidth: Bytes per second that a data centre sends, per direction.
         most_share: s, between 0 and 1.
         method: "local-sgd" or "diloco".
-
-    Raises:
-        ValueError: If the share is not between 0 and 1, or another argument is out of range.
     """
     if not 0 < most_share < 1:
         raise ValueError(f"most_share={most_share} must be between 0 and 1")

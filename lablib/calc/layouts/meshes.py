@@ -1,6 +1,4 @@
-"""A mesh as text: one row a node, one cell a rank, a label of its coordinates.
-
-Ranks as points of a mesh: coordinates, process groups, and which groups leave a node.
+"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and the mesh as text.
 
 Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
 
@@ -27,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import check_whole, one_of
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
@@ -39,11 +39,7 @@ class Mesh:
 
     Attributes:
         sizes: Ranks along every axis of the order.
-        order: The axes, fastest first.
         gpus_per_node: Ranks that share a node.
-
-    Raises:
-        ValueError: If a size is not a whole number of at least 1, or the ranks do not fill whole nodes.
     """
 
     sizes: tuple[int, ...]
@@ -52,8 +48,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name, size in (*zip(self.order, self.sizes, strict=True), ("gpus_per_node", self.gpus_per_node)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+            check_whole(name, size, 1)
 
     @cached_property
     def ranks(self) -> int:
@@ -78,31 +73,16 @@ class Mesh:
         return -(-self.ranks // self.gpus_per_node)
 
     def size(self, axis: str) -> int:
-        """Return the ranks along an axis.
-
-        Raises:
-            ValueError: If there is no such axis.
-        """
+        """Return the ranks along an axis."""
         return self.sizes[self.order.index(one_of("axis", axis, self.order))]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is along every axis.
-
-        Args:
-            rank: From 0.
-
-        Raises:
-            ValueError: If there is no such rank.
-        """
+        """Return where a rank is along every axis."""
         self._check_rank(rank)
         return {axis: rank // self.strides[axis] % self.size(axis) for axis in self.order}
 
     def rank(self, coordinates: Mapping[str, int] | None = None, /, **more: int) -> int:
-        """Return the rank at these coordinates; an axis that is not given counts as 0.
-
-        Raises:
-            ValueError: If an axis is unknown or a position is not on it.
-        """
+        """Return the rank at these coordinates; an axis that is not given counts as 0."""
         at = dict(coordinates or {}) | more
         for axis, position in at.items():
             if not 0 <= position < self.size(axis):
@@ -110,11 +90,7 @@ class Mesh:
         return sum(position * self.strides[axis] for axis, position in at.items())
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from this one along these axes only, itself included, in order.
-
-        Raises:
-            ValueError: If an axis or the rank does not exist.
-        """
+        """Return the ranks that differ from this one along these axes only, itself included, in order."""
         self._check_rank(rank)
         if not axes:
             raise ValueError(f"name at least one axis of {', '.join(self.order)}")
@@ -125,11 +101,7 @@ class Mesh:
         return sorted(members)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return every process group along these axes; each rank is in exactly one.
-
-        Raises:
-            ValueError: If an axis does not exist, or none is named.
-        """
+        """Return every process group along these axes; each rank is in exactly one."""
         seen: set[int] = set()
         found = []
         for rank in range(self.ranks):
@@ -140,11 +112,7 @@ class Mesh:
         return found
 
     def node(self, rank: int) -> int:
-        """Return the node of a rank.
-
-        Args:
-            rank: From 0.
-        """
+        """Return the node of a rank."""
         self._check_rank(rank)
         return rank // self.gpus_per_node
 
@@ -153,19 +121,11 @@ class Mesh:
         return sorted({self.node(rank) for rank in group})
 
     def crossing(self, *axes: str) -> list[list[int]]:
-        """Return the groups along these axes that leave a node.
-
-        Args:
-            *axes: As in `groups`.
-        """
+        """Return the groups along these axes that leave a node."""
         return [group for group in self.groups(*axes) if len(self.nodes_of(group)) > 1]
 
     def crosses(self, *axes: str) -> bool:
-        """Return whether any group along these axes leaves a node; for one axis without listing the groups.
-
-        Args:
-            *axes: As in `groups`.
-        """
+        """Return whether any group along these axes leaves a node; for one axis without listing the groups."""
         if len(axes) > 1:
             return bool(self.crossing(*axes))
         span = self.strides[one_of("axis", axes[0], self.order)] * self.size(axes[0])
@@ -186,9 +146,6 @@ def mesh(
         dp: Replicas beside ep: dp of a `Layout` over its ep.
         order: The five axes, fastest first, as a sequence or joined by "-".
         gpus: Ranks that there must be, or None.
-
-    Raises:
-        ValueError: If the order is not of the five axes, or the factors do not multiply to `gpus`.
     """
     axes = tuple(order.split("-") if isinstance(order, str) else order)
     if sorted(axes) != sorted(AXES):
@@ -201,16 +158,6 @@ def mesh(
         hint = f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
         raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
     return found
-
-
-def _axes(mesh: Mesh) -> list[str]:
-    return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]
-
-
-def label(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
-    at = mesh.coordinates(rank)
-    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
 
 
 def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
@@ -239,3 +186,13 @@ def group_line(mesh: Mesh, axis: str) -> str:
     listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
     where = f"leave a node (the first touches {len(mesh.nodes_of(first))})" if mesh.crosses(axis) else "stay in a node"
     return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"
+
+
+def label(mesh: Mesh, rank: int) -> str:
+    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
+    at = mesh.coordinates(rank)
+    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
+
+
+def _axes(mesh: Mesh) -> list[str]:
+    return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]

@@ -1,10 +1,4 @@
-"""The tables of layouts that guides print, each row judged and corrected, and the formula behind their stages.
-
-Guides ask whether the weights fit. What must fit are the training states, 16 bytes a parameter with AdamW in mixed
-precision: 13 billion parameters at tp=2 hold 104 GB on a rank, and no 80 GB GPU does that; with the optimizer sharded
-over the row's dp=4 they are 45.5 GB. tp=8, pp=4 and cp=8 are 256 ranks for one replica, and the row has 128.
-
-Three rules of thumb: where each comes from, as arithmetic on the planner's own parts, and where each fails.
+"""Rules of thumb that guides print, as functions: where each comes from, where it fails, and their tables corrected.
 
 | rule | comes from | fails where |
 |---|---|---|
@@ -12,7 +6,12 @@ Three rules of thumb: where each comes from, as arithmetic on the planner's own 
 | tp inside the node | its collectives wait, in every layer | a node of one GPU; a node of 72; layers so wide that they pay |
 | dp outermost | its messages leave once a step and hide | stages send less and wait less on a slow link |
 
-Each function returns rows to print, and computes them from `schedule_sim`, `plan_work` and `mesh`.
+Each function returns rows to print, computed from `calc.schedules`, the planner and `mesh`. Read `microbatch_rule` first.
+
+`audited_rows` judges the tables of layouts. Guides ask whether the weights fit. What must fit are the training states,
+16 bytes a parameter with AdamW in mixed precision: 13 billion parameters at tp=2 hold 104 GB on a rank, and no 80 GB
+GPU does that; with the optimizer sharded over the row's dp=4 they are 45.5 GB. tp=8, pp=4 and cp=8 are 256 ranks for one
+replica, and the row has 128.
 
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for the 4; Narayanan et al. 2021
 (arXiv 2104.04473), section 3, for the other two.
@@ -28,7 +27,7 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.layouts.choice import Choice, choose
 from lablib.calc.layouts.meshes import mesh
-from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, layer_work, megatron_gpt, total_seconds
+from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, MicroBatch, layer_work, megatron_gpt, total_seconds
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset
 from lablib.calc.parallel import zero_state_bytes
@@ -42,7 +41,6 @@ class Bubble:
     """Idle time of one schedule.
 
     Attributes:
-        schedule: Its name.
         p: Stages.
         m: Micro-batches.
         v: Chunks of a stage.
@@ -78,11 +76,7 @@ def microbatch_rule(p: int, per_stage: Sequence[int] = (1, 2, 4, 8), v: int = 1)
 
 
 def enough_microbatches(p: int, *, most: float = 0.25, v: int = 1) -> int:
-    """Return the least m with (p-1)/(v m) at most `most`; interleaved, the least multiple of p.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """Return the least m with (p-1)/(v m) at most `most`; interleaved, the least multiple of p."""
     if p < 1 or v < 1 or not most > 0:
         raise ValueError(f"p={p} and v={v} must be at least 1, and most={most} above 0")
     m = max(1, math.ceil((p - 1) / (most * v) - 1e-9))  # 0.1 is a little more than a tenth
@@ -94,10 +88,8 @@ class TensorCost:
     """One layer under tensor parallelism.
 
     Attributes:
-        tp: Ranks.
         crosses: Whether the group leaves its node.
         compute: Seconds of a rank for forward and backward, without collectives.
-        collectives: Seconds of them.
     """
 
     tp: int
@@ -107,7 +99,7 @@ class TensorCost:
 
     @property
     def share(self) -> float:
-        """Collectives over the whole layer."""
+        """Collectives over the full time of the layer."""
         return self.collectives / (self.compute + self.collectives)
 
     @property
@@ -128,21 +120,18 @@ def tensor_rule(
 
     Where it fails: on nodes of one GPU there is no inside; in a domain of 72 GPUs tp=16 is inside. And "inside" is no
     promise of cheap: without NVLink the share at tp=8 can be above what it is across nodes with.
-
-    Raises:
-        ValueError: If no degree divides the heads.
     """
     config = resolve_model(model)
     rows = []
     for tp in tps:
         if config.num_heads % tp or tp > machine.gpus:
             continue
-        passes = layer_work(config, machine, layer=0, micro_batch=micro_batch, seq=seq, tp=tp)
+        passes = layer_work(config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0)
         both = passes.forward + passes.backward
         collectives = both.tp / EFFICIENCY.bandwidth
-        whole = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
+        full = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
         grid = mesh(tp=tp, dp=max(1, machine.gpus // tp), gpus_per_node=machine.gpus_per_node)
-        rows.append(TensorCost(tp, grid.crosses("tp"), whole - collectives, collectives))
+        rows.append(TensorCost(tp, grid.crosses("tp"), full - collectives, collectives))
     if not rows:
         raise ValueError(f"no degree of {list(tps)} divides num_heads={config.num_heads}")
     return rows
@@ -150,10 +139,9 @@ def tensor_rule(
 
 @dataclass(frozen=True)
 class OrderCost:
-    """What one order of the axes costs in communication.
+    """The communication of one order of the axes.
 
     Attributes:
-        order: Axes, fastest first.
         crosses: The axes whose groups leave a node.
         seconds: By axis, of one step at the links' full rates, nothing hidden.
     """
@@ -210,9 +198,6 @@ def order_rule(
     Args:
         layout: tp, pp, dp and micro_batch are used.
         orders: Axes joined by "-", fastest first.
-
-    Raises:
-        ValueError: If the layout does not have as many ranks as the cluster, or an order is not of the three axes.
     """
     sent = axis_bytes(model, layout, seq=seq, global_batch=global_batch)
     rows = []
@@ -248,17 +233,7 @@ def state_bytes(params: float, *, tp: int = 1, pp: int = 1, dp: int = 1, zero: i
 
 @dataclass(frozen=True)
 class Example:
-    """One row of the tables that guides print, and what is right about it.
-
-    Attributes:
-        name: Model size as printed.
-        params: Parameters.
-        gpus: Devices as printed.
-        tp: As printed.
-        pp: As printed.
-        cp: As printed.
-        dp: As printed, or None.
-    """
+    """One row of the tables that guides print, and what is right about it."""
 
     name: str
     params: float
@@ -311,9 +286,6 @@ def pipeline_formula(params: float, tp: int, gpu: str | Accelerator = "a100", *,
 
     70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the
     least, before any activation.
-
-    Raises:
-        ValueError: If a number is below 1.
     """
     for name, value in (("params", params), ("tp", tp), ("bytes_per_param", bytes_per_param)):
         if value < 1:
@@ -327,7 +299,6 @@ class AuditedRow:
     """A row of the tables that guides print, judged and corrected.
 
     Attributes:
-        example: The row as printed.
         holds: Whether it can be as it stands, without ZeRO.
         states: Bytes of states of a rank as printed, without ZeRO; 0 if the factors do not multiply.
         verdict: A sentence that says why, or what corrects it.

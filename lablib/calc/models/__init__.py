@@ -1,4 +1,12 @@
-"""Models, as the calculators know them: their sizes, the published ones by name, and those of a `config.json`."""
+"""Models, as the calculators know them: their sizes, the published ones by name, and those of a `config.json`.
+
+    config      `ModelConfig`: all that the calculators need to know about a model
+    presets     published models by name
+    hf_config   a Hugging Face `config.json` as a ModelConfig
+    tensors     the tensors of a model, and what a rank of tensor or expert parallelism holds of each
+
+Read `config` first. Every chapter uses it, from 01 on.
+"""
 
 from __future__ import annotations
 

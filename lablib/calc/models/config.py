@@ -26,7 +26,6 @@ class ModelConfig:
     Sizes that are left 0 are filled in, and `dataclasses.replace` then keeps what was filled in.
 
     Attributes:
-        name: How tables call it.
         family: One of `FAMILIES`. It names the architecture; every number comes from the fields below.
         num_layers: Transformer blocks, `L`.
         hidden: Width of the residual stream, `h`.
@@ -42,7 +41,6 @@ class ModelConfig:
         gated_mlp: Three matrices (SwiGLU, GeGLU) and not two.
         qkv_bias: Biases on the query, key and value projections.
         attn_out_bias: Bias on the attention output projection.
-        mlp_bias: Biases in the MLP.
         qk_norm: RMSNorm over `head_dim` of every query and key head.
         norms_per_layer: Norms over `hidden` in a layer: 2, or 4 where each half is normed before and after.
         num_experts: Routed experts in a layer, 0 for a dense model.
@@ -55,9 +53,6 @@ class ModelConfig:
         qk_nope_head_dim: MLA: part of a query or key head without position.
         qk_rope_head_dim: MLA: part with rotary position, shared by all key heads.
         v_head_dim: MLA: width of a value head.
-
-    Raises:
-        ValueError: If a size is missing, not a whole number, negative, or contradicts another one.
     """
 
     name: str = "custom"
@@ -198,14 +193,7 @@ class ModelConfig:
         return self.num_heads * self.value_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether this layer (counted from 0) has experts in place of a dense MLP.
-
-        Args:
-            layer: Number of the layer, from 0.
-
-        Raises:
-            ValueError: If there is no such layer.
-        """
+        """Return whether this layer (counted from 0) has experts in place of a dense MLP."""
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer} is not in 0..{self.num_layers - 1} of {self.name}")
         return self.is_moe and layer >= self.num_dense_layers

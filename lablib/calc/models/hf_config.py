@@ -1,9 +1,10 @@
-"""Reading a Hugging Face `config.json` into a ModelConfig.
+"""Reading a Hugging Face `config.json` into a ModelConfig; every complaint names the field. Read `from_hf` first.
 
 A field that fixes a size must be there: a silent default would give a wrong count. Fields that transformers itself
 derives may be missing or null, and get what transformers would use: `num_key_value_heads` (as many as query heads,
-in the Llama family), `head_dim` (hidden size over heads), `n_inner` (four times the width). Missing
-biases are none, and a missing `tie_word_embeddings` is what the family does.
+in the Llama family), `head_dim` (hidden size over heads), `n_inner` (four times the width). Missing biases are none,
+and a missing `tie_word_embeddings` is what the family does. JSON is not typed, so a number may come as text, as null,
+as 4096.0 or as true; none of these is taken for a size.
 
 An image-and-text Gemma 3 keeps its decoder under `text_config` and leaves out what is the class's default there; the
 decoder is what is counted, without the part that sees.
@@ -12,10 +13,6 @@ What changes the model in a way that is not counted is refused: cross-attention,
 head. What changes no size is passed over: rotary scaling, sliding windows (`flops` counts full attention), softcaps,
 activation functions, dtypes, `quantization_config` (how a checkpoint is stored; the recipe says how it is trained),
 and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave out too.
-
-The fields of one `config.json`, read one by one; every complaint names the field.
-
-JSON is not typed, so a number may come as text, as null, as 4096.0 or as true. None of these is taken for a size.
 """
 
 from __future__ import annotations
@@ -28,6 +25,8 @@ from lablib.calc.models.config import ModelConfig
 
 #: A default that says: the field must be there.
 REQUIRED = object()
+
+
 #: Larger numbers are mistakes, and layers are counted one by one.
 LARGEST, MOST_LAYERS = 2**40, 100_000
 
@@ -43,11 +42,7 @@ class Fields:
         return ValueError(f"{self.where}: {field} {problem}")
 
     def whole(self, *names: str, default: object = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
-        """Return the whole number under the first of these names that is there; null counts as missing.
-
-        Raises:
-            ValueError: If it is missing or no such number, or two names of it disagree.
-        """
+        """Return the whole number under the first of these names that is there; null counts as missing."""
         there = [name for name in names if self.fields.get(name) is not None]
         if not there:
             default = self.defaults.get(names[0], default)
@@ -67,52 +62,32 @@ class Fields:
         return self.fields[there[0]]
 
     def needed(self, name: str, *, null: bool) -> None:
-        """Refuse a field that is missing, or one that is null, where only the other of the two means something.
-
-        Raises:
-            ValueError: If it is what means nothing.
-        """
+        """Refuse a field that is missing, or one that is null, where only the other of the two means something."""
         if null and name not in self.fields and name not in self.defaults:
             raise self.error(name, "is missing; null has a meaning, but a missing field has none")
         if not null and name in self.fields and self.fields[name] is None:
             raise self.error(name, "is null and must be a whole number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a field that is true or false; only a missing one means the default.
-
-        Raises:
-            ValueError: If it is anything else.
-        """
+        """Return a field that is true or false; only a missing one means the default."""
         value = self.fields.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"is {shown(value)} and must be true or false")
         return value
 
     def only(self, name: str, *allowed: object, why: str) -> None:
-        """Refuse a field that changes the model in a way that is not counted.
-
-        Raises:
-            ValueError: If it has another value.
-        """
+        """Refuse a field that changes the model in a way that is not counted."""
         value = self.fields.get(name, allowed[0])
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
             raise self.error(name, f"is {shown(value)}: {why}")
 
     def divides(self, name: str, value: int, of: str, size: int) -> None:
-        """Refuse a number that does not divide another one.
-
-        Raises:
-            ValueError: If it does not.
-        """
+        """Refuse a number that does not divide another one."""
         if size % value:
             raise self.error(name, f"is {value} and does not divide {of}={size}")
 
     def at_most(self, name: str, value: int, of: str, size: int) -> None:
-        """Refuse a number that is larger than another one.
-
-        Raises:
-            ValueError: If it is not the smaller one.
-        """
+        """Refuse a number that is larger than another one."""
         if value > size:
             raise self.error(name, f"is {value} and more than {of}={size}")
 
@@ -124,11 +99,7 @@ def shown(value: object) -> str:
 
 
 def load(source: object) -> dict:
-    """Return the fields of a file.
-
-    Raises:
-        ValueError: If it cannot be read, is not JSON, or holds anything but an object.
-    """
+    """Return the fields of a file."""
     if not isinstance(source, str | PathLike):
         raise ValueError(f"{type(source).__name__} is neither a dictionary nor the path of a config.json")
     path = Path(source)
@@ -296,7 +267,11 @@ _KNOWN = (
     ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3-moe", _qwen3_moe),
     ("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek-v3", _deepseek_v3),
 )
+
+
 _BY_TYPE = {model_type: (family, reader) for model_type, _, family, reader in _KNOWN}
+
+
 _TYPE_OF = {architecture: model_type for model_type, architecture, _, _ in _KNOWN}
 
 
@@ -310,12 +285,18 @@ _GEMMA3_TEXT = {
     "num_hidden_layers": 26,
     "vocab_size": 262208,
 }
+
+
 #: Heads that are not a language model's, by the end of their class's name.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 
 
 def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face configuration; see `lablib.calc.models.from_hf`.
+    """Return the ModelConfig of a Hugging Face configuration.
+
+    Args:
+        source: The dictionary, or the path of a config.json or of its folder.
+        name: What to call the model; by default what the configuration calls itself.
 
     Raises:
         ValueError: If the architecture is unknown, or a field is missing or strange; it names the field.

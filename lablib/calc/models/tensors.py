@@ -94,14 +94,7 @@ def head_tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> list[Tensor]:
-    """Return the tensors of one block.
-
-    Args:
-        layer: Number of the block, from 0.
-
-    Raises:
-        ValueError: If there is no such layer.
-    """
+    """Return the tensors of one block."""
     tensors = _latent_attention(config) if config.is_mla else _attention(config)
     tensors.append(_norm("norms", config, config.hidden, config.norms_per_layer))
     if not config.has_experts(layer):

@@ -20,9 +20,7 @@ class Transfer:
 
     Attributes:
         bucket: Its number, in the order of sending.
-        bytes: What it holds.
         ready: When its last gradient is there.
-        start: When its all-reduce starts.
         end: When its all-reduce is done.
     """
 
@@ -43,9 +41,6 @@ def bucket_sizes(sizes: Sequence[int], *, first: int = 2**20, cap: int = 25 * 2*
 
     Returns:
         The buckets in the order of sending, each a list of indices into `sizes`.
-
-    Raises:
-        ValueError: If a size is negative or a limit is not positive.
     """
     if any(size < 0 for size in sizes):
         raise ValueError(f"sizes must not be negative, and the smallest is {min(sizes)}")
@@ -80,9 +75,6 @@ def backward_transfers(
         backward: Seconds of the whole backward pass.
         bandwidth: Bytes per second, per direction.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
-
-    Raises:
-        ValueError: If the buckets do not hold every gradient exactly once, or a time is negative.
     """
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(sizes))):
         raise ValueError(f"the buckets must hold each of the {len(sizes)} gradients exactly once")
@@ -108,7 +100,6 @@ def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
     """Return the seconds of communication after backward has ended: what the step waits for.
 
     Args:
-        transfers: As `backward_transfers` returns them.
         backward: Seconds of the whole backward pass.
     """
     return max([transfer.end for transfer in transfers], default=backward) - backward
@@ -124,7 +115,6 @@ class DDPStep:
         hidden: The part of it during backward.
         exposed: The part of it after backward, which the step waits for.
         ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
-        step: compute + exposed.
     """
 
     compute: float
@@ -158,15 +148,11 @@ def ddp_step_time(
         compute_forward: Seconds of one micro-batch's forward pass.
         compute_backward: Seconds of one micro-batch's backward pass.
         gradient_bytes: Bytes of all gradients, as they are sent.
-        ranks: n, at least 1.
         bandwidth: W, what one rank sends in bytes per second, per direction.
         latency: α, seconds per message.
         buckets: How many of equal size, or the bytes of each in the order of sending.
         overlap: False sends nothing before the end of backward.
         micro_batches: Accumulated in each step; all but the last inside `no_sync`.
-
-    Raises:
-        ValueError: If a number makes no sense, or the buckets do not hold `gradient_bytes`.
     """
     check_link(
         ranks,

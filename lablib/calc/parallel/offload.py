@@ -92,9 +92,6 @@ def offload_step(
         cpu_bandwidth: Bytes per second of CPU memory that one rank gets.
         ranks: Ranks that share the states, N.
         delayed: Update with the gradients of the step before, while this one runs (the paper's one-step delay).
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(
         params=params,
@@ -124,9 +121,6 @@ def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int
 
     Args:
         kind: "weights" (and gradients), "optimizer" or "checkpoints".
-
-    Raises:
-        ValueError: If the kind is unknown or a number is not positive.
     """
     one_of("kind", kind, KINDS)
     _positive(batch=batch, seq=seq, hidden=hidden, every=every)
@@ -143,9 +137,6 @@ def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> floa
     Args:
         bandwidth: Bytes per second that one device gets.
         flops: FLOP/s that it reaches when nothing is in the way.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(intensity=intensity, bandwidth=bandwidth, flops=flops)
     return intensity * bandwidth / (intensity * bandwidth + flops)
@@ -156,9 +147,6 @@ def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
 
     Args:
         target: Efficiency, between 0 and 1.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     _positive(intensity=intensity, flops=flops)
     if not 0 < target < 1:
@@ -172,9 +160,6 @@ def swap_seconds(params: int, *, ranks: int, bandwidth: float, bytes_per_param: 
     Args:
         bandwidth: Bytes per second of NVMe that one rank gets; reading and writing alike.
         bytes_per_param: State per parameter, 12 for master weights and AdamW's moments.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _positive(params=params, ranks=ranks, bandwidth=bandwidth, bytes_per_param=bytes_per_param)
     return 2 * bytes_per_param * shard_size(params, ranks) / bandwidth

@@ -1,4 +1,4 @@
-"""What each kind of parallelism sends: bytes per rank and step, before any of it is overlapped.
+"""Traffic of each kind of parallelism: bytes per rank and step, before any of it is overlapped.
 
 The kinds differ in what they cut, and that decides what must travel:
 data parallelism sends gradients, tensor and sequence parallelism activations inside every layer,
@@ -19,10 +19,9 @@ from lablib.calc.params import count_params
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one optimizer step.
+    """The traffic of one rank in one optimizer step.
 
     Attributes:
-        bytes_sent: Bytes.
         messages: Collectives, or sends for a pipeline; each is one message, whatever its size.
         collective: What they are, as text.
     """
@@ -97,9 +96,6 @@ def expert_traffic(
     Dispatch and combine, forward and backward: `4 T k h (e-1)/e` values an MoE layer,
     for T tokens on a rank, k experts a token, and tokens spread evenly over the ranks.
     What is not a routed expert is replicated, so its gradients are summed as in data parallelism.
-
-    Raises:
-        ValueError: If the model has no experts, or the ranks do not divide them.
     """
     if not config.is_moe or config.num_experts % ranks:
         raise ValueError(f"ranks={ranks} does not divide num_experts={config.num_experts} of {config.name}")

@@ -32,11 +32,7 @@ def state_terms(
 
     Args:
         params: Trained parameters, `ψ`; with tensor or pipeline parallelism those of this rank.
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 weights too.
-
-    Raises:
-        ValueError: If a size or the stage is out of range, or a name is unknown.
     """
     _check(params, ranks, stage)
     dtypes, updates = recipe(recipe_), find_optimizer(optimizer)
@@ -65,11 +61,7 @@ def zero_state_bytes(
 
     Args:
         params: Parameters, `ψ`.
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
-
-    Raises:
-        ValueError: If a size or the stage is out of range, or a name is unknown.
     """
     return sum(state_terms(params, ranks, stage, recipe, optimizer).values())
 
@@ -87,12 +79,8 @@ def max_params(
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
 
     Args:
-        ranks: Data-parallel ranks, `N`.
         stage: ZeRO stage, 0 to 3.
         model_parallel: Ranks that split the model evenly before ZeRO does.
-
-    Raises:
-        ValueError: If a size or the stage is out of range, or a name is unknown.
     """
     _check(0, ranks, stage)
     if budget < 0 or model_parallel < 1:

@@ -1,7 +1,22 @@
-"""Which card has matrix units for which format, and what that is worth.
+"""Number formats: what a code means, how a number is rounded, and which GPU multiplies in them.
 
-Matrix units, tensor cores, decide: any card can store a bf16 or an FP8 tensor, but only a card with units for the
-format multiplies it faster. NVIDIA's formats follow the compute capability:
+A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
+
+    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
+    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
+
+The exponent bits decide the range, the mantissa bits the precision: between two powers of two there are 2^M values, so
+the gap after 1 is `epsilon = 2^-M`. What the largest codes mean differs, and is the `specials` of a format:
+
+| specials | codes that are no numbers |
+|---|---|
+| ieee | the largest e: infinity with f = 0, NaN with any other f |
+| fn | all ones: NaN; there is no infinity, so E4M3 reaches 448 and not 240 |
+| fnuz | the code of minus zero: NaN; there is neither infinity nor minus zero |
+| none | none |
+
+Any GPU can store a bf16 or an FP8 tensor, but only one with matrix units (tensor cores) for the format multiplies it
+faster. NVIDIA's follow the compute capability; AMD's MI300X has FP8 in the FNUZ variants:
 
 | compute capability | generation | adds |
 |---|---|---|
@@ -11,40 +26,10 @@ format multiplies it faster. NVIDIA's formats follow the compute capability:
 | 9.0 | Hopper | FP8 with block scaling |
 | 10.0 | Blackwell, data center | MXFP8, and FP4 with block scales (NVFP4) |
 
-Sources: Transformer Engine documentation, datatype and hardware support matrix (bf16 and all FP8 rows); NVIDIA
-whitepapers of Volta, Turing and Ampere (fp16, TF32); AMD Instinct MI300X datasheet. AMD's MI300X has FP8 in the FNUZ
-variants, whose E4M3 ends at 240 and not at 448 (PyTorch documentation, torch.float8_e4m3fnuz).
-
-One number format from its bits: what a code means, and how a number is rounded.
-
-A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
-
-    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
-    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
-
-Everything else follows. The table of formats is in `formats`.
-
-The number formats of training, and where they lie on one axis.
-
-A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
-
-    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
-    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
-
-The exponent bits decide the range, the mantissa bits the precision: between two powers of two there are 2^M values,
-so the gap after 1 is `epsilon = 2^-M`.
-
-What the largest codes mean differs, and is the `specials` of a format:
-
-| specials | codes that are no numbers |
-|---|---|
-| ieee | the largest e: infinity with f = 0, NaN with any other f |
-| fn | all ones: NaN; there is no infinity, so E4M3 reaches 448 and not 240 |
-| fnuz | the code of minus zero: NaN; there is neither infinity nor minus zero |
-| none | none |
-
-Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (E4M3, E5M2); Micikevicius et al. 2022
-(arXiv 2209.05433); OCP Microscaling Formats Specification (E8M0, E2M1, and blocks of 32).
+Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (E4M3, E5M2); Micikevicius et al. 2022 (arXiv 2209.05433);
+OCP Microscaling Formats Specification (E8M0, E2M1, and blocks of 32); Transformer Engine documentation, datatype and
+hardware support matrix (bf16 and all FP8 rows); NVIDIA whitepapers of Volta, Turing and Ampere (fp16, TF32); AMD
+Instinct MI300X datasheet; PyTorch documentation, torch.float8_e4m3fnuz. Read `Format` first.
 """
 
 from __future__ import annotations
@@ -62,11 +47,10 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: How tables call it.
         exponent_bits: E.
         mantissa_bits: M, without the leading one, which is not stored.
         bias: What is subtracted from the exponent field.
-        specials: "ieee", "fn", "fnuz" or "none", as in the table of `formats`.
+        specials: "ieee", "fn", "fnuz" or "none", as in the table above.
         signed: Whether there is a sign bit; a scale (E8M0) has none.
         stored_bits: Bits in memory, where they are more than the format has: TF32 lives in 32.
         torch_name: Its dtype in PyTorch, or None where there is none.
@@ -138,14 +122,7 @@ class Format:
         return code - 1 if self.specials == "fn" else code
 
     def fields(self, code: int) -> tuple[int, int, int]:
-        """Return sign, exponent field and mantissa field of a code.
-
-        Args:
-            code: The bits as an unsigned integer.
-
-        Raises:
-            ValueError: If the code does not fit into the format.
-        """
+        """Return sign, exponent field and mantissa field of a code."""
         if not 0 <= code < 2**self.bits:
             raise ValueError(f"code {code} is not among the {2**self.bits} codes of {self.name}")
         mantissa = code % 2**self.mantissa_bits
@@ -153,23 +130,12 @@ class Format:
         return code >> (self.exponent_bits + self.mantissa_bits), exponent, mantissa
 
     def bit_string(self, code: int) -> str:
-        """Return the bits of a code in groups: `0 10000 1001001000` for sign, exponent, mantissa.
-
-        Args:
-            code: The bits as an unsigned integer.
-        """
+        """Return the bits of a code in groups: `0 10000 1001001000` for sign, exponent, mantissa."""
         widths = (int(self.signed), self.exponent_bits, self.mantissa_bits)
         return " ".join(f"{value:0{width}b}" for value, width in zip(self.fields(code), widths, strict=True) if width)
 
     def decode(self, code: int) -> float:
-        """Return the number that a code means: finite, infinite or NaN.
-
-        Args:
-            code: The bits as an unsigned integer.
-
-        Raises:
-            ValueError: If the code does not fit into the format.
-        """
+        """Return the number that a code means: finite, infinite or NaN."""
         sign, exponent, mantissa = self.fields(code)
         magnitude = code % 2 ** (self.exponent_bits + self.mantissa_bits)
         if self.specials == "fnuz" and sign and not magnitude:
@@ -205,9 +171,6 @@ class Format:
             overflow: What a number becomes that rounds to more than `max`: "special" for infinity, or NaN where
                 the format has none, or "saturate" for `max`. PyTorch's cast to float8_e5m2 gives infinity; its
                 cast to float8_e4m3fn saturates or gives NaN, depending on the version.
-
-        Raises:
-            ValueError: If `overflow` is neither, or if a number below zero is given to a format without a sign.
         """
         one_of("overflow", overflow, ("special", "saturate"))
         if math.isnan(x):
@@ -228,14 +191,7 @@ class Format:
         return math.copysign(math.inf, x) if self.specials == "ieee" else math.nan
 
     def encode(self, x: float, *, overflow: str = "special") -> int:
-        """Return the code of a number, rounded: the inverse of `decode`.
-
-        Args:
-            overflow: As in `round`.
-
-        Raises:
-            ValueError: As in `round`, and for NaN where the format has no code for it.
-        """
+        """Return the code of a number, rounded: the inverse of `decode`."""
         value = self.round(x, overflow=overflow)
         sign_bit = 1 << (self.exponent_bits + self.mantissa_bits)
         if math.isnan(value):
@@ -264,9 +220,6 @@ class Format:
 
         Args:
             x: A number within the range of the format.
-
-        Raises:
-            ValueError: If it is outside the range.
         """
         if not abs(x) <= self.max:
             raise ValueError(f"{x} is outside the range of {self.name}, which ends at {self.max:g}")
@@ -288,9 +241,6 @@ class Format:
         Args:
             low: Least value, at least 0.
             high: Largest value; `max` if beyond it.
-
-        Raises:
-            ValueError: If `low` is negative.
         """
         if low < 0:
             raise ValueError(f"low={low} must be at least 0: negative values mirror the positive ones")
@@ -327,9 +277,6 @@ def find_format(name: str) -> Format:
 
     Args:
         name: "fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1" or "e8m0".
-
-    Raises:
-        ValueError: If there is none of this name; it lists those that there are.
     """
     by_dtype = {fmt.torch_name: key for key, fmt in FORMATS.items() if fmt.torch_name}
     key = by_dtype.get(name.removeprefix("torch."), name)
@@ -341,7 +288,6 @@ class Span:
     """Where a format lies on an axis of powers of two.
 
     Attributes:
-        name: Of the format.
         subnormal: log2 of the smallest subnormal.
         normal: log2 of the smallest normal number: from here on it has its full precision.
         top: log2 of the largest number.
@@ -356,11 +302,7 @@ class Span:
 
 
 def format_spans(names: Iterable[str] = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3")) -> list[Span]:
-    """Return the spans of formats, for one axis.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+    """Return the spans of formats, for one axis."""
     found = [find_format(name) for name in names]
     return [
         Span(
@@ -388,46 +330,32 @@ _SINCE = {
     "mxfp8": (10, 0),
     "fp4": (10, 0),
 }
-# Key in `hardware.ACCELERATORS`: compute capability.
-CAPABILITY = {
-    "v100": (7, 0),
-    "t4": (7, 5),
-    "a100-40gb": (8, 0),
-    "a100-80gb": (8, 0),
-    "a100-40gb-pcie": (8, 0),
-    "a100-80gb-pcie": (8, 0),
-    "a10": (8, 6),
-    "a10g": (8, 6),
-    "rtx-a6000": (8, 6),
-    "rtx-4090": (8, 9),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx-6000-ada": (8, 9),
-    "h100": (9, 0),
-    "h100-pcie": (9, 0),
-    "h100-nvl": (9, 0),
-    "gh200": (9, 0),
-    "h800": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "rtx-5090": (12, 0),
+#: Compute capability to keys in `hardware.ACCELERATORS`.
+_GENERATIONS = {
+    (7, 0): ("v100",),
+    (7, 5): ("t4",),
+    (8, 0): ("a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie"),
+    (8, 6): ("a10", "a10g", "rtx-a6000"),
+    (8, 9): ("rtx-4090", "l4", "l40s", "rtx-6000-ada"),
+    (9, 0): ("h100", "h100-pcie", "h100-nvl", "gh200", "h800", "h200"),
+    (10, 0): ("b200", "gb200"),
+    (10, 3): ("b300",),
+    (12, 0): ("rtx-5090",),
 }
-# Cards that are not NVIDIA's: their formats by name.
+CAPABILITY = {name: capability for capability, names in _GENERATIONS.items() for name in names}
+#: Accelerators that are not NVIDIA's: their formats by name.
 _OTHERS = {"mi300x": ("fp16", "bf16", "tf32", "fp8"), "tpu-v4": ("bf16",)}
 
 
 @dataclass(frozen=True)
 class Support:
-    """The formats that one card multiplies in matrix units.
+    """The formats that one GPU multiplies in matrix units.
 
     Attributes:
         card: Key in `hardware.ACCELERATORS`.
-        name: How tables call it.
-        capability: Compute capability as text, "" where the card is not NVIDIA's.
+        capability: Compute capability as text, "" where it is not NVIDIA's.
         formats: Those of `UNITS` that it has.
-        fp8_formats: Names in `formats.FORMATS` of its FP8 variants.
+        fp8_formats: Keys in `FORMATS` of its FP8 variants.
     """
 
     card: str
@@ -438,11 +366,7 @@ class Support:
 
 
 def support(card: str) -> Support:
-    """Return what a card has.
-
-    Raises:
-        ValueError: If the card is unknown.
-    """
+    """Return which formats a GPU multiplies in matrix units."""
     found = accelerator(card)
     key = next(key for key in (*CAPABILITY, *_OTHERS) if accelerator(key) is found)
     if key in _OTHERS:
@@ -455,12 +379,12 @@ def support(card: str) -> Support:
 
 
 def support_table() -> list[Support]:
-    """Return every card with what it has, oldest generation first."""
+    """Return every GPU with its formats, oldest generation first."""
     return [support(card) for card in (*CAPABILITY, *_OTHERS)]
 
 
 def peak_ratio(card: str, fast: str, slow: str) -> float:
-    """Return how many times faster a card is in one dtype than in another, at its peak.
+    """Return how many times faster a GPU is in one dtype than in another, at its peak.
 
     The gain of a whole step is smaller: norms, softmax and the optimizer are not matmuls, and a fp32 baseline runs its
     matmuls in TF32 where that is switched on (`torch.set_float32_matmul_precision("high")`).
@@ -468,9 +392,6 @@ def peak_ratio(card: str, fast: str, slow: str) -> float:
     Args:
         card: A name that `hardware.accelerator` knows.
         fast: A dtype of `Accelerator.flops`.
-
-    Raises:
-        ValueError: If the card or its rate is not in the table.
     """
     found = accelerator(card)
     return found.peak(fast) / found.peak(slow)

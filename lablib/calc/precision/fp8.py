@@ -1,4 +1,4 @@
-"""What FP8 training stores and sends, and what it can gain: bytes of states, of scales and of gathers, and time.
+"""FP8 training: bytes of states, of scales and of gathers, and the time that it can gain.
 
 FP8 training casts the inputs of matmuls. Weights, gradients and moments stay in high precision, since updates would
 be lost in 8 bits: so model states do not shrink, and the step gets faster in its matmuls only.
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
+from lablib.calc.hardware import accelerator
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params, layer_params
 
@@ -35,7 +36,6 @@ class StateRecipe:
     """Bytes of model states per parameter.
 
     Attributes:
-        name: How tables call it.
         terms: Bytes by what they are.
     """
 
@@ -65,9 +65,6 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
 
     Args:
         scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
-
-    Raises:
-        ValueError: If the scaling is unknown.
     """
     block = BLOCKS[one_of("scaling", scaling, BLOCKS)]
     if block is None:
@@ -76,14 +73,7 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
 
 
 def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
-    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale.
-
-    Args:
-        scaling: As in `scale_count`.
-
-    Raises:
-        ValueError: If the scaling is unknown.
-    """
+    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale."""
     return rows * columns + scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
 
 
@@ -105,9 +95,6 @@ def gather_bytes(config: ModelConfig, ranks: int, *, float8: bool) -> float:
 
     Args:
         float8: Whether matrices travel in FP8; else all travels in bf16.
-
-    Raises:
-        ValueError: If `ranks` is not positive, or the model is none that `linear_params` counts.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -124,9 +111,6 @@ def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
     Args:
         matmul_share: f, share of the step's time that goes to the matmuls in question, before.
         matmul_speedup: s, at most the ratio of peaks: 2 for FP8 against bf16.
-
-    Raises:
-        ValueError: If the share is not between 0 and 1, or the speedup not positive.
     """
     if not 0 <= matmul_share <= 1 or matmul_speedup <= 0:
         raise ValueError(f"matmul_share={matmul_share} must be 0 to 1 and matmul_speedup={matmul_speedup} positive")
@@ -134,11 +118,7 @@ def step_speedup(matmul_share: float, matmul_speedup: float = 2.0) -> float:
 
 
 def implied_share(speedup: float, matmul_speedup: float = 2.0) -> float:
-    """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`.
-
-    Raises:
-        ValueError: If no share gives this speedup.
-    """
+    """Return which share of a step was matmuls if it got faster by this much: the inverse of `step_speedup`."""
     if not 1 <= speedup <= matmul_speedup or matmul_speedup == 1:
         raise ValueError(f"speedup={speedup} is not between 1 and matmul_speedup={matmul_speedup}")
     return (1 - 1 / speedup) / (1 - 1 / matmul_speedup)
@@ -155,6 +135,14 @@ def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
 
 # DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
 DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
+
+
+def deepseek_rate() -> dict[str, float]:
+    """Return the FLOPs of DeepSeek-V3's pre-training, its TFLOP/s a GPU, and the share of an H800's dense bf16 peak."""
+    params, tokens, hours = (DEEPSEEK_V3[name] for name in ("active_params", "tokens", "pretraining_hours"))
+    rate = achieved_flops(params, tokens, hours)
+    return {"flops": 6 * params * tokens, "tflops": rate / 1e12, "share": rate / accelerator("h800").peak("bf16")}
+
 
 # torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GB.
 TORCHAO_LLAMA3_8B = {

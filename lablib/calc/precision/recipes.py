@@ -1,6 +1,6 @@
-"""Recipes: how many bytes each parameter costs, term by term.
+"""Recipes and optimizers: how many bytes each parameter costs, term by term. Read `Recipe` first.
 
-A recipe names the dtypes of a training run. The optimizer, in `optimizers`, adds its moments.
+A recipe names the dtypes of a training run, an optimizer adds its moments.
 
 | recipe | weights | gradients | fp32 extra | master | AdamW moments | in all |
 |---|---|---|---|---|---|---|
@@ -14,16 +14,14 @@ A recipe names the dtypes of a training run. The optimizer, in `optimizers`, add
 | pure-bf16 | 2 | 2 | | | 4 | 8 |
 | pure-bf16-fp32-moments | 2 | 2 | | | 8 | 12 |
 
-The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
-
-Optimizers: the moments that each keeps between steps.
-
 | optimizer | moments | bytes a parameter, fp32 moments |
 |---|---|---|
 | adamw | momentum, variance | 8 |
 | sgd | | 0 |
 | sgd-momentum | momentum | 4 |
 | adamw-8bit | momentum, variance | 2 (1 + 4/256) = 2.03 |
+
+The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ class Optimizer:
     """The moments that an optimizer keeps between steps.
 
     Attributes:
-        name: How tables call it.
-        summary: Which implementation is meant.
         source: Where its bytes come from.
-        moments: Names of its moments.
         quantized: Whether moments are block-wise 8-bit: 1 byte a value and an fp32 scale for every 256 values.
     """
 
@@ -106,9 +101,6 @@ def find_optimizer(name: str | Optimizer) -> Optimizer:
 
     Args:
         name: One of `optimizer_names()`, or an Optimizer of your own.
-
-    Raises:
-        ValueError: If the name is unknown; close names are suggested.
     """
     return name if isinstance(name, Optimizer) else OPTIMIZERS[one_of("optimizer", name, OPTIMIZERS)]
 
@@ -118,11 +110,9 @@ class Recipe:
     """Bytes per parameter of one precision recipe, without the optimizer's moments.
 
     Attributes:
-        name: How tables call it.
         summary: What it is, in one line.
         source: Where its bytes come from.
         weights: Bytes of a stored weight.
-        gradients: Bytes of a gradient.
         accumulation: Bytes of a second, fp32 gradient buffer that lives as long as the gradients.
         gradient_copy: Bytes of an fp32 gradient that the optimizer makes for itself; sharded with the optimizer.
         master: Bytes of the fp32 master copy.
@@ -155,9 +145,6 @@ class Recipe:
 
         Args:
             optimizer: Name of an optimizer, or the optimizer.
-
-        Raises:
-            ValueError: If the optimizer is unknown.
         """
         # A whole number of blocks, so that a fraction of a scale counts as a fraction.
         moments = sum(find_optimizer(optimizer).moment_bytes(BLOCK, self.moment).values()) / BLOCK
@@ -283,8 +270,5 @@ def recipe(name: str | Recipe) -> Recipe:
 
     Args:
         name: One of `recipe_names()`, or a Recipe of your own.
-
-    Raises:
-        ValueError: If the name is unknown; close names are suggested.
     """
     return name if isinstance(name, Recipe) else RECIPES[one_of("recipe", name, RECIPES)]

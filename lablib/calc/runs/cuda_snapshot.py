@@ -1,6 +1,6 @@
 """Read a CUDA memory snapshot: how much a program held at its peak, and which lines of it asked for that.
 
-    history = replay(load_snapshot("oom.pickle"))       # by torch.cuda.memory._dump_snapshot("oom.pickle")
+    history = replay_snapshot(load_snapshot("oom.pickle"))       # by torch.cuda.memory._dump_snapshot("oom.pickle")
     peak = history.peak()
     print(peak.requested, peak.reserved, peak.by_line())
 
@@ -45,7 +45,6 @@ class Block:
     """Bytes that a program asked for and holds.
 
     Attributes:
-        requested: Bytes asked for.
         frames: The stack when it asked, the innermost frame first; empty if it was not recorded.
         recorded: Whether its allocation is in the trace.
     """
@@ -70,8 +69,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a device holds after a number of events: blocks, and the bytes that the allocator has from CUDA."""
+class HeldMemory:
+    """Memory of a device after a number of events: blocks, and the bytes that the allocator has from CUDA."""
 
     events: int
     reserved: int
@@ -97,11 +96,10 @@ class Held:
 
 
 @dataclass(frozen=True)
-class History:
-    """What a snapshot tells about one device.
+class MemoryHistory:
+    """The history of one device in a snapshot.
 
     Attributes:
-        device: Its number.
         events: The trace as it is in the snapshot, possibly empty.
         requested: Bytes asked for, before the first event and after each one: one more than there are events.
         reserved: Bytes that the allocator had from CUDA, the same way.
@@ -116,11 +114,11 @@ class History:
     missing: int
     _end: Mapping[int, Block]
 
-    def peak(self) -> Held:
+    def peak(self) -> HeldMemory:
         """Return what is held when the most bytes are asked for; the first time, if there are several."""
         return self.at(max(range(len(self.requested)), key=self.requested.__getitem__))
 
-    def end(self) -> Held:
+    def end(self) -> HeldMemory:
         """Return what is held when the snapshot was taken."""
         return self.at(len(self.events))
 
@@ -128,7 +126,7 @@ class History:
         """Return after how many events the allocator had to give up; `events[n - 1]` says how much was asked."""
         return [number for number, event in enumerate(self.events, 1) if event["action"] == "oom"]
 
-    def at(self, number: int) -> Held:
+    def at(self, number: int) -> HeldMemory:
         """Return what is held after so many events."""
         blocks = dict(self._end)
         for event in reversed(self.events[number:]):
@@ -138,10 +136,10 @@ class History:
         for address in blocks.keys() & made.keys():
             frames = made[address].get("frames") or blocks[address].frames
             blocks[address] = Block(blocks[address].requested, frames, recorded=True)
-        return Held(number, self.reserved[number], tuple(blocks.values()))
+        return HeldMemory(number, self.reserved[number], tuple(blocks.values()))
 
 
-def replay(snapshot: Mapping[str, Any], device: int | None = None) -> History:
+def replay_snapshot(snapshot: Mapping[str, Any], device: int | None = None) -> MemoryHistory:
     """Return the history of one device of a snapshot, the only one if none is named.
 
     Raises:
@@ -178,7 +176,7 @@ def replay(snapshot: Mapping[str, Any], device: int | None = None) -> History:
         except ValueError as error:
             raise ValueError(f"event {number} {error}") from None
     missing = sum(bool(block.frames) for block in blocks.values())
-    return History(device, events, (asked, *reversed(requested)), (kept, *reversed(reserved)), missing, end)
+    return MemoryHistory(device, events, (asked, *reversed(requested)), (kept, *reversed(reserved)), missing, end)
 
 
 def _undo(blocks: dict[int, Block], event: Mapping[str, Any]) -> int:
@@ -228,9 +226,6 @@ def checked(found: Any) -> dict[str, Any]:
     """Return a snapshot as a dictionary with segments and device_traces, after a look at its shape.
 
     `torch.cuda.memory_snapshot()` has the segments alone.
-
-    Raises:
-        ValueError: If something is missing or of another kind.
     """
     found = {"segments": found} if isinstance(found, list) else found
     try:

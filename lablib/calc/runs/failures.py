@@ -1,18 +1,13 @@
-"""Failures of real jobs: what broke, how often, and what it means for a job of another size.
+"""How often to checkpoint, what failures cost, and a published log of them.
 
-    LLAMA3.mtbf / 3600                  # hours between two unexpected interruptions
-    LLAMA3.mtbf_on(1024) / 3600         # the same machines, fewer of them
-    LLAMA3.by_category()
-
-How often to checkpoint: what a failure costs, what a checkpoint costs, and the interval between the two.
-
-    log = LLAMA3                                     # lablib.calc.runs.failures
+    log = LLAMA3_FAILURES
+    log.mtbf_on(1024) / 3600                         # hours between two failures, on fewer such GPUs
     best_interval(cost=10, mtbf=log.mtbf)            # seconds of work between two checkpoints
     lost_time(600, cost=10, mtbf=log.mtbf, restart=300)
 
-One failure ends a synchronous job on all its ranks. What was done since the last checkpoint is done again. So rare
-checkpoints lose work, and frequent ones lose the time that writing takes. Failures are taken as they come from many
-independent parts: without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
+One failure ends a synchronous job on all its ranks, and what was done since the last checkpoint is done again. So rare
+checkpoints lose work, and frequent ones lose the time that writing takes. Failures come from many independent parts:
+without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
 
 With M the mean time between failures, δ the cost of a checkpoint, R of a restart and τ the work between checkpoints:
 
@@ -38,9 +33,6 @@ def young_interval(cost: float, mtbf: float) -> float:
     Returns:
         Seconds of work between two checkpoints.
 
-    Raises:
-        ValueError: If a number is not positive.
-
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     Chapter: book/11_practical_fsdp.md.
     """
@@ -56,9 +48,6 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
     Returns:
         Seconds of work between two checkpoints; M itself where δ is 2M or more.
-
-    Raises:
-        ValueError: If a number is not positive.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22(3), 2006.
@@ -82,9 +71,6 @@ def best_interval(cost: float, mtbf: float) -> float:
 
     Returns:
         Seconds of work between two checkpoints.
-
-    Raises:
-        ValueError: If a number is not positive.
     """
     _check(cost=cost, mtbf=mtbf)
     low, high = 0.0, 1.0  # 1 - x - exp(-x - d) is positive at 0, negative at 1, and falls in between
@@ -97,6 +83,20 @@ def best_interval(cost: float, mtbf: float) -> float:
     return mtbf * (low + high) / 2
 
 
+def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
+    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
+
+    A checkpoint is paid once an interval; a failure destroys half an interval on average. This is what Young's
+    interval makes smallest, and what you can do in your head.
+
+    Args:
+        interval: Seconds of work between two checkpoints, τ.
+        mtbf: Mean seconds between two failures, M.
+    """
+    _check(interval=interval, cost=cost, mtbf=mtbf)
+    return cost / interval + interval / (2 * mtbf) + restart / mtbf
+
+
 def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
     """Return the expected seconds that a job takes with its checkpoints, failures and restarts.
 
@@ -105,9 +105,6 @@ def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart
 
     Args:
         mtbf: Mean seconds between two failures, M.
-
-    Raises:
-        ValueError: If a number is not positive, or the restart negative.
     """
     _check(work=work, interval=interval, cost=cost, mtbf=mtbf)
     if restart < 0:
@@ -127,7 +124,6 @@ class LostTime:
     """Where the wall time of a job goes, as shares that add up to 1.
 
     Attributes:
-        useful: Steps that count.
         checkpoint: Writing checkpoints that were needed.
         rework: Work, and checkpoints under way, that a failure destroyed.
         restart: From failures to the first step after them.
@@ -155,9 +151,6 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
     Args:
         interval: Seconds of work between two checkpoints, τ.
         mtbf: Mean seconds between two failures, M.
-
-    Raises:
-        ValueError: As `wall_time`.
     """
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total
@@ -169,20 +162,6 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
         restart=restarting,
         failures=total / mtbf / interval,
     )
-
-
-def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
-
-    A checkpoint is paid once an interval; a failure destroys half an interval on average. This is what Young's
-    interval makes smallest, and what you can do in your head.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
-    """
-    _check(interval=interval, cost=cost, mtbf=mtbf)
-    return cost / interval + interval / (2 * mtbf) + restart / mtbf
 
 
 def _check(**seconds: float) -> None:
@@ -200,9 +179,7 @@ class Cause:
     """One row of a failure log.
 
     Attributes:
-        name: What broke.
         category: What it is part of.
-        count: Interruptions of the job.
         printed: The share in percent that the source prints, or None.
     """
 
@@ -217,12 +194,8 @@ class FailureLog:
     """The interruptions of one job.
 
     Attributes:
-        name: The job.
         gpus: GPUs that it ran on; one of them failing stops all.
-        days: Days observed.
         planned: Interruptions that were planned, such as maintenance and new code.
-        causes: The unexpected ones.
-        source: Where it was published.
     """
 
     name: str
@@ -251,20 +224,13 @@ class FailureLog:
         """Return the mean seconds between failures of a job on another number of such GPUs.
 
         Independent parts fail at rates that add up, so the time is inversely proportional to their number.
-
-        Raises:
-            ValueError: If there is no GPU.
         """
         if gpus < 1:
             raise ValueError(f"gpus={gpus} must be at least 1")
         return self.gpu_mtbf / gpus
 
     def share(self, *categories: str) -> float:
-        """Return the part of the unexpected interruptions that these categories caused, 0 to 1.
-
-        Raises:
-            ValueError: For a category that the log does not have.
-        """
+        """Return the part of the unexpected interruptions that these categories caused, 0 to 1."""
         counts = self.by_category()
         if unknown := sorted(set(categories) - counts.keys()):
             raise ValueError(f"{self.name} has no category {unknown[0]!r}; it has {', '.join(counts)}")
@@ -278,11 +244,7 @@ class FailureLog:
         return dict(counts.most_common())
 
     def time_per_interruption(self, effective: float) -> float:
-        """Return the seconds that each interruption may have cost, all in all, given the share of useful time.
-
-        Raises:
-            ValueError: If the share is not between 0 and 1.
-        """
+        """Return the seconds that each interruption may have cost, all in all, given the share of useful time."""
         if not 0 < effective < 1:
             raise ValueError(f"effective={effective} must be between 0 and 1")
         return (1 - effective) * self.days * _DAY / (self.unexpected + self.planned)
@@ -290,7 +252,7 @@ class FailureLog:
 
 #: Table 5 of the paper, row by row. The printed shares stand beside the counts because one does not follow from its
 #: count: 148 of 419 is 35.3 %, and 30.1 % is printed; the text's 58.7 % for all GPU issues repeats that.
-LLAMA3 = FailureLog(
+LLAMA3_FAILURES = FailureLog(
     name="Llama 3 405B",
     gpus=16_384,
     days=54,

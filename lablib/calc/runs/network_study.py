@@ -1,19 +1,7 @@
-"""Where to put which parallelism on two hosts: count the bytes that leave a host in a step, and take the fewest.
+"""The study of a cluster of two hosts as rows, each with a prediction beside the measurement.
 
-Four ranks, two hosts of two. Two axes of two ranks each, and one of them must cross the link:
-
-    layout                what crosses          bytes that leave a host in one step
-    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
-    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
-    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
-    dp over all           gradients             a ring of 4                                  1.5·G
-
-G are the bytes of all gradients, B the sequences of all ranks together, h the width, L the blocks.
-
-What a study of the two-host cluster says: its samples as rows, each with a prediction beside the measurement.
-
-`lablib.launch.communication.study` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
-of one repetition each, taken from the slowest rank. Here they become rows. A sample knows its conditions:
+`lablib.launch.communication` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
+of one repetition each, taken from the slowest rank. A sample knows its conditions:
 
     part          what else it has, beside "seconds" and "turn" (its repetition)
     "link"        where, rate, bytes: one round in which each rank that takes part sends and receives so many bytes;
@@ -25,16 +13,20 @@ of one repetition each, taken from the slowest rank. Here they become rows. A sa
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
 
-DDP on two hosts: the step time and the scaling efficiency that a link allows, beside what was measured.
+DDP: a flat ring crosses the link once in each direction, so the link's bandwidth is the ring's; a hierarchical
+all-reduce sends 2(m-1)/m · S over it for m hosts. Weak scaling efficiency is T_1/T_n, with T_1 a step without
+communication on one rank while the others take theirs, because here they share one machine's processors.
 
-A flat ring over n ranks crosses the link between two hosts once in each direction: of the 2(n-1)/n · S bytes that
-every rank sends, the link carries one rank's. So the link's bandwidth is the ring's. A hierarchical all-reduce sends
-2(m-1)/m · S over it for m hosts.
+Placement: two axes of two ranks, of which one must cross the link (`layout_bytes`). G are the bytes of all gradients,
+B the sequences of all ranks together, h the width, L the blocks:
 
-    efficiency = T_1/T_n       weak scaling: as many samples on every rank
+    layout                what crosses          bytes that leave a host in one step
+    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
+    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
+    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
+    dp over all           gradients             a ring of 4                                  1.5·G
 
-T_1 is a step without communication on one rank while the other ranks take theirs: on a cluster every rank has its own
-processor, and here they share one machine's, with or without a network.
+Read `StudySettings` first, then `two_hosts`.
 """
 
 from __future__ import annotations
@@ -63,25 +55,17 @@ Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the study measures; sizes are such that a sample is short.
+class StudySettings:
+    """Sizes and rates of the study, small enough that a sample is short.
 
     Attributes:
         link_rate: The link for exchanges and all-reduces.
-        link_sizes: Bytes of the exchanges.
-        reduce_sizes: Bytes of the all-reduces.
         ddp_rates: Links for DDP, next to one that is not throttled.
         savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
         placement_rate: The link on which layouts are compared.
-        turns: Samples of each.
-        width: Of DDP's linear layers.
-        layers: How many.
-        tokens: Rows on each rank.
         bucket_bytes: When a bucket of DDP is full.
         micro_batches: What one accumulated step holds.
         hidden: Width of the transformer that is placed.
-        blocks: Its layers.
-        seq: Tokens in a sequence.
         batch: Sequences of all ranks together.
     """
 
@@ -103,16 +87,12 @@ class Settings:
     batch: int = 8
 
 
-def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
-    """Return the raw seconds of the samples that meet all conditions, in the order measured.
+#: What a variant changes, in the order of the table.
+STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
 
-    Raises:
-        ValueError: If there is none.
-    """
-    found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
-    if not found:
-        raise ValueError(f"no sample has {conditions}")
-    return found
+
+#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
+STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 
 def link_bandwidth(rate: str | None) -> float:
@@ -124,12 +104,12 @@ def link_bandwidth(rate: str | None) -> float:
     return math.inf if rate is None else tcp_bandwidth(parse_bandwidth(rate))
 
 
-def payload(card_bytes: float) -> float:
-    """Return about how many bytes of data a throttled card has sent: without headers, but with acknowledgements.
-
-    A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
-    """
-    return tcp_bandwidth(card_bytes)
+def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
+    """Return the raw seconds of the samples that meet all conditions, in the order measured."""
+    found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
+    if not found:
+        raise ValueError(f"no sample has {conditions}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,11 +134,7 @@ class LinkFit:
 
 
 def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
-    """Fit α and W to the medians of a study's exchanges.
-
-    Raises:
-        ValueError: If there are no such samples.
-    """
+    """Fit α and W to the medians of a study's exchanges."""
     of_link = [s for s in samples if s["part"] == "link" and s["where"] == where]
     sizes = sorted({s["bytes"] for s in of_link})
     if not sizes:
@@ -174,7 +150,7 @@ class Cluster:
     """The two hosts as the exchanges of a study describe them.
 
     Attributes:
-        links: Bandwidth inside and across, one card a host; no latency.
+        links: Bandwidth inside and across, one network card a host; no latency.
         pair: α of a round in which two ranks exchange a message.
         ring: α of a round in which all ranks send one: they share one machine's processors, so it takes longer.
     """
@@ -184,18 +160,12 @@ class Cluster:
     ring: float
 
     def seconds(self, algorithm: str, size: int, itemsize: int = 4) -> float:
-        """Return the time of a collective: for each round its latency, and the bytes through the busiest port.
-
-        Args:
-            size: S in bytes.
-        """
+        """Return the time of a collective: for each round its latency, and the bytes through the busiest port."""
         numel, ranks = round(size / itemsize), self.links.ranks
-        hierarchical = algorithm == "hierarchical_all_reduce"
-        todo = (
-            hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
-            if hierarchical
-            else algorithm_rounds(algorithm, numel, ranks)
-        )
+        if algorithm == "hierarchical_all_reduce":
+            todo = hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
+        else:
+            todo = algorithm_rounds(algorithm, numel, ranks)
         waiting = sum(self.pair if len(sends) <= 2 else self.ring for sends in todo)
         return waiting + self.links.time(todo, itemsize)
 
@@ -215,8 +185,6 @@ class AllReduceRow:
         algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
         bytes: S.
         predicted: Seconds, from the fitted link.
-        measured: Median seconds.
-        samples: The raw seconds.
     """
 
     algorithm: str
@@ -257,10 +225,6 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
     return math.exp((1 - share) * math.log(sizes[last]) + share * math.log(sizes[last + 1]))
 
 
-#: What a variant changes, in the order of the table.
-VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
-
-
 @dataclass(frozen=True)
 class ScalingRow:
     """DDP at one rate of the link.
@@ -269,11 +233,9 @@ class ScalingRow:
         rate: As text, or None if not throttled; the prediction is then what a link without cost would give.
         bytes_across: Bytes that leave a host in a step.
         compute: Seconds of a step without communication.
-        predicted: Seconds of a step.
         measured: Median seconds of a step.
         predicted_efficiency: compute / predicted.
         efficiency: compute / measured.
-        samples: The raw seconds.
     """
 
     rate: str | None
@@ -286,15 +248,37 @@ class ScalingRow:
     samples: tuple[float, ...]
 
 
+def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
+    """Return DDP's step at every rate of the study, the widest link first."""
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
+    rows = []
+    for rate in dict.fromkeys(s["rate"] for s in steps):
+        raw = tuple(seconds_of(steps, rate=rate))
+        sample = next(s for s in steps if s["rate"] == rate)
+        step, measured = predicted_ddp_step(samples, sample), median(raw)
+        rows.append(
+            ScalingRow(
+                rate,
+                sample["bytes_across"],
+                step.compute,
+                step.step,
+                measured,
+                step.compute / step.step,
+                step.compute / measured,
+                raw,
+            )
+        )
+    return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
+
+
 @dataclass(frozen=True)
 class SavingsRow:
     """One way to spend less on communication, at one rate; seconds are of one micro-batch.
 
     Attributes:
-        variant: One of `VARIANTS`.
+        variant: One of `STUDY_VARIANTS`.
         rate: Of the link, as text.
         bytes_across: Bytes that leave a host for each micro-batch.
-        predicted: Seconds of a micro-batch.
         measured: Median seconds of a micro-batch.
         bought: The measured time of "buckets" over this one's; above 1 it is faster.
         predicted_bought: The same of the predicted times.
@@ -311,39 +295,16 @@ class SavingsRow:
     samples: tuple[float, ...]
 
 
-def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
-    """Return DDP's step at every rate of the study, the widest link first."""
-    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
-    rows = []
-    for rate in dict.fromkeys(s["rate"] for s in steps):
-        raw = tuple(seconds_of(steps, rate=rate))
-        sample = next(s for s in steps if s["rate"] == rate)
-        step, measured = predicted_step(samples, sample), median(raw)
-        rows.append(
-            ScalingRow(
-                rate,
-                sample["bytes_across"],
-                step.compute,
-                step.step,
-                measured,
-                step.compute / step.step,
-                step.compute / measured,
-                raw,
-            )
-        )
-    return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
-
-
 def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
     """Return every variant at the rate where the study compares them; "buckets" comes first."""
-    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in VARIANTS]
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in STUDY_VARIANTS]
     rate = next(s["rate"] for s in steps if s["variant"] != "buckets")
     found = {}
-    for variant in VARIANTS:
+    for variant in STUDY_VARIANTS:
         sample = next(s for s in steps if s["variant"] == variant and s["rate"] == rate)
         m = sample["micro_batches"]
         raw = tuple(t / m for t in seconds_of(steps, variant=variant, rate=rate))
-        found[variant] = sample["bytes_across"] / m, predicted_step(samples, sample).step / m, raw
+        found[variant] = sample["bytes_across"] / m, predicted_ddp_step(samples, sample).step / m, raw
     _, base_predicted, base_raw = found["buckets"]
     return [
         SavingsRow(
@@ -360,7 +321,7 @@ def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
     ]
 
 
-def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
+def predicted_ddp_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
     """Return a step's predicted time: measured computation, and communication by the bytes that cross the link."""
     computing = [s for s in samples if s["part"] == "ddp" and s["variant"] == "compute"]
     forward, backward = (median(s[half] for s in computing) for half in ("forward", "backward"))
@@ -380,16 +341,12 @@ def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
     )
 
 
-#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
-LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
-
-
 @dataclass(frozen=True)
 class PlacementRow:
     """One layout at one rate.
 
     Attributes:
-        layout: One of `LAYOUTS`.
+        layout: One of `STUDY_LAYOUTS`.
         rate: Of the link, as text, or None.
         bytes_across: Bytes that leave a host in a step, by the formula.
         counted: The same, counted by the network card, without what headers take.
@@ -398,7 +355,6 @@ class PlacementRow:
             overlaps makes the step shorter, but never shorter than link_seconds.
         measured: Median seconds of a step.
         loss: Of the last step; the same for all layouts.
-        samples: The raw seconds.
     """
 
     layout: str
@@ -416,7 +372,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
     """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
 
     Args:
-        layout: One of `LAYOUTS`.
+        layout: One of `STUDY_LAYOUTS`.
         config: A dense model without tied embeddings.
         batch: B, sequences of all ranks together.
         bytes_per_value: 4 for fp32.
@@ -437,7 +393,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
         "tp across, dp inside": lambda: float((4 * config.num_layers + 2) * stream + 3 * batch * seq),
     }
     if layout not in values:
-        raise ValueError(f"layout={layout!r} is unknown; use one of {'; '.join(LAYOUTS)}")
+        raise ValueError(f"layout={layout!r} is unknown; use one of {'; '.join(STUDY_LAYOUTS)}")
     return bytes_per_value * values[layout]()
 
 
@@ -446,7 +402,7 @@ def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
     steps = [s for s in samples if s["part"] == "placement"]
     rate = next(s["rate"] for s in steps if s["rate"] is not None)
     rows = []
-    for layout in LAYOUTS:
+    for layout in STUDY_LAYOUTS:
         last = [s for s in steps if s["layout"] == layout and s["rate"] == rate][-1]
         raw = tuple(seconds_of(steps, layout=layout, rate=rate))
         link = last["bytes_across"] / link_bandwidth(rate)
@@ -455,7 +411,7 @@ def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
                 layout,
                 rate,
                 last["bytes_across"],
-                payload(last["card_bytes"]),
+                tcp_bandwidth(last["card_bytes"]),  # of what the card counted, the data without headers
                 link,
                 link + median(seconds_of(steps, layout=layout, rate=None)),
                 median(raw),

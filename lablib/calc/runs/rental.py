@@ -1,13 +1,10 @@
-"""What a session on rented GPUs costs, and what to expect of a machine before it is rented.
+"""The price of a session on rented GPUs, what to expect of a machine, and the minutes of the course.
 
     cost = GPUs · price per GPU and hour · billed hours,    billed = minutes rounded up as the provider bills
 
-The whole machine is paid for, also while a lab uses one of its GPUs, and while it is set up.
-The minutes of a lab are a budget to hold it to (`rung labs run --budget-minutes`), not a measurement.
-
-How long the course takes, and the one line for a rented machine.
-
-README, how_to_use, chapter 11 and the page on graduation print the table and the lines; a test holds them to this.
+All of the machine is paid for, also while a lab uses one of its GPUs, and while it is set up. The minutes of a lab are
+a budget to hold it to (`rung labs run --budget-minutes`), not a measurement. `parse_machine` is the one to read first.
+Several pages print the minutes and the line for a rented machine; a test holds them to this module.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from lablib.calc.layouts.planner import plan
 from lablib.calc.units import GiB
 
 #: Minutes of the chapter and of the lab, by rung.
-MINUTES = {
+STUDY_MINUTES = {
     "01": (60, 40),
     "02": (60, 60),
     "03": (60, 60),
@@ -40,27 +37,21 @@ GPU_LABS = ("11", "06", "01", "08", "09")
 BUDGET_MINUTES = 50
 RUN_GPU_LABS = f"rung labs run {' '.join(GPU_LABS)} --gpus all --budget-minutes {BUDGET_MINUTES} --pack"
 
-#: At home, in the folder of the course: the results land where labs and reports look for them.
-BRING_HOME = (
-    "scp USER@HOST:distributed-training/distributed-experiments/NAME-results.tar.gz .",
-    "tar xzf NAME-results.tar.gz",
-)
-
 
 def study_minutes(*rungs: str) -> int:
     """Return the minutes of rungs, chapter and lab."""
-    return sum(sum(MINUTES[rung]) for rung in rungs)
+    return sum(sum(STUDY_MINUTES[rung]) for rung in rungs)
 
 
 def rented_minutes() -> float:
     """Return for how long the machine is rented: set up, and the GPU labs, as `rung cost` has them."""
-    return SETUP_MINUTES + sum(budget.minutes for budget in LABS if budget.lab in GPU_LABS)
+    return SETUP_MINUTES + sum(budget.minutes for budget in LAB_BUDGETS if budget.lab in GPU_LABS)
 
 
-def hours(minutes: float) -> str:
+def hours_text(minutes: float) -> str:
     """Return minutes as "1 h 40 min"."""
-    whole, rest = divmod(round(minutes), 60)
-    return " ".join(part for part, count in ((f"{whole} h", whole), (f"{rest} min", rest or not whole)) if count)
+    full, rest = divmod(round(minutes), 60)
+    return " ".join(part for part, count in ((f"{full} h", full), (f"{rest} min", rest or not full)) if count)
 
 
 #: What a provider may bill by, in minutes.
@@ -80,7 +71,7 @@ class LabBudget:
 
 
 #: Labs with a cell that runs on a GPU; tests/test_cost_sheet.py holds this to the notebooks. The others run at home.
-LABS = (
+LAB_BUDGETS = (
     LabBudget("01", 3, "predicted memory beside CUDA's allocator"),
     LabBudget("06", 4, "offload: peak memory and time"),
     LabBudget("08", 4, "bf16 and FP8: time and memory"),
@@ -122,9 +113,9 @@ def parse_machine(text: str) -> Machine:
     return Machine(int(found[1]), accelerator(found[2]), float(found[3]))
 
 
-def budgets(labs: list[str] | None = None) -> list[LabBudget]:
+def lab_budgets(labs: list[str] | None = None) -> list[LabBudget]:
     """Return the budgets of labs by their numbers, None for all that measure something on a GPU."""
-    known = {budget.lab: budget for budget in LABS}
+    known = {budget.lab: budget for budget in LAB_BUDGETS}
     chosen = known if labs is None else dict.fromkeys(lab.zfill(2) for lab in labs)
     for lab in chosen:
         if lab not in known:
@@ -134,14 +125,12 @@ def budgets(labs: list[str] | None = None) -> list[LabBudget]:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the planner expects of fully sharded training on a machine.
+    """The planner's expectation of fully sharded training on a machine.
 
     Attributes:
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
-        tokens_per_second: Of all GPUs.
         mfu: 0 to 1.
-        memory: Bytes of a GPU.
         bandwidth: Bytes per second of the link between the GPUs, per direction, as the table has it.
     """
 
@@ -173,9 +162,6 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
         machine: Its GPUs are in one node.
         model: A name from `rung models`.
         batch: Sequences of a step on one GPU.
-
-    Raises:
-        ValueError: If nothing fits; it says what is too large.
     """
     n = machine.gpus
     common = {

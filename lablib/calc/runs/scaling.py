@@ -5,7 +5,7 @@
     lost    T - ideal = data + compute + communication + bubble + imbalance
 
 A rank's step is data + compute + communication + bubble + rest. What a rank sees as communication is the transfer
-and the wait for those that come later. The rank that comes last waits for nobody, so
+and the wait for those that come later. The rank that comes last does not wait, so
 
     communication   the least that any rank spent in it
     imbalance       the mean over the ranks of what they spent above that, and of the rest, in which they were done
@@ -32,8 +32,8 @@ Phases = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What a step on n ranks loses.
+class ScalingLoss:
+    """The loss of efficiency of a step on n ranks, by part.
 
     Attributes:
         ranks: n.
@@ -56,7 +56,7 @@ class Loss:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What of the efficiency each part took: with the efficiency they add up to 1."""
+        """Share of the step that each part took: with the efficiency they add up to 1."""
         return {part: seconds / self.seconds for part, seconds in self.parts.items()}
 
     @property
@@ -70,9 +70,6 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
 
     Args:
         ranks: For every rank its `seconds`, and of them those in each of `PHASES`. A step's time is the longest.
-
-    Raises:
-        ValueError: If there is no rank, or phases are negative or longer than their step.
     """
     if not ranks:
         raise ValueError("a step needs at least one rank")
@@ -88,7 +85,7 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
     return means | {"communication": transfer, "imbalance": waiting + rest}
 
 
-def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> Loss:
+def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> ScalingLoss:
     """Compare a run on n ranks with one on a single rank, and split what is lost.
 
     Of each run the middle half of the steps counts, by time: parts of a mean add up, parts of a median do not.
@@ -97,9 +94,6 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
         one: Steps of the run on one rank, warm-up dropped: for each step a list with the phases of that rank.
         many: Steps of the run on n ranks: for each step the phases of every rank.
         scaling: "weak" (the batch of a rank is the same) or "strong" (the global batch is).
-
-    Raises:
-        ValueError: If a run has no step, or steps have different numbers of ranks.
     """
     for name, steps in (("one", one), ("many", many)):
         if not steps or len({len(step) for step in steps}) != 1:
@@ -108,7 +102,7 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
         raise ValueError(f"the run to compare with has {len(one[0])} ranks and needs 1")
     ranks = len(many[0])
     base, found = _mean_split(one), _mean_split(many)
-    # One rank has nobody to talk to: what it calls communication is work of the step.
+    # One rank has no partner: what it calls communication is work of the step.
     base = {
         "data": base["data"],
         "compute": base["compute"] + base["communication"] + base["bubble"] + base["imbalance"],
@@ -118,7 +112,7 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
     seconds = sum(found.values())
     efficiency(ideal / share, seconds, ranks, scaling=scaling)  # refuses what cannot be
     parts = {part: found[part] - share * base.get(part, 0.0) for part in PARTS}
-    return Loss(ranks, scaling, seconds, ideal, parts)
+    return ScalingLoss(ranks, scaling, seconds, ideal, parts)
 
 
 def _mean_split(steps: Sequence[Sequence[Phases]]) -> dict[str, float]:
@@ -137,14 +131,7 @@ def middle_half(steps: Sequence[Sequence[Phases]]) -> list[Sequence[Phases]]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with what lies around it.
-
-    Attributes:
-        median: The middle.
-        low: First quartile.
-        high: Third quartile.
-        count: How many samples.
-    """
+    """A median with what lies around it."""
 
     median: float
     low: float
@@ -153,11 +140,7 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of samples.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the median and the quartiles of samples."""
     if not samples:
         raise ValueError("no samples: is the warm-up longer than the run?")
     if len(samples) == 1:
@@ -194,9 +177,6 @@ def predicted_step(
 
     Returns:
         Seconds: compute, communication (all of it), exposed (what the step waits for), and step.
-
-    Raises:
-        ValueError: If ranks or bandwidth make no sense.
     """
     if ranks < 1 or not bandwidth > 0:
         raise ValueError(f"ranks={ranks} must be at least 1 and bandwidth={bandwidth} above 0")

@@ -36,11 +36,9 @@ class Event(NamedTuple):
     """One thing that a rank did.
 
     Attributes:
-        rank: Which one.
         kind: One of `KINDS`.
         name: As the profiler has it.
         start: Seconds; from the first event of all ranks once they are merged.
-        end: Seconds.
         lane: Thread or stream, as text.
     """
 
@@ -54,10 +52,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank's profiler saw.
+    """The events of one rank.
 
     Attributes:
-        rank: Which one.
         base_ns: Where its clock begins, in nanoseconds since 1970.
         events: With seconds since then, by start.
     """
@@ -84,10 +81,10 @@ def parse_trace(source: str | Path | dict[str, Any], rank: int | None = None) ->
     number = own if rank is None else rank
     if number is None:
         raise ValueError("the trace does not say its rank; pass parse(source, rank=...)")
-    whole = [event for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    device = any(event.get("cat") in _ON_DEVICE for event in whole)
+    timed = [event for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    device = any(event.get("cat") in _ON_DEVICE for event in timed)
     events = []
-    for event in whole:
+    for event in timed:
         if kind := _kind(event.get("cat", ""), event["name"], device):
             start, lane = float(event["ts"]), f"{event.get('pid')}/{event.get('tid')}"
             seconds = start * 1e-6, (start + float(event["dur"])) * 1e-6
@@ -118,10 +115,10 @@ def merge_traces(traces: Sequence[Trace], align: str | None = None) -> list[Even
     """Return the events of all ranks on one clock that starts at 0 with the first of them.
 
     Ranks of one machine have one clock. Those of several machines do not: name something that all of them begin at
-    the same moment, right after a barrier, and it is put at the same place for all.
+    the same time, right after a barrier, and it is put at the same place for all.
 
     Args:
-        align: The name of an annotation, whose first start on every rank is the same moment; None trusts the clocks.
+        align: The name of an annotation, whose first start on every rank is the same instant; None trusts the clocks.
 
     Raises:
         ValueError: If there is no event, two traces are of one rank, or an annotation is missing on a rank.
@@ -149,8 +146,6 @@ class Split:
     """Where a rank's time went, in seconds; the four parts add up to the window.
 
     Attributes:
-        compute: Only computing.
-        communication: Only communicating: exposed.
         both: Computing while a message is on its way: overlapped.
         idle: Neither; the processor may still be busy with what is no operator.
     """
@@ -173,9 +168,6 @@ def split_time(events: Iterable[Event], window: Interval | None = None) -> dict[
         events: Of any number of ranks, on one clock.
         window: From when to when, in seconds; by default from the first computation or communication of any rank to
             the last.
-
-    Raises:
-        ValueError: If there is neither computation nor communication, or the window is empty.
     """
     events = [event for event in events if event.kind in ("compute", "communication")]
     if not events:
@@ -205,9 +197,6 @@ def annotated_window(events: Iterable[Event], name: str) -> Interval:
 
     Args:
         name: Of an annotation, such as "step".
-
-    Raises:
-        ValueError: If no rank has it.
     """
     spans = [(event.start, event.end) for event in events if event.kind == "annotation" and event.name == name]
     if not spans:

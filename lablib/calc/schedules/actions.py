@@ -6,8 +6,8 @@ Two stages and two micro-batches, one line a rank. Stage 1 is the last, so it tu
     rank 1: 1F0 1B0 1F1 1B1
 
 An action is written as PyTorch writes it: stage, kind, micro-batch. `2F0` is the forward of micro-batch 0 on stage 2.
-`2B0` is its whole backward. `2I0` is the half that computes the gradient of the stage's input, which the stage
-before it waits for; `2W0` is the half that computes the gradients of the weights, which nobody waits for.
+`2B0` is its full backward. `2I0` is the half that computes the gradient of the stage's input, which the stage
+before it waits for; `2W0` is the half that computes the gradients of the weights, which no stage waits for.
 The Zero Bubble paper (Qi et al. 2023, arXiv 2401.10241) writes B for what is I here.
 
 The order is all that a schedule says. When an action starts, and so who idles, follows from the times:
@@ -77,9 +77,6 @@ def parse_action(text: str) -> Step:
 
     Args:
         text: For example "2F0", or "(0F4;7B2)OVERLAP_F_B".
-
-    Raises:
-        ValueError: If it is not written so.
     """
     text = text.strip()
     if match := _ACTION.fullmatch(text):
@@ -102,11 +99,7 @@ class Schedule:
     Attributes:
         ranks: Steps of each rank; a step is an `Action` or an `Overlap`.
         num_microbatches: Micro-batches of one training step, `m`.
-        placement: Rank of each stage.
         name: What the schedule is called; two schedules are equal whatever their names.
-
-    Raises:
-        ValueError: If there is no rank, stage or micro-batch, or a stage lives on a rank that does not exist.
     """
 
     ranks: tuple[tuple[Step, ...], ...]
@@ -162,9 +155,6 @@ def parse_schedule(rows: str | Sequence[str | Iterable[str]], name: str = "sched
 
     Args:
         rows: One row a rank, each a string with spaces ("0F0 0B0") or a list of actions; or one text, a line a rank.
-
-    Raises:
-        ValueError: If an action cannot be read, or a stage is missing or on two ranks.
     """
     lines = [line for line in rows.splitlines() if line.strip()] if isinstance(rows, str) else rows
     cells = [re.sub(r"^\s*rank \d+:", "", row).split() if isinstance(row, str) else row for row in lines]
@@ -172,11 +162,7 @@ def parse_schedule(rows: str | Sequence[str | Iterable[str]], name: str = "sched
 
 
 def from_steps(ranks: Sequence[Sequence[Step]], name: str = "schedule") -> Schedule:
-    """Return the schedule of these steps: the placement and the micro-batches follow from them.
-
-    Raises:
-        ValueError: If there is no action, fewer than micro-batches, or a stage is missing or on two ranks.
-    """
+    """Return the schedule of these steps: the placement and the micro-batches follow from them."""
     home: dict[int, int] = {}
     last = -1
     for rank, steps in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""What a pipeline stage holds: its layers, and how many micro-batches are in flight there.
+"""The layers of a pipeline stage, and how many micro-batches are in flight there.
 
 Four stages and 8 micro-batches. GPipe runs all forwards first, so every stage holds 8.
 1F1B starts a backward as soon as it can: stage 0 holds 4, then 3, 2, 1.
@@ -30,9 +30,6 @@ def stage_layers(
     Args:
         virtual_stages: Chunks in each stage, `v`.
         layers_per_stage: Layers of each stage where they are not equal, as Llama 3 did (arXiv 2407.21783, 3.3.2).
-
-    Raises:
-        ValueError: If the layers cannot be divided so, or a stage between the first and the last has none.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     return [list(chunks) for chunks in _stages(num_layers, pp, virtual_stages, sizes)]
@@ -44,11 +41,7 @@ def layers_of_stage(
     """Return the layers of one stage, as one range per chunk; of many stages only the first question costs.
 
     Args:
-        num_layers: As in `stage_layers`.
         stage: Number of the stage, from 0.
-
-    Raises:
-        ValueError: As there.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     return list(_stages(num_layers, pp, virtual_stages, sizes)[stage])
@@ -102,9 +95,6 @@ def in_flight(
         pp: Pipeline stages, `p`.
         virtual_stages: Chunks in a stage, `v`; more than 1 only when interleaved.
         num_microbatches: Micro-batches of a step, `m`; None means enough to fill the pipeline. GPipe needs it.
-
-    Raises:
-        ValueError: If GPipe has no number of micro-batches.
     """
     if pp == 1:
         return [1] * virtual_stages

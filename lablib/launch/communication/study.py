@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.calc.models import ModelConfig
-from lablib.calc.runs import LAYOUTS, VARIANTS, Settings, layout_bytes, link_bandwidth
+from lablib.calc.runs import STUDY_LAYOUTS, STUDY_VARIANTS, StudySettings, layout_bytes, link_bandwidth
 from lablib.calc.schedules import schedule
 from lablib.launch.communication.cluster import Cluster, why_not
 from lablib.launch.communication.link import (
@@ -56,13 +56,13 @@ RANKS_PER_HOST = 2
 class Parts:
     """The models and groups of a study on this rank."""
 
-    def __init__(self, settings: Settings, parts: Sequence[str]) -> None:
+    def __init__(self, settings: StudySettings, parts: Sequence[str]) -> None:
         self.settings, self.parts = settings, parts
         self.groups = node_groups(RANKS_PER_HOST)
         self.steps: dict[str, Step] = {}
         self.layouts: dict[str, Layout] = {}
         if "ddp" in parts:
-            for variant in ("compute", *VARIANTS):
+            for variant in ("compute", *STUDY_VARIANTS):
                 self.steps[variant] = Step(
                     variant,
                     width=settings.width,
@@ -78,7 +78,7 @@ class Parts:
             windows = torch.randint(
                 config.vocab, (settings.batch, settings.seq + 1), generator=torch.Generator().manual_seed(0)
             )
-            for name in LAYOUTS:
+            for name in STUDY_LAYOUTS:
                 self.layouts[name] = Layout(name, config, windows, self.groups)
 
     def has(self, rate: str | None) -> bool:
@@ -103,7 +103,7 @@ class Parts:
             if rate is None:
                 samples += alone_samples(self.steps["compute"], turns=s.turns)
                 samples += ddp_samples(self.steps["compute"], rate, turns=s.turns)
-            for variant in VARIANTS:
+            for variant in STUDY_VARIANTS:
                 base = variant == "buckets" and (rate is None or rate in s.ddp_rates)
                 if base or rate == s.savings_rate:
                     samples += ddp_samples(self.steps[variant], rate, turns=s.turns, warm=int(base))
@@ -128,8 +128,8 @@ class Layout:
     def __init__(
         self, name: str, config: ModelConfig, tokens_BT: Tensor, groups: NodeGroups, *, micro_batches: int = 2
     ) -> None:
-        if name not in LAYOUTS:
-            raise ValueError(f"layout={name!r} is unknown; use one of {'; '.join(LAYOUTS)}")
+        if name not in STUDY_LAYOUTS:
+            raise ValueError(f"layout={name!r} is unknown; use one of {'; '.join(STUDY_LAYOUTS)}")
         if len(tokens_BT) % 4 or len(tokens_BT) // 2 % micro_batches:
             raise ValueError(f"a batch of {len(tokens_BT)} windows cannot be divided over 4 ranks")
         seq = tokens_BT.shape[1] - 1
@@ -217,7 +217,7 @@ class Study:
     refused: str | None
 
 
-def network_study(settings: Settings | None = None) -> Study:
+def network_study(settings: StudySettings | None = None) -> Study:
     """Measure on this machine; where it has no cluster, say why and replay the record.
 
     Args:
@@ -238,7 +238,7 @@ def network_study(settings: Settings | None = None) -> Study:
     return Study(record.samples, record, refused)
 
 
-def measure(settings: Settings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
+def measure(settings: StudySettings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
     """Return the samples of one job on the cluster.
 
     Raises:
@@ -249,11 +249,11 @@ def measure(settings: Settings | None = None, parts: Sequence[str] = PARTS) -> l
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"parts={unknown} are unknown; use {', '.join(PARTS)}")
     with Cluster(hosts=HOSTS) as cluster:
-        job = (study_job, settings or Settings(), tuple(parts))
+        job = (study_job, settings or StudySettings(), tuple(parts))
         return slowest(cluster.run_ranks(*job, ranks_per_host=RANKS_PER_HOST))
 
 
-def study_job(settings: Settings, parts: Sequence[str]) -> list[Sample]:
+def study_job(settings: StudySettings, parts: Sequence[str]) -> list[Sample]:
     """Measure all parts on this rank, from the widest link to the narrowest."""
     # SAME MODULE  # here: torch is for the ranks alone
 

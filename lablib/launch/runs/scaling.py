@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 from lablib import __version__
 from lablib.calc.communication import speedup
-from lablib.calc.runs import Loss, Phases, scaling_loss, spread
+from lablib.calc.runs import ScalingLoss, scaling_loss, spread
 from lablib.launch.labs import read_json
 from lablib.launch.records import (
     experiments_dir,
@@ -222,7 +222,7 @@ class ScalingReport:
         )
 
 
-def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> Loss:
+def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> ScalingLoss:
     """Return what a run lost against the run on one rank."""
     scaling = record["scaling"]
     alone = [[_phases(line, None)] for line in _counted(one)[0]]
@@ -305,7 +305,7 @@ def _median_or_none(values: list[float]) -> float | None:
     return median(values) if values else None
 
 
-def _phases(line: Mapping[str, Any], compute: float | None) -> Phases:
+def _phases(line: Mapping[str, Any], compute: float | None) -> Mapping[str, float]:
     """The phases of one rank's step; without `compute` all that is not data is computation."""
     data = line.get("data_seconds", 0.0)
     # On a GPU the parts come from events and the whole from the host's clock; they differ by microseconds.

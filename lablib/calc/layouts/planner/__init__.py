@@ -44,7 +44,7 @@ from lablib.calc.layouts.planner.layout import (
 )
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
-from lablib.calc.layouts.planner.time import Workload, layer_work, step_time, total_seconds
+from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, step_time, total_seconds
 
 __all__ = [
     "EFFICIENCY",
@@ -59,6 +59,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Layout",
+    "MicroBatch",
     "Plan",
     "Run",
     "Workload",

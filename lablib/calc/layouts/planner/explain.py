@@ -1,9 +1,9 @@
-"""Does the planner find what the papers chose? The place of every published layout among the planner's own.
+"""The planner's answer in sentences, and the place of published layouts in it.
 
-The planner gets what the paper printed besides the layout: recomputation, micro-batch, ZeRO stage, dtypes, attention.
-The Megatron papers had no context parallelism, so theirs is fixed at 1. A place counts distinct (tp, cp, pp, dp).
-
-Why the winner wins: against the runner-up part by part, and against the best layout with one degree changed.
+`plan_reasons` says why the winner wins: against the runner-up part by part, and against the best layout with one degree
+changed. `place_of_published` gives the planner what a paper printed besides the layout (recomputation, micro-batch,
+ZeRO stage, dtypes, attention) and counts distinct (tp, cp, pp, dp). The Megatron papers had no context parallelism, so
+theirs is fixed at 1. Read `plan_reasons` first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ SMALL = 0.002  # of a step: differences below are not worth a word
 
 
 def plan_reasons(result: Plan) -> list[str]:
-    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit.
-
-    Raises:
-        ValueError: If nothing fits.
-    """
+    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit."""
     best = result.best
     shares = sorted(best.seconds.items(), key=lambda part: -part[1])
     lines = [
@@ -117,9 +113,7 @@ class Place:
     """Where a published layout stands.
 
     Attributes:
-        run: The row.
         place: 1 for the planner's first choice; None if it thinks that the layout does not fit.
-        of: Shapes that fit.
         slower: How much slower it is predicted to be than the first choice, as a share; None with no place.
     """
 

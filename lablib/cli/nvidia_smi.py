@@ -54,9 +54,6 @@ def parse_query(text: str, fields: Sequence[str] = QUERY_FIELDS) -> list[dict[st
     """Read `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`: values by field for every GPU.
 
     A field that a GPU does not have, such as "[N/A]", is left out.
-
-    Raises:
-        ValueError: If a line has another number of values than there are fields.
     """
     rows = []
     for line in csv.reader(io.StringIO(text), skipinitialspace=True):
@@ -90,9 +87,6 @@ def worst_link(text: str) -> str | None:
     """Return the slowest link between two GPUs in `nvidia-smi topo -m`, such as "NV18" or "PHB"; None for one GPU.
 
     A ring over all GPUs cannot avoid it.
-
-    Raises:
-        ValueError: If there is no such matrix, or a cell has an unknown link.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     head = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
@@ -122,9 +116,6 @@ def pcie_bandwidth(generation: int, lanes: int) -> float:
     """Return bytes per second of a PCIe link, per direction, before protocol overhead.
 
     8, 16 and 32 GT/s a lane at 128 of 130 bits for generations 3 to 5, 5 and 2.5 GT/s at 8 of 10 bits before.
-
-    Raises:
-        ValueError: For another generation.
     """
     rates = {1: 2.5e9 * 0.8, 2: 5e9 * 0.8, 3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130}
     if generation not in rates:
