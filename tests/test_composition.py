@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from lablib.calc.layouts import AxisTraffic, Miniature, predicted_traffic
 from lablib.launch.layouts import run_miniature
-from lablib.launch.layouts.composition import train, train_alone
-from lablib.launch.layouts.job import Composition, RankRun
+from lablib.launch.layouts.composition import Composition, RankRun, train, train_alone
 from lablib.launch.layouts.variants import make_groups, make_mesh
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config

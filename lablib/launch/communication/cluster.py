@@ -64,11 +64,7 @@ class ClusterError(RuntimeError):
 def run_jobs(
     network: Network, jobs: Sequence[tuple[int, Sequence[str]]], env: dict[str, str], timeout: float
 ) -> list[str]:
-    """Run commands on hosts at the same time and return what each printed.
-
-    Raises:
-        ClusterError: If one fails or takes too long; all others are ended.
-    """
+    """Run commands on hosts at the same time and return what each printed."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in jobs]
         running: list[subprocess.Popen] = []
@@ -164,11 +160,7 @@ def address(host: int) -> str:
 
 
 def burst(rate: float) -> int:
-    """Return the bytes that a link lets through at once after a pause.
-
-    Args:
-        rate: Its bandwidth in bytes per second.
-    """
+    """Return the bytes that a link lets through at once after a pause."""
     return round(max(BURST_BYTES, rate * BURST_S))
 
 
@@ -231,11 +223,7 @@ class Refused(OSError):
 
 
 class Network:
-    """The namespaces and the process that holds them.
-
-    Raises:
-        Refused: If the system has no such namespaces, or does not let this user make them.
-    """
+    """The namespaces and the process that holds them."""
 
     def __init__(self, hosts: int, *, user: bool) -> None:
         if not sys.platform.startswith("linux"):
@@ -278,11 +266,7 @@ class Network:
         return [*enter, *place, *there, *words]
 
     def shell(self, script: str) -> None:
-        """Run commands on the switch.
-
-        Raises:
-            Refused: If one fails; it quotes the last line of what was said.
-        """
+        """Run commands on the switch."""
         done = subprocess.run(
             self.command("sh", "-ec", script),
             capture_output=True,
@@ -322,11 +306,7 @@ class Network:
 
 
 def shell_from_inside(script: str) -> None:
-    """Run commands on the switch from a process on one of the hosts.
-
-    Raises:
-        Refused: If one fails.
-    """
+    """Run commands on the switch from a process on one of the hosts."""
     done = subprocess.run(
         ["nsenter", "--target=1", "--net", "sh", "-ec", script],
         capture_output=True,
@@ -379,12 +359,7 @@ class Cluster:
         self._closing()
 
     def throttle(self, rate: str | float | None) -> None:
-        """Give all links another bandwidth, now.
-
-        Raises:
-            ValueError: If the rate makes no sense.
-            Refused: If the kernel has no queue of the kind that is needed.
-        """
+        """Give all links another bandwidth, now."""
         self.rate = _bytes_per_second(rate)
         if script := shape_script(self.hosts, self.rate, self.delay):
             try:
@@ -395,11 +370,7 @@ class Cluster:
                 raise
 
     def run(self, host: int, *command: str, timeout: float = 60) -> str:
-        """Run a command on a host and return what it printed.
-
-        Raises:
-            ClusterError: If it fails or takes too long.
-        """
+        """Run a command on a host and return what it printed."""
         return self.run_all([(host, command)], timeout=timeout)[0]
 
     def torchrun(
@@ -413,13 +384,6 @@ class Cluster:
         """Run a script on all hosts, as on real machines: one torchrun a host, which meet by c10d rendezvous.
 
         Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
-
-        Returns:
-            What each host printed.
-
-        Raises:
-            ValueError: If a number makes no sense.
-            ClusterError: If a host fails; it shows the end of what that host printed. All others are ended.
         """
         from lablib.launch.runs import agent_command  # here: hosts alone need the standard library
 
@@ -474,11 +438,7 @@ class Cluster:
     def run_all(
         self, jobs: Sequence[tuple[int, Sequence[str]]], *, env: dict[str, str] | None = None, timeout: float = 60
     ) -> list[str]:
-        """Run commands on hosts at the same time and return what each printed.
-
-        Raises:
-            ClusterError: If one fails or takes too long; all others are ended.
-        """
+        """Run commands on hosts at the same time and return what each printed."""
         if not self._closing.alive:
             raise ValueError("this cluster is closed; make a new one")
         return run_jobs(self.network, jobs, env or {}, timeout)
@@ -488,10 +448,6 @@ def throttle(rate: str | float | None) -> None:
     """Give all links another bandwidth, from inside a function that runs on the cluster. Call it on one rank.
 
     Put a barrier before and after it, so that no message is on its way meanwhile.
-
-    Raises:
-        RuntimeError: If this process does not run on a cluster.
-        Refused: If the system does not allow it.
     """
     if "LABLIB_HOSTS" not in os.environ:
         raise RuntimeError("throttle works on a host of a Cluster; from outside call cluster.throttle")

@@ -119,11 +119,7 @@ BUCKET_BYTES = 2**18
 
 
 class Layout:
-    """A model in one of the layouts, and its training step.
-
-    Raises:
-        ValueError: If the layout is unknown, or the batch cannot be divided.
-    """
+    """A model in one of the layouts, and its training step."""
 
     def __init__(
         self, name: str, config: ModelConfig, tokens_BT: Tensor, groups: NodeGroups, *, micro_batches: int = 2
@@ -204,29 +200,16 @@ PARTS = ("link", "all-reduce", "ddp", "placement")
 
 @dataclass(frozen=True)
 class Study:
-    """What was measured, and where.
+    """What was measured, and where."""
 
-    Attributes:
-        samples: Raw, as `lablib.calc.runs.network_study` describes them.
-        record: Where they were replayed from or written to; None if they were measured just now and not kept.
-        refused: Why this machine has no cluster, in one sentence; None if it has.
-    """
-
-    samples: list[Sample]
+    samples: list[Sample]  # raw, as `lablib.calc.runs.network_study` describes them
+    # where they were replayed from or written to; None if they were measured just now and not kept
     record: Record | None
-    refused: str | None
+    refused: str | None  # why this machine has no cluster, in one sentence; None if it has
 
 
 def network_study(settings: Settings | None = None) -> Study:
-    """Measure on this machine; where it has no cluster, say why and replay the record.
-
-    Args:
-        settings: What to measure; by default what was recorded.
-
-    Raises:
-        FileNotFoundError: If there is neither a cluster nor a record.
-        ClusterError: If a rank fails.
-    """
+    """Measure on this machine; where it has no cluster, say why and replay the record."""
     if os.environ.get(RECORD_SWITCH) == "1":
         record = run_or_replay(NAME, lambda: measure(settings))
         return Study(record.samples, record, None)
@@ -239,13 +222,7 @@ def network_study(settings: Settings | None = None) -> Study:
 
 
 def measure(settings: Settings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
-    """Return the samples of one job on the cluster.
-
-    Raises:
-        ValueError: If a part is unknown.
-        Refused: If this machine has no cluster.
-        ClusterError: If a rank fails.
-    """
+    """Return the samples of one job on the cluster."""
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"parts={unknown} are unknown; use {', '.join(PARTS)}")
     with Cluster(hosts=HOSTS) as cluster:

@@ -31,21 +31,13 @@ _ENDED = ("returned", "hang")
 
 @dataclass(frozen=True)
 class Setting:
-    """What may differ between two runs of one program.
+    """What may differ between two runs of one program."""
 
-    Attributes:
-        steps: Optimizer steps of a healthy run, at least 4.
-        micro_batches: Gradients added up before each of them.
-        width: Of the model, even.
-        culprit: The rank that misbehaves, where one does.
-        seed: Of weights and data.
-    """
-
-    steps: int = 5
-    micro_batches: int = 1
-    width: int = 8
-    culprit: int = 1
-    seed: int = 0
+    steps: int = 5  # optimizer steps of a healthy run, at least 4
+    micro_batches: int = 1  # gradients added up before each of them
+    width: int = 8  # of the model, even
+    culprit: int = 1  # the rank that misbehaves, where one does
+    seed: int = 0  # of weights and data
 
 
 class Job:

@@ -186,36 +186,24 @@ HEALTHY = "healthy"
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What the logs of a job show. Lists of lists are by rank.
+    """What the logs of a job show. Lists of lists are by rank."""
 
-    Attributes:
-        parameters: Of the model, 4 bytes each.
-        sharded: Whether FSDP2 shards the model.
-        micro_batches: Gradients added up before each optimizer step.
-        expected: Mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the
-            same batches.
-        batches: Numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets
-            0, 2, 4 ... and rank 1 gets 1, 3, 5 ...
-        losses: Mean loss of each step.
-        norms: Norm of the gradients that the rank's optimizer got, each step.
-        flops: Work of each step until the gradients are there, counted.
-        calls: Operation and bytes of every collective of the training loop. The last one of a rank that hangs is
-            the one that it waits in.
-        state_bytes: Bytes of parameters that the rank keeps between steps; None where it was not logged.
-        ended: "returned", or the line of the program on which the rank hangs.
-    """
-
-    parameters: int
-    sharded: bool
-    micro_batches: int
+    parameters: int  # of the model, 4 bytes each
+    sharded: bool  # whether FSDP2 shards the model
+    micro_batches: int  # gradients added up before each optimizer step
+    # mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the same batches
     expected: dict[str, list[float]]
+    # numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets 0, 2, 4 ...
+    # and rank 1 gets 1, 3, 5 ...
     batches: list[list[int]]
-    losses: list[list[float]]
-    norms: list[list[float]]
-    flops: list[list[int]]
+    losses: list[list[float]]  # mean loss of each step
+    norms: list[list[float]]  # norm of the gradients that the rank's optimizer got, each step
+    flops: list[list[int]]  # work of each step until the gradients are there, counted
+    # operation and bytes of every collective of the training loop. The last one of a rank that hangs is the one that
+    # it waits in.
     calls: list[list[tuple[str, int]]]
-    state_bytes: list[int | None]
-    ended: list[str]
+    state_bytes: list[int | None]  # bytes of parameters that the rank keeps between steps; None where it was not logged
+    ended: list[str]  # "returned", or the line of the program on which the rank hangs
 
     @property
     def hangs(self) -> bool:
@@ -242,23 +230,12 @@ class Symptoms:
 
 
 def run(program: str, *, healthy: bool = False, setting: Setting | None = None) -> Symptoms:
-    """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven.
-
-    Raises:
-        ValueError: If there is no such program, or the setting makes no sense.
-    """
+    """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven."""
     return run_programs([(program, healthy, setting or Setting())])[0]
 
 
 def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
-    """Run many programs, those that cannot hang in one start of the ranks.
-
-    Returns:
-        Their symptoms, in order.
-
-    Raises:
-        ValueError: As `run`.
-    """
+    """Run many programs, those that cannot hang in one start of the ranks."""
     for program, _, setting in cases:
         _check(program, setting)
     hanging = [program in _HANGS and not healthy for program, healthy, _ in cases]
@@ -274,14 +251,7 @@ def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
 
 
 def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, list[Call]]:
-    """Run a program that hangs, and return what PyTorch's flight recorder kept of it.
-
-    Returns:
-        The calls of each rank, for `flight_recorder.compare`.
-
-    Raises:
-        ValueError: If the program does not exist, or does not hang.
-    """
+    """Run a program that hangs, and return what PyTorch's flight recorder kept of it."""
     setting = setting or Setting()
     _check(program, setting)
     if program not in _HANGS:

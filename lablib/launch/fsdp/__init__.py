@@ -1,8 +1,7 @@
 """FSDP2 on real models: wrap, shard, check, save.
 
-    sharding     `shard(model, ...)`: fully_shard with its options
+    sharding     `shard(model, ...)`: fully_shard with its options, and a report
     wrapping     which modules become units
-    report       who holds which rows
     memory       models born on the meta device, and the memory that PyTorch's own tracker predicts
     checkpoint   distributed checkpoints, whole exports, safetensors
     history      FSDP1 beside FSDP2
@@ -24,8 +23,7 @@ from lablib.launch.fsdp.checkpoint import (
 )
 from lablib.launch.fsdp.history import run_history
 from lablib.launch.fsdp.memory import KINDS, forecast, init_transformer, materialize
-from lablib.launch.fsdp.report import own_rows
-from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
+from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, own_rows, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
 
 __all__ = [

@@ -61,15 +61,7 @@ from lablib.launch.records import write_json
 
 
 def write_safetensors_file(tensors: Mapping[str, Tensor], file: str | Path, **metadata: str) -> Path:
-    """Write tensors to a file; an older file is replaced when the new one is complete.
-
-    Args:
-        file: Target; its folder is made when missing.
-        **metadata: Goes into the file beside `format: pt`, which Hugging Face asks for.
-
-    Raises:
-        ValueError: If the package safetensors is not installed.
-    """
+    """Write tensors to a file; an older file is replaced when the new one is complete."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -92,11 +84,7 @@ _CHUNK = 1 << 24  # bytes of a file read at a time
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None where there is none.
-
-    Args:
-        folder: As given to `save`.
-    """
+    """Return the newest complete checkpoint in a folder, or None where there is none."""
     found = complete_checkpoints(Path(folder))
     return found[-1] if found else None
 
@@ -107,11 +95,7 @@ def name_of(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int, token: str) -> Path:
-    """Return the folder to write to; leftovers of saves that died are removed.
-
-    Raises:
-        ValueError: If the step is saved already.
-    """
+    """Return the folder to write to; leftovers of saves that died are removed."""
     if (target := name_of(folder, step)).exists():
         raise ValueError(f"{target} is there already: delete it, or save to another folder")
     for dead in folder.glob(f"{_ASIDE}*"):
@@ -138,11 +122,7 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """Return what training.json says, once every file is seen to have its full size.
-
-    Raises:
-        ValueError: If it is no checkpoint, or a file is missing or cut short.
-    """
+    """Return what training.json says, once every file is seen to have its full size."""
     if path is None:
         raise ValueError("there is no checkpoint to read: `latest` returns None for a folder without one")
     path = Path(path)
@@ -168,11 +148,7 @@ def read_info(path: str | Path) -> dict[str, Any]:
 
 
 def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
-    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none.
-
-    Raises:
-        ValueError: If a file is not what was written, or cannot be read.
-    """
+    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none."""
     for name, written in sorted(info.get("crc32", {}).items())[part]:
         try:
             same = _crc32(Path(path) / name) == written
@@ -188,9 +164,6 @@ def check_whole(path: str | Path) -> dict[str, Any]:
     """Return what training.json says, once all files are seen to be what was written; every rank must call.
 
     Every file is read by one of the ranks.
-
-    Raises:
-        ValueError: If it is no checkpoint, or damaged; on every rank.
     """
     info: dict[str, Any] = {}
 
@@ -237,20 +210,14 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint holds besides the model and the optimizer.
+    """What a checkpoint holds besides the model and the optimizer."""
 
-    Attributes:
-        step: Optimizer steps taken.
-        data: What the training loop gave to `save`, such as its position in the data.
-        ranks: Ranks that saved it.
-        rng: "restored" to the state of each rank, its GPU's included, or "reseeded": with another number of ranks, or
-            on a GPU from a checkpoint of a CPU, there is no state to continue from, so each rank starts a new stream
-            made from the saved one and its own number.
-    """
-
-    step: int
-    data: dict[str, Any]
-    ranks: int
+    step: int  # optimizer steps taken
+    data: dict[str, Any]  # what the training loop gave to `save`, such as its position in the data
+    ranks: int  # ranks that saved it
+    # "restored" to the state of each rank, its GPU's included, or "reseeded": with another number of ranks, or on a
+    # GPU from a checkpoint of a CPU, there is no state to continue from, so each rank starts a new stream made from
+    # the saved one and its own number
     rng: str
 
 
@@ -304,7 +271,6 @@ def save_checkpoint(
 
     Args:
         folder: On a file system that all ranks see.
-        model: Sharded by `lablib.launch.fsdp.shard`, or a plain module in a single process.
         data: Anything that JSON can write; the position in the data, so that no sample comes twice.
         keep: Newest checkpoints to keep; None keeps all.
         wait: False returns once the state is copied, and writes in the background. Call `result()` before the
@@ -369,7 +335,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Every rank must call it.
 
     Args:
-        path: A checkpoint, such as `latest(folder)`.
         model: Sharded in any way, or a plain module; the same architecture as the saved one.
         optimizer: To continue training; None loads the model only.
 
@@ -479,15 +444,7 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
     the others. The whole model must fit into memory.
 
     Args:
-        checkpoint: From `save`.
-        file: Target; an older file is replaced when the new one is complete.
         dtype: Cast floating-point tensors to this; None keeps what was saved.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: If the checkpoint is missing or damaged, or the package safetensors is not installed.
     """
     info = read_info(checkpoint)
     check_content(checkpoint, info)

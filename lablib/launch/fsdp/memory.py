@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lablib.calc.models import ModelConfig
-from lablib.launch.fsdp.report import ShardReport
-from lablib.launch.fsdp.sharding import make_mesh, shard
+from lablib.launch.fsdp.sharding import ShardReport, make_mesh, shard
 from lablib.launch.torch_private import FakeStore, FakeTensorMode, FSDPMemTracker, must_have
 from lablib.toys.transformer import INIT_STD
 
@@ -49,12 +48,6 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, device: str | t
         init_fn: Called in the order of `named_modules` for each module that holds parameters or buffers, which
             are whole and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
             module's own `reset_parameters()`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: If a part of the model is not on the meta device, or a module cannot fill itself.
     """
     home: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules():
@@ -151,23 +144,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes on rank 0, by the kinds of `KINDS`.
+    """Bytes on rank 0, by the kinds of `KINDS`."""
 
-    Attributes:
-        peak: At the moment when the most is held in all.
-        after_backward: Between backward and the optimizer's step: the states.
-        most: The most of each kind at any moment; these moments differ, so the sum means nothing.
-        most_gathered: The most of unsharded parameters and all-gather buffers together: what
-            `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number
-            keeps after forward are among the activations here.
-        report: What `shard` did.
-    """
-
-    peak: dict[str, int]
-    after_backward: dict[str, int]
-    most: dict[str, int]
+    peak: dict[str, int]  # at the moment when the most is held in all
+    after_backward: dict[str, int]  # between backward and the optimizer's step: the states
+    most: dict[str, int]  # the most of each kind at any moment; these moments differ, so the sum means nothing
+    # the most of unsharded parameters and all-gather buffers together: what
+    # `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number keeps
+    # after forward are among the activations here.
     most_gathered: int
-    report: ShardReport
+    report: ShardReport  # what `shard` did
 
     @property
     def total(self) -> int:
@@ -191,14 +177,9 @@ def forecast(
 
     Args:
         build: Returns the model; runs without memory.
-        seq: Tokens of each that the model reads.
         loss: Gets the model and `tokens_BT` with T = seq + 1. By default `model.loss(tokens_BT)`, or, for a
             Hugging Face model, its own loss.
-        optimizer: Makes the optimizer from the parameters.
         **options: Of `lablib.launch.fsdp.shard`.
-
-    Raises:
-        ValueError: If a number is out of range, a process group is there already, or `shard` refuses.
     """
     for name, number in (("world_size", world_size), ("batch", batch), ("seq", seq)):
         if number < 1:

@@ -54,11 +54,7 @@ def runs_dir() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file.
-
-    Raises:
-        ValueError: If it is no JSON, with its name.
-    """
+    """Return the content of a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -66,11 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Return the content of a job.json.
-
-    Raises:
-        ValueError: If it is damaged; the job can be run again without it.
-    """
+    """Return the content of a job.json."""
     content = read_json(path)
     if not isinstance(content, dict) or not content.keys() >= _FIELDS:
         raise ValueError(f"{path} is damaged (it is no description of a job): delete it")
@@ -113,20 +105,13 @@ def prepare_queue(
     """Check everything, write the queue and the jobs, and start nothing.
 
     Args:
-        labs: Numbers or stems, in the order of running.
         parameters: Values by name; see `assign_parameters`. Where GPUs are used, a lab with a parameter `gpus` gets
             their number, and one with `only_gpu` runs its GPU section alone; a value given here counts more.
         gpus: Numbers of the GPUs to use; none means the CPU.
-        record: Let the labs write to `labs/recorded/`.
         budget_minutes: Minutes after which everything stops; None means never.
-        pack: Leave an archive at the end.
-        mine: Run the learner's copies in work/.
 
     Returns:
         The queue's file.
-
-    Raises:
-        ValueError: If a lab, a parameter or the budget makes no sense.
     """
     if budget_minutes is not None and not budget_minutes > 0:
         raise ValueError(f"budget_minutes={budget_minutes:g} must be above 0")
@@ -240,11 +225,7 @@ def all_labs() -> list[Path]:
 
 
 def find_lab(name: str, *, mine: bool = False) -> Path:
-    """Return the path of a lab given its number ("2", "02") or its stem.
-
-    Raises:
-        ValueError: If there is no such lab, or no copy; the message lists those there are.
-    """
+    """Return the path of a lab given its number ("2", "02") or its stem."""
     number = name.zfill(2) if name.isdigit() else None
     for path in all_labs():
         if path.stem == name or path.stem.split("_")[0] == number:
@@ -272,11 +253,7 @@ def _kinds(path: Path) -> dict[str, str]:
 
 
 def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameters of each lab.
-
-    Raises:
-        ValueError: If no lab has a name, or a value is of another kind than the default; nothing has started.
-    """
+    """Return the parameters of each lab."""
     defaults, kinds = [lab_parameters(path) for path in labs], [_kinds(path) for path in labs]
     assigned: list[dict[str, Any]] = [{} for _ in labs]
     for text, value in given.items():
@@ -344,9 +321,6 @@ def parse_gpus(text: str, here: int) -> list[int]:
 
     Args:
         text: "all", a number of GPUs ("2"), "0" or "cpu" for none, or "0,3" for these two.
-
-    Raises:
-        ValueError: If there are not so many; it says how many there are.
     """
     if text == "all":
         return list(range(here))

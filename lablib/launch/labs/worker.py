@@ -45,9 +45,6 @@ def pack_results(target: Path | None = None) -> Path:
     Returns:
         The archive. Its distributed-experiments/LEFT_OUT.txt names what was too large. Records of other machines are
         not in it: at home they are there, and perhaps newer.
-
-    Raises:
-        FileNotFoundError: If there is nothing to pack.
     """
     source = experiments_dir()
     records = repository_root() / "labs" / "recorded"
@@ -104,9 +101,6 @@ def start_worker(queue: Path) -> int:
     """Start the process for a queue and return its number.
 
     It has a session of its own and ignores SIGHUP, so neither a closed terminal nor a lost connection reaches it.
-
-    Args:
-        queue: From `prepare`.
     """
     with queue.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(

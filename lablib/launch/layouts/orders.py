@@ -35,8 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.layouts.job import mean_loss
-from lablib.launch.layouts.variants import apply_in_order, clip_grad_norm, shard_blocks, tp_plan, wrap_blocks
+from lablib.launch.layouts.variants import apply_in_order, clip_grad_norm, mean_loss, shard_blocks, tp_plan, wrap_blocks
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.launch.torch_private import checkpoint_wrapper
@@ -49,25 +48,15 @@ VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One order, tried.
+    """One order, tried."""
 
-    Attributes:
-        name: Short name.
-        order: What was applied, in this order.
-        verdict: One of `VERDICTS`.
-        seen: What was seen: the first line of the error, or the numbers as a sentence.
-        numbers: The numbers behind the sentence.
-        warned: How many different warnings PyTorch gave.
-        fix: What to do.
-    """
-
-    name: str
-    order: tuple[str, ...]
-    verdict: str
-    seen: str
-    numbers: dict[str, float] = field(default_factory=dict)
-    warned: int = 0
-    fix: str = ""
+    name: str  # short name
+    order: tuple[str, ...]  # what was applied, in this order
+    verdict: str  # one of `VERDICTS`
+    seen: str  # what was seen: the first line of the error, or the numbers as a sentence
+    numbers: dict[str, float] = field(default_factory=dict)  # the numbers behind the sentence
+    warned: int = 0  # how many different warnings PyTorch gave
+    fix: str = ""  # what to do
 
     def __str__(self) -> str:
         return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
@@ -79,14 +68,7 @@ def case_names() -> list[str]:
 
 
 def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[Outcome]:
-    """Run orders of application on four ranks, and say what happened.
-
-    Args:
-        names: Of `case_names()`; None means all.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+    """Run orders of application on four ranks, and say what happened."""
     chosen = case_names() if names is None else list(names)
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
@@ -166,17 +148,12 @@ Found = tuple[str, str, dict[str, float], int]  # verdict, what was seen, number
 
 @dataclass(frozen=True)
 class Case:
-    """One order.
+    """One order."""
 
-    Attributes:
-        order: What is applied, in this order.
-        run: Does it; gets the bench, returns verdict, sentence and numbers.
-        fix: What to do.
-    """
-
-    order: tuple[str, ...]
+    order: tuple[str, ...]  # what is applied, in this order
+    # does it; gets the bench, returns verdict, sentence and numbers
     run: Callable[[Bench], tuple[str, str, dict[str, float]]]
-    fix: str = ""
+    fix: str = ""  # what to do
 
 
 def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:

@@ -37,23 +37,14 @@ FP32 = 4
 
 
 class Run(NamedTuple):
-    """What one rank saw of its last step.
+    """What one rank saw of its last step."""
 
-    Attributes:
-        timeline: All ranks, in seconds from the first start.
-        peak_bytes: Most bytes of activations that this rank held between two actions; 0 if nobody counted.
-        peak_in_flight: Most micro-batches that it held.
-        messages: What it sent; 0 if nobody counted.
-        loss: On the rank of the last stage; None elsewhere.
-        gradients: Of this rank's parameters, by their names in the model.
-    """
-
-    timeline: Timeline
-    peak_bytes: int
-    peak_in_flight: float
-    messages: int
-    loss: float | None
-    gradients: dict[str, Tensor]
+    timeline: Timeline  # all ranks, in seconds from the first start
+    peak_bytes: int  # most bytes of activations that this rank held between two actions; 0 if nobody counted
+    peak_in_flight: float  # most micro-batches that it held
+    messages: int  # what it sent; 0 if nobody counted
+    loss: float | None  # on the rank of the last stage; None elsewhere
+    gradients: dict[str, Tensor]  # of this rank's parameters, by their names in the model
 
 
 class WatchedExecutor(PipelineExecutor):
@@ -124,8 +115,6 @@ def watched_step(
     Every rank makes the same model and the same micro-batches of English text from the same seed.
 
     Args:
-        config: The model; every rank makes it whole and keeps its stages.
-        layers: Layers of each stage; by default as equal as can be.
         seconds: Time that each kind of action lasts in the last step, for emulated compute.
         counts: Whether to count bytes and messages, which slows the step down.
         steps: Steps to run; the last one is watched, and those before it warm up.

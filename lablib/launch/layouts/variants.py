@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +39,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.layouts import Miniature
-from lablib.launch.layouts.job import ADAMW, mean_loss
 from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.data_parallel import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, Stage, split_stages
@@ -46,6 +46,25 @@ from lablib.toys.tensor_parallel import ParallelTransformer, parallelize, vocab_
 from lablib.toys.torch_names import all_gather
 from lablib.toys.transformer import Transformer
 from lablib.toys.zero import ZeRO1, ZeRO3
+
+#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
+ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+
+
+def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
+    """Return the whole model and the windows of every step, tokens_BT, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Transformer(job.config).to(getattr(torch, job.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too, so that a slip in them is seen
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    shape = (job.batch, job.seq + 1)
+    return model, [torch.randint(0, job.config.vocab, shape) for _ in range(job.steps)]
+
+
+def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
 class LossModule(nn.Module):

@@ -35,25 +35,15 @@ PREFIX = "nccl_trace_rank_"  # PyTorch's own, so that `torchfrtrace` reads what 
 
 @dataclass(frozen=True)
 class Call:
-    """One entry of the recorder.
+    """One entry of the recorder."""
 
-    Attributes:
-        group: Name of the process group.
-        number: Of the call in its group.
-        op: Such as "all_reduce".
-        sizes: Of the inputs.
-        dtypes: Of the inputs.
-        line: "train.py, line 12, in step", the innermost that is not PyTorch's; "" without stacks.
-        ended: Whether the recorder saw it end.
-    """
-
-    group: str
-    number: int
-    op: str
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    line: str
-    ended: bool
+    group: str  # name of the process group
+    number: int  # of the call in its group
+    op: str  # such as "all_reduce"
+    sizes: tuple[tuple[int, ...], ...]  # of the inputs
+    dtypes: tuple[str, ...]  # of the inputs
+    line: str  # "train.py, line 12, in step", the innermost that is not PyTorch's; "" without stacks
+    ended: bool  # whether the recorder saw it end
 
     def __str__(self) -> str:
         """Return operation and sizes."""
@@ -62,12 +52,6 @@ class Call:
 
 def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[str, str]:
     """Return the environment variables that switch the recorder on, under their new and their old names.
-
-    Args:
-        folder: Where the dumps go, one file a rank.
-
-    Raises:
-        ValueError: If none is to be kept.
 
     Source: "ProcessGroupNCCL Environment Variables" in PyTorch's documentation.
     Chapter: book/11_practical_fsdp.md.
@@ -85,11 +69,7 @@ def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[st
 
 
 def dump_flight_record(folder: str | Path) -> Path:
-    """Write this rank's recorder to a file, also while another thread of the process hangs.
-
-    Raises:
-        RuntimeError: If this PyTorch keeps no recorder for the backend.
-    """
+    """Write this rank's recorder to a file, also while another thread of the process hangs."""
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     take = getattr(torch._C._distributed_c10d, name, None)  # private, as PyTorch's own tools use it
     if take is None:
@@ -101,14 +81,7 @@ def dump_flight_record(folder: str | Path) -> Path:
 
 
 def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
-    """Return the calls of every rank that left a dump, in the order of their issue.
-
-    Args:
-        folder: With files written by `dump` or by PyTorch.
-
-    Raises:
-        ValueError: If there is no dump, or one is something else.
-    """
+    """Return the calls of every rank that left a dump, in the order of their issue."""
     files = sorted(Path(folder).glob(f"{PREFIX}*"))
     if not files:
         raise ValueError(f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder.settings(...)?")
@@ -117,9 +90,6 @@ def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
 
 def compare_flight_records(ranks: Mapping[int, list[Call]]) -> str:
     """Say where the ranks part: who called what, and who did not come.
-
-    Args:
-        ranks: From `read`.
 
     Returns:
         One sentence for the first call of a group that is not the same on all ranks that recorded the group.

@@ -159,14 +159,11 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class SavedActivations:
-    """What autograd kept, in bytes; a storage counts once, for the module and the operator that kept it first.
+    """What autograd kept, in bytes; a storage counts once, for the module and the operator that kept it first."""
 
-    Attributes:
-        by_module: Bytes by the name of the innermost module, "" for the outermost one, "(outside)" for none.
-        by_kind: Bytes by operator: "linear", "softmax", "scaled_dot_product_attention", ...
-    """
-
+    # bytes by the name of the innermost module, "" for the outermost one, "(outside)" for none
     by_module: Counter[str] = field(default_factory=Counter)
+    # bytes by operator: "linear", "softmax", "scaled_dot_product_attention",
     by_kind: Counter[str] = field(default_factory=Counter)
 
     @property

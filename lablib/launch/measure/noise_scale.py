@@ -27,11 +27,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of squares of all gradients, whole ones or shards (then over all ranks of the mesh).
-
-    Args:
-        gradients: Tensors or DTensors of any shapes; added up in fp32 at least, shards over the mesh of the first one.
-    """
+    """Return the sum of squares of all gradients, whole ones or shards (then over all ranks of the mesh)."""
     gradients = list(gradients)
     if not gradients:
         raise ValueError("no gradients: call backward before the norm is taken")
@@ -58,9 +54,6 @@ def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float,
 
     Returns:
         |G_b|², the mean over ranks, and |G_B|²; the same on all ranks.
-
-    Raises:
-        ValueError: If the model is sharded: its ranks hold no gradient of their own.
     """
     if isinstance(model, FSDPModule):
         raise ValueError("FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches")
@@ -81,9 +74,6 @@ def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[A
 
     Returns:
         |G_b|², the mean over micro-batches, and |G_B|²; under FSDP2 the same on all ranks.
-
-    Raises:
-        ValueError: If there is only one micro-batch.
     """
     if len(batches) < 2:
         raise ValueError(f"{len(batches)} micro-batch gives one batch size; the noise scale needs two or more")
@@ -116,13 +106,8 @@ def measure_noise_scale(
     with all ranks.
 
     Args:
-        model: Plain replicas, or sharded by FSDP2.
         loss_of: Takes the model and this rank's micro-batch, returns its mean loss.
         steps: For each step this rank's micro-batches, equally many each time.
-        examples: Examples in a micro-batch of one rank.
-
-    Raises:
-        ValueError: If there are no steps, or their numbers of micro-batches differ.
     """
     small, big, counts = [], [], set()
     sharded = isinstance(model, FSDPModule)

@@ -30,39 +30,26 @@ from lablib.launch.torch_private import TorchDispatchMode, resolve_process_group
 
 @dataclass(frozen=True)
 class CommEvent:
-    """One call.
+    """One call."""
 
-    Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather",
-            "scatter", "send" or "recv".
-        bytes: The whole array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and
-            after an all-gather or broadcast; what the root holds in a gather or scatter; the tensor of a
-            send or recv.
-        group_size: Ranks in the group.
-        time: Seconds from the opening of the log to the call.
-        sent: Bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says.
-        messages: Messages that it sends then.
-        ranks: The ranks of the group, in order.
-    """
-
+    # "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send" or
+    # "recv"
     op: str
+    # the whole array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and after an all-gather
+    # or broadcast; what the root holds in a gather or scatter; the tensor of a send or recv
     bytes: int
-    group_size: int
-    time: float
-    sent: float
-    messages: int
-    ranks: tuple[int, ...] = ()
+    group_size: int  # ranks in the group
+    time: float  # seconds from the opening of the log to the call
+    sent: float  # bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says
+    messages: int  # messages that it sends then
+    ranks: tuple[int, ...] = ()  # the ranks of the group, in order
 
 
 @dataclass
 class CommLog:
-    """What was communicated while the log was open.
+    """What was communicated while the log was open."""
 
-    Attributes:
-        events: Every call, in order.
-    """
-
-    events: list[CommEvent] = field(default_factory=list)
+    events: list[CommEvent] = field(default_factory=list)  # every call, in order
     _opened: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
@@ -102,9 +89,6 @@ def record_comms(log: CommLog | None = None) -> Iterator[CommLog]:
     """Record what this rank communicates inside the block.
 
     It sees every operator, so `torch.compile` compiles nothing inside the block.
-
-    Args:
-        log: A log to add to; a new one by default.
 
     Yields:
         The log, which can be read at any time and keeps its events after the block.

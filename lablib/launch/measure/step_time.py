@@ -62,15 +62,9 @@ def step_times(
         modes: Which of `MODES` to time: forward and backward without other ranks; gradients that are there
             already, copied into one bucket and reduced; the step whose one bucket leaves after backward; the
             step whose buckets leave during backward.
-        repeats: Rounds that count; one more round warms up.
-        bucket_bytes: Size of the buckets of the overlapped mode.
-        device: "cpu", or "cuda" where every rank has a GPU.
 
     Returns:
         One dictionary per sample: ranks, params, grad_bytes (of one gradient), tokens, mode, repeat, seconds.
-
-    Raises:
-        ValueError: If a list is empty, a number in it is not positive, or a mode is unknown.
     """
     if unknown := sorted(set(modes) - set(MODES)):
         raise ValueError(f"modes={unknown} are unknown; use {', '.join(MODES)}")
@@ -155,11 +149,7 @@ def _seconds(step: Callable[[], None], device: str) -> float:
 
 
 def medians(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per number of ranks, model size and batch, with the median seconds of every mode.
-
-    Args:
-        samples: As `step_times` returns them, or those of a record.
-    """
+    """Return one row per number of ranks, model size and batch, with the median seconds of every mode."""
     groups: dict[tuple[int, int, int, int], dict[str, list[float]]] = {}
     for sample in samples:
         key = (sample["ranks"], sample["params"], sample["tokens"], sample["grad_bytes"])
@@ -267,16 +257,7 @@ def step_traces(
     bucket_bytes: int = 2**20,
     folder: str | Path | None = None,
 ) -> list[Trace]:
-    """Return the traces of a training step of PyTorch's own wrapper on CPU ranks, in rank order.
-
-    Args:
-        wrapper: "ddp" or "fsdp2".
-        bucket_bytes: When a bucket of DDP is full; FSDP2 sends layer by layer.
-        folder: Where to keep the files; None keeps none.
-
-    Raises:
-        ValueError: If the wrapper is unknown.
-    """
+    """Return the traces of a training step of PyTorch's own wrapper on CPU ranks, in rank order."""
     if wrapper not in WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r} is unknown; use {' or '.join(WRAPPERS)}")
     place = None if folder is None else str(Path(folder).resolve())

@@ -39,17 +39,11 @@ SHORT = {
 
 @dataclass(frozen=True, order=True)
 class OpCast:
-    """One operator with one combination of dtypes.
+    """One operator with one combination of dtypes."""
 
-    Attributes:
-        op: Name without its overload: "mm", "native_layer_norm", "_to_copy", ...
-        inputs: Dtypes of its floating-point tensors, in the order of the arguments.
-        outputs: Dtypes of its floating-point results.
-    """
-
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    op: str  # name without its overload: "mm", "native_layer_norm", "_to_copy", ...
+    inputs: tuple[str, ...]  # dtypes of its floating-point tensors, in the order of the arguments
+    outputs: tuple[str, ...]  # dtypes of its floating-point results
 
     def __str__(self) -> str:
         return f"{self.op}: {' '.join(self.inputs) or '-'} -> {' '.join(self.outputs) or '-'}"
@@ -57,17 +51,12 @@ class OpCast:
 
 @dataclass
 class AutocastTrace:
-    """Operators of a run, forward and backward.
+    """Operators of a run, forward and backward."""
 
-    Attributes:
-        forward: How often each operator ran with each dtypes, until the function returned.
-        backward: The same while backward ran.
-        cast_bytes: Bytes that casts from fp32 to the low precision wrote in forward.
-    """
-
+    # how often each operator ran with each dtypes, until the function returned
     forward: Counter[OpCast] = field(default_factory=Counter)
-    backward: Counter[OpCast] = field(default_factory=Counter)
-    cast_bytes: int = 0
+    backward: Counter[OpCast] = field(default_factory=Counter)  # the same while backward ran
+    cast_bytes: int = 0  # bytes that casts from fp32 to the low precision wrote in forward
 
     def by_op(self, phase: str = "forward") -> dict[str, dict[str, int]]:
         """Return counts by operator and then by "inputs -> outputs": the rows of a table."""
@@ -123,10 +112,8 @@ def trace_autocast(
     Views and other operators that only move values are traced too: they keep dtypes, and say so.
 
     Args:
-        fn: A model, or its loss: `model.loss`.
         dtype: The low precision; None to run without autocast.
         device: Kind of device whose lists apply: "cpu" or "cuda".
-        backward: Whether to run backward from the sum of the result.
     """
     trace = AutocastTrace()
     with _Tracer(trace) as tracer:
@@ -143,9 +130,6 @@ def gpu_policy() -> dict[str, str]:
 
     Read from the header that PyTorch ships, `ATen/autocast_mode.h`, whose lists the backends of GPUs share. Operators
     that it does not name run in whatever dtype they get. The CPU has lists of its own, seen only by a trace.
-
-    Raises:
-        FileNotFoundError: If this build of PyTorch has no headers.
     """
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     if not header.exists():
@@ -187,23 +171,14 @@ RECIPES = ("fp32", "mixed-bf16", "autocast-bf16")
 
 @dataclass(frozen=True)
 class PrecisionMemory:
-    """Bytes of one recipe.
+    """Bytes of one recipe."""
 
-    Attributes:
-        recipe: A name in `lablib.calc.precision.recipes`.
-        params: Parameters of the model.
-        states: Weights, gradients, master weights and moments, measured.
-        predicted_states: The same from the calculator.
-        activations: What autograd kept, measured; with the casts of weights under autocast.
-        predicted_activations: The same from the calculator.
-    """
-
-    recipe: str
-    params: int
-    states: int
-    predicted_states: int
-    activations: int
-    predicted_activations: int
+    recipe: str  # a name in `lablib.calc.precision.recipes`
+    params: int  # parameters of the model
+    states: int  # weights, gradients, master weights and moments, measured
+    predicted_states: int  # the same from the calculator
+    activations: int  # what autograd kept, measured; with the casts of weights under autocast
+    predicted_activations: int  # the same from the calculator
 
     @property
     def states_per_param(self) -> float:
@@ -212,14 +187,7 @@ class PrecisionMemory:
 
 
 def precision_memory(config: ModelConfig, *, batch: int = 4, seq: int = 64) -> dict[str, PrecisionMemory]:
-    """Train one step in fp32, in bf16 with master weights, and under autocast; count what each holds.
-
-    Args:
-        config: A model that the toy transformer can be built from.
-
-    Returns:
-        By recipe: "fp32", "mixed-bf16", "autocast-bf16".
-    """
+    """Train one step in fp32, in bf16 with master weights, and under autocast; count what each holds."""
     return {recipe: _measure(config, recipe, batch, seq) for recipe in RECIPES}
 
 

@@ -43,17 +43,11 @@ KINDS = ("weights", "activations", "gradients")
 
 @dataclass(frozen=True)
 class Fp8Error:
-    """What one quantization lost.
+    """What one quantization lost."""
 
-    Attributes:
-        error: Relative, `rms(x' - x) / rms(x)`.
-        zeroed: Share of the values that were not zero and became zero.
-        saturated: Share of the values that are the largest of the format, or were cut off at it.
-    """
-
-    error: float
-    zeroed: float
-    saturated: float
+    error: float  # relative, `rms(x' - x) / rms(x)`
+    zeroed: float  # share of the values that were not zero and became zero
+    saturated: float  # share of the values that are the largest of the format, or were cut off at it
 
 
 def fp8_error(
@@ -179,15 +173,10 @@ MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What `to_float8` did.
+    """What `to_float8` did."""
 
-    Attributes:
-        swapped: Linear layers that multiply in float8 now.
-        kept: Linear layers that stayed as they were, with the reason.
-    """
-
-    swapped: tuple[str, ...]
-    kept: dict[str, str]
+    swapped: tuple[str, ...]  # linear layers that multiply in float8 now
+    kept: dict[str, str]  # linear layers that stayed as they were, with the reason
 
 
 def missing_for_float8() -> str | None:
@@ -214,14 +203,9 @@ def to_float8(
     """Swap the linear layers of a model for torchao's float8 ones, in place; do it before `fully_shard`.
 
     Args:
-        model: On the device and in the dtype where it will train.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in bf16).
-        fsdp_gather: Whether FSDP2 gathers the weights in float8; with "tensorwise" only.
         keep: Says by its name which layer stays in high precision: the head, as a rule.
         emulate: Compute in fp32 what float8 would give: for machines without float8 units.
-
-    Raises:
-        ValueError: If torchao is missing, the recipe is unknown, or the gather does not go with it.
     """
     one_of("recipe", recipe, RECIPES)
     if fsdp_gather and recipe != "tensorwise":
@@ -259,21 +243,13 @@ def precompute_scales(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class SumError:
-    """The error of one sum over ranks, relative: `rms(result - exact) / rms(exact)`.
+    """The error of one sum over ranks, relative: `rms(result - exact) / rms(exact)`."""
 
-    Attributes:
-        ranks: n.
-        reduced: Summed in the low precision.
-        full: Summed in fp32 and rounded once at the end.
-        expected_reduced: What `expected_error` says for it.
-        expected_full: And for the other.
-    """
-
-    ranks: int
-    reduced: float
-    full: float
-    expected_reduced: float
-    expected_full: float
+    ranks: int  # n
+    reduced: float  # summed in the low precision
+    full: float  # summed in fp32 and rounded once at the end
+    expected_reduced: float  # what `expected_error` says for it
+    expected_full: float  # and for the other
 
 
 def ring_sum(values: list[Tensor], *, full: bool = False) -> Tensor:
@@ -310,10 +286,6 @@ def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_s
         random signs   noise * sqrt((n + 1)/2 - 1/n)
         one sign       noise * sqrt((2² + 3² + ... + n²) / n²)      ~ noise * sqrt(n/3)
         fp32 sums      noise
-
-    Args:
-        full: Whether the sum is fp32, rounded at the end.
-        same_sign: Whether all numbers have one sign.
     """
     if ranks == 1:
         return 0.0  # nothing is added, and so nothing is rounded
@@ -342,11 +314,7 @@ def allreduce_error(
     """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums.
 
     Args:
-        world_sizes: Numbers of ranks, each at least 2.
         mean: Of the values, whose deviation is 1; from about 4 on they have one sign.
-
-    Raises:
-        ValueError: If a number of ranks is below 2.
     """
     if min(world_sizes) < 2:
         raise ValueError(f"world_sizes={world_sizes}: a sum over ranks needs at least 2 of them")

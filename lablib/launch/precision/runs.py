@@ -32,17 +32,11 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 @dataclass(frozen=True)
 class Histogram:
-    """Where the magnitudes of a tensor lie.
+    """Where the magnitudes of a tensor lie."""
 
-    Attributes:
-        exponents: How many values have `floor(log2 |x|)` equal to the key.
-        zeros: How many are zero.
-        odd: How many are infinite or NaN.
-    """
-
-    exponents: Counter[int]
-    zeros: int
-    odd: int = 0
+    exponents: Counter[int]  # how many values have `floor(log2 |x|)` equal to the key
+    zeros: int  # how many are zero
+    odd: int = 0  # how many are infinite or NaN
 
     @property
     def count(self) -> int:
@@ -93,20 +87,15 @@ BATCH, SEQ = 4, 32
 
 @dataclass
 class Training:
-    """One run.
+    """One run."""
 
-    Attributes:
-        losses: Loss of every step, before its update.
-        gradients: Histograms of the first step's gradients as backward left them, in the dtype of the run.
-        scales: Loss scale of every step.
-        skipped: Steps whose gradients were infinite or NaN, and which changed nothing.
-        frozen: Share of each parameter's values that are bit for bit what they were at the start.
-    """
-
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # loss of every step, before its update
+    # histograms of the first step's gradients as backward left them, in the dtype of the run
     gradients: dict[str, Histogram] = field(default_factory=dict)
-    scales: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # loss scale of every step
+    # steps whose gradients were infinite or NaN, and which changed nothing
     skipped: list[int] = field(default_factory=list)
+    # share of each parameter's values that are bit for bit what they were at the start
     frozen: dict[str, float] = field(default_factory=dict)
 
     def mean_loss(self, last: int = 10) -> float:
@@ -140,7 +129,6 @@ def train_watched(
     """Train a model whose gradients have the dtype of its working copy, and watch it.
 
     Args:
-        weights: The working copy computes; the optimizer updates the fp32 values.
         check: Whether a step with an infinite or NaN gradient is skipped; without it the scale is fixed.
         accumulate: Micro-batches of a step, each of which backward divides by their number. One is computed, and its
             fp32 gradient taken this many times: the magnitudes that backward meets are those of the large batch.

@@ -99,11 +99,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def explain(text: str) -> str | None:
-    """Return one sentence, or two, for what is known, and None for the rest.
-
-    Args:
-        text: An error's message, or the log of a job.
-    """
+    """Return one sentence, or two, for what is known, and None for the rest."""
     for pattern, sentence in _KNOWN:
         if found := re.search(pattern, text):
             return sentence.format(*found.groups())
@@ -111,11 +107,7 @@ def explain(text: str) -> str | None:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the line of an error that says what happened, without the frames before it and the advice after it.
-
-    Args:
-        error: One of the ranks', with a traceback of text, or any other.
-    """
+    """Return the line of an error that says what happened, without the frames before it and the advice after it."""
     told = getattr(error, "traceback", "")
     lines = [line for line in (told or str(error)).splitlines() if line.strip()] or [type(error).__name__]
     # In a traceback an exception's own line begins at the margin with its name.

@@ -26,11 +26,7 @@ def hide_gpus(environ: MutableMapping[str, str]) -> None:
 
 
 def rank_device() -> torch.device:
-    """Return the device of this rank: its GPU where the process group has NCCL, and otherwise the CPU.
-
-    Raises:
-        ValueError: If there is no process group.
-    """
+    """Return the device of this rank: its GPU where the process group has NCCL, and otherwise the CPU."""
     if not dist.is_initialized():
         raise ValueError("no process group: call this inside run_ranks, or under torchrun after init_process_group")
     if "nccl" in dist.get_backend():

@@ -38,27 +38,16 @@ inside_rank = False
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one call have in common.
+    """What the ranks of one call have in common."""
 
-    Attributes:
-        call: The function and its arguments, pickled.
-        world_size: Number of ranks.
-        device: "cpu" or "cuda".
-        threads: Threads of each rank's CPU kernels.
-        timeout: Seconds after which the notebook gives up.
-        environ: The whole environment of a rank, rendezvous variables excluded.
-        meeting: Path of the file through which the ranks find each other.
-        cells: Text of notebook cells by the file name in their code objects.
-    """
-
-    call: bytes
-    world_size: int
-    device: str
-    threads: int
-    timeout: float
-    environ: dict[str, str]
-    meeting: str
-    cells: dict[str, list[str]]
+    call: bytes  # the function and its arguments, pickled
+    world_size: int  # number of ranks
+    device: str  # "cpu" or "cuda"
+    threads: int  # threads of each rank's CPU kernels
+    timeout: float  # seconds after which the notebook gives up
+    environ: dict[str, str]  # the whole environment of a rank, rendezvous variables excluded
+    meeting: str  # path of the file through which the ranks find each other
+    cells: dict[str, list[str]]  # text of notebook cells by the file name in their code objects
 
 
 def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: Connection) -> None:

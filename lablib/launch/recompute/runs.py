@@ -36,33 +36,21 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of a model under a strategy.
+    """One step of a model under a strategy."""
 
-    Attributes:
-        strategy: Its name.
-        saved_bytes: Alive when forward ends, as `RecomputeCost.saved_bytes`.
-        peak_bytes: The most that forward and its repetitions kept, as `RecomputeCost.peak_bytes`.
-        live_peak_bytes: The most that was alive at once, with temporaries and all gradients; no formula here
-            predicts it.
-        host_bytes: Copied to the host in forward.
-        forward_flops: Of the forward pass, by FlopCounterMode.
-        extra_flops: Of what ran again in backward.
-        flops: Of the whole step. A fused attention kernel forgets the scores and computes them again inside its own
-            backward: one product of forward's two more than twice the forward pass, whatever the strategy.
-        seconds: Times of steps, empty if none was timed.
-        loss: What it was.
-    """
-
-    strategy: str
-    saved_bytes: int
-    peak_bytes: int
+    strategy: str  # its name
+    saved_bytes: int  # alive when forward ends, as `RecomputeCost.saved_bytes`
+    peak_bytes: int  # the most that forward and its repetitions kept, as `RecomputeCost.peak_bytes`
+    # the most that was alive at once, with temporaries and all gradients; no formula here predicts it
     live_peak_bytes: int
-    host_bytes: int
-    forward_flops: int
-    extra_flops: int
+    host_bytes: int  # copied to the host in forward
+    forward_flops: int  # of the forward pass, by FlopCounterMode
+    extra_flops: int  # of what ran again in backward
+    # of the whole step. A fused attention kernel forgets the scores and computes them again inside its own backward:
+    # one product of forward's two more than twice the forward pass, whatever the strategy.
     flops: int
-    seconds: tuple[float, ...]
-    loss: float
+    seconds: tuple[float, ...]  # times of steps, empty if none was timed
+    loss: float  # what it was
 
 
 def measure_step(
@@ -80,16 +68,7 @@ def measure_step(
     """Run steps (forward and backward, no optimizer) under a strategy: one counts bytes, one FLOPs, some are timed.
 
     Args:
-        model: Left as it was, without gradients.
-        strategy: As in `apply_strategy`.
-        implementation: As in `apply_strategy`.
-        early_stop: As in `apply_strategy`.
-        flops: Whether to count FLOPs; 0 if not.
         repeats: How many steps to time, after one that is not.
-        seed: Of tokens and dropout, the same for every step.
-
-    Raises:
-        ValueError: As `apply_strategy`.
     """
     device = model.embed.weight.device
 
@@ -193,10 +172,7 @@ def predicted_cost(
     """Return what `measure_step` will count: `recompute_cost` with kernels="toy" and the model's own settings.
 
     Args:
-        model: Gives config, dtype, dropout and attention.
-        strategy: As in `apply_strategy`.
         implementation: As in `apply_strategy`; the toy and PyTorch's reentrant way never stop early.
-        early_stop: As in `apply_strategy`.
         bandwidth: Bytes per second to the host, per direction.
     """
     return recompute_cost(
@@ -220,7 +196,6 @@ def find_largest_batch(
     """Return the largest batch whose measured peak fits a budget, by running batches: doubling, then halving.
 
     Args:
-        strategy: As in `apply_strategy`.
         fixed_bytes: What is there whatever the batch.
         **how: More for `measure_step`.
     """
@@ -237,21 +212,13 @@ ORDERS = ("none", "inside", "outside", "segments")
 
 @dataclass(frozen=True)
 class Gathers:
-    """What one step of FSDP2 communicated.
+    """What one step of FSDP2 communicated."""
 
-    Attributes:
-        order: Where recomputation was.
-        all_gathers: All-gathers in forward, and in backward.
-        reduce_scatters: Reduce-scatters in backward.
-        gathered_bytes: Bytes of whole parameters that all-gathers brought together.
-        gradient_error: How far gradients are from one process without recomputation.
-    """
-
-    order: str
-    all_gathers: tuple[int, int]
-    reduce_scatters: int
-    gathered_bytes: int
-    gradient_error: float
+    order: str  # where recomputation was
+    all_gathers: tuple[int, int]  # all-gathers in forward, and in backward
+    reduce_scatters: int  # reduce-scatters in backward
+    gathered_bytes: int  # bytes of whole parameters that all-gathers brought together
+    gradient_error: float  # how far gradients are from one process without recomputation
 
 
 class _Around(nn.Module):
@@ -283,11 +250,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     "segments": the same with two sharded blocks under one checkpoint, which are gathered at once in backward.
 
     Args:
-        order: "none", "inside", "outside" or "segments".
         reshard_after_forward: Whether a unit frees its parameters after its forward (ZeRO-3) or keeps them.
-
-    Raises:
-        ValueError: If the order is unknown, or the layers do not make pairs.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
@@ -339,10 +302,6 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
 
     What communicates inside of a replay communicates again: 2 + 2 all-reduces a block without recomputation, 2 + 4 if
     the whole block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The attention core, which "selective" repeats, has none.
-
-    Args:
-        strategy: As in `apply_strategy`.
-        early_stop: Whether replays stop when they have what backward needs.
     """
     torch.manual_seed(0)
     config = tiny_config("gpt2", num_layers=layers, hidden=16, vocab=32)
@@ -394,9 +353,6 @@ def pipeline_error(schedule: Callable, *, micro_batches: int = 4) -> float:
 
     Use the way without reentrance: the runtime asks for gradients of a stage's inputs by name, and the first stage
     has tokens, which have none.
-
-    Args:
-        schedule: A class of torch.distributed.pipelining with one stage a rank: `ScheduleGPipe`, `Schedule1F1B`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -66,27 +66,16 @@ _OUTSIDE = {
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """One storage that autograd keeps, counted where it was kept first.
+    """One storage that autograd keeps, counted where it was kept first."""
 
-    Attributes:
-        block: Number of the block, None outside.
-        name: What it is; "module: operator" where no name is known.
-        module: The innermost module that kept it, by its path in the model; "" for the model itself or none.
-        operator: The function that kept it: "linear", "softmax", ...
-        shape: Of the tensor as it was kept, which may be a view.
-        dtype: Of its values.
-        bytes: Of its storage.
-        copies: How often operators kept it, in any view.
-    """
-
-    block: int | None
-    name: str
-    module: str
-    operator: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    copies: int
+    block: int | None  # number of the block, None outside
+    name: str  # what it is; "module: operator" where no name is known
+    module: str  # the innermost module that kept it, by its path in the model; "" for the model itself or none
+    operator: str  # the function that kept it: "linear", "softmax", ...
+    shape: tuple[int, ...]  # of the tensor as it was kept, which may be a view
+    dtype: torch.dtype  # of its values
+    bytes: int  # of its storage
+    copies: int  # how often operators kept it, in any view
 
 
 def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) -> list[KeptTensor]:
@@ -95,7 +84,6 @@ def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) ->
     Parameters and buffers exist anyway and are left out; a view counts as its storage.
 
     Args:
-        model: Whose modules give names; `lablib.toys.transformer.Transformer` gives all of them.
         run: Windows of tokens for `model.loss`, or a function that runs forward.
     """
     paths = {module: path for path, module in model.named_modules()}
@@ -197,9 +185,6 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
 
     0 when the replay draws the numbers of forward again; far off when it draws new ones, as then backward belongs to
     another mask than the loss. No error is raised: shapes and dtypes are the same.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
 
@@ -217,17 +202,11 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        error: First line of the error's message, "" if there was none.
-        replays: How often the function ran again.
-        gradient_error: How far gradients are from those without recomputation; None after an error.
-    """
-
-    error: str
-    replays: int
-    gradient_error: float | None
+    error: str  # first line of the error's message, "" if there was none
+    replays: int  # how often the function ran again
+    gradient_error: float | None  # how far gradients are from those without recomputation; None after an error
 
 
 def changed_function(implementation: str = "torch", *, shape_changes: bool = True) -> Outcome:
@@ -239,9 +218,6 @@ def changed_function(implementation: str = "torch", *, shape_changes: bool = Tru
 
     Args:
         shape_changes: Whether the second run keeps a tensor of another shape, or just another value.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
     runs = 0
@@ -267,9 +243,6 @@ def split_backward(implementation: str = "torch") -> Outcome:
 
     A reentrant way cannot: weights are no inputs of its function. The other one runs the function again for each of
     the two passes, unless they are told that they belong together, so recomputation is paid twice.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
     runs = 0
@@ -295,9 +268,6 @@ def frozen_input(implementation: str = "torch") -> Outcome:
     """Recompute a layer whose input needs no gradient, as behind a frozen embedding.
 
     PyTorch's reentrant way returns an output without a graph, with a warning, and the layer never learns.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
     x = x.detach()
@@ -326,9 +296,6 @@ def compiled(order: str) -> tuple[float, list[str]]:
 
     Returns:
         The largest difference to gradients without either, and the names of the operators in the graph.
-
-    Raises:
-        ValueError: If the order is another one.
     """
     layer, x = _layer()
     seen: list[str] = []

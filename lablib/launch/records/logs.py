@@ -33,9 +33,6 @@ from lablib.launch.ranks import own_rank
 class JsonLines:
     """Appends lines to a file.
 
-    Args:
-        path: The file; it and its folder are made when missing.
-
     Attributes:
         path: The file.
     """
@@ -48,11 +45,7 @@ class JsonLines:
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; it is with the operating system when this returns.
-
-        Raises:
-            OSError: If it does not fit on the disk.
-        """
+        """Append a line; it is with the operating system when this returns."""
         content = (("\n" if self._torn else "") + json.dumps(line) + "\n").encode()
         self._torn = True  # until all of it is there
         if os.write(self._file, content) < len(content):
@@ -65,11 +58,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, without any that was left torn.
-
-    Args:
-        path: A file that `JsonLines` writes, perhaps at this moment.
-    """
+    """Return the lines of a file, without any that was left torn."""
     lines = []
     for line in Path(path).read_bytes().split(b"\n"):
         try:
@@ -88,7 +77,6 @@ class RankLog:
     """Writes the log of one rank.
 
     Args:
-        folder: Where the logs of all ranks lie; made when missing.
         rank: Number in the file's name; by default this process's rank.
         clock: Seconds for the field "time".
 
@@ -115,11 +103,7 @@ class RankLog:
 
 
 def read_logs(folder: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the logs of all ranks, by rank.
-
-    Args:
-        folder: As given to `RankLog`.
-    """
+    """Return the logs of all ranks, by rank."""
     found = sorted(Path(folder).glob("rank-*.jsonl"))
     return {int(path.stem.removeprefix("rank-")): read_json_lines(path) for path in found}
 

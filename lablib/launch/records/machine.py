@@ -93,7 +93,6 @@ def machine_label(where: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]
     """Return one line on where something was measured.
 
     Args:
-        where: As `machine` returns it.
         samples: Raw samples; if one has more `ranks` than there are GPUs, the line says that they shared them.
     """
     gpus = list(where["gpus"])

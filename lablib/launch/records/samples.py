@@ -50,11 +50,7 @@ def lab_folder() -> Path | None:
 
 
 class Kept:
-    """The samples of one measurement.
-
-    Args:
-        name: What is measured; part of the file names.
-    """
+    """The samples of one measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,11 +83,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 def gpu_record_name(name: str, gpus: int) -> str:
-    """Return the file stem of a record made on a number of GPUs.
-
-    Args:
-        name: What was measured, beginning with the number of its lab.
-    """
+    """Return the file stem of a record made on a number of GPUs."""
     return f"{name}-{gpus}gpu"
 
 
@@ -115,8 +107,6 @@ def gpu_samples(name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus:
     number of GPUs. Without a GPU the record is replayed.
 
     Args:
-        name: What is measured, beginning with the number of the lab.
-        measure: Returns every raw sample as a list of dictionaries.
         gpus: Whose record to replay where there is no GPU; None means the most that were recorded.
 
     Returns:

@@ -57,17 +57,11 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has ended.
+    """A job that has ended."""
 
-    Attributes:
-        returncode: torchrun's: 0 if every rank ended with 0, and 1 for everything else.
-        log: What the agent and all ranks printed.
-        seconds: From the start to the end.
-    """
-
-    returncode: int
-    log: str
-    seconds: float
+    returncode: int  # torchrun's: 0 if every rank ended with 0, and 1 for everything else
+    log: str  # what the agent and all ranks printed
+    seconds: float  # from the start to the end
 
     @property
     def restarts(self) -> int:
@@ -94,14 +88,9 @@ def torchrun(
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
     Args:
-        max_restarts: How often a failed job is started again.
-        env: Environment variables on top of this process's own.
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
         preload: Modules that the agent imports, so that its forks have them already.
         device: "cpu": the ranks see no GPU. "cuda": each rank has a GPU of its own.
-
-    Returns:
-        What became of it, also if it failed.
 
     Raises:
         ValueError: If the script is not there, a number makes no sense, or there are fewer GPUs than ranks of "cuda",
@@ -150,11 +139,7 @@ def torchrun(
 
 
 def agent_command(preload: Sequence[str] = ()) -> list[str]:
-    """Return the words that start torchrun's agent, without its options: it loads PyTorch faster than `torchrun` does.
-
-    Args:
-        preload: Modules that the agent imports, so that its forks have them already.
-    """
+    """Return the words that start torchrun's agent, without its options: it loads PyTorch faster than `torchrun` does."""
     modules = ", ".join(["torch.distributed.run", *preload])
     # Loading makes no garbage; to look for it is a sixth of the time.
     load = f"import gc; gc.disable(); import {modules}; gc.enable(); torch.distributed.run.main()"
@@ -184,17 +169,12 @@ _PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
 
 @dataclass(frozen=True)
 class Survivor:
-    """A run that was killed and went on.
+    """A run that was killed and went on."""
 
-    Attributes:
-        losses: Of each step, as it counted in the end.
-        attempts: (attempt, step) of every step that was taken, those that the kill made void included.
-        job: torchrun's return code, log and time.
-    """
-
-    losses: list[float]
+    losses: list[float]  # of each step, as it counted in the end
+    # (attempt, step) of every step that was taken, those that the kill made void included
     attempts: list[tuple[int, int]]
-    job: Job
+    job: Job  # torchrun's return code, log and time
 
     @property
     def repeated(self) -> list[int]:
@@ -216,13 +196,7 @@ def kill_and_resume(
     """Train under torchrun, kill one rank with SIGKILL once, and let torchrun start the job again.
 
     Args:
-        settings: Of `TrainConfig`, the folder apart.
         kill: Rank, and the step after which it is killed.
-        device: "cpu", or "cuda" for a GPU a rank.
-
-    Raises:
-        ValueError: If nothing would be killed, or the settings make no sense, before anything starts.
-        RuntimeError: If the job did not come through; its log is in the message.
     """
     config = TrainConfig(folder=folder, **settings)
     config.batches_of(ranks)
@@ -254,12 +228,7 @@ def kill_and_resume(
 
 
 def undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu") -> list[float]:
-    """Return the losses of the same run without checkpoints and without a kill.
-
-    Args:
-        settings: As of `kill_and_resume`.
-        device: As of `kill_and_resume`.
-    """
+    """Return the losses of the same run without checkpoints and without a kill."""
     run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
     return [step["loss"] for step in read_metrics(folder)]
 

@@ -18,9 +18,6 @@ def check_port(endpoint: str) -> None:
     """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun.
 
     torchrun would not complain: an agent that cannot open the port takes it for the store of its own job, and joins.
-
-    Raises:
-        ValueError: If it is no endpoint, or something answers there.
     """
     host, colon, port = endpoint.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):

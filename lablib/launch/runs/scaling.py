@@ -64,11 +64,7 @@ def keep_metrics(run: str | Path, target: Path) -> None:
 
 
 def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
-    """Return the steps of every rank of a run.
-
-    Raises:
-        ValueError: If the file of a rank is missing, or two of them disagree on the number of ranks.
-    """
+    """Return the steps of every rank of a run."""
     first = read_metrics(run, 0)
     if not first:
         raise ValueError(f"{run} has no step in its metrics")
@@ -81,11 +77,7 @@ def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
 
 
 def scaling_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a report: one rank first, then weak and strong, by ranks.
-
-    Raises:
-        ValueError: If there is no record, or none on one rank.
-    """
+    """Return the records of a report: one rank first, then weak and strong, by ranks."""
     # Named as `add` names them: a folder `runs` may hold other things, such as the queues of the labs.
     paths = [p for kind in KINDS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
     found = [_record(path) for path in paths]
@@ -122,9 +114,6 @@ def gpu_report(experiments: Path | None = None) -> Path | None:
     """Return the newest report of a real model on two GPUs or more, or None; a small model's on GPUs is none.
 
     The run on several counts where there is the same batch on one to compare it with.
-
-    Args:
-        experiments: Where reports are; by default the learner's own.
     """
     found = []
     for path in (experiments or experiments_dir()).glob("*/runs/*-*.json"):
@@ -147,9 +136,6 @@ class ScalingReport:
 
     Args:
         name: Of the report; letters, digits and dashes.
-
-    Raises:
-        ValueError: If the name cannot be a folder's.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -172,15 +158,8 @@ class ScalingReport:
         Args:
             run: Folder of the trainer: metrics of every rank, and run.json.
             scaling: "one" (one rank, to compare with), "weak" (batch per rank as there) or "strong" (global batch).
-            warm_up: Steps at the beginning that do not count.
             predicted: What lablib predicts, by the names in `PREDICTED` and others; `step` at least.
             yours: What you predicted before the run, by the names in `PREDICTED`.
-
-        Returns:
-            The record.
-
-        Raises:
-            ValueError: If metrics are missing, ranks disagree, or the run has no step after its warm-up.
         """
         if warm_up < 0:
             raise ValueError(f"warm_up={warm_up} must not be negative")
@@ -318,11 +297,7 @@ def _phases(line: Mapping[str, Any], compute: float | None) -> Phases:
 
 
 def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:
-    """Return one row per run that both reports have: times, their ratio, and whether their quartiles overlap.
-
-    Raises:
-        ValueError: If they have no run in common.
-    """
+    """Return one row per run that both reports have: times, their ratio, and whether their quartiles overlap."""
     first, second = ({row["run"]: row for row in report_rows(folder)} for folder in (a, b))
     both = [name for name in first if name in second]
     if not both:

@@ -62,11 +62,7 @@ def launched_ranks(device: str = "auto") -> Iterator[torch.device]:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device of this process.
-
-    Raises:
-        ValueError: If it is unknown, or CUDA is asked for and there are fewer GPUs than ranks on this machine.
-    """
+    """Return the device of this process."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r} must be 'auto', 'cpu' or 'cuda'")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -104,9 +100,6 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
 
     bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts whole units instead, so the
     two agree in fp32 alone to rounding.
-
-    Args:
-        config: The run; what concerns ranks, recomputation and checkpoints is not looked at.
 
     Yields:
         step, loss, grad_norm, lr, seconds, tokens_per_second.
@@ -163,14 +156,10 @@ def compare_loops(config: TrainConfig, *, rounds: int = 4, steps: int = 10, warm
     The turns share whatever the machine does besides. Call it in a group of one rank.
 
     Args:
-        config: Of both; its steps do not count.
         warmup: Steps of each before the first turn: compilation, caches, the allocator.
 
     Returns:
         One sample a turn: loop ("trainer" or "plain"), round, seconds of each step, tokens_per_second of the median.
-
-    Raises:
-        ValueError: If a number is below 1.
     """
     if min(rounds, steps, warmup) < 1:
         raise ValueError(f"rounds={rounds}, steps={steps} and warmup={warmup} must be at least 1")

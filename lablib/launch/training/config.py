@@ -58,12 +58,6 @@ def train_model(name: str) -> ModelConfig:
     """Return the shape of a model that the trainer can build.
 
     Qwen2 is the Llama shape with biases on q, k and v, so the course's transformer builds it as that.
-
-    Args:
-        name: One of `MODELS`, or any preset of the gpt2, llama or qwen2 family.
-
-    Raises:
-        ValueError: If the name is unknown, or the model has parts that the course's transformer lacks.
     """
     if name in _SMALL:
         return ModelConfig(name=name, family="llama", vocab=256, **_SMALL[name])
@@ -84,65 +78,36 @@ def _buildable(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run; it checks itself when it is made.
+    """One training run; it checks itself when it is made."""
 
-    Attributes:
-        folder: The run's folder: metrics, checkpoints, run.json.
-        model: Name of the shape, see `train_model`; "" where a task brings its own model.
-        steps: Optimizer steps in all.
-        global_batch: Sequences in a step, over all ranks.
-        micro_batch: Sequences in one forward pass of a rank; 0 takes a rank's whole share at once.
-        seq: Tokens in a sequence.
-        lr: Peak learning rate.
-        lr_final: Learning rate of the last step, as a share of the peak.
-        lr_steps: Steps of the schedule; 0 means `steps`. Give it to a run that you mean to prolong.
-        warmup: Steps of the linear warm-up.
-        weight_decay: AdamW's, on matrices and not on biases and norms.
-        betas: AdamW's.
-        eps: AdamW's.
-        clip: Largest gradient norm; float("inf") measures it and changes nothing.
-        precision: "bf16" (fp32 shards, bf16 computation) or "fp32".
-        recompute: "none", "selective" (the attention core), "matmuls" (keeps matrix products), "full".
-        compile: torch.compile each block and the loss; a text names the backend.
-        wrap: Wrap units, see `lablib.launch.fsdp.wrapping`.
-        replicas: Copies of the sharded model (HSDP); 1 shards over all ranks.
-        reshard: Free a unit's weights after forward (ZeRO-3) or keep them until backward (ZeRO-2).
-        prefetch: Units to gather ahead; 0 leaves it to FSDP2.
-        reduce_every: Reduce gradients after every micro-batch: more messages, and no whole gradients in memory.
-        seed: Of the first weights and the order of the data.
-        text: A UTF-8 file to train on; "" is the course's own prose.
-        tokens: A token file of `train_data.write_tokens`, in place of a text.
-        keep: Checkpoints to keep.
-        peak_flops: Peak FLOP/s of a device for MFU; 0 looks the GPU up, and gives none where it is unknown.
-    """
-
-    folder: str | Path
-    model: str = "tiny"
-    steps: int = 100
-    global_batch: int = 16
-    micro_batch: int = 0
-    seq: int = 128
-    lr: float = 1e-3
-    lr_final: float = 0.1
-    lr_steps: int = 0
-    warmup: int = 0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip: float = 1.0
-    precision: str = "bf16"
-    recompute: str = "none"
-    compile: bool | str = False
-    wrap: str = "block"
-    replicas: int = 1
-    reshard: bool = True
-    prefetch: int = 0
+    folder: str | Path  # the run's folder: metrics, checkpoints, run.json
+    model: str = "tiny"  # name of the shape, see `train_model`; "" where a task brings its own model
+    steps: int = 100  # optimizer steps in all
+    global_batch: int = 16  # sequences in a step, over all ranks
+    micro_batch: int = 0  # sequences in one forward pass of a rank; 0 takes a rank's whole share at once
+    seq: int = 128  # tokens in a sequence
+    lr: float = 1e-3  # peak learning rate
+    lr_final: float = 0.1  # learning rate of the last step, as a share of the peak
+    lr_steps: int = 0  # steps of the schedule; 0 means `steps`. Give it to a run that you mean to prolong.
+    warmup: int = 0  # steps of the linear warm-up
+    weight_decay: float = 0.1  # AdamW's, on matrices and not on biases and norms
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    eps: float = 1e-8  # AdamW's
+    clip: float = 1.0  # largest gradient norm; float("inf") measures it and changes nothing
+    precision: str = "bf16"  # "bf16" (fp32 shards, bf16 computation) or "fp32"
+    recompute: str = "none"  # "none", "selective" (the attention core), "matmuls" (keeps matrix products), "full"
+    compile: bool | str = False  # torch.compile each block and the loss; a text names the backend
+    wrap: str = "block"  # wrap units, see `lablib.launch.fsdp.wrapping`
+    replicas: int = 1  # copies of the sharded model (HSDP); 1 shards over all ranks
+    reshard: bool = True  # free a unit's weights after forward (ZeRO-3) or keep them until backward (ZeRO-2)
+    prefetch: int = 0  # units to gather ahead; 0 leaves it to FSDP2
+    # reduce gradients after every micro-batch: more messages, and no whole gradients in memory
     reduce_every: bool = False
-    seed: int = 0
-    text: str = ""
-    tokens: str = ""
-    keep: int = 2
-    peak_flops: float = 0.0
+    seed: int = 0  # of the first weights and the order of the data
+    text: str = ""  # a UTF-8 file to train on; "" is the course's own prose
+    tokens: str = ""  # a token file of `train_data.write_tokens`, in place of a text
+    keep: int = 2  # checkpoints to keep
+    peak_flops: float = 0.0  # peak FLOP/s of a device for MFU; 0 looks the GPU up, and gives none where it is unknown
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "eps", "peak_flops"):
@@ -182,11 +147,7 @@ class TrainConfig:
         return self.lr_steps or self.steps
 
     def batches_of(self, ranks: int) -> tuple[int, int]:
-        """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks.
-
-        Raises:
-            ValueError: If the ranks or the micro-batch do not divide the global batch.
-        """
+        """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks."""
         share, rest = divmod(self.global_batch, ranks)
         if rest or not share:
             raise ValueError(f"{ranks} ranks do not divide global_batch={self.global_batch}; use a multiple of {ranks}")
@@ -289,13 +250,6 @@ def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
-    """Return the run that was asked for.
-
-    Args:
-        args: From a parser of `train_parser`.
-
-    Raises:
-        ValueError: If the options contradict each other.
-    """
+    """Return the run that was asked for."""
     values = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
     return TrainConfig(**values | {"betas": tuple(values["betas"])})

@@ -42,9 +42,6 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, voc
 
     Args:
         vocab: Ids are below it; up to 65,536 take 2 bytes each, more take 4.
-
-    Raises:
-        ValueError: If the name is another, a piece is not 1-D, an id is out of range, or there are none.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -85,9 +82,6 @@ def text_tokens(folder: str | Path, source: str = "") -> Path:
     Args:
         folder: Where to write `text-<checksum>.npy`: another text gets another name.
         source: A UTF-8 file; "" for the course's own prose.
-
-    Raises:
-        ValueError: If the source cannot be read.
     """
     encoded = text(source or None).encode()
     path = Path(folder) / f"text-{zlib.crc32(encoded):08x}.npy"
@@ -97,14 +91,7 @@ def text_tokens(folder: str | Path, source: str = "") -> Path:
 
 
 def open_tokens(path: str | Path) -> np.ndarray:
-    """Return the token ids of a file, mapped into memory and read-only.
-
-    Args:
-        path: Written by `write_tokens`.
-
-    Raises:
-        ValueError: If it is no such file, or it is cut short.
-    """
+    """Return the token ids of a file, mapped into memory and read-only."""
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -120,12 +107,6 @@ class TokenWindows:
     """A token file cut into sequences: sample i is tokens i * seq to (i + 1) * seq, both ends included.
 
     Each begins with the last token of the one before, so that every token but the first is a target once.
-
-    Args:
-        ids: From `open_tokens`.
-
-    Raises:
-        ValueError: If the file is too short for one sequence.
     """
 
     def __init__(self, ids: np.ndarray, *, seq: int, vocab: int) -> None:
@@ -137,11 +118,7 @@ class TokenWindows:
         return (len(self.ids) - 1) // self.seq
 
     def read(self, samples: list[int]) -> Tensor:
-        """Return some samples, `windows_BT` with T = S + 1, int64, on the CPU.
-
-        Raises:
-            ValueError: If a token is not in the model's vocabulary; a GPU would end with a memory error.
-        """
+        """Return some samples, `windows_BT` with T = S + 1, int64, on the CPU."""
         rows = [self.ids[i * self.seq : (i + 1) * self.seq + 1] for i in samples]
         windows_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
         if (largest := int(windows_BT.max())) >= self.vocab:
@@ -150,11 +127,7 @@ class TokenWindows:
 
 
 class SampleOrder:
-    """The endless sequence of samples that a run trains on.
-
-    Raises:
-        ValueError: If there are no samples.
-    """
+    """The endless sequence of samples that a run trains on."""
 
     def __init__(self, count: int, seed: int) -> None:
         if count < 1:
@@ -171,11 +144,7 @@ class SampleOrder:
         return taken
 
     def share(self, first: int, count: int, rank: int, ranks: int) -> list[int]:
-        """Return a rank's share of these samples: every `ranks`-th, from its own number on.
-
-        Args:
-            first: As in `take`.
-        """
+        """Return a rank's share of these samples: every `ranks`-th, from its own number on."""
         return self.take(first, count)[rank::ranks]
 
     def _of_epoch(self, epoch: int) -> Tensor:
@@ -216,15 +185,10 @@ def compiled_loss(how: bool | str) -> Callable[[Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class TaskFlops:
-    """FLOPs of one optimizer step.
+    """FLOPs of one optimizer step."""
 
-    Attributes:
-        model: What the task needs: the numerator of MFU.
-        hardware: What is computed, recomputation included: the numerator of HFU.
-    """
-
-    model: float
-    hardware: float
+    model: float  # what the task needs: the numerator of MFU
+    hardware: float  # what is computed, recomputation included: the numerator of HFU
 
 
 class Task:
@@ -262,11 +226,7 @@ class Task:
 
 
 class Pretraining(Task):
-    """Next-token prediction on a text, by the course's own transformer.
-
-    Raises:
-        ValueError: If the text or the token file cannot be used; on all ranks, before the model is built.
-    """
+    """Next-token prediction on a text, by the course's own transformer."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.shape = config, train_model(config.model)

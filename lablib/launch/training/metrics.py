@@ -113,12 +113,6 @@ def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = Fal
 
     Where a step was taken again after a restart, the last time counts, and what the run did after its checkpoint
     before it was stopped does not.
-
-    Args:
-        every_attempt: Return all lines, as they were written.
-
-    Raises:
-        ValueError: If there is no such file.
     """
     path = Path(folder) / f"metrics-rank{rank}.jsonl"
     if not path.exists():

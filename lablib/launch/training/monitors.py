@@ -27,11 +27,7 @@ from lablib.launch.training.trainer import Callback, Trainer
 
 
 class PrintSteps(Callback):
-    """Print loss, gradient norm, throughput, MFU and memory.
-
-    Args:
-        every: Print every so many steps, and the last one.
-    """
+    """Print loss, gradient norm, throughput, MFU and memory."""
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:

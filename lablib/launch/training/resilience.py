@@ -39,9 +39,6 @@ def check_room(folder: str | Path) -> None:
 
     A checkpoint is written beside the old ones, so `keep` of them and one more must fit. The first one is of unknown
     size, and passes.
-
-    Raises:
-        ValueError: If it does not fit, on all ranks, before anything is written.
     """
     agree(lambda: _check(Path(folder)) if own_rank() == 0 else None, "looking at the disk failed")
 
@@ -69,9 +66,6 @@ class SaveEvery(Callback):
 
     Args:
         wait: Write before the next step, not in the background.
-
-    Raises:
-        ValueError: If there is no step in between.
     """
 
     def __init__(self, steps: int, *, wait: bool = False) -> None:
@@ -151,9 +145,6 @@ class LogEvents(Callback):
     """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end.
 
     Losses and times of each step are in the trainer's own metrics.
-
-    Args:
-        folder: Of the logs; by default "events" in the run's folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -187,9 +178,6 @@ def resume(trainer: Trainer) -> list[str]:
 
     Returns:
         What was done, in sentences: one for each damaged checkpoint, and where the run goes on.
-
-    Raises:
-        ValueError: If a checkpoint is of another run.
     """
     chosen, told = _newest_whole(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
@@ -206,11 +194,7 @@ def finished(folder: str | Path, steps: int) -> bool:
 
 
 def exit_code(trainer: Trainer) -> int:
-    """Return the code that a rank should end with, as the module's head says.
-
-    Args:
-        trainer: After `run`.
-    """
+    """Return the code that a rank should end with, as the module's head says."""
     return {"finished": 0, "stopped": STOPPED}.get(trainer.outcome or "", 1)
 
 

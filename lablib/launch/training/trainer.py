@@ -53,9 +53,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
     One kernel updates all parameters, on a CPU too: DTensor then has one operation to look up, and not ten of each
     parameter.
-
-    Raises:
-        ValueError: If no parameter is trained.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -115,9 +112,6 @@ class Trainer:
         flops, peak: FLOPs of a step and a device's peak per second, or None where they are not known.
         outcome: None before `run` ends, then "finished", "stopped" or "failed".
         stop_reason: Why the run was stopped, as the first rank that asked for it said.
-
-    Raises:
-        ValueError: If the configuration does not suit the ranks, or there are none.
     """
 
     def __init__(self, config: TrainConfig, callbacks: Sequence[Callback] = (), task: Task | None = None) -> None:
@@ -199,9 +193,6 @@ class Trainer:
 
         Args:
             wait: False returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
-
-        Raises:
-            RuntimeError: If a rank could not write; older checkpoints are as they were.
         """
         if self._saved == self.step:
             return None
@@ -213,20 +204,13 @@ class Trainer:
         return saving
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written; `run` does it before it ends.
-
-        Raises:
-            RuntimeError: If a rank could not write it.
-        """
+        """Wait for a checkpoint that is still being written; `run` does it before it ends."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish()
 
     def resume(self, path: str | Path | None = None) -> Progress | None:
         """Continue from a checkpoint, on any number of ranks; every rank must call.
-
-        Args:
-            path: A checkpoint; None takes the newest of this run.
 
         Returns:
             What the checkpoint said, or None where there is none.

@@ -40,9 +40,10 @@ from torch.distributed.tensor import DTensor
 
 from lablib.calc.flops import step_flops
 from lablib.calc.models import ModelConfig, from_hf
-from lablib.launch.finetuning.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.launch.fsdp import own_rows, tied_parameters, write_safetensors_file
-from lablib.launch.training import IGNORE_INDEX, Task, TaskFlops, TrainConfig
+from lablib.launch.training.config import TrainConfig
+from lablib.launch.training.data import IGNORE_INDEX, Task, TaskFlops
+from lablib.launch.training.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.toys.text import VOCAB
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,15 +53,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: str | torch.device = "cpu", *, seed: int = 0
 ) -> nn.Module:
-    """Allocate a model that is on the meta device and fill it from a folder of safetensors.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: If the folder has no safetensors, lacks a parameter, or has it in another shape; before anything
-            is allocated.
-    """
+    """Allocate a model that is on the meta device and fill it from a folder of safetensors."""
     from safetensors import safe_open
 
     where = _files(Path(folder))
@@ -163,23 +156,14 @@ def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the answer that is to be learned, as token ids.
+    """One prompt and the answer that is to be learned, as token ids."""
 
-    Attributes:
-        prompt: Ids that are read.
-        answer: Ids that have a loss; with the end of text, if the model shall learn to stop.
-    """
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    prompt: tuple[int, ...]  # ids that are read
+    answer: tuple[int, ...]  # ids that have a loss; with the end of text, if the model shall learn to stop
 
 
 def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> Example:
-    """Return an example of two texts.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, whose end of text is added; None takes bytes.
-    """
+    """Return an example of two texts."""
     if tokenizer is None:
         return Example(tuple(prompt.encode()), (*answer.encode(), end))
     ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, answer)]
@@ -187,14 +171,7 @@ def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> 
 
 
 def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
-    """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}.
-
-    Args:
-        tokenizer: As in `encode`.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line is not such an object; it names the line.
-    """
+    """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -214,11 +191,7 @@ def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
 
 
 def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
-    """Return inputs and targets of one example, each of length `seq`.
-
-    Raises:
-        ValueError: If the example is longer, or has no prompt or no answer.
-    """
+    """Return inputs and targets of one example, each of length `seq`."""
     ids = [*example.prompt, *example.answer]
     if not example.prompt or not example.answer:
         raise ValueError("an example needs a prompt and an answer: the first answer is asked of the prompt's end")
@@ -238,9 +211,6 @@ class FineTuning(Task):
         folder: The pretrained model: config.json and safetensors.
         lora_rank: Inner width of the adapters; 0 trains all weights.
         frozen_dtype: Of the frozen weights, with adapters.
-
-    Raises:
-        ValueError: If the configuration, an example or the folder does not suit; before the model is built.
     """
 
     uneven = True
@@ -324,12 +294,7 @@ def export_merged(pretrained: str | Path, adapters: str | Path, target: str | Pa
     The whole model must fit into memory. Its dtype stays.
 
     Args:
-        pretrained: The folder of the pretrained model.
-        adapters: The folder of `lablib.launch.finetuning.save_adapters`.
         target: Folder to write to; it gets the tokenizer's files, too.
-
-    Raises:
-        ValueError: If the adapters are of another model, or the target is the pretrained model itself.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -357,13 +322,6 @@ def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: b
     """Write a small Qwen2 with random weights as a pretrained model would lie on disk: config.json and safetensors.
 
     Its tokens are bytes. It knows nothing, so what it learns later is seen at once.
-
-    Args:
-        hidden: Width, a multiple of 8.
-        tied: Use the embedding as output head.
-
-    Raises:
-        ValueError: If the width does not divide into heads.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -388,11 +346,7 @@ def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: b
 
 
 def addition_examples(count: int, *, largest: int = 20, seed: int = 0) -> list[Example]:
-    """Return examples such as prompt "12+7=" and answer "19", as bytes.
-
-    Args:
-        largest: Terms are from 0 to this.
-    """
+    """Return examples such as prompt "12+7=" and answer "19", as bytes."""
     draw = random.Random(seed)
     pairs = [(draw.randint(0, largest), draw.randint(0, largest)) for _ in range(count)]
     return [encode(f"{a}+{b}=", str(a + b)) for a, b in pairs]
