@@ -5,22 +5,15 @@
         cluster.throttle("100 Mb/s")
         cluster.torchrun("train.py", "--steps", "10")  # a script, as on real machines
 
-Each host is a Linux network namespace with one card, eth0, and a cable to one switch. The cable has the bandwidth in
-each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are delayed
-where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts.
+Each host is a Linux network namespace with one network card, eth0, and a cable to one switch. The cable has the
+bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are
+delayed where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts. Needs
+Linux, and root or unprivileged user namespaces; `why_not()` says in one sentence what is missing.
 
-Needs Linux, and root or unprivileged user namespaces. `why_not()` says in one sentence what is missing.
-
-Commands on several hosts at once: what one of them prints when it fails, and the end of all others.
-
-Hosts as network namespaces: one process holds them all, and they vanish with it.
-
-`unshare` starts the holder in namespaces of its own for networks, mounts and processes, and for an ordinary user
-in a user namespace too, where it is root. The holder makes a bridge, the switch, and for each host one more network
-namespace with a cable to the switch. Then it waits until its standard input closes.
-
-Whatever ends it (`close`, an interrupt, this process being killed) ends the process number 1 of its namespace; the
-kernel then kills every process in there, takes the cables down and forgets the names.
+Inside: `unshare` starts a holder process in namespaces of its own for networks, mounts and processes, and for an
+ordinary user in a user namespace too, where it is root. The holder makes a bridge, the switch, and a network namespace
+with a cable for each host; then it waits until its standard input closes. Whatever ends it ends process number 1 of its
+namespace; the kernel then kills every process in there and takes the cables down.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""One link measured: exchanges of many sizes, and every all-reduce of ours against message size.
+"""One link measured, inside a job of `study`: messages of many sizes, our all-reduces, and steps of data parallelism.
 
-Runs inside a job on the cluster, `lablib.launch.communication.study`.
+`timed` times something on every rank, and reads from the network card how many bytes really left the host.
 
-Time something on every rank of the cluster, and read from the network card what really left the host.
-
-Data parallelism on the two-host cluster: steps at several rates, and what makes them cheaper.
-
-A stack of linear layers in `lablib.toys.data_parallel.ddp`, which tests hold equal to PyTorch's DistributedDataParallel and the
-bench to its speed; PyTorch's own would load its compiler on every rank, which takes longer than this study. A variant
-only replaces what a full bucket does: PyTorch calls that a communication hook. Runs inside a job,
-`lablib.launch.communication.study`.
+The model is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's DistributedDataParallel would
+load its compiler on every rank, which takes longer than this study. A variant replaces only the reduction of a full bucket:
+PyTorch calls that a communication hook.
 """
 
 from __future__ import annotations

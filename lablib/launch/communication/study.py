@@ -1,20 +1,14 @@
-"""The study of rung 10: one job on 4 ranks and 2 hosts measures a link, collectives, DDP and the place of every axis.
+"""The study of rung 10: one job on 4 ranks and 2 hosts measures a link, collectives, DDP and layouts.
 
     study = network_study()          # on this machine, about 12 s; where it has no cluster, the record is replayed
     for row in scaling_rows(study.samples): ...
 
-Starting ranks on a cluster takes longer than measuring on it. So there is one launch, and rank 0 changes the links'
-bandwidth between the parts.
+Starting ranks on a cluster takes longer than measuring on it. So there is one launch: every rank builds all `Parts`,
+and rank 0 changes the links' bandwidth between them. `lablib.calc.runs.network_study` makes rows of the samples,
+predicted beside measured.
 
-Rows, predicted beside measured, are made of the samples by `lablib.calc.runs.network_study`, `lablib.calc.runs.network_study`
-and `lablib.calc.runs.network_study`.
-
-What one rank of the study measures at which bandwidth; everything is built before the link is throttled.
-
-One small transformer on two hosts in four layouts: which axis crosses the link decides the step's time.
-
-Four ranks, two of them on each host. Every layout trains the same model on the same batch with our own toys, so the
-losses agree; only what crosses the link differs. Runs inside a job, `lablib.launch.communication.study`.
+`Layout` trains one small transformer in four layouts with the course's toys, on the same batch: the losses agree, and
+only what crosses the link differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""The failure zoo: run a program with a planted fault on two ranks, and look at its symptoms.
+"""The failure zoo: eight small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
     seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
-    print(seen)                         # what monitoring shows: losses, norms, traffic, where ranks stand
-    seen.calls[1]                       # [("all_reduce", 712), ...]: what rank 1 communicated
+    print(seen)                         # losses, norms, traffic, where ranks stand
+    seen.calls[1]                       # [("all_reduce", 712), ...]: the collectives of rank 1
 
-The programs stand in `lablib.launch.failures.zoo`, and their names give them away; a letter does not.
-
-The failure zoo: eight small training programs, each with one planted fault and a healthy twin.
-
-Diagnose them from their symptoms (`lablib.launch.failures.zoo`) before you read this file.
+Diagnose them from their symptoms before you read on: the names of the programs give them away, a letter does not.
 In each program the lines under `if fault` are the fault, and nothing else differs between the twins.
 """
 

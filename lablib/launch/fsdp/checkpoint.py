@@ -1,8 +1,13 @@
-"""A sharded checkpoint as one safetensors file, for everything that knows nothing of ranks.
+"""Distributed checkpoints: each rank writes its own shards, and any number of ranks reads them.
 
-A safetensors file that is there whole or not at all.
+    saving = save_checkpoint("checkpoints", model, optimizer, step, data={"sample": 640}, wait=False)
+    ...                                             # training goes on while files are written
+    saving.result()                                 # Path("checkpoints/step-00000020")
 
-The files of a checkpoint: written aside, published by one rename, verified before they are read.
+    progress = load_checkpoint(latest_checkpoint("checkpoints"), model, optimizer)
+
+PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, unsharded, in pieces.
+A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
 
     checkpoints/
         step-00000020/          complete: it got its name when everything was on disk
@@ -12,18 +17,9 @@ The files of a checkpoint: written aside, published by one rename, verified befo
         .writing-00000030-ab12/ a save that is under way, or one that died
 
 A rename within a file system happens or does not happen. So a crash in the middle of a save leaves a folder that
-`latest` never looks at, and the next save removes it.
+`latest_checkpoint` never looks at, and the next save removes it.
 
-Distributed checkpoints: each rank writes its own shards, and any number of ranks reads them.
-
-    saving = save("checkpoints", model, optimizer, step, data={"sample": 640}, wait=False)
-    ...                                             # training goes on while files are written
-    saving.result()                                 # Path("checkpoints/step-00000020")
-
-    progress = load(latest("checkpoints"), model, optimizer)
-
-PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, whole, in pieces.
-A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
+`export_safetensors` writes the model of a checkpoint as one file, for programs that know nothing of ranks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Forecast the memory of an FSDP2 step with PyTorch's FSDPMemTracker, without memory and without other ranks.
-
-FakeTensorMode computes shapes and no values, and a fake process group answers every collective at once, so one
-process plays rank 0 of many, and a model of any size fits. It is a model of memory, not a measurement: activations
-are those of the CPU's kernels, and an allocator's gaps are in no count.
-
-The tracker and the fake process group are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-Give a sharded model on the meta device its memory and its first values.
+"""Models born on the meta device, and the memory of an FSDP2 step as PyTorch's FSDPMemTracker predicts it.
 
 On the meta device a parameter has a shape and no memory, so a model of any size can be built and sharded on every
-rank. Only then does each rank allocate its own shards.
+rank. `materialize` then allocates each rank's shards: module by module the full parameters are made, filled, cut and
+freed. All ranks draw the same full parameters from the same seed, so the result does not depend on their number.
 
-The values: each module's parameters are made whole for a moment, filled, cut, and freed again. All ranks draw the
-same whole parameters from the same seed, so the result does not depend on the number of ranks.
+`forecast` needs neither memory nor other ranks: FakeTensorMode computes shapes and no values, and a fake process group
+answers every collective at once, so one process plays rank 0 of many. It is a model of memory, not a measurement:
+activations are those of the CPU's kernels, and an allocator's gaps are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2, and say what was done.
+"""Shard a model with FSDP2, and report what was done.
 
     model, report = shard(Transformer(config), wrap="block", precision="bf16")
     print(report)
@@ -11,9 +11,7 @@ are reduce-scattered. The module stays the same object with the same parameter n
 What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
 compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
 
-The options of `lablib.launch.fsdp.shard`, checked before anything is changed.
-
-What a training step of a sharded model needs: accumulation without communication, clipping, whole tensors.
+`no_sync`, `clip_grad_norm` and `full_state_dict` are for the training step of a sharded model.
 """
 
 from __future__ import annotations

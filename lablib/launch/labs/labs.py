@@ -1,18 +1,16 @@
-"""The labs: found by number or stem, their parameters checked, and what makes a run of one the same run.
-
-Papermill only warns about a parameter that a notebook does not have; a paid hour spent on a misspelt
-parameter is lost, so unknown names and values of another kind are refused here before anything starts.
-
-Runs of labs as files: what was asked for, what is done, what is left, and one queue at a time.
+"""Labs and their runs as files: parameters checked before anything starts, jobs that are never done twice, one queue.
 
     distributed-experiments/
-      runs/<moment>.json, .log        a queue: its command, its jobs in order, its state; what it printed
+      runs/<time>.json, .log          a queue: its command, its jobs in order, its state; what it printed
       <date>-<lab>-<key>/job.json     a job: lab, parameters, device, versions, status, every attempt
                           <lab>.ipynb the executed notebook, saved cell by cell
                           samples/    measurements kept one by one
 
-A job that is done is never run again: its key is made of the lab's code, its parameters, the device and the versions.
-A job that is not done keeps its folder, and with it the samples and checkpoints that it goes on from.
+A job's key is made of the lab's code, its parameters, the device and the versions; a job that is done is never run
+again. One that is not done keeps its folder, and with it the samples and checkpoints that it continues from.
+
+Papermill only warns about a parameter that a notebook does not have; a paid hour spent on a misspelt one is lost, so
+unknown names and values of another type are refused here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The process that runs a queue of labs: in a session of its own, so it lives on when the terminal goes.
+"""The process that runs a queue of labs, in a session of its own, so that it survives its terminal; and their archive.
 
-`python -m lablib.launch.labs.worker QUEUE` takes one job after the other, each in a process of its own, writes down
-what became of it, and stops everything when the budget is used up. Whatever a lab started and left behind, launchers
-with ranks included, is ended with it.
+`python -m lablib.launch.labs.worker QUEUE` runs one job after the other, each in a process of its own, and stops
+everything when the budget is used up. Whatever a lab started and left behind is ended with it.
 
-One archive to carry off a rented machine before it is stopped: experiments and records, without checkpoints.
-
-Unpacked at home in the folder of the course, everything lies where labs and reports look for it.
+`pack_results` writes the archive to take home from a rented machine: experiments and records, without checkpoints.
+Unpacked in the folder of the course, everything lies where labs and reports look for it.
 """
 
 from __future__ import annotations

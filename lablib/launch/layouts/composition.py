@@ -6,11 +6,8 @@
     result.worst("torch").weights           # largest distance from one process, after all steps
     result.ranks["toys"][0].traffic["tp"]   # what rank 0 sent, beside result.predicted("toys", 0)["tp"]
 
-Both versions stand on the same grid of ranks, `job.mesh`. The toys get its groups one by one; PyTorch makes a
-`DeviceMesh` whose dims are the same axes, slowest first. What is built inside is in `composition_toys` and
-`composition_torch`.
-
-A rank sees its replica's part of the batch. One process sees all of it. Loss, gradients and weights must be equal.
+Both versions stand on the same grid of ranks, `job.mesh`, and are built in `variants`. A rank sees its replica's part
+of the batch; one process sees all of it. Loss, gradients and weights must be equal.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""The orders that `composition_order` tries, each a few lines of PyTorch. Called on every rank.
-
-Two replicas (dp) of two tensor-parallel ranks. Every case starts from the same small model and the same tokens. The
-verdict is made from what happened: an error, or a number held against the right one.
-
-The order in which kinds of parallelism are applied, and what really happens in another order.
+"""The order in which kinds of parallelism are applied, and what really happens in another order.
 
     for outcome in try_orders():
         print(outcome)
 
-The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. Each wrong
-order here is run on four ranks, two replicas of two tp ranks, with PyTorch's own functions. What is reported is what
-was seen: the text of the error, or the number that came out wrong without one.
-
-Not every other order is wrong: one here makes no difference, against what is often said.
-
-The programs are in `composition_order_cases`.
-
-What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them.
+The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. `CASES` has
+the other orders, each a few lines of PyTorch, run on four ranks: two replicas (dp) of two tensor-parallel ranks, from
+the same small model and the same tokens. The verdict is made from what was seen: the text of an error, or a number
+held against the right one. Not every other order is wrong: one here makes no difference, against what is often said.
 """
 
 from __future__ import annotations

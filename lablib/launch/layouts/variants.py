@@ -1,26 +1,15 @@
-"""A miniature built from PyTorch's own: pipeline stages, DTensor, FSDP2 or DDP, on one DeviceMesh.
+"""One small run in two versions: `ToyJob` from the course's toys, `TorchJob` from PyTorch's own parts.
 
-    mesh    init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    pp      split_stages, then PipelineStage and Schedule1F1B over mesh["pp"]
-    tp      parallelize_module(stage, mesh["tp"], plan)
-    dp      fully_shard(block, mesh=mesh["dp"]), or DistributedDataParallel
+          ToyJob                                                    TorchJob, on one DeviceMesh (pp, dp, tp)
+    tp    tensor_parallel.parallelize(model, groups["tp"])          parallelize_module(stage, mesh["tp"], plan)
+    pp    split_stages, a PipelineExecutor over groups["pp"]        split_stages, PipelineStage, Schedule1F1B
+    dp    BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without)       fully_shard(block), or DistributedDataParallel
 
-This is the order: stages, tp, (recompute, compile,) dp. Why, and what happens otherwise: `composition_order`.
-
-A miniature built from the toys: stages of a tensor-parallel model, with DDP or ZeRO around them.
-
-    groups      dist.new_group of every group that `job.mesh` names
-    tp          tensor_parallel.parallelize(model, groups["tp"])
-    pp          split_stages(model, pp), run by a PipelineExecutor over groups["pp"]
-    dp          BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without) over groups["dp"]
-
-The toys put one inside the other from tp outwards. The layers are split before they are dealt to stages, because the
-tensor-parallel toy takes a whole model; PyTorch's order, stages first, never makes what a rank will drop.
+PyTorch's order is stages, tp, (recompute, compile,) dp; `orders` shows what happens otherwise. The toys split layers
+before stages are dealt, because the tensor-parallel toy takes a full model; PyTorch never makes what a rank will drop.
 
 ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
 and DeepSeek-V3 put beside their stages.
-
-Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""TORCH_DISTRIBUTED_DEBUG=DETAIL: collectives that compare notes first, and say what does not fit.
+"""After a hang, or before one: PyTorch's flight recorder, and collectives that compare notes (debug level DETAIL).
 
-At this level every collective is preceded by a small exchange: operation, shape and dtype of each rank. Where they
-differ, all ranks get an error that names both, in place of a hang or of wrong numbers. It costs messages for every
-call, so it is for looking, not for training.
-
-PyTorch's flight recorder: what each rank communicated last, read after a hang.
-
-    env = settings("traces")                # set before the job starts; NCCL then dumps by itself at a timeout
-    dump("traces")                          # or from a thread of a rank that hangs, on gloo too
-    print(compare(read("traces")))          # rank 1 never came to all_reduce number 7 of the group ...
+    env = flight_recorder_settings("traces")    # set before the job starts; NCCL then dumps by itself at a timeout
+    dump_flight_record("traces")                # or from a thread of a rank that hangs, on gloo too
+    print(compare_flight_records(read_flight_records("traces")))    # rank 1 never came to call 7 ...
 
 The recorder is a ring of the last calls of each process group. Each entry has the call's number in its group, its
 operation, sizes, state and the Python stack that issued it. Ranks of one group must have the same call under the same
 number; the first number where they do not is where the hang began.
+
+With TORCH_DISTRIBUTED_DEBUG=DETAIL a small exchange of operation, shape and dtype precedes every collective. Where they
+differ, all ranks get an error that names both, instead of a hang or wrong numbers. It costs messages for every call.
 """
 
 from __future__ import annotations

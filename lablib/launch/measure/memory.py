@@ -1,18 +1,11 @@
-"""Measure memory by counting: model states exactly, and every byte that autograd saves for backward.
+"""Measure memory by counting: model states, every byte that autograd saves, and all tensors that are alive.
 
-`measure_states` adds up the tensors that exist between steps.
-`saved_activations` asks autograd: its saved-tensor hooks see every tensor that an operator keeps.
-Both count on any device, since they look at tensors and not at an allocator, which rounds and caches.
+`measure_states` adds up the tensors that exist between steps. `saved_activations` asks autograd, whose saved-tensor
+hooks see every tensor that an operator keeps. `LiveBytes` is a memory profiler of one class: a TorchDispatchMode counts
+each storage when an operator makes it, and discounts it when Python or autograd lets go of it.
 
-Bytes of all tensors that are alive, operator by operator, on any device: a memory profiler of one class.
-
-Every tensor comes out of an operator, and a TorchDispatchMode sees all of them. Each new storage is counted when it
-appears and discounted when Python or autograd lets go of it. What a kernel uses inside is not seen, nor what an
-allocator rounds up and caches: this is memory as the program asks for it, and exact.
-
-Tensors are told apart by when they were made. Those of the forward pass, and of its repetition in backward, that are
-alive while backward runs its own operators are what autograd and checkpointing *keep*. Those that backward makes
-itself are gradients.
+All count on any device, since they look at tensors and not at an allocator, which rounds and caches; memory that a
+kernel uses inside is not seen.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Record what torch.profiler sees of one step on every rank, and bring the traces of all ranks together.
+"""Step time of data parallelism by its parts, and traces of one step from every rank.
 
-    traces = step_traces("ddp", ranks=2)           # one trace a rank
-    events = merge(traces)                         # lablib.calc.runs.trace: one clock for all
-    for rank, part in split(events, window_of(events, "step")).items(): ...
+    medians(step_times(widths=[512], tokens=[256], ranks=[1, 2]))   # compute, communication, both together
+    traces = step_traces("ddp", ranks=2)                            # one trace a rank
+    events = merge_traces(traces)                                   # lablib.calc.runs: one clock for all
 
 Inside a job of your own, `record_trace(step)` returns this rank's trace, on CPU or GPU.
 
-Step time of data parallelism, measured: computation alone, communication alone, and both together.
-
-The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and
-nothing else. Every step is one forward and one backward pass; the optimizer does the same with or without
-other ranks and is left out.
+The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and nothing else.
+A step is one forward and one backward pass; the optimizer does the same with or without other ranks and is left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where 16 bits save memory and where not: states and activations, counted in PyTorch beside the calculators.
-
-What autocast really casts: every operator with the dtypes that it reads and writes, traced while the model runs.
+"""What autocast casts, operator by operator, and where 16 bits save memory and where not.
 
 Autocast stands between the model and the operators. Each operator is on one of four lists: run it in the low precision
 (matmuls), run it in fp32 (logarithms, powers, norms on a GPU), make its inputs agree on the widest dtype (bilinear,
-index_put), or leave it alone. A trace below autocast sees what came of it: the casts as operators of their own, `_to_copy`.
+index_put), or leave it alone. `trace_autocast` looks below autocast, where a cast is an operator, `_to_copy`.
+
+`precision_memory` counts states and activations of three recipes in PyTorch, beside the calculators.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
-"""What an all-reduce in 16 bits loses: the error of a sum over ranks, measured and derived.
+"""Rounding errors in 8 and 16 bits: FP8 quantization, a sum over ranks in 16 bits, and FP8 training with torchao.
 
-A ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums the only rounding
-is the last one, of the result.
+`fp8_error`: weights, activations and gradients spread differently. The error of a block comes from its largest value:
+all others are read relative to it, and those that are too small become zero.
 
-How much FP8 loses, by what is quantized and by how its scales are shared: from a transformer that really trains.
+`allreduce_error`: a ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums
+only the result is rounded.
 
-Weights, activations and gradients spread differently. The error of a block comes from its largest value: all others
-are read relative to it, and those that are too small become zero.
-
-Float8 training with torchao, for a GPU: the optional extra `fp8`.
-
-torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as `lablib.toys.precision.fp8.Fp8Linear` does, and runs
-`torch._scaled_mm` on tensor cores. With FSDP2 it can also gather the weights in float8. Without `torch.compile` the
-casts cost more than the matmuls gain.
-
-Needs compute capability 8.9 or more, `lablib.calc.precision.formats`. On a CPU everything runs too, slowly, which is how
-the tests see it.
-
-Source: torchao documentation, quantized training.
+`to_float8` (the optional extra `fp8`): torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as
+`lablib.toys.precision.fp8.Fp8Linear` does, and runs `torch._scaled_mm` on tensor cores. With FSDP2 it can also gather
+the weights in float8. Without `torch.compile` the casts cost more than the matmuls gain. It needs compute capability
+8.9; on a CPU it runs too, slowly. Source: torchao documentation, quantized training.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
 
 All variants of a failure start from the same weights and read the same batches, so that their curves differ by
 precision alone. Each failure takes a second or two on one CPU core, and the same seed gives the same curves.
-
-Where the magnitudes of gradients lie, power of two by power of two, and which of them fp16 would lose.
+`Histogram` says where the magnitudes of gradients lie, power of two by power of two.
 """
 
 from __future__ import annotations

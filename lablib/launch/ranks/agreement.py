@@ -1,14 +1,11 @@
-"""Do something on all ranks, and fail on all of them if it fails on one; works without ranks, too.
+"""Fail on all ranks if one fails, and say in a sentence what a long error of a distributed job means.
 
-What a long error of a distributed job means, in one sentence.
-
+    agree(work, "saving failed")    # on every rank; raises on all of them if `work` raises on any
     with one_sentence():            # in a script: the sentence to standard error, exit code 1
         main()
 
-    explain(log)                    # or None where it is nothing known
-
-A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. The order
-of the table is from causes to consequences, so the first match is the one to look at.
+A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. `_KNOWN`
+goes from causes to consequences, so the first match is the one to look at. All of it works without ranks, too.
 """
 
 from __future__ import annotations

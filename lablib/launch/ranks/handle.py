@@ -1,7 +1,4 @@
-"""The notebook's end of one rank: its process, its report, and what it printed.
-
-Text about ranks that a reader can use: cells by their number, stacks in one line.
-"""
+"""The notebook's end of one rank: its process, its report, what it printed, and where it stands if it hangs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What crosses between the notebook and its ranks: a function and its arguments one way, a result back.
-
-What `run_ranks` is given: checked before anything starts, and completed with what this machine has.
-"""
+"""The way between a notebook and its ranks: `run_ranks`' arguments are checked, calls and results are pickled."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Recomputation together with FSDP2, tensor parallelism, pipelines and DDP: what a replay communicates again, counted.
+"""Recomputation measured: what a strategy keeps, costs and moves, and what it communicates again on several ranks.
 
-Each function runs on every rank of an initialised process group: `run_ranks(fsdp_gathers, 2, "inside")`.
+`measure_step` runs a step of the toy transformer and counts; `predicted_cost` says beforehand what it will count, in
+the same words. `find_largest_batch` runs batches until one does not fit.
 
-Run the toy transformer under a strategy of activation recomputation: what it keeps, costs and moves, measured.
-
-`measure_step` runs a step and counts; `predicted_cost` says beforehand what it will count, in the same words.
-`find_largest_batch` runs batches until one does not fit.
+The others combine it with FSDP2, tensor parallelism, DDP and pipelines: `run_ranks(fsdp_gathers, 2, "inside")`.
 """
 
 from __future__ import annotations

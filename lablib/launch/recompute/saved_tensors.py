@@ -1,12 +1,11 @@
-"""Name what autograd keeps of the toy transformer, tensor by tensor, in the words of `lablib.calc.memory.activations.saved_tensors`.
+"""What autograd keeps of the toy transformer, tensor by tensor; and how recomputation goes wrong, in small runs.
 
     for kept in named_saved_tensors(model, tokens):
         print(kept.block, kept.name, kept.shape, kept.bytes)
 
-Autograd's hooks get a tensor and no name. The module and the operator that keep it give one: what `norm1` keeps first
-is its input, what `softmax` keeps is its output. In other models a tensor is named by module and operator alone.
-
-What goes wrong with recomputation, and what its two ways do differently: small runs that return what happened.
+Names are those of `lablib.calc.memory.activations.saved_tensors`. Autograd's hooks get a tensor and no name. The module
+and the operator that keep it give one: what `norm1` keeps first is its input, what `softmax` keeps is its output. In
+other models a tensor is named by module and operator alone.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
-"""A structured log of each rank: what happened to it and when, one JSON object a line.
+"""Logs as lines of JSON that survive kill -9, one file a rank.
 
     log = RankLog("logs")
     log.write("step", step=7, loss=2.31, seconds=0.42)
     read_logs("logs")[0][-1]                # {"time": ..., "event": "step", "step": 7, ...}
 
-After a restart the same file goes on; `lablib.launch.records.logs` says what a kill can leave in it.
-
-Lines of JSON that survive kill -9: each goes to its file in a single write, and a torn one costs only itself.
-
-    file = JsonLines("runs/a/metrics-rank0.jsonl")
-    file.write({"step": 7, "loss": 2.31})
-    read_json_lines(file.path)[-1]          # {"step": 7, "loss": 2.31}
-
-A process that is killed, or that meets a full disk, may leave half a line, its last. Who goes on with the file begins
-a new line, and who reads it leaves out what is no JSON.
+Each line goes to its file in a single write. A process that is killed, or that meets a full disk, may leave half a
+line, its last: the next writer begins a new line, and readers skip what is not JSON. After a restart the same file
+goes on.
 """
 
 from __future__ import annotations

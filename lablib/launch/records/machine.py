@@ -1,9 +1,8 @@
-"""What a measurement was made on: processor, accelerators, their links, and every version that matters.
+"""The machine behind a measurement: processor, accelerators, links and versions, and how fast they really are.
 
-A number without its machine is worth nothing. `machine` and `topology` go into every record; `label` says in one line
-what a reader must know, also that several ranks shared one GPU and so measured no scaling.
-
-What a rented machine really gives: the disk anywhere; copies, links and matrix products where there are GPUs.
+`this_machine` and `gpu_topology` go into every record; `machine_label` says in one line what a reader must know, also
+that several ranks shared one GPU and so measured no scaling. The rates below them are for `rung doctor --gpu`: the
+disk anywhere; copies, links and matrix products where there are GPUs.
 """
 
 from __future__ import annotations

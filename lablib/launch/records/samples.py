@@ -1,20 +1,14 @@
 """Results that need GPUs: measured where there are some, replayed where there are none, and never made up.
 
-A record belongs to a number of GPUs, `NN_name-2gpu.json`. Asked for a number that nobody recorded, the lab says so and
-names those that there are.
-
     found = gpu_samples("11_throughput", measure, gpus=2)
     if found:
         ...                         # found.samples, found.where
 
-Samples kept one by one: a lab that was interrupted goes on where it stopped and repeats nothing.
+A record belongs to a number of GPUs, `NN_name-2gpu.json`. Asked for a number that nobody recorded, the lab says so and
+names those that there are.
 
-    kept = Kept("11_throughput")
-    for batch in batches:
-        samples.append(kept.sample({"batch": batch}, lambda: measure(batch)))
-
-Under `rung labs run` each sample is a file in the folder of that run, written whole or not at all; the same command
-finds it again. In a notebook of your own nothing is kept, because who runs a cell again wants to measure again.
+`Kept` keeps samples one by one, so that a lab that was interrupted repeats nothing. Under `rung labs run` each sample
+is a file in the folder of that run; in a notebook of your own nothing is kept: re-running a cell measures again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Start a script under torchrun, have it restarted when a rank fails, and keep its log.
+"""Run a script under torchrun, and prove that a run that loses a rank to kill -9 learns the same as one that does not.
 
     job = torchrun("labs/scripts/train_resilient.py", folder, json.dumps(settings), ranks=2, max_restarts=1)
     job.returncode, job.restarts, job.log
+
+    hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
+    hit.losses == undisturbed(other_folder, settings)       # on the same number of ranks bit for bit
 
 When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
 It restores nothing: what the run had learned is in its checkpoints.
@@ -11,14 +14,8 @@ default torchrun starts new interpreters, and each of them loads PyTorch again, 
 always new interpreters: the agent asks whether there is CUDA (`LaunchConfig`, since torch 2.9), and CUDA refuses to
 start in a fork of a process that has asked.
 
-A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
-`torchrun` here does, or the new ranks may look for the old ones.
-
-The proof of resilience: a run that loses a rank to kill -9 learns the same as one that does not.
-
-hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
-calm = undisturbed(other_folder, settings)
-hit.losses == calm                      # on the same number of ranks bit for bit
+In torch 2.5 to 2.13 at least, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as `torchrun` here does,
+or the new ranks may look for the old ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lab 11 measures on GPUs, in the order of its worth: a budget that ends early takes the least of it.
+"""Lab 11 on GPUs: its measurements, most important first, so that a budget that ends early drops the least.
 
 1. The scaling report: one GPU; all of them with the same batch (strong); all of them with n times the batch (weak).
 2. The trace of a step.
@@ -6,10 +6,9 @@
 4. compile; recomputation; the micro-batch, doubled until memory ends.
 5. The trainer against a plain loop.
 
-Each measurement is kept by itself. One that fails is a result with its reason, and the next one runs; the same command
-tries it again, unless memory was too small.
-
-What lab 11 predicts for its run on GPUs: lablib's numbers for the GPU found, and the learner's, beside each other.
+`RealRun` keeps each measurement by itself. One that fails is a result with its reason, and the next one runs; the same
+command tries it again, unless memory was too small. Before it, `lock_predictions` stores the learner's numbers;
+`compare_with` puts measurement, lablib's prediction and theirs beside each other.
 """
 
 from __future__ import annotations

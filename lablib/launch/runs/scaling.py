@@ -1,20 +1,17 @@
-"""Two scaling reports side by side: what got faster, whether by more than the spread, and what else was not the same.
-
-The files of a scaling report: one record a run, and what each was made on.
-
-distributed-experiments/<date>-<name>/runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
-metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
-
-Scaling measured: runs of the trainer on one rank and on many, kept one by one, and what they say together.
+"""Scaling reports: runs of the trainer on one rank and on many, kept one by one, and what they say together.
 
     report = ScalingReport("first-run")
     report.add("runs/one", scaling="one")
     report.add("runs/two", scaling="strong", predicted={"step": 0.21}, yours={"speedup": 1.8})
-    rows(report.folder)                     # speedup, efficiency and what took the rest
-    # `rung report` draws the figures and the page from the same files, again and again
+    report_rows(report.folder)              # speedup, efficiency and what took the rest
+    compare_reports(report.folder, other)   # what got faster, and whether by more than the spread
 
-A record has every raw line of every rank, so a report can be computed anew when the way to compute it gets better.
-Two predictions may stand beside it: lablib's and yours.
+A report is a folder, `distributed-experiments/<date>-<name>/`:
+
+    runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
+    metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
+
+so it can be computed anew when the way to compute it gets better. `rung report` draws figures and a page from it.
 
 The trainer's clock does not tell transfer from computation. A rank is therefore taken to compute as long as the run on
 one rank did for the same work (for strong scaling the n-th part of it); what it took longer is communication or

@@ -1,9 +1,8 @@
-"""The training loop that everybody writes first: one device, one model, nothing sharded.
+"""The beginning of a training script: become a rank of what started the process; and a plain loop to compare with.
 
-It is what the trainer is held to: the same samples and the same losses, and a throughput to beat or to pay for. It
+`launched_ranks` works under torchrun, under accelerate launch, and alone. `plain_loop` is the loop that everybody
+writes first: one device, one model, nothing sharded. The trainer is held to it: the same samples, the same losses. It
 shares the trainer's data order and learning rates, and none of its mechanism.
-
-Become a rank of whatever started this process: torchrun, accelerate launch, or nobody.
 """
 
 from __future__ import annotations

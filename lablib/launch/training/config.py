@@ -1,10 +1,8 @@
-"""The command line of the training scripts: one option for each field of `TrainConfig`, and what the launch needs.
-
-What a training run is: one frozen object that checks itself before anything starts.
+"""The settings of a training run: a frozen object that checks itself, and a command line with an option a field.
 
     config = TrainConfig(model="gpt2-124m", folder="runs/a", steps=200, global_batch=64, micro_batch=8, seq=1024)
 
-Batches: a step trains on `global_batch` sequences. Each of n ranks takes global_batch / n of them, in
+A step trains on `global_batch` sequences. Each of n ranks takes global_batch / n of them, in
 global_batch / (n * micro_batch) micro-batches. The step is the same on any number of ranks that divides it.
 """
 

@@ -1,16 +1,16 @@
-"""What is trained on what: a task gives the trainer a model, samples and logits.
-
-Token files that need no memory, and an order of samples that knows nothing of ranks.
+"""Training data: token files, an order of samples that does not depend on the ranks, and tasks.
 
 A token file is a NumPy array file (.npy) of 16- or 32-bit token ids. It is mapped into memory: a rank reads the pages
 that it needs, and all ranks of a machine share them.
 
-The order: all samples of an epoch are shuffled by seed and epoch, epochs follow each other without a gap, and step k
-takes the next `global_batch` samples. The position in it is one number, the samples taken so far. So a run continues
-where it was, whatever the number of ranks is now:
+All samples of an epoch are shuffled by seed and epoch, epochs follow each other without a gap, and step k takes the
+next `global_batch` samples. The position is one number, the samples taken so far, so a run continues where it was on
+any number of ranks:
 
     samples taken: 8, global batch 4     one rank     two ranks          four ranks
     ... 5 0 7 2 | 6 1 3 4 | 2 7 ...      6 1 3 4      6 3  and  1 4      6, 1, 3, 4
+
+A `Task` gives the trainer its model, samples and logits; `Pretraining` is the usual one.
 """
 
 from __future__ import annotations

@@ -8,19 +8,10 @@ An example is one sequence, prompt and answer and an end, padded on the right to
     ids       p1  p2  p3  a1  a2  end pad pad
     targets   --  --  a1  a2  end --  --              (each position is asked for the next id; -- has no loss)
 
-The prompt is read and not learned. The causal mask keeps every position from the padding after it, so no attention
-mask is needed.
+The causal mask keeps every position from the padding after it, so no attention mask is needed.
 
-Local safetensors into a sharded model that has no memory yet: each rank reads the rows that it keeps.
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model, report = shard(model)
-    load_pretrained(model, folder, device)
-
-No rank ever holds the whole model, or a whole matrix of it.
-
-A pretrained model and a dataset that need no download: a tiny random Qwen2, and sums to learn.
+`load_pretrained` fills a sharded model from safetensors: each rank reads the rows that it keeps, and none ever holds
+the full model. `tiny_qwen2` and `addition_examples` are a model and a dataset that need no download.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line a step and rank, in metrics-rank{r}.jsonl, and run.json once.
+"""Metrics of a run: one JSON line a step and rank in metrics-rank{r}.jsonl, with the keys of `METRIC_KEYS`.
 
 The file is only appended to. A run that is resumed takes the steps after its checkpoint again and writes them again;
 `read_metrics` returns each step as it counted in the end.

@@ -1,4 +1,4 @@
-"""What a run needs to survive: checkpoints by the way, a clean stop on a signal, and a resume that finds its way.
+"""Callbacks with which a run survives: checkpoints in the background, a clean stop on a signal, and `resume`.
 
     trainer = Trainer(config, callbacks=[SaveEvery(100), StopOnSignal()])
     for sentence in resume(trainer):
@@ -9,13 +9,11 @@
 Exit codes of a rank:
 
     0       the run is finished
-    143     it was stopped by a signal, and what it had learned is saved (128 + SIGTERM); start it again to go on
+    143     it was stopped by a signal, and its last step is saved (128 + SIGTERM); start it again to continue
     1       it failed
 
-torchrun turns every code but 0 into 1, and ends with 1 when it is told to stop itself. A scheduler that shall start a
-stopped job again should ask `finished(folder)`, not torchrun's code.
-
-Room for a checkpoint, asked for before it is written.
+torchrun turns every code but 0 into 1, and ends with 1 when it is told to stop itself. A scheduler that restarts a
+stopped job should ask `finished(folder)`, not torchrun's code.
 """
 
 from __future__ import annotations

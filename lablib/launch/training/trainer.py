@@ -1,16 +1,13 @@
-"""The trainer: FSDP2, real text, and a number for everything that a step costs.
+"""The trainer: FSDP2, real text, and metrics for every step.
 
     with launched_ranks():
         trainer = Trainer(TrainConfig(folder="runs/a", model="10m"), callbacks=[PrintSteps()])
         trainer.resume()
         trainer.run()
 
-A step is the same on any number of ranks that divides the global batch: the same samples, the same mean over all of
-their targets, the same update, but for the order in which numbers are added.
-
-Whatever else a run needs is a callback: checkpoints, signals, a live view.
-
-AdamW over the shards, and the norm of the whole gradient without waiting for it.
+Read `Trainer.train_step` first. A step is the same on any number of ranks that divides the global batch: the same
+samples, the same mean over all of their targets, the same update, but for the order in which numbers are added.
+Whatever else a run needs is a callback: checkpoints, signals, printing.
 """
 
 from __future__ import annotations
