@@ -22,7 +22,6 @@ import contextlib
 import functools
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -52,42 +51,6 @@ class ClusterError(RuntimeError):
     def __init__(self, message: str, host: int | None, output: list[str]) -> None:
         super().__init__(message)
         self.host, self.output = host, output
-
-
-def run_jobs(
-    network: Network, jobs: Sequence[tuple[int, Sequence[str]]], env: dict[str, str], timeout: float
-) -> list[str]:
-    """Run commands on hosts at the same time and return what each printed."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in jobs]
-        running: list[subprocess.Popen] = []
-        try:
-            for (host, words), file in zip(jobs, files, strict=True):
-                running.append(
-                    subprocess.Popen(
-                        network.command(*words, host=host),
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        env={**environment(), **env},
-                        start_new_session=True,
-                    )
-                )
-            failed = _wait(running, time.monotonic() + timeout)
-        finally:
-            if any(process.poll() is None for process in running):
-                network.end_processes()
-            for process in running:
-                process.wait()
-        output = [_text(file) for file in files]
-    if failed is None:
-        return output
-    if failed < 0:
-        raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
-    host = jobs[failed][0]
-    tail = "\n".join(output[failed].splitlines()[-_TAIL:])
-    message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
-    raise ClusterError(message, host, output)
 
 
 def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> tuple[int | None, str]:
@@ -138,7 +101,7 @@ def _text(file: Any) -> str:
 
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-CARD = "eth0"  # the network card of every host
+CARD = "eth0"  # the network interface of every host
 MAX_HOSTS = 64
 #: After a pause a link lets so many seconds' worth of bytes through at once, and at least so many bytes. With less
 #: it does not reach its bandwidth on a busy machine; with more, messages of 1 MiB would pass too fast.
@@ -181,11 +144,7 @@ def build_script(hosts: int) -> str:
 
 
 def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
-    """Return the commands that give every cable a bandwidth in both directions, and a delay if there is one.
-
-    Args:
-        rate: Bytes per second, per direction; None is as fast as the machine.
-    """
+    """Return the commands that give every cable a bandwidth, in bytes per second both ways, and a delay."""
     lines = []
     for host in range(hosts):
         for where, device, late in ((f"-n h{host}", CARD, delay), ("", f"port{host}", None)):
@@ -260,27 +219,13 @@ class Network:
 
     def shell(self, script: str) -> None:
         """Run commands on the switch."""
-        done = subprocess.run(
-            self.command("sh", "-ec", script),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            raise Refused(f"the network cannot be set up so ({said[-1]})")
+        _shell(*self.command("sh", "-ec", script))
 
     def end_processes(self) -> None:
         """Kill every process on the hosts; the hosts stay."""
         # In its own process namespace, -1 is everybody in there but number 1, the holder.
-        subprocess.run(
-            self.command("sh", "-c", "kill -9 -1"),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-            check=False,
-        )
+        with contextlib.suppress(Refused):
+            self.shell("kill -9 -1")
 
     def close(self) -> str:
         """End the holder, and with it all hosts and every process on them; return what it said last."""
@@ -298,17 +243,12 @@ class Network:
         return said
 
 
-def shell_from_inside(script: str) -> None:
-    """Run commands on the switch from a process on one of the hosts."""
-    done = subprocess.run(
-        ["nsenter", "--target=1", "--net", "sh", "-ec", script],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+def _shell(*command: str) -> None:
+    """Run a command; if it fails, `Refused` has the last line of what it said."""
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment())
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise Refused(f"{shlex.quote(said[-1])} when changing the links from inside")
+        raise Refused(f"the network cannot be set up so ({said[-1]})")
 
 
 _PORT = 29400  # free on every host: nobody else is there
@@ -320,10 +260,6 @@ class Cluster:
     Args:
         rate: Bandwidth of each host's link per direction, as "500 Mb/s" or in bytes per second; None is whatever
             the machine can do. Headers count too: of each 1,514 bytes TCP has 1,448 for data.
-
-    Raises:
-        ValueError: If a number makes no sense.
-        Refused: If the system does not allow it; one sentence says why.
     """
 
     def __init__(
@@ -434,7 +370,30 @@ class Cluster:
         """Run commands on hosts at the same time and return what each printed."""
         if not self._closing.alive:
             raise ValueError("this cluster is closed; make a new one")
-        return run_jobs(self.network, jobs, env or {}, timeout)
+        with contextlib.ExitStack() as stack:
+            text = {"encoding": "utf-8", "errors": "replace"}
+            files = [stack.enter_context(tempfile.TemporaryFile("w+", **text)) for _ in jobs]
+            running: list[subprocess.Popen] = []
+            try:
+                for (host, words), file in zip(jobs, files, strict=True):
+                    command = self.network.command(*words, host=host)
+                    pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+                    variables = {**environment(), **(env or {})}
+                    running.append(subprocess.Popen(command, **pipes, env=variables, start_new_session=True))
+                failed = _wait(running, time.monotonic() + timeout)
+            finally:
+                if any(process.poll() is None for process in running):
+                    self.network.end_processes()
+                for process in running:
+                    process.wait()
+            output = [_text(file) for file in files]
+        if failed is None:
+            return output
+        if failed < 0:
+            raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
+        host, tail = jobs[failed][0], "\n".join(output[failed].splitlines()[-_TAIL:])
+        message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
+        raise ClusterError(message, host, output)
 
 
 def throttle(rate: str | float | None) -> None:
@@ -444,7 +403,8 @@ def throttle(rate: str | float | None) -> None:
     """
     if "LABLIB_HOSTS" not in os.environ:
         raise RuntimeError("throttle works on a host of a Cluster; from outside call cluster.throttle")
-    shell_from_inside(shape_script(int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate), None))
+    script = shape_script(int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate), None)
+    _shell("nsenter", "--target=1", "--net", "sh", "-ec", script)
 
 
 @functools.cache

@@ -53,11 +53,7 @@ def card_bytes() -> int:
 def timed(
     work: Callable[[], Any], *, turns: int, warm: int = 1, lead: int = 0, repeats: int = 1, **conditions: Any
 ) -> list[Sample]:
-    """Return one sample for each turn of some work; all ranks start each turn together.
-
-    Args:
-        repeats: Runs in a row within one turn; seconds are the median run's.
-    """
+    """Return one sample for each turn, the median of `repeats` runs in a row; all ranks start each turn together."""
     samples = []
     for turn in range(-warm, turns):
         dist.barrier()

@@ -155,27 +155,18 @@ def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> N
 RANKS = 2
 _TIMEOUT_S = 60.0  # never waited for: the watch in each rank proves a hang long before
 
-#: Fault by letter.
-FAULTS = {
-    "A": "forgotten zero_grad",
-    "B": "skipped batch",
-    "C": "wrong-dtype reduction",
-    "D": "mismatched collectives",
-    "E": "slow rank",
-    "F": "accumulation that communicates",
-    "G": "uneven data",
-    "H": "unsharded parameter",
-}
 _PROGRAMS = {
-    "A": forgotten_zero_grad,
-    "B": skipped_batch,
-    "C": wrong_dtype,
-    "D": mismatched_collectives,
-    "E": slow_rank,
-    "F": communicating_accumulation,
-    "G": uneven_data,
-    "H": unsharded_parameter,
+    "A": ("forgotten zero_grad", forgotten_zero_grad),
+    "B": ("skipped batch", skipped_batch),
+    "C": ("wrong-dtype reduction", wrong_dtype),
+    "D": ("mismatched collectives", mismatched_collectives),
+    "E": ("slow rank", slow_rank),
+    "F": ("accumulation that communicates", communicating_accumulation),
+    "G": ("uneven data", uneven_data),
+    "H": ("unsharded parameter", unsharded_parameter),
 }
+#: Fault by letter.
+FAULTS = {letter: name for letter, (name, _) in _PROGRAMS.items()}
 _HANGS = frozenset("BDG")
 HEALTHY = "healthy"
 
@@ -272,7 +263,7 @@ def _run_until_it_hangs(
 def _play(work: list[tuple[str, bool, Setting, str]]) -> None:
     for program, healthy, setting, folder in work:
         log = RankLog(folder)
-        _PROGRAMS[program](setting, log, not healthy)
+        _PROGRAMS[program][1](setting, log, not healthy)
         log.close()
 
 

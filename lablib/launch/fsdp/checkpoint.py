@@ -130,17 +130,18 @@ def read_info(path: str | Path) -> dict[str, Any]:
         info = json.loads((path / INFO).read_text(encoding="utf-8"))
         files = info["files"].items()
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"checkpoint {path} is damaged: {INFO} cannot be read; use an older one") from None
+        raise _damaged(path, f"{INFO} cannot be read") from None
     for name, size in files:
         file = path / name
         if not file.exists():
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing; use an older one")
+            raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes and was written with {size}; "
-                "use an older one"
-            )
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes and was written with {size}")
     return info
+
+
+def _damaged(path: str | Path, text: str) -> ValueError:
+    return ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
 
 
 def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
@@ -149,11 +150,9 @@ def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(No
         try:
             same = _crc32(Path(path) / name) == written
         except OSError as error:
-            text = f"{name} cannot be read ({error.strerror})"
-            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one") from None
+            raise _damaged(path, f"{name} cannot be read ({error.strerror})") from None
         if not same:
-            text = f"the content of {name} is not what was written"
-            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
+            raise _damaged(path, f"the content of {name} is not what was written")
 
 
 def check_whole(path: str | Path) -> dict[str, Any]:
@@ -231,8 +230,7 @@ class Saving:
     def result(self) -> Path:
         """Wait until the checkpoint is complete on all ranks, and return its path; every rank must call.
 
-        Raises:
-            RuntimeError: If a rank could not write. Older checkpoints are as they were.
+        Raises a RuntimeError if a rank could not write. Older checkpoints are as they were.
         """
         if not self._asked:
             self._asked = True
@@ -429,30 +427,21 @@ def _check_same_model(path: str | Path, weights: dict[str, Any], stored: dict[st
         raise ValueError(f"checkpoint {path} is of another model: {'; '.join(p.strip() for p in problems)}")
 
 
-_PREFIX = "model."
-
-
 def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the model of a checkpoint as one safetensors file; in one process, without ranks.
+    """Write the model of a checkpoint as one safetensors file, cast to `dtype` if given; in one process, without ranks.
 
     Names are those of the module that was saved: a Hugging Face model's file is one that `from_pretrained` reads.
     Of tied parameters the first name is written, as Hugging Face does; `safetensors.torch.load_model` restores
-    the others. The whole model must fit into memory.
-
-    Args:
-        dtype: Cast floating-point tensors to this; None keeps what was saved.
+    the others. The full model must fit into memory.
     """
     info = read_info(checkpoint)
     check_content(checkpoint, info)
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(_PREFIX)
-    }
+    saved = {name: entry for name, entry in stored.items() if name.startswith("model.")}
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
     with alone_is_fine():
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     tensors = {
-        name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
+        name.removeprefix("model."): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
     }
     return write_safetensors_file(tensors, file, step=str(info["step"]), tied=json.dumps(info["tied"]))

@@ -249,11 +249,9 @@ def describe_casts(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> str:
 def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
     """Accumulate gradients without communication: backward passes in the block reduce nothing.
 
-    A rank then holds whole gradients, not shards. The first backward after the block reduces all of them.
-
-    Args:
-        keep_gathered: Also leave the parameters gathered after backward: no all-gather for the next forward,
-            for the price of the whole model in memory.
+    A rank then holds full gradients, not shards. The first backward after the block reduces all of them.
+    `keep_gathered` also leaves the parameters gathered after backward: no all-gather for the next forward, for the
+    price of the full model in memory.
     """
     root = _root(model)
     root.set_requires_gradient_sync(False)

@@ -184,12 +184,9 @@ def refuse(queue: Path) -> None:
 
 @contextmanager
 def only_queue(patience: float = 0.0) -> Iterator[None]:
-    """Hold the right to run labs here; two queues at a time would measure each other.
+    """Hold the right to run labs here, or raise a BlockingIOError: two queues at a time would measure each other.
 
     The operating system takes it back when the process ends, however it ends.
-
-    Raises:
-        BlockingIOError: If another process holds it.
     """
     runs_dir().mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience
@@ -315,11 +312,7 @@ def source_digest() -> str:
 
 
 def parse_gpus(text: str, here: int) -> list[int]:
-    """Return the numbers of the GPUs to use.
-
-    Args:
-        text: "all", a number of GPUs ("2"), "0" or "cpu" for none, or "0,3" for these two.
-    """
+    """Return the numbers of the GPUs to use: "all", how many ("2"), "0" or "cpu" for none, "0,3" for these two."""
     if text == "all":
         return list(range(here))
     if text == "cpu":

@@ -35,14 +35,10 @@ SUFFIXES = (".distcp", ".safetensors", ".pt", ".tar.gz")
 
 
 def pack_results(target: Path | None = None) -> Path:
-    """Write one archive with everything that was measured here.
+    """Write one archive with everything that was measured here, by default beside it; return its path.
 
-    Args:
-        target: The archive; by default in distributed-experiments/, with the moment in its name.
-
-    Returns:
-        The archive. Its distributed-experiments/LEFT_OUT.txt names what was too large. Records of other machines are
-        not in it: at home they are there, and perhaps newer.
+    LEFT_OUT.txt in it names what was too large. Records of other machines are not in it: at home they are there, and
+    perhaps newer.
     """
     source = experiments_dir()
     records = repository_root() / "labs" / "recorded"

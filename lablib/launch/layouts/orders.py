@@ -52,14 +52,9 @@ class Outcome:
         return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
 
 
-def case_names() -> list[str]:
-    """Return the names of all orders that can be tried."""
-    return list(CASES)
-
-
 def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[Outcome]:
-    """Run orders of application on four ranks, and say what happened."""
-    chosen = case_names() if names is None else list(names)
+    """Run orders of application by their names in `CASES`, all by default, and say what happened."""
+    chosen = list(CASES if names is None else names)
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]

@@ -151,10 +151,9 @@ def _text() -> Tensor:
 
 
 def measured_times(timeline: Timeline) -> dict[str, list[float]]:
-    """Return the median time of every kind of action on every stage, as `simulate` takes it.
+    """Return the median time of every kind of action on every stage of a real step, as `simulate` takes it.
 
-    Args:
-        timeline: Of a real step; a stage without actions of a kind counts 0 for it.
+    A stage without actions of a kind counts 0 for it.
     """
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     samples: dict[tuple[str, int], list[float]] = {}
@@ -198,13 +197,10 @@ def weight_half_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int,
 
 
 def predicted_peaks(schedule: Schedule, config: ModelConfig, *, batch: int, seq: int) -> list[int]:
-    """Return the bytes of activations that each rank of the toy holds at its worst moment, in fp32.
+    """Return the bytes of activations that each rank of the toy holds at its worst instant, in fp32.
 
-    What a stage keeps for one micro-batch, times what the schedule holds. Where it splits the backward, a part stays
-    between I and W.
-
-    Args:
-        config: The model, not tied, cut as `lablib.toys.pipeline.split_stages` cuts it by default.
+    What a stage keeps for one micro-batch, times the micro-batches that the schedule holds. Where it splits the
+    backward, a part stays between I and W. The model is not tied, and cut as `split_stages` cuts it by default.
     """
     cuts = [stage * config.num_layers // schedule.num_stages for stage in range(schedule.num_stages + 1)]
     layers = [end - start for start, end in itertools.pairwise(cuts)]

@@ -110,11 +110,7 @@ class ToyJob:
             self.optimizer = torch.optim.AdamW(held.parameters(), **ADAMW)
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
-        """Run forward and backward and average gradients over dp.
-
-        Returns:
-            The mean loss of the replica where the last stage is, else None.
-        """
+        """Run forward and backward, average gradients over dp; return the mean loss where the last stage is."""
         microbatches = list(tokens_BT.chunk(self.job.micro_batches))
         if self.pipeline and self.zero:
             step = _Pipelined(self.pipeline, microbatches)
@@ -222,7 +218,7 @@ class TorchJob:
 
     def __init__(self, job: Miniature, model: Transformer) -> None:
         self.job = job
-        self.mesh = make_mesh(job)
+        self.mesh = init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=DIMS)
         self.groups = {axis: self.mesh[axis].get_group() for axis in DIMS}
         stage = self.mesh["pp"].get_local_rank()
         held: nn.Module = split_stages(model, job.pp)[stage] if job.pp > 1 else model
@@ -245,11 +241,7 @@ class TorchJob:
         self.optimizer = torch.optim.AdamW(groups, fused=True, **ADAMW)
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
-        """Run forward and backward and average gradients over dp.
-
-        Returns:
-            The mean loss of the replica where the last stage is, else None.
-        """
+        """Run forward and backward, average gradients over dp; return the mean loss where the last stage is."""
         if self.schedule is None:
             loss = mean_loss(self.wrapped(tokens_BT[:, :-1]), tokens_BT)
             loss.backward()
@@ -272,11 +264,6 @@ class TorchJob:
     def weights(self) -> dict[str, Tensor]:
         """Return whole weights of what this rank's stage has, by name; every rank must call it."""
         return {plain_name(name): whole(p) for name, p in self.held.named_parameters()}
-
-
-def make_mesh(job: Miniature) -> DeviceMesh:
-    """Return the DeviceMesh of a miniature, with dims pp, dp and tp."""
-    return init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=DIMS)
 
 
 def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:

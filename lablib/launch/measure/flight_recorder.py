@@ -86,11 +86,7 @@ def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
 
 
 def compare_flight_records(ranks: Mapping[int, list[Call]]) -> str:
-    """Say where the ranks part: who called what, and who did not come.
-
-    Returns:
-        One sentence for the first call of a group that is not the same on all ranks that recorded the group.
-    """
+    """Return a sentence on the first call that is not the same on all ranks of its group."""
     groups = dict.fromkeys(call.group for calls in ranks.values() for call in calls)
     for group in groups:
         by_rank = {rank: {call.number: call for call in calls if call.group == group} for rank, calls in ranks.items()}

@@ -183,13 +183,8 @@ def saved_activations(model: nn.Module | None = None) -> Iterator[SavedActivatio
     """Count the bytes that autograd saves for backward while the block runs: put one forward pass in it.
 
     A view counts as its whole storage, which it keeps alive. Parameters and buffers exist anyway and don't count.
-    Whatever is saved counts, so a backward pass inside that recomputes adds what it saves in turn.
-
-    Args:
-        model: Gives modules their names. None: the outermost module that runs does.
-
-    Yields:
-        The result; complete when the block ends.
+    Whatever is saved counts, so a backward pass inside that recomputes adds what it saves in turn. Modules are named as
+    in `model`, by default the outermost one that runs. The result is complete when the block ends.
     """
     result = SavedActivations()
     names = {} if model is None else {module: name for name, module in model.named_modules()}

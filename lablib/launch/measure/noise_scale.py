@@ -50,11 +50,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float, float]:
-    """Return the two squared norms of one step of replicas, and leave the averaged gradient in `p.grad`.
-
-    Returns:
-        |G_b|², the mean over ranks, and |G_B|²; the same on all ranks.
-    """
+    """Return |G_b|², the mean over ranks, and |G_B|² of a step of replicas; the mean gradient stays in `p.grad`."""
     if isinstance(model, FSDPModule):
         raise ValueError("FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches")
     model.zero_grad()
@@ -70,11 +66,7 @@ def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float,
 
 
 def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[Any]) -> tuple[float, float]:
-    """Return the two squared norms of one step of several micro-batches, and leave their mean in `p.grad`.
-
-    Returns:
-        |G_b|², the mean over micro-batches, and |G_B|²; under FSDP2 the same on all ranks.
-    """
+    """Return |G_b|², the mean over micro-batches, and |G_B|² of one step; the mean gradient stays in `p.grad`."""
     if len(batches) < 2:
         raise ValueError(f"{len(batches)} micro-batch gives one batch size; the noise scale needs two or more")
     sums: list[torch.Tensor] = []

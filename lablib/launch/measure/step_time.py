@@ -12,6 +12,7 @@ A step is one forward and one backward pass; the optimizer does the same with or
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -86,33 +87,23 @@ def _time_all(
     bucket_bytes: int,
     device: str,
 ) -> list[dict[str, Any]]:
-    return [
-        sample
-        for width in widths
-        for count in tokens
-        for sample in _time_one(width, count, modes, repeats, bucket_bytes, device)
-    ]
-
-
-def _time_one(
-    width: int, tokens: int, modes: tuple[str, ...], repeats: int, bucket_bytes: int, device: str
-) -> list[dict[str, Any]]:
-    x = torch.randn(tokens, width, device=device)
-    steps: dict[str, Callable[[], None]] = {"compute": _step(linear_stack(width).to(device), x)}
-    params = sum(p.numel() for p in linear_stack(width).parameters())
-    if dist.get_world_size() > 1:
-        after = BucketedDDP(linear_stack(width).to(device), first_bytes=2**40)
-        over = OverlappedDDP(linear_stack(width).to(device), first_bytes=2**18, bucket_bytes=bucket_bytes)
-        steps["communication"] = _exchange(after, [torch.ones_like(p) for p in after.params])
-        steps["after backward"] = _step(after, x)
-        steps["overlapped"] = _step(over, x)
-    fixed = {"ranks": dist.get_world_size(), "params": params, "grad_bytes": 4, "tokens": tokens}
     samples = []
-    for repeat in range(-1, repeats):  # round -1 warms up
-        for mode in (mode for mode in modes if mode in steps):
-            seconds = _seconds(steps[mode], device)
-            if repeat >= 0:
-                samples.append({**fixed, "mode": mode, "repeat": repeat, "seconds": seconds})
+    for width, count in itertools.product(widths, tokens):
+        x = torch.randn(count, width, device=device)
+        steps: dict[str, Callable[[], None]] = {"compute": _step(linear_stack(width).to(device), x)}
+        params = sum(p.numel() for p in linear_stack(width).parameters())
+        if dist.get_world_size() > 1:
+            after = BucketedDDP(linear_stack(width).to(device), first_bytes=2**40)
+            over = OverlappedDDP(linear_stack(width).to(device), first_bytes=2**18, bucket_bytes=bucket_bytes)
+            steps["communication"] = _exchange(after, [torch.ones_like(p) for p in after.params])
+            steps["after backward"] = _step(after, x)
+            steps["overlapped"] = _step(over, x)
+        fixed = {"ranks": dist.get_world_size(), "params": params, "grad_bytes": 4, "tokens": count}
+        for repeat in range(-1, repeats):  # round -1 warms up
+            for mode in (mode for mode in modes if mode in steps):
+                seconds = _seconds(steps[mode], device)
+                if repeat >= 0:
+                    samples.append({**fixed, "mode": mode, "repeat": repeat, "seconds": seconds})
     return samples
 
 
@@ -159,13 +150,10 @@ def medians(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trace_spans(timeline: Sequence[tuple[str, int, float]]) -> list[tuple[str, str, float, float, str]]:
-    """Turn the timeline of a toy DDP into bars: lane, role, start and end in milliseconds, label.
+    """Turn `model.timeline` of a toy DDP into bars: lane, role, start and end in milliseconds, label.
 
     Backward is cut where a gradient became ready; a bucket is on the link from its launch, or from the end
     of the bucket before it, until it is reduced.
-
-    Args:
-        timeline: `model.timeline` after a step, (event, message, seconds); it begins when forward returned.
     """
     origin = timeline[0][2]
     at = {(event, message): 1e3 * (seconds - origin) for event, message, seconds in timeline}

@@ -138,11 +138,7 @@ def gpu_policy() -> dict[str, str]:
 
 
 def differs_on_gpu(trace: AutocastTrace) -> dict[str, tuple[set[str], str]]:
-    """Return the operators of a trace for which the lists of a GPU ask for another precision.
-
-    Returns:
-        By operator: the dtypes that it read on the CPU, and what a GPU would do: "lower" or "fp32".
-    """
+    """Return, by operator of a trace, its dtypes on the CPU and "lower" or "fp32", where a GPU's lists ask for that."""
     policy, found = gpu_policy(), {}
     for op in {cast.op for cast in trace.forward}:
         # Below autocast an operator may have the name of its kernel: _softmax, nll_loss_forward.

@@ -58,8 +58,7 @@ def fp8_error(
 def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
     """Catch what the linear layers of a model multiply, while the block runs forward and backward.
 
-    Yields:
-        By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
+    By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
     """
     caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
 
@@ -305,8 +304,7 @@ def allreduce_error(
 ) -> list[SumError]:
     """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums.
 
-    Args:
-        mean: Of the values, whose deviation is 1; from about 4 on they have one sign.
+    The values have the deviation 1 and this mean; from about 4 on they have one sign.
     """
     if min(world_sizes) < 2:
         raise ValueError(f"world_sizes={world_sizes}: a sum over ranks needs at least 2 of them")

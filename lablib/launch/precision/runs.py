@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lablib.calc.precision import FORMATS
 from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
@@ -68,17 +67,6 @@ def histogram(x: Tensor) -> Histogram:
 def gradient_histograms(model: nn.Module) -> dict[str, Histogram]:
     """Return a histogram of every gradient that a model has, by the name of its parameter."""
     return {name: histogram(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def lost_to_fp16(gradients: dict[str, Histogram]) -> dict[str, float]:
-    """Return, for fp32 gradients, which share of each tensor rounds to zero in fp16.
-
-    It is a forecast: an fp16 backward also rounds what lies between the loss and the gradient, and a tensor behind
-    one that became zero is zero too.
-    """
-    # Half of the smallest subnormal, 2^-25, rounds to zero: a tie, and zero is the even neighbour.
-    half = math.frexp(FORMATS["fp16"].min_subnormal)[1] - 2
-    return {name: (h.below(half) + h.zeros) / h.count for name, h in gradients.items()}
 
 
 BATCH, SEQ = 4, 32
@@ -168,9 +156,6 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 
     A batch of a million tokens makes gradients small: the loss is a mean, so each of 8192 micro-batches of 128 tokens
     is divided by 8192. AdamW does not mind, as it divides by the gradient's own size; fp16 does.
-
-    Returns:
-        Runs "fp32", "fp16" and "fp16, loss scaling".
     """
     settings = {"steps": steps, "lr": lr, "accumulate": accumulate}
     return {
@@ -185,11 +170,7 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 def overflow(*, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8) -> dict[str, Training]:
     """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one.
 
-    Args:
-        interval: Good steps before the dynamic scale grows; 2000 in PyTorch, fewer here so that it is seen.
-
-    Returns:
-        Runs "fp32", "fp16, fixed scale" and "fp16, dynamic scale".
+    The dynamic scale grows after `interval` good steps: 2000 in PyTorch, fewer here so that it is seen.
     """
     settings = {"steps": steps, "lr": lr}
     return {
@@ -208,13 +189,7 @@ def stall(
 ) -> dict[str, Training]:
     """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures.
 
-    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays.
-
-    Args:
-        trained: Start from this fp32 model instead, and train nothing before.
-
-    Returns:
-        Runs "fp32", "bf16", "bf16, stochastic rounding" and "bf16, master weights".
+    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays, or `trained`.
     """
     if trained is None:
         before = MasterWeights(small_model(), torch.float32)

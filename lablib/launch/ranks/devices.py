@@ -35,10 +35,6 @@ def rank_device() -> torch.device:
 
 
 def rank_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return a mesh of all ranks on the device of this one.
-
-    Args:
-        *shape: Ranks along each axis; one axis of all ranks if none is given.
-    """
+    """Return a mesh of all ranks on the device of this one: one axis, or so many ranks along each."""
     kind = rank_device().type
     return init_device_mesh(kind, shape or (dist.get_world_size(),), mesh_dim_names=names)

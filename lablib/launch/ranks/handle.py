@@ -31,12 +31,7 @@ def readable(traceback: str) -> str:
 
 
 def standing(stacks: str) -> str | None:
-    """Say in one line where a rank stands.
-
-    Returns:
-        The innermost line that is not a library's, and the function of the library that it waits in.
-        None if there is no stack.
-    """
+    """Return the innermost line that is not a library's, and the function that it waits in; None without a stack."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
     main_thread = next((text for text in reversed(threads) if _ENTRY in text), "")
     frames = [found for line in main_thread.splitlines() if (found := _FRAME.match(line))]
@@ -202,11 +197,7 @@ class Rank:
 
 
 def ending(code: int | None) -> str:
-    """Say how a process ended that gave no result.
-
-    Args:
-        code: Its exit code, or the negative number of a signal.
-    """
+    """Say how a process without a result ended, by its exit code or the negative number of a signal."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", perhaps for want of memory" if name == "SIGKILL" else ""

@@ -63,10 +63,9 @@ def measure_step(
     repeats: int = 0,
     seed: int = 0,
 ) -> MeasuredStep:
-    """Run steps (forward and backward, no optimizer) under a strategy: one counts bytes, one FLOPs, some are timed.
+    """Run steps (forward and backward) under a strategy: one counts bytes, one FLOPs, `repeats` are timed.
 
-    Args:
-        repeats: How many steps to time, after one that is not.
+    Every step has the same tokens and dropout. The model is left as it was, without gradients.
     """
     device = model.embed.weight.device
 
@@ -169,9 +168,7 @@ def predicted_cost(
 ) -> RecomputeCost:
     """Return what `measure_step` will count: `recompute_cost` with kernels="toy" and the model's own settings.
 
-    Args:
-        implementation: As in `apply_strategy`; the toy and PyTorch's reentrant way never stop early.
-        bandwidth: Bytes per second to the host, per direction.
+    The toy and PyTorch's reentrant implementation never stop early; the bandwidth is to the host, per direction.
     """
     return recompute_cost(
         model.config,
@@ -191,12 +188,7 @@ def predicted_cost(
 def find_largest_batch(
     budget_bytes: int, model: Transformer, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: Any
 ) -> int:
-    """Return the largest batch whose measured peak fits a budget, by running batches: doubling, then halving.
-
-    Args:
-        fixed_bytes: What is there whatever the batch.
-        **how: More for `measure_step`.
-    """
+    """Return the largest batch whose measured peak, with `fixed_bytes`, fits a budget, by running batches."""
 
     def fits(batch: int) -> bool:
         step = measure_step(model, strategy, batch=batch, seq=seq, flops=False, **how)

@@ -80,10 +80,8 @@ class KeptTensor:
 def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) -> list[KeptTensor]:
     """Return every storage that one forward pass leaves behind for backward, in the order of keeping.
 
-    Parameters and buffers exist anyway and are left out; a view counts as its storage.
-
-    Args:
-        run: Windows of tokens for `model.loss`, or a function that runs forward.
+    `run` is windows of tokens for `model.loss`, or a function that runs forward. Parameters and buffers exist anyway
+    and are left out; a view counts as its storage.
     """
     paths = {module: path for path, module in model.named_modules()}
     existing = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
@@ -147,9 +145,7 @@ def _name(model: nn.Module, module: str, operator: str, index: int) -> tuple[int
 def bytes_by_name(kept: Iterable[KeptTensor | SavedTensor], block: int | None = None) -> dict[str, int]:
     """Return the bytes of tensors by name, measured or computed, so that the two can be compared.
 
-    Args:
-        kept: What `named_saved_tensors` or `lablib.calc.memory.activations.block_tensors` returned.
-        block: Only what this block kept, without the rotary tables, which all blocks share; None: everything.
+    With a block, those that it kept, without the rotary tables, which all blocks share.
     """
     total: Counter[str] = Counter()
     for tensor in kept:
@@ -199,6 +195,17 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
     return (gradients[0] - gradients[1]).abs().max().item()
 
 
+class _Counted:
+    """A layer that counts its runs; after the first one another function may take its place."""
+
+    def __init__(self, layer: nn.Module, later: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.layer, self.later, self.runs = layer, later or layer, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.layer(x) if self.runs == 1 else self.later(x)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run came to."""
@@ -214,27 +221,20 @@ def changed_function(implementation: str = "torch", *, shape_changes: bool = Tru
     PyTorch's way without reentrance compares shapes, dtypes and devices of what the replay keeps with what forward
     kept, and raises CheckpointError. What keeps its shape slips through, and reentrant ways compare nothing:
     gradients are wrong without a word.
-
-    Args:
-        shape_changes: Whether the second run keeps a tensor of another shape, or just another value.
     """
     layer, x = _layer()
-    runs = 0
 
-    def fickle(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            return layer(x)
+    def changed(x: Tensor) -> Tensor:
         return layer(torch.cat((x, x)))[:ROWS] if shape_changes else layer(2 * x)
 
+    fickle = _Counted(layer, changed)
     layer(x).sum().backward()
     right, x.grad = x.grad, None
     try:
         _way(implementation)(fickle, x).sum().backward()
     except CheckpointError as error:
-        return Outcome(str(error).splitlines()[0], runs - 1, None)
-    return Outcome("", runs - 1, (x.grad - right).abs().max().item())
+        return Outcome(str(error).splitlines()[0], fickle.runs - 1, None)
+    return Outcome("", fickle.runs - 1, (x.grad - right).abs().max().item())
 
 
 def split_backward(implementation: str = "torch") -> Outcome:
@@ -244,13 +244,7 @@ def split_backward(implementation: str = "torch") -> Outcome:
     the two passes, unless they are told that they belong together, so recomputation is paid twice.
     """
     layer, x = _layer()
-    runs = 0
-
-    def counted(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        return layer(x)
-
+    counted = _Counted(layer)
     weights = list(layer.parameters())
     right = torch.autograd.grad(layer(x).sum(), [x, *weights])
     loss = _way(implementation)(counted, x).sum()
@@ -258,9 +252,9 @@ def split_backward(implementation: str = "torch") -> Outcome:
         (first,) = torch.autograd.grad(loss, [x], retain_graph=True)
         rest = torch.autograd.grad(loss, weights)
     except RuntimeError as error:
-        return Outcome(str(error).splitlines()[0], runs - 1, None)
+        return Outcome(str(error).splitlines()[0], counted.runs - 1, None)
     errors = [(a - b).abs().max().item() for a, b in zip(right, (first, *rest), strict=True)]
-    return Outcome("", runs - 1, max(errors))
+    return Outcome("", counted.runs - 1, max(errors))
 
 
 def frozen_input(implementation: str = "torch") -> Outcome:
@@ -269,32 +263,22 @@ def frozen_input(implementation: str = "torch") -> Outcome:
     PyTorch's reentrant way returns an output without a graph, with a warning, and the layer never learns.
     """
     layer, x = _layer()
-    x = x.detach()
-    runs = 0
-
-    def counted(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        return layer(x)
-
+    counted, x = _Counted(layer), x.detach()
     weights = list(layer.parameters())
     right = torch.autograd.grad(layer(x).sum(), weights)
     output = _way(implementation)(counted, x)
     if not output.requires_grad:
-        return Outcome("the output has no graph: its parameters get no gradient", runs - 1, None)
+        return Outcome("the output has no graph: its parameters get no gradient", counted.runs - 1, None)
     output.sum().backward()
     errors = [(w.grad - g).abs().max().item() for w, g in zip(weights, right, strict=True)]
-    return Outcome("", runs - 1, max(errors))
+    return Outcome("", counted.runs - 1, max(errors))
 
 
 def compiled(order: str) -> tuple[float, list[str]]:
-    """Compile and recompute one layer in either order; return the gradients' error and what the compiler saw.
+    """Compile and recompute one layer in either order; return the gradients' error and the graph's operators.
 
     `compile(checkpoint(layer))` puts the recomputed part into the graph as one marked operator, and the compiler's
     partitioner decides what to keep. `checkpoint(compile(layer))` shows the compiler a plain layer, which runs twice.
-
-    Returns:
-        The largest difference to gradients without either, and the names of the operators in the graph.
     """
     layer, x = _layer()
     seen: list[str] = []

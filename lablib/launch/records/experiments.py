@@ -73,11 +73,7 @@ class Predictions:
         self._entries: dict[str, _Prediction] = {}
 
     def predict(self, name: str, value: float, unit: str) -> float:
-        """Store a number before the run; after the run it no longer changes.
-
-        Returns:
-            The number that counts: `value`, or the locked one if `name` was already measured.
-        """
+        """Store a number before the run; return the number that counts, the first one if `name` is already measured."""
         entry = self._entries.get(name)
         if entry is not None and entry.measured is not None:
             if entry.value != value:
@@ -89,11 +85,7 @@ class Predictions:
         return float(value)
 
     def compare(self, name: str, measured: float) -> float:
-        """Put a measurement beside its prediction.
-
-        Returns:
-            Measured over predicted; not a number where zero was predicted.
-        """
+        """Put a measurement beside its prediction; return measured over predicted, NaN where zero was predicted."""
         if name not in self._entries:
             known = ", ".join(self._entries) or "none yet"
             raise ValueError(f"no prediction named {name!r}; predict before you measure (predicted: {known})")

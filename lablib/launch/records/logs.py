@@ -67,15 +67,7 @@ _NAME = "rank-{:05d}.jsonl"
 
 
 class RankLog:
-    """Writes the log of one rank.
-
-    Args:
-        rank: Number in the file's name; by default this process's rank.
-        clock: Seconds for the field "time".
-
-    Attributes:
-        path: The file.
-    """
+    """Writes the log of one rank, by default of this process, into a folder that is made when missing."""
 
     def __init__(self, folder: str | Path, rank: int | None = None, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(Path(folder) / _NAME.format(own_rank() if rank is None else rank))

@@ -20,12 +20,7 @@ from typing import Any
 
 
 def this_machine() -> dict[str, Any]:
-    """Identify the hardware and the versions that a measurement depends on.
-
-    Returns:
-        CPU model and count, memory in bytes, accelerators by name and in detail, operating system, and the versions
-        of Python, torch, CUDA, NCCL and the driver; None where there is none.
-    """
+    """Return the hardware and the versions that a measurement depends on; None where there is none."""
     import torch
 
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -65,11 +60,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_topology() -> dict[str, Any]:
-    """Return what connects the GPUs of this machine: who reaches whom, and the driver's own matrix as text.
-
-    Returns:
-        gpus; peer_access, a list of rows of booleans; matrix, the output of `nvidia-smi topo -m`.
-    """
+    """Return what connects the GPUs: their number, who reaches whom, and the matrix of `nvidia-smi topo -m`."""
     import torch
 
     count = torch.cuda.device_count()
@@ -89,11 +80,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def machine_label(where: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Return one line on where something was measured.
-
-    Args:
-        samples: Raw samples; if one has more `ranks` than there are GPUs, the line says that they shared them.
-    """
+    """Return one line on where something was measured; it says when more `ranks` than GPUs had to share them."""
     gpus = list(where["gpus"])
     if not gpus:
         return f"{where['cpu']}, {where['cpus']} CPUs"

@@ -51,14 +51,7 @@ class Kept:
         self._folder = lab_folder()
 
     def sample(self, case: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the sample of a case: the one that is kept, or a new one.
-
-        Args:
-            case: What tells this sample from the others, as JSON can write it.
-
-        Returns:
-            The case and what was measured, in one dictionary.
-        """
+        """Return the sample of a case, with what tells it from the others: the one that is kept, or a new one."""
         if self._folder is None:
             return {**case, **measure()}
         text = json.dumps(case, sort_keys=True)

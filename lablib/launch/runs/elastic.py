@@ -84,15 +84,12 @@ def torchrun(
 ) -> Job:
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
+    A job that fails is returned, too; one that has not ended in time raises a TimeoutError with its last lines.
+
     Args:
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
         preload: Modules that the agent imports, so that its forks have them already.
         device: "cpu": the ranks see no GPU. "cuda": each rank has a GPU of its own.
-
-    Raises:
-        ValueError: If the script is not there, a number makes no sense, or there are fewer GPUs than ranks of "cuda",
-            before anything starts.
-        TimeoutError: If it has not ended in time; the last lines of its log are in the message.
     """
     if not Path(script).is_file():
         raise ValueError(f"script={str(script)!r} is not a file")
@@ -190,11 +187,7 @@ def kill_and_resume(
     timeout: float = 120,
     device: str = "cpu",
 ) -> Survivor:
-    """Train under torchrun, kill one rank with SIGKILL once, and let torchrun start the job again.
-
-    Args:
-        kill: Rank, and the step after which it is killed.
-    """
+    """Train under torchrun, kill one (rank, after a step) with SIGKILL once, and let torchrun start the job again."""
     config = TrainConfig(folder=folder, **settings)
     config.batches_of(ranks)
     if not (0 <= kill[0] < ranks and 0 < kill[1] < config.steps):

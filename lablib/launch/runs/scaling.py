@@ -129,11 +129,7 @@ PREDICTED = ("step", "speedup", "memory_bytes")
 
 
 class ScalingReport:
-    """A folder of records: `distributed-experiments/<date>-<name>/`.
-
-    Args:
-        name: Of the report; letters, digits and dashes.
-    """
+    """A folder of records: `distributed-experiments/<date>-<name>/`."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
         if not name or not all(letter.isalnum() or letter in "-_" for letter in name):

@@ -36,13 +36,8 @@ def launched_ranks(device: str = "auto") -> Iterator[torch.device]:
     """Start the process group for a block, and end it after the block.
 
     torchrun and `accelerate launch` both say by environment variables which rank a process is. A process that nobody
-    launched is the only rank of a group of one.
-
-    Args:
-        device: "cuda" with NCCL, "cpu" with gloo, or "auto": CUDA where every rank of this machine has a GPU.
-
-    Raises:
-        ValueError: If the launcher started something that would train apart, or the GPUs do not suffice.
+    launched is the only rank of a group of one. "auto" is CUDA with NCCL where every rank of this machine has a GPU,
+    and otherwise the CPU with gloo.
     """
     where = choose_device(device)
     backend = "gloo"
@@ -95,13 +90,10 @@ def check_alone() -> None:
 
 
 def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Iterator[dict[str, float]]:
-    """Take one step after the other and yield its metrics, as many as `config.steps`.
+    """Take one step after the other on one device and yield its metrics, as many as `config.steps`.
 
     bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts whole units instead, so the
     two agree in fp32 alone to rounding.
-
-    Yields:
-        step, loss, grad_norm, lr, seconds, tokens_per_second.
     """
     device = torch.device(device)
     shape = train_model(config.model)

@@ -6,11 +6,12 @@ A step trains on `global_batch` sequences. Each of n ranks takes global_batch / 
 global_batch / (n * micro_batch) micro-batches. The step is the same on any number of ranks that divides it.
 """
 
+# ruff: noqa: RUF009 (each `_option` makes a field)
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,38 +75,47 @@ def _buildable(name: str) -> bool:
     return preset(name).family in ("gpt2", "llama", "qwen2")
 
 
+def _option(default: Any, text: str) -> Any:
+    """Return a field of `TrainConfig` with the help of its option."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run; it checks itself when it is made."""
+    """One training run; it checks itself when it is made.
 
-    folder: str | Path  # the run's folder: metrics, checkpoints, run.json
-    model: str = "tiny"  # name of the shape, see `train_model`; "" where a task brings its own model
-    steps: int = 100  # optimizer steps in all
-    global_batch: int = 16  # sequences in a step, over all ranks
-    micro_batch: int = 0  # sequences in one forward pass of a rank; 0 takes a rank's whole share at once
-    seq: int = 128  # tokens in a sequence
-    lr: float = 1e-3  # peak learning rate
-    lr_final: float = 0.1  # learning rate of the last step, as a share of the peak
-    lr_steps: int = 0  # steps of the schedule; 0 means `steps`. Give it to a run that you mean to prolong.
-    warmup: int = 0  # steps of the linear warm-up
-    weight_decay: float = 0.1  # AdamW's, on matrices and not on biases and norms
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    eps: float = 1e-8  # AdamW's
-    clip: float = 1.0  # largest gradient norm; float("inf") measures it and changes nothing
-    precision: str = "bf16"  # "bf16" (fp32 shards, bf16 computation) or "fp32"
-    recompute: str = "none"  # "none", "selective" (the attention core), "matmuls" (keeps matrix products), "full"
-    compile: bool | str = False  # torch.compile each block and the loss; a text names the backend
-    wrap: str = "block"  # wrap units, see `lablib.launch.fsdp.wrapping`
-    replicas: int = 1  # copies of the sharded model (HSDP); 1 shards over all ranks
-    reshard: bool = True  # free a unit's weights after forward (ZeRO-3) or keep them until backward (ZeRO-2)
-    prefetch: int = 0  # units to gather ahead; 0 leaves it to FSDP2
-    # reduce gradients after every micro-batch: more messages, and no whole gradients in memory
-    reduce_every: bool = False
-    seed: int = 0  # of the first weights and the order of the data
-    text: str = ""  # a UTF-8 file to train on; "" is the course's own prose
-    tokens: str = ""  # a token file of `train_data.write_tokens`, in place of a text
-    keep: int = 2  # checkpoints to keep
-    peak_flops: float = 0.0  # peak FLOP/s of a device for MFU; 0 looks the GPU up, and gives none where it is unknown
+    `model` is "" where a task brings its own, and `compile` may name a backend.
+    """
+
+    folder: str | Path = _option(MISSING, "the run's folder: metrics, checkpoints, run.json")
+    model: str = _option("tiny", f"shape: {', '.join(MODELS)}, or another preset of the gpt2, llama or qwen2 family")
+    steps: int = _option(100, "optimizer steps in all")
+    global_batch: int = _option(16, "sequences in a step, over all ranks")
+    micro_batch: int = _option(0, "sequences in one forward pass of a rank; 0 takes a rank's whole share")
+    seq: int = _option(128, "tokens in a sequence")
+    lr: float = _option(1e-3, "peak learning rate")
+    lr_final: float = _option(0.1, "learning rate of the last step, as a share of the peak")
+    lr_steps: int = _option(0, "steps of the schedule, if the run may be prolonged; 0 means --steps")
+    warmup: int = _option(0, "steps of the linear warm-up")
+    weight_decay: float = _option(0.1, "of AdamW, on matrices")
+    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW")
+    eps: float = _option(1e-8, "of AdamW")
+    clip: float = _option(1.0, "largest gradient norm; inf measures it and changes nothing")
+    precision: str = _option("bf16", "bf16 (fp32 shards, bf16 computation) or fp32")
+    recompute: str = _option("none", "none, selective (attention), matmuls (keeps products) or full")
+    compile: bool | str = _option(False, "torch.compile each block and the loss")
+    wrap: str = _option("block", "what is gathered at a time: block, linear, none or size:N")
+    replicas: int = _option(1, "copies of the sharded model (HSDP)")
+    reshard: bool = _option(
+        True, "free a block's weights after forward; --no-reshard keeps them until backward (ZeRO-2)"
+    )
+    prefetch: int = _option(0, "blocks to gather ahead; 0 leaves it to FSDP2")
+    reduce_every: bool = _option(False, "reduce gradients after every micro-batch: saves the memory of whole gradients")
+    seed: int = _option(0, "of the first weights and the order of the data")
+    text: str = _option("", "train on this UTF-8 file; by default on the course's own prose")
+    tokens: str = _option("", "train on this token file (.npy)")
+    keep: int = _option(2, "checkpoints to keep")
+    peak_flops: float = _option(0.0, "FLOP/s of a device for MFU; by default looked up by the GPU's name")
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "eps", "peak_flops"):
@@ -196,52 +206,20 @@ def describe(config: TrainConfig, ranks: int) -> str:
     )
 
 
-_HELP = {
-    "folder": "the run's folder: metrics, checkpoints, run.json",
-    "model": f"shape: {', '.join(MODELS)}, or another preset of the gpt2, llama or qwen2 family",
-    "steps": "optimizer steps in all",
-    "global_batch": "sequences in a step, over all ranks",
-    "micro_batch": "sequences in one forward pass of a rank; 0 takes a rank's whole share",
-    "seq": "tokens in a sequence",
-    "lr": "peak learning rate",
-    "lr_final": "learning rate of the last step, as a share of the peak",
-    "lr_steps": "steps of the schedule, if the run may be prolonged; 0 means --steps",
-    "warmup": "steps of the linear warm-up",
-    "weight_decay": "of AdamW, on matrices",
-    "betas": "of AdamW",
-    "eps": "of AdamW",
-    "clip": "largest gradient norm; inf measures it and changes nothing",
-    "precision": "bf16 (fp32 shards, bf16 computation) or fp32",
-    "recompute": "none, selective (attention), matmuls (keeps products) or full",
-    "compile": "torch.compile each block and the loss",
-    "wrap": "what is gathered at a time: block, linear, none or size:N",
-    "replicas": "copies of the sharded model (HSDP)",
-    "reshard": "free a block's weights after forward; --no-reshard keeps them until backward (ZeRO-2)",
-    "prefetch": "blocks to gather ahead; 0 leaves it to FSDP2",
-    "reduce_every": "reduce gradients after every micro-batch: saves the memory of whole gradients",
-    "seed": "of the first weights and the order of the data",
-    "text": "train on this UTF-8 file; by default on the course's own prose",
-    "tokens": "train on this token file (.npy)",
-    "keep": "checkpoints to keep",
-    "peak_flops": "FLOP/s of a device for MFU; by default looked up by the GPU's name",
-}
-
-
 def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with an option for every field of TrainConfig, and the options of the launch."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for field in fields(TrainConfig):
-        default = defaults.get(field.name, field.default)
-        options: dict[str, Any] = {"help": _HELP[field.name], "default": default}
-        if default is MISSING:
-            options = {"help": _HELP[field.name], "required": True}
+    for each in fields(TrainConfig):
+        default = defaults.get(each.name, each.default)
+        required = default is MISSING
+        options: dict[str, Any] = {**each.metadata, **({"required": True} if required else {"default": default})}
         if isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction
         elif isinstance(default, tuple):
             options |= {"type": type(default[0]), "nargs": len(default)}
-        elif default is not MISSING:
+        elif not required:
             options["type"] = type(default)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+        parser.add_argument(f"--{each.name.replace('_', '-')}", **options)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     parser.add_argument("--print-every", type=int, default=1, help="steps between two lines")
     return parser
@@ -249,5 +227,5 @@ def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """Return the run that was asked for."""
-    values = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
+    values = {each.name: getattr(args, each.name) for each in fields(TrainConfig)}
     return TrainConfig(**values | {"betas": tuple(values["betas"])})

@@ -40,8 +40,7 @@ _CHUNK = 1 << 24  # token ids written at a time
 def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, vocab: int) -> Path:
     """Write token ids to a file that `open_tokens` maps; it appears when it is complete.
 
-    Args:
-        vocab: Ids are below it; up to 65,536 take 2 bytes each, more take 4.
+    Ids are below `vocab`; up to 65,536 take 2 bytes each, more take 4.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -77,11 +76,9 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, voc
 
 
 def text_tokens(folder: str | Path, source: str = "") -> Path:
-    """Write a text as byte-level tokens into a folder, unless its file is there already; return the file.
+    """Write a text as byte-level tokens to `text-<checksum>.npy` in a folder, unless it is there; return the file.
 
-    Args:
-        folder: Where to write `text-<checksum>.npy`: another text gets another name.
-        source: A UTF-8 file; "" for the course's own prose.
+    The source is a UTF-8 file, or "" for the course's own prose.
     """
     encoded = text(source or None).encode()
     path = Path(folder) / f"text-{zlib.crc32(encoded):08x}.npy"

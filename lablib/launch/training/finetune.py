@@ -282,10 +282,7 @@ class FineTuning(Task):
 def export_merged(pretrained: str | Path, adapters: str | Path, target: str | Path) -> Path:
     """Write a pretrained model with adapters merged into it, as a folder that Hugging Face reads; in one process.
 
-    The whole model must fit into memory. Its dtype stays.
-
-    Args:
-        target: Folder to write to; it gets the tokenizer's files, too.
+    The full model must fit into memory. Its dtype stays, and the tokenizer's files are copied.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -59,13 +59,9 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: nn.Module, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> list[str]:
-    """Freeze a model and put adapters beside its linear layers, in place; before it is sharded.
+    """Freeze a model and put adapters beside its linear layers, before it is sharded; return the layers' names.
 
-    Args:
-        targets: Last parts of the layers' names.
-
-    Returns:
-        The names of the layers that have adapters now.
+    `targets` are the last parts of the names, and `alpha` / `rank` the scale.
     """
     if rank < 1 or not alpha > 0:
         raise ValueError(f"rank={rank} must be at least 1 and alpha={alpha} above 0")
@@ -113,8 +109,7 @@ def merge(model: nn.Module) -> nn.Module:
 def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Path:
     """Write the adapters as the package peft does: a safetensors file and adapter_config.json; every rank must call.
 
-    Args:
-        base: Name or path of the pretrained model, for the reader.
+    `base` is the name or path of the pretrained model, for the reader.
     """
     layers = dict(adapters(model))
     if not layers:

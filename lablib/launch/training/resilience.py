@@ -58,12 +58,9 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class SaveEvery(Callback):
-    """Saves a checkpoint every so many steps, in the background, and one at the end.
+    """Saves a checkpoint every so many steps, in the background unless `wait`, and one at the end.
 
     A save copies the state and writes while training goes on. How often is best: `lablib.calc.runs.failures`.
-
-    Args:
-        wait: Write before the next step, not in the background.
     """
 
     def __init__(self, steps: int, *, wait: bool = False) -> None:
@@ -120,10 +117,9 @@ class StopOnSignal(Callback):
 
 
 class KillOnce(Callback):
-    """Ends one rank with SIGKILL after a step, the first time only: nothing can catch it, as with a broken machine.
+    """Ends one rank with SIGKILL after a step: nothing can catch it, as with a broken machine.
 
-    Args:
-        mark: A file that is made before the kill; where it exists, nothing happens.
+    The first time only: the file `mark` is made before the kill, and where it exists nothing happens.
     """
 
     def __init__(self, rank: int, step: int, mark: str | Path) -> None:
@@ -170,12 +166,9 @@ class LogEvents(Callback):
 
 
 def resume(trainer: Trainer) -> list[str]:
-    """Continue from the newest checkpoint that is whole; every rank must call.
+    """Continue from the newest undamaged checkpoint; every rank must call. Return in sentences what was done.
 
     A damaged one is renamed to "damaged-...", so that its step can be saved again.
-
-    Returns:
-        What was done, in sentences: one for each damaged checkpoint, and where the run goes on.
     """
     chosen, told = _newest_whole(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")

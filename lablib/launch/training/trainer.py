@@ -39,10 +39,10 @@ from lablib.launch.fsdp import (
 )
 from lablib.launch.ranks import from_rank_0, own_group, rank_device
 from lablib.launch.recompute import apply_strategy
-from lablib.launch.records import this_machine, write_json
+from lablib.launch.records import JsonLines, this_machine, write_json
 from lablib.launch.training.config import TrainConfig, differences
 from lablib.launch.training.data import IGNORE_INDEX, Pretraining, SampleOrder, Task, compiled_loss
-from lablib.launch.training.metrics import METRIC_KEYS, MetricsFile, StepClock, memory, peak_flops
+from lablib.launch.training.metrics import METRIC_KEYS, StepClock, memory, peak_flops
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -62,21 +62,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; return the norm before, on the device.
-
-    `lablib.launch.fsdp.clip_grad_norm` returns a number, for which the host must wait; a trainer reads it later.
-    """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 class Callback:
     """Something that a run does besides training; every method may be left out.
 
@@ -88,7 +73,7 @@ class Callback:
         """Called once by `run`, before its first step; `resume()` is possible here."""
 
     def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Called after every step with its metrics, see `train_metrics.KEYS`."""
+        """Called after every step with its metrics, see `METRIC_KEYS`."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Called once when `run` ends, in every way; `trainer.outcome` says in which."""
@@ -153,15 +138,12 @@ class Trainer:
     def run(self, until: int | None = None) -> None:
         """Train to the last step, or to step `until`, or until some rank asks to stop.
 
-        Args:
-            until: Stop after this step; the schedule of the learning rate stays that of the whole run.
-
-        Raises:
-            RuntimeError: If the loss or the gradient is no number any more.
+        The schedule of the learning rate stays that of all steps. Raises a RuntimeError if the loss or the
+        gradient is not finite any more.
         """
         last = self.config.steps if until is None else min(until, self.config.steps)
         self.outcome = self.stop_reason = None
-        self._metrics = MetricsFile(self.folder, self.rank)
+        self._metrics = JsonLines(self.folder / f"metrics-rank{self.rank}.jsonl")
         if self.rank == 0:
             write_json(self.folder / "run.json", _run_facts(self))
         try:
@@ -188,8 +170,7 @@ class Trainer:
     def save(self, *, wait: bool = True) -> Saving | None:
         """Save a checkpoint of this step; every rank must call. Return None if this step is saved already.
 
-        Args:
-            wait: False returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
+        Without `wait` it returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
         """
         if self._saved == self.step:
             return None
@@ -207,13 +188,10 @@ class Trainer:
             saving.finish()
 
     def resume(self, path: str | Path | None = None) -> Progress | None:
-        """Continue from a checkpoint, on any number of ranks; every rank must call.
+        """Continue from a checkpoint, by default the newest of this run, on any number of ranks; every rank must call.
 
-        Returns:
-            What the checkpoint said, or None where there is none.
-
-        Raises:
-            ValueError: If the checkpoint is damaged, or of a run with other settings; nothing is changed then.
+        Returns None where there is none. Raises a ValueError if it is damaged, or of a run with other
+        settings; nothing is changed then.
         """
         path = from_rank_0(path or latest_checkpoint(self.checkpoints))
         if path is None:
@@ -242,9 +220,12 @@ class Trainer:
                 (loss * scale).backward()
             total += loss.detach()
         clock.mark()
-        norm = clip_gradients(self.model, config.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        # Still on the device: the host reads it below, together with the loss.
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = config.learning_rate(self.step + 1)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         clock.mark()
@@ -283,7 +264,7 @@ class Trainer:
         return batches, counted
 
     def _check(self, loss: float, norm: float) -> None:
-        """Stop a run whose numbers are none; all ranks see the same ones, and no checkpoint gets them."""
+        """Stop at a loss or gradient that is not finite; all ranks see the same, and no checkpoint gets it."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         newest = latest_checkpoint(self.checkpoints)
@@ -309,7 +290,7 @@ class Trainer:
 def _step_metrics(
     trainer: Trainer, times: dict[str, float], learned: dict[str, float], *, between: float
 ) -> dict[str, Any]:
-    """Return a step's metrics, with the keys of `KEYS` in their order."""
+    """Return a step's metrics, with the keys of `METRIC_KEYS` in their order."""
     config, flops, peak = trainer.config, trainer.flops, trainer.peak
     tokens, rate = config.global_batch * config.seq, 1 / times["seconds"] / trainer.world_size
     metrics = {
