@@ -42,7 +42,7 @@ def must_divide(name: str, value: int, of: str, size: int) -> None:
         raise ValueError(f"{name}={value} does not divide {of}={size}; use {either(near)}")
 
 
-def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
+def verify_checkpoint(name: str, value: object, least: int, most: int = LARGEST) -> None:
     """Raise a ValueError unless a value is a whole number in a range; True is none, and neither is 8.0.
 
     Raises:

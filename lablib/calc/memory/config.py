@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
-from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
+from lablib.calc.errors import check_flag, must_divide, one_of, verify_checkpoint
 from lablib.calc.memory.activations import Implementation, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
@@ -181,7 +181,7 @@ class RunConfig:
             elif allowed["flag"]:
                 check_flag(name, value)
             elif allowed["least"] is not None and (value is not None or setting.default is not None):
-                check_whole(name, value, allowed["least"])
+                verify_checkpoint(name, value, allowed["least"])
         if self.model.num_layers > MOST_LAYERS:
             raise ValueError(
                 f"num_layers={self.model.num_layers:,} of {self.model.name} is more than anybody has: "

@@ -5,7 +5,7 @@
         cluster.throttle("100 Mb/s")
         cluster.torchrun("train.py", "--steps", "10")  # a script, as on real machines
 
-Each host is a Linux network namespace with one network card, eth0, and a cable to one switch. The cable has the
+Each host is a Linux network namespace with one network interface, eth0, and a cable to one switch. The cable has the
 bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are
 delayed where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts. Needs
 Linux, and root or unprivileged user namespaces; `why_not()` says in one sentence what is missing.
@@ -57,8 +57,8 @@ def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> t
     """Return which rank failed first, and why; (None, "") where nothing tells.
 
     A rank that raised has written down why. One that died has not; its torchrun says how it ended, and nothing else
-    kills a rank before the first failure, so it comes before what its peers say about lost connections. An abort can
-    be the answer of a library to a lost peer.
+    kills a rank before the first failure, so it comes before what the others say about lost connections. An abort can
+    be the answer of a library to a lost rank.
     """
     from lablib.launch.ranks import ending  # here: hosts alone need no torch
 
@@ -80,7 +80,7 @@ def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> t
 def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
     """Return the first job that failed, -1 if time ran out, None if all are well.
 
-    After the first failure the others have a moment: the host whose rank died may be the second to notice.
+    After the first failure the others have a second: the host whose rank died may be the second to notice.
     """
     left, failed = dict(enumerate(running)), None
     while left:
@@ -150,8 +150,8 @@ def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
         for where, device, late in ((f"-n h{host}", CARD, delay), ("", f"port{host}", None)):
             root = f"tc {where} qdisc replace dev {device} root handle 1:"
             lines.append(f"tc {where} qdisc del dev {device} root 2>/dev/null || true")
-            # Linux hands a card pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
-            # behind it is late; a real card sends single packets.
+            # Linux hands an interface pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
+            # behind it is late; a real one sends single packets.
             piece = _PIECE_MOST if rate is None else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
             lines.append(f"ip {where} link set dev {device} gso_max_size {piece}")
             netem = f"netem delay {round(1e6 * late)}us limit 100000" if late else None
@@ -344,7 +344,7 @@ class Cluster:
             ValueError: If a number makes no sense, or an argument cannot be copied.
             ClusterError: If a rank fails; it shows the traceback of the first one. All others are ended.
         """
-        import cloudpickle  # here: hosts alone need no torch, and start in a moment
+        import cloudpickle  # here: hosts alone need no torch, and start at once
 
         from lablib.launch.ranks import pickle_call
 

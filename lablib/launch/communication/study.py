@@ -140,7 +140,7 @@ class Layout:
         return {"loss": None if loss is None else float(loss.detach())}
 
     def _data(self, module: nn.Module, tokens_BT: Tensor, replicas: dist.ProcessGroup) -> Callable:
-        """Return the step of a module on each data parallel rank, itself split over other ranks or whole."""
+        """Return the step of a module on each data parallel rank, itself split over other ranks or not."""
         model = OverlappedDDP(module, replicas, first_bytes=BUCKET_BYTES, bucket_bytes=BUCKET_BYTES)
         mine = tokens_BT.chunk(replicas.size())[dist.get_rank(replicas)]
 
@@ -194,7 +194,7 @@ PARTS = ("link", "all-reduce", "ddp", "placement")
 
 @dataclass(frozen=True)
 class Study:
-    """What was measured, and where."""
+    """The samples of a study, and where they come from."""
 
     samples: list[Sample]  # raw, as `lablib.calc.runs.network_study` describes them
     # where they were replayed from or written to; None if they were measured just now and not kept

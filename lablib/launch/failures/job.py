@@ -1,4 +1,4 @@
-"""What the programs of the failure zoo share: a small model, its data, its log, and a watch for hangs.
+"""The common part of the programs of the failure zoo: a small model, its data, its log, and a watch for hangs.
 
 Every rank writes a log (`lablib.launch.records.logs`): each collective before it waits for it, each step, its end.
 From the logs of all ranks a hang can be proven without a clock: a rank waits for ever when another one has called
@@ -31,7 +31,7 @@ _ENDED = ("returned", "hang")
 
 @dataclass(frozen=True)
 class Setting:
-    """What may differ between two runs of one program."""
+    """The settings of one run of a program."""
 
     steps: int = 5  # optimizer steps of a healthy run, at least 4
     micro_batches: int = 1  # gradients added up before each of them

@@ -87,7 +87,7 @@ def forgotten_zero_grad(setting: Setting, log: RankLog, fault: bool) -> None:
 
 
 def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
-    """FSDP2 is told to leave the largest weight alone; it stays whole, and its gradient is averaged by nobody."""
+    """FSDP2 is told to leave the largest weight alone; it stays unsharded, and its gradient is averaged by nobody."""
     from torch.distributed.fsdp import fully_shard  # here: the other programs start sooner without it
 
     job = Job(setting, log, sharded=True)
@@ -173,7 +173,7 @@ HEALTHY = "healthy"
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What the logs of a job show. Lists of lists are by rank."""
+    """The symptoms of a job, from its logs. Lists of lists are by rank."""
 
     parameters: int  # of the model, 4 bytes each
     sharded: bool  # whether FSDP2 shards the model

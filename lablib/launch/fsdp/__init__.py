@@ -3,7 +3,7 @@
     sharding     `shard(model, ...)`: fully_shard with its options, and a report
     wrapping     which modules become units
     memory       models born on the meta device, and the memory that PyTorch's own tracker predicts
-    checkpoint   distributed checkpoints, whole exports, safetensors
+    checkpoint   distributed checkpoints, and a model as one safetensors file
     history      FSDP1 beside FSDP2
 
 Read `sharding` first. Chapters 06 and 11.
@@ -12,13 +12,13 @@ Read `sharding` first. Chapters 06 and 11.
 from lablib.launch.fsdp.checkpoint import (
     Progress,
     Saving,
-    check_whole,
     complete_checkpoints,
     export_safetensors,
     latest_checkpoint,
     load_checkpoint,
     read_info,
     save_checkpoint,
+    verify_checkpoint,
     write_safetensors_file,
 )
 from lablib.launch.fsdp.history import run_history
@@ -31,7 +31,6 @@ __all__ = [
     "Progress",
     "Saving",
     "calc_units",
-    "check_whole",
     "clip_grad_norm",
     "complete_checkpoints",
     "export_safetensors",
@@ -49,6 +48,7 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "tied_parameters",
+    "verify_checkpoint",
     "wrap_units",
     "write_safetensors_file",
 ]

@@ -155,7 +155,7 @@ def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(No
             raise _damaged(path, f"the content of {name} is not what was written")
 
 
-def check_whole(path: str | Path) -> dict[str, Any]:
+def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return what training.json says, once all files are seen to be what was written; every rank must call.
 
     Every file is read by one of the ranks.
@@ -205,7 +205,7 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint holds besides the model and the optimizer."""
+    """The rest of a checkpoint, besides the model and the optimizer."""
 
     step: int  # optimizer steps taken
     data: dict[str, Any]  # what the training loop gave to `save`, such as its position in the data
@@ -337,10 +337,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
     Raises:
         ValueError: If the checkpoint is missing, damaged, or of another model; nothing is changed then.
-        RuntimeError: If reading fails after all files were seen to be whole, as when one is deleted meanwhile; the
+        RuntimeError: If reading fails after all files were verified, as when one is deleted meanwhile; the
             model is then loaded in part.
     """
-    info = check_whole(path)
+    info = verify_checkpoint(path)
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     weights = _without_ties(model, get_model_state_dict(model))
     _check_same_model(path, weights, stored)

@@ -27,7 +27,7 @@ from lablib.toys.transformer import Block, Transformer, tiny_config
 
 @dataclass(frozen=True)
 class Seen:
-    """What an experiment showed on rank 0."""
+    """The result of an experiment on rank 0."""
 
     name: str  # key in `EXPERIMENTS`
     error: str = ""  # type and text of what it raised, or ""

@@ -40,7 +40,7 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, device: str | t
     Args:
         model: Sharded or not, all of it on the meta device.
         init_fn: Called in the order of `named_modules` for each module that holds parameters or buffers, which
-            are whole and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
+            are unsharded and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
             module's own `reset_parameters()`.
     """
     home: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -91,9 +91,9 @@ def init_transformer(config: ModelConfig) -> InitFn:
 
 
 def _empty(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Return memory for the whole of a tensor; NaN shows what is never filled."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return whole.fill_(math.nan) if whole.is_floating_point() else whole
+    """Return memory for a full tensor; NaN shows what is never filled."""
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return full.fill_(math.nan) if full.is_floating_point() else full
 
 
 def _default(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -111,11 +111,11 @@ def _check_filled(name: str, module: nn.Module) -> None:
             raise ValueError(f"init_fn left {name}.{key} without values")
 
 
-def _cut(whole: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
-    """Return this rank's shard of a whole parameter, as the old one was sharded."""
-    value = whole.detach()
+def _cut(full: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a full parameter, as the old one was sharded."""
+    value = full.detach()
     if isinstance(old, DTensor):
-        # Every rank has drawn the same whole tensor, so each cuts its own piece and nothing is sent.
+        # Every rank has drawn the same full tensor, so each cuts its own piece and nothing is sent.
         value = distribute_tensor(value, old.device_mesh, old.placements, src_data_rank=None)
     return nn.Parameter(value, requires_grad=old.requires_grad)
 
@@ -140,9 +140,9 @@ KINDS = {
 class MemoryForecast:
     """Bytes on rank 0, by the kinds of `KINDS`."""
 
-    peak: dict[str, int]  # at the moment when the most is held in all
+    peak: dict[str, int]  # at the instant when the most is held in all
     after_backward: dict[str, int]  # between backward and the optimizer's step: the states
-    most: dict[str, int]  # the most of each kind at any moment; these moments differ, so the sum means nothing
+    most: dict[str, int]  # the most of each kind at any instant; these instants differ, so the sum means nothing
     # the most of unsharded parameters and all-gather buffers together: what
     # `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number keeps
     # after forward are among the activations here.

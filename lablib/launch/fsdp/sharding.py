@@ -53,13 +53,13 @@ PRECISIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """What was sharded, over which ranks, in which precision."""
+    """A sharded model: its units, its ranks, its precision."""
 
     units: tuple[Unit, ...]  # the root first, then the others in the order of the model
     wrap: str  # the rule that chose them
     shards: int  # ranks that share a parameter
     replicas: int  # copies of the sharded model; above 1 it is hybrid sharding (HSDP)
-    device: str  # "cpu", "cuda",
+    device: str  # "cpu", "cuda", ...
     mesh: str  # the mesh in words
     reshard: bool | int  # `reshard_after_forward` of the units
     root_reshard: bool | int  # the same of the root
@@ -72,7 +72,7 @@ class ShardReport:
 
     @property
     def params(self) -> int:
-        """Parameters of the whole model."""
+        """Parameters of the full model."""
         return sum(unit.params for unit in self.units)
 
     @property
@@ -268,7 +268,7 @@ def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the whole model. torch's own returns it as a DTensor; `full_tensor` makes it the same
+    The norm is that of the full model. torch's own returns it as a DTensor; `full_tensor` makes it the same
     number on every rank, however the DTensor holds it.
     """
     if not max_norm > 0:
@@ -278,7 +278,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole model on every rank, on the CPU, under its own names; for small models and tests."""
+    """Return the full model on every rank, on the CPU, under its own names; for small models and tests."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
         for name, value in model.state_dict().items()

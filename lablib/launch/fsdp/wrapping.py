@@ -75,7 +75,7 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
 def calc_units(model: nn.Module, rule: Rule = "block") -> list[Unit]:
     """Return the units as `lablib.calc.parallel.fsdp` wants them: the root first, then the others as they run.
 
-    Call it before sharding: it reads the shapes of the whole parameters.
+    Call it before sharding: it reads the shapes of the unsharded parameters.
     """
     chosen = {"": model, **dict(wrap_units(model, rule))}
     order = [name for name, _ in model.named_modules() if name in chosen]

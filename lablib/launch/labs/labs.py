@@ -68,7 +68,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def update(path: Path, **changes: Any) -> dict[str, Any]:
-    """Change fields of a JSON file, whole or not at all, and return its content."""
+    """Change fields of a JSON file, atomically, and return its content."""
     content = read_json(path) | changes
     write_json(path, content)
     return content
@@ -120,7 +120,7 @@ def prepare_queue(
         raise ValueError(f"a lab is named twice: {', '.join(path.stem for path in paths)}")
     assigned = assign_parameters(paths, parameters or {})
     on = device(gpus)
-    moment = datetime.now(UTC)
+    now = datetime.now(UTC)
     jobs, new = [], []
     for path, values in zip(paths, assigned, strict=True):
         if gpus:
@@ -129,8 +129,8 @@ def prepare_queue(
         key = lab_key(path, values, on, record=record)
         found = find_job(key)
         if found is None or (again and read_json(found)["status"] == "done"):
-            name = f"{moment:%Y-%m-%d}-{path.stem}-{key[:6]}"
-            folder = experiments_dir() / (name if found is None else f"{name}-{moment:%H%M%S}")
+            name = f"{now:%Y-%m-%d}-{path.stem}-{key[:6]}"
+            folder = experiments_dir() / (name if found is None else f"{name}-{now:%H%M%S}")
             found = write_json(
                 folder / "job.json",
                 {
@@ -151,7 +151,7 @@ def prepare_queue(
             new.append(str(found))
         jobs.append(str(found))
     return write_json(
-        runs_dir() / f"{moment:%Y-%m-%dT%H%M%S-%f}.json",
+        runs_dir() / f"{now:%Y-%m-%dT%H%M%S-%f}.json",
         {
             "command": command,
             "made": utc_now(),
@@ -167,7 +167,7 @@ def prepare_queue(
 
 
 def latest_queue() -> Path | None:
-    """Return the newest queue, or None; one that was refused beside another never ran, and is none."""
+    """Return the newest queue, or None; one that was refused beside another never ran, and does not count."""
     for path in sorted(runs_dir().glob("*.json"), reverse=True):
         with suppress(ValueError, KeyError, TypeError):  # damaged
             if read_json(path)["state"] != "refused":
@@ -273,7 +273,7 @@ def _check_kind(stem: str, name: str, value: object, default: str, kind: str) ->
         return  # computed in the cell: anything may be right
     if usual is None and kind == "float":
         usual = 0.0
-    # A whole number is a float, too; 2.5 steps are no steps.
+    # An integer is a float, too; 2.5 steps are no steps.
     alike = isinstance(value, type(usual)) or (isinstance(value, int) and isinstance(usual, float))
     if isinstance(value, float) and not math.isfinite(value):
         alike = False

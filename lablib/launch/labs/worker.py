@@ -70,7 +70,7 @@ def pack_results(target: Path | None = None) -> Path:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """Yield every file of the experiments; locks and earlier archives are none."""
+    """Yield every file of the experiments; without locks and earlier archives."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.name != "lock" and not path.name.startswith("."):
             if path.parent == source and path.name.endswith(".tar.gz"):
@@ -122,7 +122,7 @@ def main() -> int:
         refuse(queue)
         _say("labs are already running here; follow them with: rung labs follow")
         return 2
-    except OSError as error:  # a full disk: what the labs have kept so far is whole
+    except OSError as error:  # a full disk: what the labs have kept so far is complete
         _say(f"stopped: {explain(str(error)) or error}")
         return 1
 

@@ -29,12 +29,12 @@ from lablib.launch.ranks import run_ranks
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank has after its steps."""
+    """Losses, gradients, weights and traffic of one rank."""
 
     rank: int  # its number
     coordinates: dict[str, int]  # where it is on the mesh
-    losses: list[float]  # mean loss of the whole batch, a step each; empty where the rank has no last stage
-    gradients: dict[str, Tensor]  # of the first step, whole, by name in the model: what this rank's stage has
+    losses: list[float]  # mean loss of the full batch, a step each; empty where the rank has no last stage
+    gradients: dict[str, Tensor]  # of the first step, unsharded, by name in the model: what this rank's stage has
     weights: dict[str, Tensor]  # after the last step, likewise
     traffic: dict[str, AxisTraffic]  # what it sent in the last step, by axis
     other: dict[str, int]  # calls of the last step in groups that are no axis of the mesh; empty
@@ -54,7 +54,7 @@ class Composition:
     """A miniature that has run."""
 
     job: Miniature  # the miniature
-    alone: RankRun  # one process with the whole batch
+    alone: RankRun  # one process with the full batch
     ranks: dict[str, list[RankRun]]  # by version, every rank
 
     def worst(self, version: str) -> Distance:
@@ -72,9 +72,9 @@ class Composition:
         return Distance(loss, self._far(runs, "gradients"), self._far(runs, "weights"))
 
     def _far(self, runs: Sequence[RankRun], what: str) -> float:
-        whole = getattr(self.alone, what)
+        expected = getattr(self.alone, what)
         return max(
-            (value.double() - whole[name].double()).abs().max().item()
+            (value.double() - expected[name].double()).abs().max().item()
             for run in runs
             for name, value in getattr(run, what).items()
         )
@@ -113,7 +113,7 @@ class Composition:
 def by_axis(log: CommLog, mesh: Mesh, rank: int) -> tuple[dict[str, AxisTraffic], dict[str, int]]:
     """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis.
 
-    Receives are left out: they send nothing. A message in a group of one rank is none.
+    Receives are left out: they send nothing. So are calls in a group of one rank.
     """
     names = {tuple(mesh.group(rank, axis)): axis for axis in mesh.order if mesh.size(axis) > 1}
     calls: dict[str, Counter[str]] = defaultdict(Counter)
@@ -167,7 +167,7 @@ def _train_all(job: Miniature, versions: tuple[str, ...], seed: int) -> list[Ran
 
 
 def train_alone(job: Miniature, seed: int = 0) -> RankRun:
-    """Train the miniature in this process, with the whole batch."""
+    """Train the miniature in this process, with the full batch."""
     model, steps = model_and_tokens(job, seed)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, gradients = [], {}

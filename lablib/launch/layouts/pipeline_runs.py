@@ -2,7 +2,7 @@
 
     runs = run_ranks(watched_step, 4, schedule("1f1b", 4, 8), tiny_config("gpt2", tied=False))
     runs[0].timeline.makespan       # seconds
-    runs[3].peak_bytes              # activations of the last rank at its worst moment
+    runs[3].peak_bytes              # activations of the last rank at its worst instant
 
 Four ranks on two cores cannot show what four accelerators do. With `seconds` every action lasts as long as it is told
 to, most of it asleep, so that the cores are free: the messages, the order and the waiting are real, and the compute
@@ -37,7 +37,7 @@ FP32 = 4
 
 
 class Run(NamedTuple):
-    """What one rank saw of its last step."""
+    """The last step, as one rank saw it."""
 
     timeline: Timeline  # all ranks, in seconds from the first start
     peak_bytes: int  # most bytes of activations that this rank held between two actions; 0 if nobody counted

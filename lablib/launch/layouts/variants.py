@@ -41,7 +41,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 
 
 def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
-    """Return the whole model and the windows of every step, tokens_BT, the same on every rank."""
+    """Return the full model and the windows of every step, tokens_BT, the same on every rank."""
     torch.manual_seed(seed)
     model = Transformer(job.config).to(getattr(torch, job.dtype))
     with torch.no_grad():
@@ -57,7 +57,7 @@ def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 class LossModule(nn.Module):
-    """A model whose forward returns the loss: what wraps it then needs to know nothing of tokens."""
+    """A model whose forward returns the loss: a wrapper then needs to know nothing of tokens."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LossModule(nn.Module):
 
 
 class _Pipelined:
-    """What `ZeRO1.backward` calls backward on: a step of the pipeline, whose many backwards it must see."""
+    """Stands in for the loss in `ZeRO1.backward`: a step of the pipeline, with its many backward passes."""
 
     def __init__(self, pipeline: PipelineExecutor, microbatches: list[Tensor]) -> None:
         self.pipeline, self.microbatches = pipeline, microbatches
@@ -89,7 +89,7 @@ class ToyJob:
         self.split: ParallelTransformer | None = None
         if job.tp > 1:
             model = self.split = parallelize(model, self.groups["tp"])
-            model.dropout = nn.Identity()  # what a stage takes from a whole model
+            model.dropout = nn.Identity()  # a stage takes this from the full model
             names = {id(p): name for name, p in model.named_parameters()}
         self.pipeline: PipelineExecutor | None = None
         if job.pp > 1:
@@ -137,9 +137,9 @@ class ToyJob:
             self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return whole gradients of what this rank's stage has, by name; every rank must call it."""
+        """Return the unsharded gradients of this rank's stage, by name; every rank must call it."""
         if not self.zero:
-            return self._whole({name: p.grad for name, p in self.names.items()})
+            return self._unsharded({name: p.grad for name, p in self.names.items()})
         for flat in self.zero.trained:  # stage 1 sends them in its step only
             if flat.grad is None:
                 flat.reduce()
@@ -151,16 +151,16 @@ class ToyJob:
             all_gather(whole, flat.grad, group=flat.group)
             parts = zip(flat.params, flat.split(whole), strict=True)
             pieces |= {places[id(p)]: part.clone() for p, part in parts}
-        return self._whole({name: pieces[name] for name in self.names})
+        return self._unsharded({name: pieces[name] for name in self.names})
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights of what this rank's stage has, by name; every rank must call it."""
+        """Return the unsharded weights of this rank's stage, by name; every rank must call it."""
         if not isinstance(self.zero, ZeRO3):
-            return self._whole({name: p.detach() for name, p in self.names.items()})
+            return self._unsharded({name: p.detach() for name, p in self.names.items()})
         state = self.zero.full_state_dict()
-        return self._whole({name: state[f"model.{name}"] for name in self.names})
+        return self._unsharded({name: state[f"model.{name}"] for name in self.names})
 
-    def _whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _unsharded(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.split is None:
             return {name: piece.clone() for name, piece in pieces.items()}
         return {name: self.split.gather(name, piece) for name, piece in pieces.items()}
@@ -196,7 +196,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     it did not. The squares of each mesh's norm add up.
     """
     grads = by_mesh([p.grad for p in parameters if p.grad is not None])
-    square = sum(float(whole(nn.utils.get_total_norm(group))) ** 2 for group in grads)
+    square = sum(float(full_tensor_of(nn.utils.get_total_norm(group))) ** 2 for group in grads)
     norm = square**0.5
     if norm > max_norm:
         for grad in [grad for group in grads for grad in group]:
@@ -204,7 +204,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its layout: gathered from all ranks that share it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -258,12 +258,12 @@ class TorchJob:
         self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return whole gradients of what this rank's stage has, by name; every rank must call it."""
-        return {plain_name(name): whole(p.grad) for name, p in self.held.named_parameters()}
+        """Return the unsharded gradients of this rank's stage, by name; every rank must call it."""
+        return {plain_name(name): full_tensor_of(p.grad) for name, p in self.held.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights of what this rank's stage has, by name; every rank must call it."""
-        return {plain_name(name): whole(p) for name, p in self.held.named_parameters()}
+        """Return the unsharded weights of this rank's stage, by name; every rank must call it."""
+        return {plain_name(name): full_tensor_of(p) for name, p in self.held.named_parameters()}
 
 
 def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class SavedActivations:
-    """What autograd kept, in bytes; a storage counts once, for the module and the operator that kept it first."""
+    """Bytes that autograd kept; a storage counts once, for the module and the operator that kept it first."""
 
     # bytes by the name of the innermost module, "" for the outermost one, "(outside)" for none
     by_module: Counter[str] = field(default_factory=Counter)
@@ -182,7 +182,7 @@ class CurrentOperator(TorchFunctionMode):
 def saved_activations(model: nn.Module | None = None) -> Iterator[SavedActivations]:
     """Count the bytes that autograd saves for backward while the block runs: put one forward pass in it.
 
-    A view counts as its whole storage, which it keeps alive. Parameters and buffers exist anyway and don't count.
+    A view counts as its full storage, which it keeps alive. Parameters and buffers exist anyway and don't count.
     Whatever is saved counts, so a backward pass inside that recomputes adds what it saves in turn. Modules are named as
     in `model`, by default the outermost one that runs. The result is complete when the block ends.
     """

@@ -1,7 +1,7 @@
 """Measure the gradient noise scale while training: squared gradient norms at two batch sizes.
 
 Replicas (plain modules or DDP before its all-reduce) hold their own gradient: the small batch is a rank's, the
-big one all ranks'. Under FSDP2 no rank ever holds its own whole gradient, since it is averaged on its way into the
+big one all ranks'. Under FSDP2 no rank ever holds its own full gradient, since it is averaged on its way into the
 shards. There the small batch is one micro-batch of all ranks, and the big one several of them.
 
     replicas  b = examples of a rank                  B = examples of a rank times ranks
@@ -27,7 +27,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of squares of all gradients, whole ones or shards (then over all ranks of the mesh)."""
+    """Return the sum of squares of all gradients, full ones or shards (then over all ranks of the mesh)."""
     gradients = list(gradients)
     if not gradients:
         raise ValueError("no gradients: call backward before the norm is taken")
@@ -76,7 +76,7 @@ def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[A
         loss_of(model, batch).backward()
         gradients = _gradients(model)
         small += squared_norm(gradients) / len(batches)
-        # Shards add up like whole gradients, and as plain tensors they do so without DTensor's bookkeeping.
+        # Shards add up like full gradients, and as plain tensors they do so without DTensor's bookkeeping.
         own = [_local(gradient) for gradient in gradients]
         if sums:
             for total, mine in zip(sums, own, strict=True):

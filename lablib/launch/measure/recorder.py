@@ -35,7 +35,7 @@ class CommEvent:
     # "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send" or
     # "recv"
     op: str
-    # the whole array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and after an all-gather
+    # the full array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and after an all-gather
     # or broadcast; what the root holds in a gather or scatter; the tensor of a send or recv
     bytes: int
     group_size: int  # ranks in the group
@@ -47,7 +47,7 @@ class CommEvent:
 
 @dataclass
 class CommLog:
-    """What was communicated while the log was open."""
+    """The calls that were recorded while the log was open."""
 
     events: list[CommEvent] = field(default_factory=list)  # every call, in order
     _opened: float = field(default_factory=time.perf_counter, repr=False)
@@ -64,7 +64,7 @@ class CommLog:
 
     @property
     def bytes(self) -> Counter[str]:
-        """Bytes of the whole arrays (see `CommEvent`), by operation."""
+        """Bytes of the full arrays (see `CommEvent`), by operation."""
         return self._sum("bytes")
 
     def ring_bytes_sent(self) -> float:

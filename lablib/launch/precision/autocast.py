@@ -1,4 +1,4 @@
-"""What autocast casts, operator by operator, and where 16 bits save memory and where not.
+"""The casts of autocast, operator by operator, and where 16 bits save memory and where not.
 
 Autocast stands between the model and the operators. Each operator is on one of four lists: run it in the low precision
 (matmuls), run it in fp32 (logarithms, powers, norms on a GPU), make its inputs agree on the widest dtype (bilinear,
@@ -198,7 +198,7 @@ def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> Precisio
     with saved_activations(working) as saved, torch.autocast("cpu", torch.bfloat16, recipe == "autocast-bf16"):
         loss = working.loss(windows_BT)
     loss.backward()
-    # fp32 gradients of the master copy live for the moment of the step, one tensor at a time if need be.
+    # fp32 gradients of the master copy live only during the step, one tensor at a time if need be.
     states = measure_states(working, optimizer)
     if weights:
         weights.take_gradients()

@@ -35,7 +35,7 @@ KINDS = ("weights", "activations", "gradients")
 
 @dataclass(frozen=True)
 class Fp8Error:
-    """What one quantization lost."""
+    """The error of one quantization."""
 
     error: float  # relative, `rms(x' - x) / rms(x)`
     zeroed: float  # share of the values that were not zero and became zero
@@ -164,7 +164,7 @@ MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What `to_float8` did."""
+    """The layers that `to_float8` swapped, and those that it kept."""
 
     swapped: tuple[str, ...]  # linear layers that multiply in float8 now
     kept: dict[str, str]  # linear layers that stayed as they were, with the reason

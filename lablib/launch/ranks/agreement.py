@@ -33,7 +33,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "before are untouched.",
     ),
     (
-        # What PyTorch's writer of tensors says of a full disk; the system's error is lost on the way.
+        # This is what PyTorch's writer of tensors says of a full disk; the system's error is lost on the way.
         r"inline_container\.cc:\d+\] ?\.? unexpected pos",
         "A file of the checkpoint could not be written to its end: the disk is full, or a quota is reached. The "
         "checkpoints that were complete before are untouched, and the run resumes from the newest of them.",
@@ -41,7 +41,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (r"No module named '(transformers|safetensors|peft)\b", "The package {0} is not installed here: pip install {0}."),
     (
         r"(checkpoint \S+ is damaged: [^;\n]+)",
-        "{0}: use `lablib.launch.training.resume`, which takes the newest whole one.",
+        "{0}: use `lablib.launch.training.resume`, which takes the newest undamaged one.",
     ),
     (
         r"EADDRINUSE|[Aa]ddress already in use",
@@ -174,7 +174,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 class _Unwritten(RuntimeError):
-    """What went wrong, with the rank in the text."""
+    """A failed save; the text names the rank."""
 
 
 def readable(error: BaseException) -> BaseException:

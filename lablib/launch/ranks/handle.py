@@ -117,8 +117,8 @@ class Rank:
         elif ended and not self.report:
             self.report = ("died",)
             code = self.process.exitcode
-            # An abort can be the answer of a library to a lost peer. Nothing else ends a rank from within
-            # without a report, so it comes before whatever the peers say about lost connections.
+            # An abort can be the answer of a library to a lost rank. Nothing else ends a rank from within
+            # without a report, so it comes before whatever the others say about lost connections.
             order = 1 if code == -signal.SIGABRT else 0
             text = _NO_SERVER if code == _UNKNOWN and self._lives() else f"its process {ending(code)}"
             self.failure = (order, time.monotonic(), text)

@@ -44,7 +44,7 @@ class MeasuredStep:
     host_bytes: int  # copied to the host in forward
     forward_flops: int  # of the forward pass, by FlopCounterMode
     extra_flops: int  # of what ran again in backward
-    # of the whole step. A fused attention kernel forgets the scores and computes them again inside its own backward:
+    # of the full step. A fused attention kernel forgets the scores and computes them again inside its own backward:
     # one product of forward's two more than twice the forward pass, whatever the strategy.
     flops: int
     seconds: tuple[float, ...]  # times of steps, empty if none was timed
@@ -202,12 +202,12 @@ ORDERS = ("none", "inside", "outside", "segments")
 
 @dataclass(frozen=True)
 class Gathers:
-    """What one step of FSDP2 communicated."""
+    """The communication of one step of FSDP2."""
 
     order: str  # where recomputation was
     all_gathers: tuple[int, int]  # all-gathers in forward, and in backward
     reduce_scatters: int  # reduce-scatters in backward
-    gathered_bytes: int  # bytes of whole parameters that all-gathers brought together
+    gathered_bytes: int  # bytes of full parameters that all-gathers brought together
     gradient_error: float  # how far gradients are from one process without recomputation
 
 
@@ -291,7 +291,7 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
     """Run one step of the tensor parallel toy over a strategy; return a block's all-reduces, forward and backward.
 
     What communicates inside of a replay communicates again: 2 + 2 all-reduces a block without recomputation, 2 + 4 if
-    the whole block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The attention core, which "selective" repeats, has none.
+    the full block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The attention core, which "selective" repeats, has none.
     """
     torch.manual_seed(0)
     config = tiny_config("gpt2", num_layers=layers, hidden=16, vocab=32)

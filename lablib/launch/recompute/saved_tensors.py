@@ -1,4 +1,4 @@
-"""What autograd keeps of the toy transformer, tensor by tensor; and how recomputation goes wrong, in small runs.
+"""Tensors that autograd keeps of the toy transformer, by name; and how recomputation goes wrong, in small runs.
 
     for kept in named_saved_tensors(model, tokens):
         print(kept.block, kept.name, kept.shape, kept.bytes)
@@ -208,7 +208,7 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     error: str  # first line of the error's message, "" if there was none
     replays: int  # how often the function ran again

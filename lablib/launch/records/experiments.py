@@ -93,7 +93,7 @@ class Predictions:
         entry.measured = float(measured)
         self._save()
         ratio = measured / entry.value if entry.value else float("nan")
-        times = f", ratio {ratio:.3f}" if entry.value else ""  # there is none to a prediction of zero
+        times = f", ratio {ratio:.3f}" if entry.value else ""  # a prediction of zero has no ratio
         print(f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})")
         return ratio
 
@@ -165,7 +165,7 @@ def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Rec
 
 
 def utc_now() -> str:
-    """Return the moment as UTC, ISO 8601, to the second."""
+    """Return the time now as UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the hardware and the versions that a measurement depends on; None where there is none."""
+    """Return the hardware and the versions that a measurement depends on; None for what this machine lacks."""
     import torch
 
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -69,7 +69,7 @@ def gpu_topology() -> dict[str, Any]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Return what `nvidia-smi` prints, or nothing where there is none or it fails."""
+    """Return what `nvidia-smi` prints, or "" where it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""

@@ -67,7 +67,7 @@ class Job:
 
     @property
     def meaning(self) -> str | None:
-        """What the log comes down to, where that is known."""
+        """The cause in one sentence, where the log tells."""
         return None if self.returncode == 0 else explain(self.log)
 
 

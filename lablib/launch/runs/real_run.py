@@ -39,7 +39,7 @@ from lablib.launch.training import TrainConfig, Trainer, read_metrics, train_mod
 
 @dataclass(frozen=True)
 class LearnerPredictions:
-    """The learner's predictions; None where there is none. The names are those of lab 11's parameters."""
+    """The learner's predictions; None for no prediction. The names are those of lab 11's parameters."""
 
     predicted_step_ms: float | None = None  # of a step of all GPUs with one micro-batch on each
     predicted_speedup_strong: float | None = None  # of all GPUs over one, the same batch
@@ -77,11 +77,11 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
         Seconds of a step and bytes of a rank, or None for a GPU that lablib has no figures for, or does not expect
         to hold the run.
     """
-    card, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
-    if card is None:
+    gpu, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
+    if gpu is None:
         return None
     found = plan(
-        shape, gpu=card, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
+        shape, gpu=gpu, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
         pp=1, zero=3, micro_batch=micro_batch, recompute="none",
     )  # fmt: skip
     if not found.candidates:
@@ -184,10 +184,10 @@ class RealRun:
 
     def _folder(self) -> Path:
         """The folder of the report: that of the first attempt where the runner goes on, a new one otherwise."""
-        moment = datetime.now(UTC)
-        name = f"{moment:%Y-%m-%d}-{REPORT}"
+        now = datetime.now(UTC)
+        name = f"{now:%Y-%m-%d}-{REPORT}"
         if (experiments_dir() / name).exists():
-            name += f"-{moment:%H%M%S}"
+            name += f"-{now:%H%M%S}"
         return experiments_dir() / self._kept.sample({"report": REPORT}, lambda: {"folder": name})["folder"]
 
     def scaling_runs(self) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """A rendezvous left over by an earlier job: found before it harms.
 
 Ranks find each other at a port (torchrun's --rdzv-endpoint, MASTER_PORT). What an earlier job left there looks like
-a peer. A new job then waits for ranks that are gone, or joins a job that is over.
+a rank. A new job then waits for ranks that are gone, or joins a job that is over.
 
     python -m lablib.launch.runs.rendezvous HOST:PORT        # exit code 1 and a sentence where something answers
 """

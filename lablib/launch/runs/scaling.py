@@ -108,7 +108,7 @@ def where_of(record: Mapping[str, Any]) -> str:
 
 
 def gpu_report(experiments: Path | None = None) -> Path | None:
-    """Return the newest report of a real model on two GPUs or more, or None; a small model's on GPUs is none.
+    """Return the newest report of a real model on two GPUs or more, or None; a small model does not count.
 
     The run on several counts where there is the same batch on one to compare it with.
     """
@@ -280,7 +280,7 @@ def _median_or_none(values: list[float]) -> float | None:
 def _phases(line: Mapping[str, Any], compute: float | None) -> Phases:
     """The phases of one rank's step; without `compute` all that is not data is computation."""
     data = line.get("data_seconds", 0.0)
-    # On a GPU the parts come from events and the whole from the host's clock; they differ by microseconds.
+    # On a GPU the parts come from events and the sum from the host's clock; they differ by microseconds.
     seconds = max(line["seconds"], data)
     rest = seconds - data
     sent = line.get("communication_seconds")

@@ -92,7 +92,7 @@ def check_alone() -> None:
 def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Iterator[dict[str, float]]:
     """Take one step after the other on one device and yield its metrics, as many as `config.steps`.
 
-    bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts whole units instead, so the
+    bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts full units instead, so the
     two agree in fp32 alone to rounding.
     """
     device = torch.device(device)

@@ -91,7 +91,7 @@ class TrainConfig:
     model: str = _option("tiny", f"shape: {', '.join(MODELS)}, or another preset of the gpt2, llama or qwen2 family")
     steps: int = _option(100, "optimizer steps in all")
     global_batch: int = _option(16, "sequences in a step, over all ranks")
-    micro_batch: int = _option(0, "sequences in one forward pass of a rank; 0 takes a rank's whole share")
+    micro_batch: int = _option(0, "sequences in one forward pass of a rank; 0 takes a rank's full share")
     seq: int = _option(128, "tokens in a sequence")
     lr: float = _option(1e-3, "peak learning rate")
     lr_final: float = _option(0.1, "learning rate of the last step, as a share of the peak")
@@ -110,7 +110,7 @@ class TrainConfig:
         True, "free a block's weights after forward; --no-reshard keeps them until backward (ZeRO-2)"
     )
     prefetch: int = _option(0, "blocks to gather ahead; 0 leaves it to FSDP2")
-    reduce_every: bool = _option(False, "reduce gradients after every micro-batch: saves the memory of whole gradients")
+    reduce_every: bool = _option(False, "reduce gradients after every micro-batch: saves the memory of full gradients")
     seed: int = _option(0, "of the first weights and the order of the data")
     text: str = _option("", "train on this UTF-8 file; by default on the course's own prose")
     tokens: str = _option("", "train on this token file (.npy)")

@@ -198,7 +198,7 @@ class Task:
     uneven = False
 
     def build(self) -> nn.Module:
-        """Return the whole model on the meta device: shapes and no memory."""
+        """Return the full model on the meta device: shapes and no memory."""
         raise NotImplementedError
 
     def fill(self, model: nn.Module, device: torch.device) -> None:

@@ -81,7 +81,7 @@ def load_pretrained(
 
 
 def write_safetensors(model: nn.Module, file: str | Path) -> Path:
-    """Write a whole model as one safetensors file, of tied parameters the first name, as Hugging Face does."""
+    """Write an unsharded model as one safetensors file, of tied parameters the first name, as Hugging Face does."""
     again = {name for _, *others in tied_parameters(model) for name in others}
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name not in again}
     return write_safetensors_file(tensors, file)
@@ -122,12 +122,12 @@ def _place(places: list[tuple[nn.Module, str, str]], old: Tensor, rows: Tensor, 
 
 
 def _adapter(layer: LoRALinear, key: str, generator: torch.Generator) -> Tensor:
-    """Return this rank's rows of a new adapter; all ranks draw the same whole one."""
+    """Return this rank's rows of a new adapter; all ranks draw the same full one."""
     old = layer._parameters[key]
-    whole = torch.zeros(old.shape)
+    full = torch.zeros(old.shape)
     if key == "lora_A":
-        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-    return whole[slice(*own_rows(old))] if isinstance(old, DTensor) else whole
+        nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
+    return full[slice(*own_rows(old))] if isinstance(old, DTensor) else full
 
 
 def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
@@ -137,8 +137,8 @@ def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
         if not buffers:
             continue
         for key, buffer in buffers.items():
-            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            module._buffers[key] = whole.fill_(torch.nan) if whole.is_floating_point() else whole
+            full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            module._buffers[key] = full.fill_(torch.nan) if full.is_floating_point() else full
         if hasattr(model, "_init_weights"):
             model._init_weights(module)
         if bad := [k for k in buffers if module._buffers[k].is_floating_point() and module._buffers[k].isnan().any()]:
@@ -195,7 +195,7 @@ def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
 
 
 class FineTuning(Task):
-    """Fine-tune a local pretrained model on examples, whole or by adapters.
+    """Fine-tune a local pretrained model on examples, in full or by adapters.
 
     Args:
         config: The run; its `model` is "".

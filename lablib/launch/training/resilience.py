@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.units import format_bytes
-from lablib.launch.fsdp import check_whole, complete_checkpoints, latest_checkpoint, read_info
+from lablib.launch.fsdp import complete_checkpoints, latest_checkpoint, read_info, verify_checkpoint
 from lablib.launch.ranks import agree, from_rank_0, own_rank
 from lablib.launch.records import RankLog
 from lablib.launch.training.trainer import Callback, Trainer
@@ -170,7 +170,7 @@ def resume(trainer: Trainer) -> list[str]:
 
     A damaged one is renamed to "damaged-...", so that its step can be saved again.
     """
-    chosen, told = _newest_whole(trainer.checkpoints)
+    chosen, told = _newest_undamaged(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
     if chosen is None:
         return [*told, "there is no checkpoint to resume from: the run starts at step 0"]
@@ -189,11 +189,11 @@ def exit_code(trainer: Trainer) -> int:
     return {"finished": 0, "stopped": STOPPED}.get(trainer.outcome or "", 1)
 
 
-def _newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+def _newest_undamaged(folder: Path) -> tuple[Path | None, list[str]]:
     told = []
     for path in from_rank_0(complete_checkpoints(folder)[::-1]):
         try:
-            check_whole(path)
+            verify_checkpoint(path)
         except ValueError as error:
             told.append(str(error).replace("; use an older one", "; the one before it is used"))
         else:

@@ -316,7 +316,7 @@ def _step_metrics(
 
 
 def _run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what run.json says: what was asked for, on what machine, with what model."""
+    """Return the content of run.json: settings, machine, model and sharding."""
     flops = trainer.flops
     return {
         "config": trainer.config.as_dict(),

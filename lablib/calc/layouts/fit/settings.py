@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from os import PathLike
 
-from lablib.calc.errors import check_whole, one_of
+from lablib.calc.errors import one_of, verify_checkpoint
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
 from lablib.calc.layouts.planner import EFFICIENCY, RESERVE, Cluster, Layout, Workload, cluster, step_time
 from lablib.calc.memory import (
@@ -139,7 +139,7 @@ def setup(
     """
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
     for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
-        check_whole(name, value, 1)
+        verify_checkpoint(name, value, 1)
     if not isinstance(reserve, int) or isinstance(reserve, bool) or not 0 <= reserve < card.memory_bytes:
         raise ValueError(
             f"reserve={reserve!r} bytes must be at least 0 and less than the {card.memory_bytes} of {card.name}"
