@@ -3,8 +3,8 @@
 `timed` times something on every rank, and reads from the network interface how many bytes really left the host.
 
 The model is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's DistributedDataParallel would
-The model is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's DistributedDataParallel would
-PyTorch calls that a communication hook.
+load its compiler on every rank, which takes longer than this study. A variant replaces only the reduction of a full
+bucket: PyTorch calls that a communication hook.
 """
 
 from __future__ import annotations

@@ -291,7 +291,8 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
     """Run one step of the tensor parallel toy over a strategy; return a block's all-reduces, forward and backward.
 
     What communicates inside of a replay communicates again: 2 + 2 all-reduces a block without recomputation, 2 + 4 if
-    the full block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The attention core, which "selective" repeats, has none.
+    the full block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The
+    attention core, which "selective" repeats, has none.
     """
     torch.manual_seed(0)
     config = tiny_config("gpt2", num_layers=layers, hidden=16, vocab=32)
