@@ -142,7 +142,7 @@ def test_what_breaks_after_the_check_is_an_exception_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_checkpoint(tmp_path, *build_trained("AdamW"), 3).result()
-    whole = checkpoint.check_whole
+    whole = checkpoint.verify_checkpoint
 
     def then_gone(path: Path) -> dict:
         info = whole(path)
@@ -150,7 +150,7 @@ def test_what_breaks_after_the_check_is_an_exception_that_says_so(
             file.unlink()
         return info
 
-    monkeypatch.setattr(checkpoint, "check_whole", then_gone)
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", then_gone)
     model, optimizer = build()
     with pytest.raises(RuntimeError, match="step-00000003 failed on the way, and the model is loaded in part"):
         load_checkpoint(path, model, optimizer)

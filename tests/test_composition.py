@@ -17,12 +17,12 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lablib.calc.layouts import AxisTraffic, Miniature, predicted_traffic
 from lablib.launch.layouts import run_miniature
-from lablib.launch.layouts.composition import train, train_alone
-from lablib.launch.layouts.job import Composition, RankRun
-from lablib.launch.layouts.variants import make_groups, make_mesh
+from lablib.launch.layouts.composition import Composition, RankRun, train, train_alone
+from lablib.launch.layouts.variants import DIMS, make_groups
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import tiny_config
 
@@ -92,7 +92,8 @@ EIGHT = Miniature(
 
 def _eight(seed: int) -> tuple[dict, dict[str, RankRun]]:
     axes = ("tp", "dp", "pp")
-    ours, theirs, read = make_groups(EIGHT), make_mesh(EIGHT), dist.get_process_group_ranks
+    theirs = init_device_mesh("cpu", (EIGHT.pp, EIGHT.dp, EIGHT.tp), mesh_dim_names=DIMS)
+    ours, read = make_groups(EIGHT), dist.get_process_group_ranks
     groups = {axis: (read(ours[axis]), read(theirs[axis].get_group())) for axis in axes}
     return groups, {version: train(EIGHT, version, seed) for version in ("toys", "torch")}
 

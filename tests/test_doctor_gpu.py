@@ -192,9 +192,7 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     """A machine of two A10 that CUDA numbers the other way round than nvidia-smi does; only the copies are made up."""
     import torch
 
-    from lablib.launch.precision import fp8 as float8
-    from lablib.launch.ranks import run as ranks
-    from lablib.launch.records import machine
+    from lablib.launch import precision, ranks, records
 
     properties = [
         SimpleNamespace(uuid="bb", name="NVIDIA A10", total_memory=24e9),
@@ -216,13 +214,14 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     def printed(*arguments):
         return HEAD if not arguments else MATRIX_2 if arguments[0] == "topo" else CSV
 
-    monkeypatch.setattr(machine, "smi", printed)
-    monkeypatch.setattr(machine_probe, "host_rates", lambda i: (12e9 + i, 12e9 + i))
-    monkeypatch.setattr(machine_probe, "while_busy", lambda gpu, look: (100e12, look()))
-    monkeypatch.setattr(machine_probe, "kernel_log", lambda: None)
-    monkeypatch.setattr(machine_probe, "compile_seconds", lambda: 3.0)
+    for module in (machine_probe, records):
+        monkeypatch.setattr(module, "nvidia_smi", printed)
+    monkeypatch.setattr(records, "host_rates", lambda i: (12e9 + i, 12e9 + i))
+    monkeypatch.setattr(records, "while_busy", lambda gpu, look: (100e12, look()))
+    monkeypatch.setattr(records, "kernel_log", lambda: None)
+    monkeypatch.setattr(records, "compile_seconds", lambda: 3.0)
     monkeypatch.setattr(ranks, "run_ranks", lambda *job, **how: [{(0, 1): 8e9}, {(0, 1): 7e9}])
-    monkeypatch.setattr(float8, "missing", lambda: "float8 needs 8.9")
+    monkeypatch.setattr(precision, "missing_for_float8", lambda: "float8 needs 8.9")
     found = {finding.name: finding for finding in doctor.examine_gpu(tmp_path, disk_bytes=2**20)}
     assert list(found) == [
         "driver", "kernels", "NCCL", "Xid errors", "topology", "NCCL links", "host to GPU",
@@ -301,7 +300,7 @@ def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("InductorError: no")
 
-    monkeypatch.setattr(machine_probe, "compile_seconds", broken)
+    monkeypatch.setattr("lablib.launch.records.compile_seconds", broken)
     assert doctor.compiling().detail == "fails: InductorError: no"
     (tmp_path / "Python.h").unlink()
     assert doctor.compiling().mend == f"apt-get install -y python{version}-dev"
@@ -317,13 +316,11 @@ def test_the_kernels_log_where_it_may_be_read(tmp_path, monkeypatch, code, log):
 
 
 def test_an_all_reduce_is_as_fast_as_its_slowest_rank_and_says_nothing_to_json(monkeypatch, capsys):
-    from lablib.launch.ranks import run as ranks
-
     def played(work, count, *, device, timeout):
         print(f"{count} ranks on {device}")
         return [{(0, 1): 8e9, (0, 1, 2): 5e9}, {(0, 1): 7e9, (0, 1, 2): 6e9}]
 
-    monkeypatch.setattr(ranks, "run_ranks", played)
+    monkeypatch.setattr("lablib.launch.ranks.run_ranks", played)
     assert doctor.all_reduces(3) == {(0, 1): 7e9, (0, 1, 2): 5e9}
     assert capsys.readouterr() == ("", "3 ranks on cuda\n")
 

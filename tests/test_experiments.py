@@ -62,8 +62,8 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", []), ("cuda", ["H100"])])
 def test_a_record_of_cpu_ranks_names_no_gpu(device, gpus, monkeypatch):
     here = {"cpu": "Xeon", "cpus": 2, "gpus": ["H100"], "gpu_details": [{"name": "H100"}]}
-    monkeypatch.setattr(experiments, "machine", lambda: here)
-    monkeypatch.setattr(experiments, "topology", dict)
+    monkeypatch.setattr(experiments, "this_machine", lambda: here)
+    monkeypatch.setattr(experiments, "gpu_topology", dict)
     made = experiments.save_record("speed", [{"ranks": 1}], "rung labs run 02", device=device)
     assert made.machine["gpus"] == gpus
     assert made.where == ("1 x H100" if gpus else "Xeon, 2 CPUs")

@@ -117,7 +117,7 @@ def test_the_flight_recorder_says_where_a_hang_began():
     setting = Setting(culprit=1, steps=4)
     told = flight_recorder.compare_flight_records(zoo.recorded_hang(LETTER["mismatched collectives"], setting))
     assert told.startswith("call 1 is not the same on all ranks: rank 0: all_reduce of [178] Float")
-    assert "rank 1: broadcast of [3] Float (zoo_programs.py, line" in told
+    assert "rank 1: broadcast of [3] Float (zoo.py, line" in told
     told = flight_recorder.compare_flight_records(zoo.recorded_hang(LETTER["skipped batch"], setting))
     assert told.startswith("rank 1 never came to call 4, where rank 0 waits in all_reduce of [178] Float")
 

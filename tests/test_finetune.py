@@ -18,21 +18,24 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
 from lablib.calc.flops import step_flops
-from lablib.launch.finetuning import (
+from lablib.launch.fsdp import full_state_dict, shard
+from lablib.launch.ranks import run_ranks
+from lablib.launch.runs import launched_ranks
+from lablib.launch.training import (
+    IGNORE_INDEX,
     FineTuning,
+    TrainConfig,
+    Trainer,
     add_lora,
     addition_examples,
     export_merged,
     read_examples,
+    read_metrics,
     save_adapters,
     tiny_qwen2,
 )
-from lablib.launch.finetuning.finetune import Example, encode, load_pretrained, pair_of, write_safetensors
-from lablib.launch.finetuning.lora import adapters, load_adapters, merge
-from lablib.launch.fsdp import full_state_dict, shard
-from lablib.launch.ranks import run_ranks
-from lablib.launch.runs import launched_ranks
-from lablib.launch.training import IGNORE_INDEX, TrainConfig, Trainer, read_metrics
+from lablib.launch.training.finetune import Example, encode, load_pretrained, pair_of, write_safetensors
+from lablib.launch.training.lora import adapters, load_adapters, merge
 
 TOLERANCE = 2e-5
 EXAMPLES = addition_examples(

@@ -23,7 +23,6 @@ from lablib.cli.main import app
 from lablib.launch.labs import labs, start_worker
 from lablib.launch.labs import labs as lab_jobs
 from lablib.launch.labs import notebook as lab_notebook
-from lablib.launch.labs import worker as lab_worker
 from lablib.launch.labs import worker as pack
 from lablib.launch.records import experiments
 from lablib.launch.records import samples as gpu_records
@@ -336,7 +335,7 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab_worker, "start", lambda queue: queue.with_suffix(".log").touch())
+    monkeypatch.setattr("lablib.launch.labs.start_worker", lambda queue: queue.with_suffix(".log").touch())
     monkeypatch.setattr(labs_cli.time, "sleep", interrupted)
     result = rung("run", "7", "--gpus", "cpu")
     assert result.exit_code == 130

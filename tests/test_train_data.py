@@ -14,6 +14,7 @@ import torch
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.runs import cosine_lr
+from lablib.launch.records import JsonLines
 from lablib.launch.training import (
     SampleOrder,
     TokenWindows,
@@ -27,7 +28,6 @@ from lablib.launch.training import (
 )
 from lablib.launch.training.config import MODELS, SAME_RUN, describe, differences
 from lablib.launch.training.data import write_tokens
-from lablib.launch.training.metrics import MetricsFile
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 
@@ -217,12 +217,12 @@ def test_the_command_line_has_every_setting(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_taken_again_counts_once(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, 3)
+    file = JsonLines(tmp_path / "metrics-rank3.jsonl")
     for step in (1, 2, 3, 4, 5):
         file.write({"step": step, "loss": step + 0.1})
     with file.path.open("a") as torn:
         torn.write('{"step": 6, "lo')  # killed while it wrote
-    file = MetricsFile(tmp_path, 3)  # the restarted rank, from a checkpoint of step 2
+    file = JsonLines(tmp_path / "metrics-rank3.jsonl")  # the restarted rank, from a checkpoint of step 2
     for step in (3, 4):
         file.write({"step": step, "loss": step + 0.2})
     assert read_metrics(tmp_path, 3) == [

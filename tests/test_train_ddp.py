@@ -7,18 +7,14 @@ that leaves less than 1e-9. One sample more or less moves the loss by more than 
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +23,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lablib.launch.rank_server import ensure_server, no_main_module
 from lablib.launch.runs import elastic
 from tests.processes import ended, free_port
 
@@ -70,20 +65,15 @@ def start(words: list[str], env: dict[str, str]) -> subprocess.Popen:
     return _started[-1]
 
 
-_started: list[subprocess.Popen | Worker] = []
+_started: list[subprocess.Popen] = []
 
 
 @pytest.fixture(autouse=True)
 def _what_a_test_starts_ends_with_it() -> Iterator[None]:
     yield
     while _started:
-        job = _started.pop()
-        if isinstance(job, Worker):
-            job.kill()
-            job.wait()
-        else:
-            with ended(job):
-                pass
+        with ended(_started.pop()):
+            pass
 
 
 def torchrun(ranks: int, *options: object) -> subprocess.Popen:
@@ -91,65 +81,7 @@ def torchrun(ranks: int, *options: object) -> subprocess.Popen:
     return start([*launcher, *arguments(options)], environment())
 
 
-def be_the_script(words: list[str], env: dict[str, str], output: str) -> None:
-    """Run the program as `python train_ddp.py ...` would, in a process that has torch loaded."""
-    gc.enable()  # the server that this process is forked from has it off
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
-class Worker:
-    """One rank with the interface of Popen, forked from a server that has loaded torch.
-
-    For ranks that end well: how an interpreter ends after an error is seen in one of its own.
-
-    Args:
-        words: The script and its options.
-        env: Its whole environment.
-    """
-
-    def __init__(self, words: list[str], env: dict[str, str]) -> None:
-        file, self.output = tempfile.mkstemp(suffix=".train_ddp")
-        os.close(file)
-        context = multiprocessing.get_context("forkserver")
-        with no_main_module():
-            ensure_server(context)
-            self.process = context.Process(target=be_the_script, args=(words, env, self.output))
-            self.process.start()
-        _started.append(self)
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("train_ddp.py", timeout)
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        self.wait(timeout)
-        output = Path(self.output)
-        text = output.read_text()
-        output.unlink()
-        return text, None
-
-
-Job = subprocess.Popen | Worker
-
-
-def workers(ranks: int, *options: object, start: Callable[..., Job] = Worker) -> list[Job]:
+def workers(ranks: int, *options: object) -> list[subprocess.Popen]:
     """Start the ranks that torchrun would start, with a handle on each."""
     shared = {
         "WORLD_SIZE": str(ranks),
@@ -160,7 +92,7 @@ def workers(ranks: int, *options: object, start: Callable[..., Job] = Worker) ->
     return [start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)]
 
 
-def finish(*jobs: Job) -> list[int]:
+def finish(*jobs: subprocess.Popen) -> list[int]:
     try:
         outputs = [job.communicate(timeout=PATIENCE)[0] for job in jobs]
     finally:
@@ -182,7 +114,7 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def wait_for_steps(job: Job, path: Path, count: int) -> None:
+def wait_for_steps(job: subprocess.Popen, path: Path, count: int) -> None:
     """Return when the job has logged `count` steps; fail if it ends or takes for ever."""
     for _ in range(50 * PATIENCE):
         if path.exists() and path.read_text().count("\n") >= count:
@@ -250,7 +182,7 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
     """Rank 0 is killed, somewhere between two checkpoints. The run goes on with one rank, in mid-epoch."""
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
     options = ["--losses", log, "--checkpoint", checkpoint]
-    jobs = workers(2, "--steps", 10**6, *options, start=start)
+    jobs = workers(2, "--steps", 10**6, *options)
     wait_for_steps(jobs[0], log, 4)
     jobs[0].kill()
     codes = finish(*jobs)
@@ -270,8 +202,8 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
 def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.pt"
     torch.save({"settings": dict.fromkeys(load().SAME_RUN, "another")}, checkpoint)
-    (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt", start=start)
-    (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume", start=start)
+    (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt")
+    (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume")
     for job, says in ((no_text, "nowhere.txt"), (other_run, "the checkpoint is of another run: global_batch, seq")):
         output, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 1

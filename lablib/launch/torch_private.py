@@ -51,11 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def must_have(thing: object, *names: str) -> None:
-    """Say that an object of PyTorch has these private attributes.
-
-    Raises:
-        MissingPrivateNameError: If it lacks one, with what to do.
-    """
+    """Say that an object of PyTorch has these private attributes."""
     for name in names:
         if not hasattr(thing, name):
             base = next(c for c in type(thing).__mro__ if c.__module__.startswith("torch."))

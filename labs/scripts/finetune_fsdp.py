@@ -17,26 +17,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from lablib.launch.finetuning import (
-    FineTuning,
-    addition_examples,
-    copy_settings,
-    export_merged,
-    read_examples,
-    save_adapters,
-    tiny_qwen2,
-)
 from lablib.launch.fsdp import export_safetensors, latest_checkpoint
 from lablib.launch.ranks import agree, one_sentence, own_rank
 from lablib.launch.runs import launched_ranks
 from lablib.launch.training import (
+    FineTuning,
     PrintSteps,
     SaveEvery,
     StopOnSignal,
     Trainer,
+    addition_examples,
     config_of,
+    copy_settings,
     exit_code,
+    export_merged,
+    read_examples,
     resume,
+    save_adapters,
+    tiny_qwen2,
     train_parser,
 )
 

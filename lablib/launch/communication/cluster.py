@@ -5,22 +5,15 @@
         cluster.throttle("100 Mb/s")
         cluster.torchrun("train.py", "--steps", "10")  # a script, as on real machines
 
-Each host is a Linux network namespace with one card, eth0, and a cable to one switch. The cable has the bandwidth in
-each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are delayed
-where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts.
+Each host is a Linux network namespace with one network interface, eth0, and a cable to one switch. The cable has the
+bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are
+delayed where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts. Needs
+Linux, and root or unprivileged user namespaces; `why_not()` says in one sentence what is missing.
 
-Needs Linux, and root or unprivileged user namespaces. `why_not()` says in one sentence what is missing.
-
-Commands on several hosts at once: what one of them prints when it fails, and the end of all others.
-
-Hosts as network namespaces: one process holds them all, and they vanish with it.
-
-`unshare` starts the holder in namespaces of its own for networks, mounts and processes, and for an ordinary user
-in a user namespace too, where it is root. The holder makes a bridge, the switch, and for each host one more network
-namespace with a cable to the switch. Then it waits until its standard input closes.
-
-Whatever ends it (`close`, an interrupt, this process being killed) ends the process number 1 of its namespace; the
-kernel then kills every process in there, takes the cables down and forgets the names.
+Inside: `unshare` starts a holder process in namespaces of its own for networks, mounts and processes, and for an
+ordinary user in a user namespace too, where it is root. The holder makes a bridge, the switch, and a network namespace
+with a cable for each host; then it waits until its standard input closes. Whatever ends it ends process number 1 of its
+namespace; the kernel then kills every process in there and takes the cables down.
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ import contextlib
 import functools
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -61,52 +53,12 @@ class ClusterError(RuntimeError):
         self.host, self.output = host, output
 
 
-def run_jobs(
-    network: Network, jobs: Sequence[tuple[int, Sequence[str]]], env: dict[str, str], timeout: float
-) -> list[str]:
-    """Run commands on hosts at the same time and return what each printed.
-
-    Raises:
-        ClusterError: If one fails or takes too long; all others are ended.
-    """
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in jobs]
-        running: list[subprocess.Popen] = []
-        try:
-            for (host, words), file in zip(jobs, files, strict=True):
-                running.append(
-                    subprocess.Popen(
-                        network.command(*words, host=host),
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        env={**environment(), **env},
-                        start_new_session=True,
-                    )
-                )
-            failed = _wait(running, time.monotonic() + timeout)
-        finally:
-            if any(process.poll() is None for process in running):
-                network.end_processes()
-            for process in running:
-                process.wait()
-        output = [_text(file) for file in files]
-    if failed is None:
-        return output
-    if failed < 0:
-        raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
-    host = jobs[failed][0]
-    tail = "\n".join(output[failed].splitlines()[-_TAIL:])
-    message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
-    raise ClusterError(message, host, output)
-
-
 def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> tuple[int | None, str]:
     """Return which rank failed first, and why; (None, "") where nothing tells.
 
     A rank that raised has written down why. One that died has not; its torchrun says how it ended, and nothing else
-    kills a rank before the first failure, so it comes before what its peers say about lost connections. An abort can
-    be the answer of a library to a lost peer.
+    kills a rank before the first failure, so it comes before what the others say about lost connections. An abort can
+    be the answer of a library to a lost rank.
     """
     from lablib.launch.ranks import ending  # here: hosts alone need no torch
 
@@ -128,7 +80,7 @@ def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> t
 def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
     """Return the first job that failed, -1 if time ran out, None if all are well.
 
-    After the first failure the others have a moment: the host whose rank died may be the second to notice.
+    After the first failure the others have a second: the host whose rank died may be the second to notice.
     """
     left, failed = dict(enumerate(running)), None
     while left:
@@ -149,7 +101,7 @@ def _text(file: Any) -> str:
 
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-CARD = "eth0"  # the network card of every host
+CARD = "eth0"  # the network interface of every host
 MAX_HOSTS = 64
 #: After a pause a link lets so many seconds' worth of bytes through at once, and at least so many bytes. With less
 #: it does not reach its bandwidth on a busy machine; with more, messages of 1 MiB would pass too fast.
@@ -164,11 +116,7 @@ def address(host: int) -> str:
 
 
 def burst(rate: float) -> int:
-    """Return the bytes that a link lets through at once after a pause.
-
-    Args:
-        rate: Its bandwidth in bytes per second.
-    """
+    """Return the bytes that a link lets through at once after a pause."""
     return round(max(BURST_BYTES, rate * BURST_S))
 
 
@@ -196,18 +144,14 @@ def build_script(hosts: int) -> str:
 
 
 def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
-    """Return the commands that give every cable a bandwidth in both directions, and a delay if there is one.
-
-    Args:
-        rate: Bytes per second, per direction; None is as fast as the machine.
-    """
+    """Return the commands that give every cable a bandwidth, in bytes per second both ways, and a delay."""
     lines = []
     for host in range(hosts):
         for where, device, late in ((f"-n h{host}", CARD, delay), ("", f"port{host}", None)):
             root = f"tc {where} qdisc replace dev {device} root handle 1:"
             lines.append(f"tc {where} qdisc del dev {device} root 2>/dev/null || true")
-            # Linux hands a card pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
-            # behind it is late; a real card sends single packets.
+            # Linux hands an interface pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
+            # behind it is late; a real one sends single packets.
             piece = _PIECE_MOST if rate is None else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
             lines.append(f"ip {where} link set dev {device} gso_max_size {piece}")
             netem = f"netem delay {round(1e6 * late)}us limit 100000" if late else None
@@ -231,11 +175,7 @@ class Refused(OSError):
 
 
 class Network:
-    """The namespaces and the process that holds them.
-
-    Raises:
-        Refused: If the system has no such namespaces, or does not let this user make them.
-    """
+    """The namespaces and the process that holds them."""
 
     def __init__(self, hosts: int, *, user: bool) -> None:
         if not sys.platform.startswith("linux"):
@@ -278,32 +218,14 @@ class Network:
         return [*enter, *place, *there, *words]
 
     def shell(self, script: str) -> None:
-        """Run commands on the switch.
-
-        Raises:
-            Refused: If one fails; it quotes the last line of what was said.
-        """
-        done = subprocess.run(
-            self.command("sh", "-ec", script),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            raise Refused(f"the network cannot be set up so ({said[-1]})")
+        """Run commands on the switch."""
+        _shell(*self.command("sh", "-ec", script))
 
     def end_processes(self) -> None:
         """Kill every process on the hosts; the hosts stay."""
         # In its own process namespace, -1 is everybody in there but number 1, the holder.
-        subprocess.run(
-            self.command("sh", "-c", "kill -9 -1"),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-            check=False,
-        )
+        with contextlib.suppress(Refused):
+            self.shell("kill -9 -1")
 
     def close(self) -> str:
         """End the holder, and with it all hosts and every process on them; return what it said last."""
@@ -321,21 +243,12 @@ class Network:
         return said
 
 
-def shell_from_inside(script: str) -> None:
-    """Run commands on the switch from a process on one of the hosts.
-
-    Raises:
-        Refused: If one fails.
-    """
-    done = subprocess.run(
-        ["nsenter", "--target=1", "--net", "sh", "-ec", script],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+def _shell(*command: str) -> None:
+    """Run a command; if it fails, `Refused` has the last line of what it said."""
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment())
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise Refused(f"{shlex.quote(said[-1])} when changing the links from inside")
+        raise Refused(f"the network cannot be set up so ({said[-1]})")
 
 
 _PORT = 29400  # free on every host: nobody else is there
@@ -347,10 +260,6 @@ class Cluster:
     Args:
         rate: Bandwidth of each host's link per direction, as "500 Mb/s" or in bytes per second; None is whatever
             the machine can do. Headers count too: of each 1,514 bytes TCP has 1,448 for data.
-
-    Raises:
-        ValueError: If a number makes no sense.
-        Refused: If the system does not allow it; one sentence says why.
     """
 
     def __init__(
@@ -379,12 +288,7 @@ class Cluster:
         self._closing()
 
     def throttle(self, rate: str | float | None) -> None:
-        """Give all links another bandwidth, now.
-
-        Raises:
-            ValueError: If the rate makes no sense.
-            Refused: If the kernel has no queue of the kind that is needed.
-        """
+        """Give all links another bandwidth, now."""
         self.rate = _bytes_per_second(rate)
         if script := shape_script(self.hosts, self.rate, self.delay):
             try:
@@ -395,11 +299,7 @@ class Cluster:
                 raise
 
     def run(self, host: int, *command: str, timeout: float = 60) -> str:
-        """Run a command on a host and return what it printed.
-
-        Raises:
-            ClusterError: If it fails or takes too long.
-        """
+        """Run a command on a host and return what it printed."""
         return self.run_all([(host, command)], timeout=timeout)[0]
 
     def torchrun(
@@ -413,13 +313,6 @@ class Cluster:
         """Run a script on all hosts, as on real machines: one torchrun a host, which meet by c10d rendezvous.
 
         Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
-
-        Returns:
-            What each host printed.
-
-        Raises:
-            ValueError: If a number makes no sense.
-            ClusterError: If a host fails; it shows the end of what that host printed. All others are ended.
         """
         from lablib.launch.runs import agent_command  # here: hosts alone need the standard library
 
@@ -451,7 +344,7 @@ class Cluster:
             ValueError: If a number makes no sense, or an argument cannot be copied.
             ClusterError: If a rank fails; it shows the traceback of the first one. All others are ended.
         """
-        import cloudpickle  # here: hosts alone need no torch, and start in a moment
+        import cloudpickle  # here: hosts alone need no torch, and start at once
 
         from lablib.launch.ranks import pickle_call
 
@@ -474,28 +367,44 @@ class Cluster:
     def run_all(
         self, jobs: Sequence[tuple[int, Sequence[str]]], *, env: dict[str, str] | None = None, timeout: float = 60
     ) -> list[str]:
-        """Run commands on hosts at the same time and return what each printed.
-
-        Raises:
-            ClusterError: If one fails or takes too long; all others are ended.
-        """
+        """Run commands on hosts at the same time and return what each printed."""
         if not self._closing.alive:
             raise ValueError("this cluster is closed; make a new one")
-        return run_jobs(self.network, jobs, env or {}, timeout)
+        with contextlib.ExitStack() as stack:
+            text = {"encoding": "utf-8", "errors": "replace"}
+            files = [stack.enter_context(tempfile.TemporaryFile("w+", **text)) for _ in jobs]
+            running: list[subprocess.Popen] = []
+            try:
+                for (host, words), file in zip(jobs, files, strict=True):
+                    command = self.network.command(*words, host=host)
+                    pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+                    variables = {**environment(), **(env or {})}
+                    running.append(subprocess.Popen(command, **pipes, env=variables, start_new_session=True))
+                failed = _wait(running, time.monotonic() + timeout)
+            finally:
+                if any(process.poll() is None for process in running):
+                    self.network.end_processes()
+                for process in running:
+                    process.wait()
+            output = [_text(file) for file in files]
+        if failed is None:
+            return output
+        if failed < 0:
+            raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
+        host, tail = jobs[failed][0], "\n".join(output[failed].splitlines()[-_TAIL:])
+        message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
+        raise ClusterError(message, host, output)
 
 
 def throttle(rate: str | float | None) -> None:
     """Give all links another bandwidth, from inside a function that runs on the cluster. Call it on one rank.
 
     Put a barrier before and after it, so that no message is on its way meanwhile.
-
-    Raises:
-        RuntimeError: If this process does not run on a cluster.
-        Refused: If the system does not allow it.
     """
     if "LABLIB_HOSTS" not in os.environ:
         raise RuntimeError("throttle works on a host of a Cluster; from outside call cluster.throttle")
-    shell_from_inside(shape_script(int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate), None))
+    script = shape_script(int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate), None)
+    _shell("nsenter", "--target=1", "--net", "sh", "-ec", script)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""What torchrun starts on every host: one rank that calls the notebook's function and writes its result to a file.
+"""One rank on a host of a cluster: it calls the notebook's function and writes its result to a file.
 
-Usage: torchrun ... --run-path --start-method=fork _cluster_rank.py FOLDER
+torchrun ... --run-path --start-method=fork cluster_rank.py FOLDER
 """
 
 from __future__ import annotations

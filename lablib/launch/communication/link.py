@@ -1,15 +1,10 @@
-"""One link measured: exchanges of many sizes, and every all-reduce of ours against message size.
+"""One link measured, inside a job of `study`: messages of many sizes, our all-reduces, and steps of data parallelism.
 
-Runs inside a job on the cluster, `lablib.launch.communication.study`.
+`timed` times something on every rank, and reads from the network interface how many bytes really left the host.
 
-Time something on every rank of the cluster, and read from the network card what really left the host.
-
-Data parallelism on the two-host cluster: steps at several rates, and what makes them cheaper.
-
-A stack of linear layers in `lablib.toys.data_parallel.ddp`, which tests hold equal to PyTorch's DistributedDataParallel and the
-bench to its speed; PyTorch's own would load its compiler on every rank, which takes longer than this study. A variant
-only replaces what a full bucket does: PyTorch calls that a communication hook. Runs inside a job,
-`lablib.launch.communication.study`.
+The model is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's DistributedDataParallel would
+load its compiler on every rank, which takes longer than this study. A variant replaces only the reduction of a full
+bucket: PyTorch calls that a communication hook.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ def set_rate(rate: str | None) -> None:
 
 
 def card_bytes() -> int:
-    """Return the bytes that this host's card has sent since it was made, headers and acknowledgements included."""
+    """Return the bytes that this host's network interface has sent since it was made, headers and acknowledgements included."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == CARD:
@@ -58,11 +53,7 @@ def card_bytes() -> int:
 def timed(
     work: Callable[[], Any], *, turns: int, warm: int = 1, lead: int = 0, repeats: int = 1, **conditions: Any
 ) -> list[Sample]:
-    """Return one sample for each turn of some work; all ranks start each turn together.
-
-    Args:
-        repeats: Runs in a row within one turn; seconds are the median run's.
-    """
+    """Return one sample for each turn, the median of `repeats` runs in a row; all ranks start each turn together."""
     samples = []
     for turn in range(-warm, turns):
         dist.barrier()
@@ -72,7 +63,7 @@ def timed(
         for _ in range(repeats):
             said = work()
             ticks.append(time.perf_counter())
-        dist.barrier()  # before the card is read again: the other rank of this host uses it too
+        dist.barrier()  # before the counter is read again: the other rank of this host uses it too
         counted = (card_bytes() - sent) / repeats
         if turn >= 0:
             seconds = median(end - start for start, end in itertools.pairwise(ticks))
@@ -82,13 +73,13 @@ def timed(
 
 
 def slowest(by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return of every sample the slowest rank's, with the bytes of the card that sent the most."""
+    """Return of every sample the slowest rank's, with the bytes of the host that sent the most."""
     merged = []
     for same in zip(*by_rank, strict=True):
         worst = max(same, key=lambda sample: sample["seconds"])
         merged.append({**worst, "card_bytes": max(sample["card_bytes"] for sample in same)})
         if losses := [sample["loss"] for sample in same if sample.get("loss") is not None]:
-            merged[-1]["loss"] = sum(losses) / len(losses)  # of the whole batch: every rank has as much of it
+            merged[-1]["loss"] = sum(losses) / len(losses)  # of the full batch: every rank has as much of it
     return merged
 
 
@@ -156,7 +147,7 @@ def in_a_row(size: int, most: int = 20) -> int:
 
 def leading(rate: str | None, size: int) -> int:
     """Return how many messages of this size use up what a link lets through at once; small ones never do."""
-    saved = 2 * burst(parse_bandwidth(rate)) if rate else 0  # the cards at both ends save as much
+    saved = 2 * burst(parse_bandwidth(rate)) if rate else 0  # the interfaces at both ends save as much
     return min(4, -(-saved // size)) if size >= 2**14 else 1
 
 

@@ -1,20 +1,14 @@
-"""The study of rung 10: one job on 4 ranks and 2 hosts measures a link, collectives, DDP and the place of every axis.
+"""The study of rung 10: one job on 4 ranks and 2 hosts measures a link, collectives, DDP and layouts.
 
     study = network_study()          # on this machine, about 12 s; where it has no cluster, the record is replayed
     for row in scaling_rows(study.samples): ...
 
-Starting ranks on a cluster takes longer than measuring on it. So there is one launch, and rank 0 changes the links'
-bandwidth between the parts.
+Starting ranks on a cluster takes longer than measuring on it. So there is one launch: every rank builds all `Parts`,
+and rank 0 changes the links' bandwidth between them. `lablib.calc.runs.network_study` makes rows of the samples,
+predicted beside measured.
 
-Rows, predicted beside measured, are made of the samples by `lablib.calc.runs.network_study`, `lablib.calc.runs.network_study`
-and `lablib.calc.runs.network_study`.
-
-What one rank of the study measures at which bandwidth; everything is built before the link is throttled.
-
-One small transformer on two hosts in four layouts: which axis crosses the link decides the step's time.
-
-Four ranks, two of them on each host. Every layout trains the same model on the same batch with our own toys, so the
-losses agree; only what crosses the link differs. Runs inside a job, `lablib.launch.communication.study`.
+`Layout` trains one small transformer in four layouts with the course's toys, on the same batch: the losses agree, and
+only what crosses the link differs.
 """
 
 from __future__ import annotations
@@ -119,11 +113,7 @@ BUCKET_BYTES = 2**18
 
 
 class Layout:
-    """A model in one of the layouts, and its training step.
-
-    Raises:
-        ValueError: If the layout is unknown, or the batch cannot be divided.
-    """
+    """A model in one of the layouts, and its training step."""
 
     def __init__(
         self, name: str, config: ModelConfig, tokens_BT: Tensor, groups: NodeGroups, *, micro_batches: int = 2
@@ -150,7 +140,7 @@ class Layout:
         return {"loss": None if loss is None else float(loss.detach())}
 
     def _data(self, module: nn.Module, tokens_BT: Tensor, replicas: dist.ProcessGroup) -> Callable:
-        """Return the step of a module on each data parallel rank, itself split over other ranks or whole."""
+        """Return the step of a module on each data parallel rank, itself split over other ranks or not."""
         model = OverlappedDDP(module, replicas, first_bytes=BUCKET_BYTES, bucket_bytes=BUCKET_BYTES)
         mine = tokens_BT.chunk(replicas.size())[dist.get_rank(replicas)]
 
@@ -204,29 +194,16 @@ PARTS = ("link", "all-reduce", "ddp", "placement")
 
 @dataclass(frozen=True)
 class Study:
-    """What was measured, and where.
+    """The samples of a study, and where they come from."""
 
-    Attributes:
-        samples: Raw, as `lablib.calc.runs.network_study` describes them.
-        record: Where they were replayed from or written to; None if they were measured just now and not kept.
-        refused: Why this machine has no cluster, in one sentence; None if it has.
-    """
-
-    samples: list[Sample]
+    samples: list[Sample]  # raw, as `lablib.calc.runs.network_study` describes them
+    # where they were replayed from or written to; None if they were measured just now and not kept
     record: Record | None
-    refused: str | None
+    refused: str | None  # why this machine has no cluster, in one sentence; None if it has
 
 
 def network_study(settings: StudySettings | None = None) -> Study:
-    """Measure on this machine; where it has no cluster, say why and replay the record.
-
-    Args:
-        settings: What to measure; by default what was recorded.
-
-    Raises:
-        FileNotFoundError: If there is neither a cluster nor a record.
-        ClusterError: If a rank fails.
-    """
+    """Measure on this machine; where it has no cluster, say why and replay the record."""
     if os.environ.get(RECORD_SWITCH) == "1":
         record = run_or_replay(NAME, lambda: measure(settings))
         return Study(record.samples, record, None)
@@ -239,13 +216,7 @@ def network_study(settings: StudySettings | None = None) -> Study:
 
 
 def measure(settings: StudySettings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
-    """Return the samples of one job on the cluster.
-
-    Raises:
-        ValueError: If a part is unknown.
-        Refused: If this machine has no cluster.
-        ClusterError: If a rank fails.
-    """
+    """Return the samples of one job on the cluster."""
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"parts={unknown} are unknown; use {', '.join(PARTS)}")
     with Cluster(hosts=HOSTS) as cluster:

@@ -1,8 +1,8 @@
-"""What the programs of the failure zoo share: a small model, its data, its log, and a watch for hangs.
+"""The common part of the programs of the failure zoo: a small model, its data, its log, and a watch for hangs.
 
 Every rank writes a log (`lablib.launch.records.logs`): each collective before it waits for it, each step, its end.
-From the logs of all ranks a hang can be proven, without a clock: a rank waits for ever when another one has called
-something else in the same place, or has left without calling it. The watch looks for that, and ends the rank.
+From the logs of all ranks a hang can be proven without a clock: a rank waits for ever when another one has called
+another collective in the same place, or has returned without calling it. The watch looks for that, and ends the rank.
 """
 
 from __future__ import annotations
@@ -31,21 +31,13 @@ _ENDED = ("returned", "hang")
 
 @dataclass(frozen=True)
 class Setting:
-    """What may differ between two runs of one program.
+    """The settings of one run of a program."""
 
-    Attributes:
-        steps: Optimizer steps of a healthy run, at least 4.
-        micro_batches: Gradients added up before each of them.
-        width: Of the model, even.
-        culprit: The rank that misbehaves, where one does.
-        seed: Of weights and data.
-    """
-
-    steps: int = 5
-    micro_batches: int = 1
-    width: int = 8
-    culprit: int = 1
-    seed: int = 0
+    steps: int = 5  # optimizer steps of a healthy run, at least 4
+    micro_batches: int = 1  # gradients added up before each of them
+    width: int = 8  # of the model, even
+    culprit: int = 1  # the rank that misbehaves, where one does
+    seed: int = 0  # of weights and data
 
 
 class Job:
@@ -212,7 +204,7 @@ def _wait_for_the_others(folder: Path, over: threading.Event) -> None:
 def _line(thread: int) -> str:
     """Return the text of the innermost line of the program that a thread stands on."""
     frame = sys._current_frames().get(thread)
-    while frame and not frame.f_code.co_filename.endswith("zoo_programs.py"):
+    while frame and not frame.f_code.co_filename.endswith("zoo.py"):
         frame = frame.f_back
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame else ""
 

@@ -1,14 +1,10 @@
-"""The failure zoo: run a program with a planted fault on two ranks, and look at its symptoms.
+"""The failure zoo: eight small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
     seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
-    print(seen)                         # what monitoring shows: losses, norms, traffic, where ranks stand
-    seen.calls[1]                       # [("all_reduce", 712), ...]: what rank 1 communicated
+    print(seen)                         # losses, norms, traffic, where ranks stand
+    seen.calls[1]                       # [("all_reduce", 712), ...]: the collectives of rank 1
 
-The programs stand in `lablib.launch.failures.zoo`, and their names give them away; a letter does not.
-
-The failure zoo: eight small training programs, each with one planted fault and a healthy twin.
-
-Diagnose them from their symptoms (`lablib.launch.failures.zoo`) before you read this file.
+Diagnose them from their symptoms before you read on: the names of the programs give them away, a letter does not.
 In each program the lines under `if fault` are the fault, and nothing else differs between the twins.
 """
 
@@ -91,7 +87,7 @@ def forgotten_zero_grad(setting: Setting, log: RankLog, fault: bool) -> None:
 
 
 def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
-    """FSDP2 is told to leave the largest weight alone; it stays whole, and its gradient is averaged by nobody."""
+    """FSDP2 is told to leave the largest weight alone; it stays unsharded, and its gradient is averaged by nobody."""
     from torch.distributed.fsdp import fully_shard  # here: the other programs start sooner without it
 
     job = Job(setting, log, sharded=True)
@@ -159,63 +155,42 @@ def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> N
 RANKS = 2
 _TIMEOUT_S = 60.0  # never waited for: the watch in each rank proves a hang long before
 
-#: Fault by letter.
-FAULTS = {
-    "A": "forgotten zero_grad",
-    "B": "skipped batch",
-    "C": "wrong-dtype reduction",
-    "D": "mismatched collectives",
-    "E": "slow rank",
-    "F": "accumulation that communicates",
-    "G": "uneven data",
-    "H": "unsharded parameter",
-}
 _PROGRAMS = {
-    "A": forgotten_zero_grad,
-    "B": skipped_batch,
-    "C": wrong_dtype,
-    "D": mismatched_collectives,
-    "E": slow_rank,
-    "F": communicating_accumulation,
-    "G": uneven_data,
-    "H": unsharded_parameter,
+    "A": ("forgotten zero_grad", forgotten_zero_grad),
+    "B": ("skipped batch", skipped_batch),
+    "C": ("wrong-dtype reduction", wrong_dtype),
+    "D": ("mismatched collectives", mismatched_collectives),
+    "E": ("slow rank", slow_rank),
+    "F": ("accumulation that communicates", communicating_accumulation),
+    "G": ("uneven data", uneven_data),
+    "H": ("unsharded parameter", unsharded_parameter),
 }
+#: Fault by letter.
+FAULTS = {letter: name for letter, (name, _) in _PROGRAMS.items()}
 _HANGS = frozenset("BDG")
 HEALTHY = "healthy"
 
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What the logs of a job show. Lists of lists are by rank.
+    """The symptoms of a job, from its logs. Lists of lists are by rank."""
 
-    Attributes:
-        parameters: Of the model, 4 bytes each.
-        sharded: Whether FSDP2 shards the model.
-        micro_batches: Gradients added up before each optimizer step.
-        expected: Mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the
-            same batches.
-        batches: Numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets
-            0, 2, 4 ... and rank 1 gets 1, 3, 5 ...
-        losses: Mean loss of each step.
-        norms: Norm of the gradients that the rank's optimizer got, each step.
-        flops: Work of each step until the gradients are there, counted.
-        calls: Operation and bytes of every collective of the training loop. The last one of a rank that hangs is
-            the one that it waits in.
-        state_bytes: Bytes of parameters that the rank keeps between steps; None where it was not logged.
-        ended: "returned", or the line of the program on which the rank hangs.
-    """
-
-    parameters: int
-    sharded: bool
-    micro_batches: int
+    parameters: int  # of the model, 4 bytes each
+    sharded: bool  # whether FSDP2 shards the model
+    micro_batches: int  # gradients added up before each optimizer step
+    # mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the same batches
     expected: dict[str, list[float]]
+    # numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets 0, 2, 4 ...
+    # and rank 1 gets 1, 3, 5 ...
     batches: list[list[int]]
-    losses: list[list[float]]
-    norms: list[list[float]]
-    flops: list[list[int]]
+    losses: list[list[float]]  # mean loss of each step
+    norms: list[list[float]]  # norm of the gradients that the rank's optimizer got, each step
+    flops: list[list[int]]  # work of each step until the gradients are there, counted
+    # operation and bytes of every collective of the training loop. The last one of a rank that hangs is the one that
+    # it waits in.
     calls: list[list[tuple[str, int]]]
-    state_bytes: list[int | None]
-    ended: list[str]
+    state_bytes: list[int | None]  # bytes of parameters that the rank keeps between steps; None where it was not logged
+    ended: list[str]  # "returned", or the line of the program on which the rank hangs
 
     @property
     def hangs(self) -> bool:
@@ -242,23 +217,12 @@ class Symptoms:
 
 
 def run(program: str, *, healthy: bool = False, setting: Setting | None = None) -> Symptoms:
-    """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven.
-
-    Raises:
-        ValueError: If there is no such program, or the setting makes no sense.
-    """
+    """Run one program on two ranks and return its symptoms; a hang is ended as soon as it is proven."""
     return run_programs([(program, healthy, setting or Setting())])[0]
 
 
 def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
-    """Run many programs, those that cannot hang in one start of the ranks.
-
-    Returns:
-        Their symptoms, in order.
-
-    Raises:
-        ValueError: As `run`.
-    """
+    """Run many programs, those that cannot hang in one start of the ranks."""
     for program, _, setting in cases:
         _check(program, setting)
     hanging = [program in _HANGS and not healthy for program, healthy, _ in cases]
@@ -274,14 +238,7 @@ def run_programs(cases: Sequence[tuple[str, bool, Setting]]) -> list[Symptoms]:
 
 
 def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, list[Call]]:
-    """Run a program that hangs, and return what PyTorch's flight recorder kept of it.
-
-    Returns:
-        The calls of each rank, for `flight_recorder.compare`.
-
-    Raises:
-        ValueError: If the program does not exist, or does not hang.
-    """
+    """Run a program that hangs, and return what PyTorch's flight recorder kept of it."""
     setting = setting or Setting()
     _check(program, setting)
     if program not in _HANGS:
@@ -306,7 +263,7 @@ def _run_until_it_hangs(
 def _play(work: list[tuple[str, bool, Setting, str]]) -> None:
     for program, healthy, setting, folder in work:
         log = RankLog(folder)
-        _PROGRAMS[program](setting, log, not healthy)
+        _PROGRAMS[program][1](setting, log, not healthy)
         log.close()
 
 

@@ -1,10 +1,9 @@
 """FSDP2 on real models: wrap, shard, check, save.
 
-    sharding     `shard(model, ...)`: fully_shard with its options
+    sharding     `shard(model, ...)`: fully_shard with its options, and a report
     wrapping     which modules become units
-    report       who holds which rows
     memory       models born on the meta device, and the memory that PyTorch's own tracker predicts
-    checkpoint   distributed checkpoints, whole exports, safetensors
+    checkpoint   distributed checkpoints, and a model as one safetensors file
     history      FSDP1 beside FSDP2
 
 Read `sharding` first. Chapters 06 and 11.
@@ -13,19 +12,18 @@ Read `sharding` first. Chapters 06 and 11.
 from lablib.launch.fsdp.checkpoint import (
     Progress,
     Saving,
-    check_whole,
     complete_checkpoints,
     export_safetensors,
     latest_checkpoint,
     load_checkpoint,
     read_info,
     save_checkpoint,
+    verify_checkpoint,
     write_safetensors_file,
 )
 from lablib.launch.fsdp.history import run_history
 from lablib.launch.fsdp.memory import KINDS, forecast, init_transformer, materialize
-from lablib.launch.fsdp.report import own_rows
-from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
+from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, own_rows, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
 
 __all__ = [
@@ -33,7 +31,6 @@ __all__ = [
     "Progress",
     "Saving",
     "calc_units",
-    "check_whole",
     "clip_grad_norm",
     "complete_checkpoints",
     "export_safetensors",
@@ -51,6 +48,7 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "tied_parameters",
+    "verify_checkpoint",
     "wrap_units",
     "write_safetensors_file",
 ]

@@ -1,8 +1,13 @@
-"""A sharded checkpoint as one safetensors file, for everything that knows nothing of ranks.
+"""Distributed checkpoints: each rank writes its own shards, and any number of ranks reads them.
 
-A safetensors file that is there whole or not at all.
+    saving = save_checkpoint("checkpoints", model, optimizer, step, data={"sample": 640}, wait=False)
+    ...                                             # training goes on while files are written
+    saving.result()                                 # Path("checkpoints/step-00000020")
 
-The files of a checkpoint: written aside, published by one rename, verified before they are read.
+    progress = load_checkpoint(latest_checkpoint("checkpoints"), model, optimizer)
+
+PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, unsharded, in pieces.
+A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
 
     checkpoints/
         step-00000020/          complete: it got its name when everything was on disk
@@ -12,18 +17,9 @@ The files of a checkpoint: written aside, published by one rename, verified befo
         .writing-00000030-ab12/ a save that is under way, or one that died
 
 A rename within a file system happens or does not happen. So a crash in the middle of a save leaves a folder that
-`latest` never looks at, and the next save removes it.
+`latest_checkpoint` never looks at, and the next save removes it.
 
-Distributed checkpoints: each rank writes its own shards, and any number of ranks reads them.
-
-    saving = save("checkpoints", model, optimizer, step, data={"sample": 640}, wait=False)
-    ...                                             # training goes on while files are written
-    saving.result()                                 # Path("checkpoints/step-00000020")
-
-    progress = load(latest("checkpoints"), model, optimizer)
-
-PyTorch's DCP (`torch.distributed.checkpoint`) stores every tensor under its name in the model, whole, in pieces.
-A rank that loads reads the pieces that overlap with its shard, so the number of ranks may change in between.
+`export_safetensors` writes the model of a checkpoint as one file, for programs that know nothing of ranks.
 """
 
 from __future__ import annotations
@@ -61,15 +57,7 @@ from lablib.launch.records import write_json
 
 
 def write_safetensors_file(tensors: Mapping[str, Tensor], file: str | Path, **metadata: str) -> Path:
-    """Write tensors to a file; an older file is replaced when the new one is complete.
-
-    Args:
-        file: Target; its folder is made when missing.
-        **metadata: Goes into the file beside `format: pt`, which Hugging Face asks for.
-
-    Raises:
-        ValueError: If the package safetensors is not installed.
-    """
+    """Write tensors to a file; an older file is replaced when the new one is complete."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -92,11 +80,7 @@ _CHUNK = 1 << 24  # bytes of a file read at a time
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None where there is none.
-
-    Args:
-        folder: As given to `save`.
-    """
+    """Return the newest complete checkpoint in a folder, or None where there is none."""
     found = complete_checkpoints(Path(folder))
     return found[-1] if found else None
 
@@ -107,11 +91,7 @@ def name_of(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int, token: str) -> Path:
-    """Return the folder to write to; leftovers of saves that died are removed.
-
-    Raises:
-        ValueError: If the step is saved already.
-    """
+    """Return the folder to write to; leftovers of saves that died are removed."""
     if (target := name_of(folder, step)).exists():
         raise ValueError(f"{target} is there already: delete it, or save to another folder")
     for dead in folder.glob(f"{_ASIDE}*"):
@@ -138,11 +118,7 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """Return what training.json says, once every file is seen to have its full size.
-
-    Raises:
-        ValueError: If it is no checkpoint, or a file is missing or cut short.
-    """
+    """Return what training.json says, once every file is seen to have its full size."""
     if path is None:
         raise ValueError("there is no checkpoint to read: `latest` returns None for a folder without one")
     path = Path(path)
@@ -154,43 +130,35 @@ def read_info(path: str | Path) -> dict[str, Any]:
         info = json.loads((path / INFO).read_text(encoding="utf-8"))
         files = info["files"].items()
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"checkpoint {path} is damaged: {INFO} cannot be read; use an older one") from None
+        raise _damaged(path, f"{INFO} cannot be read") from None
     for name, size in files:
         file = path / name
         if not file.exists():
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing; use an older one")
+            raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes and was written with {size}; "
-                "use an older one"
-            )
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes and was written with {size}")
     return info
 
 
-def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
-    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none.
+def _damaged(path: str | Path, text: str) -> ValueError:
+    return ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
 
-    Raises:
-        ValueError: If a file is not what was written, or cannot be read.
-    """
+
+def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
+    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none."""
     for name, written in sorted(info.get("crc32", {}).items())[part]:
         try:
             same = _crc32(Path(path) / name) == written
         except OSError as error:
-            text = f"{name} cannot be read ({error.strerror})"
-            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one") from None
+            raise _damaged(path, f"{name} cannot be read ({error.strerror})") from None
         if not same:
-            text = f"the content of {name} is not what was written"
-            raise ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
+            raise _damaged(path, f"the content of {name} is not what was written")
 
 
-def check_whole(path: str | Path) -> dict[str, Any]:
+def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return what training.json says, once all files are seen to be what was written; every rank must call.
 
     Every file is read by one of the ranks.
-
-    Raises:
-        ValueError: If it is no checkpoint, or damaged; on every rank.
     """
     info: dict[str, Any] = {}
 
@@ -237,20 +205,14 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint holds besides the model and the optimizer.
+    """The rest of a checkpoint, besides the model and the optimizer."""
 
-    Attributes:
-        step: Optimizer steps taken.
-        data: What the training loop gave to `save`, such as its position in the data.
-        ranks: Ranks that saved it.
-        rng: "restored" to the state of each rank, its GPU's included, or "reseeded": with another number of ranks, or
-            on a GPU from a checkpoint of a CPU, there is no state to continue from, so each rank starts a new stream
-            made from the saved one and its own number.
-    """
-
-    step: int
-    data: dict[str, Any]
-    ranks: int
+    step: int  # optimizer steps taken
+    data: dict[str, Any]  # what the training loop gave to `save`, such as its position in the data
+    ranks: int  # ranks that saved it
+    # "restored" to the state of each rank, its GPU's included, or "reseeded": with another number of ranks, or on a
+    # GPU from a checkpoint of a CPU, there is no state to continue from, so each rank starts a new stream made from
+    # the saved one and its own number
     rng: str
 
 
@@ -268,8 +230,7 @@ class Saving:
     def result(self) -> Path:
         """Wait until the checkpoint is complete on all ranks, and return its path; every rank must call.
 
-        Raises:
-            RuntimeError: If a rank could not write. Older checkpoints are as they were.
+        Raises a RuntimeError if a rank could not write. Older checkpoints are as they were.
         """
         if not self._asked:
             self._asked = True
@@ -304,7 +265,6 @@ def save_checkpoint(
 
     Args:
         folder: On a file system that all ranks see.
-        model: Sharded by `lablib.launch.fsdp.shard`, or a plain module in a single process.
         data: Anything that JSON can write; the position in the data, so that no sample comes twice.
         keep: Newest checkpoints to keep; None keeps all.
         wait: False returns once the state is copied, and writes in the background. Call `result()` before the
@@ -369,7 +329,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Every rank must call it.
 
     Args:
-        path: A checkpoint, such as `latest(folder)`.
         model: Sharded in any way, or a plain module; the same architecture as the saved one.
         optimizer: To continue training; None loads the model only.
 
@@ -378,10 +337,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
     Raises:
         ValueError: If the checkpoint is missing, damaged, or of another model; nothing is changed then.
-        RuntimeError: If reading fails after all files were seen to be whole, as when one is deleted meanwhile; the
+        RuntimeError: If reading fails after all files were verified, as when one is deleted meanwhile; the
             model is then loaded in part.
     """
-    info = check_whole(path)
+    info = verify_checkpoint(path)
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     weights = _without_ties(model, get_model_state_dict(model))
     _check_same_model(path, weights, stored)
@@ -468,38 +427,21 @@ def _check_same_model(path: str | Path, weights: dict[str, Any], stored: dict[st
         raise ValueError(f"checkpoint {path} is of another model: {'; '.join(p.strip() for p in problems)}")
 
 
-_PREFIX = "model."
-
-
 def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the model of a checkpoint as one safetensors file; in one process, without ranks.
+    """Write the model of a checkpoint as one safetensors file, cast to `dtype` if given; in one process, without ranks.
 
     Names are those of the module that was saved: a Hugging Face model's file is one that `from_pretrained` reads.
     Of tied parameters the first name is written, as Hugging Face does; `safetensors.torch.load_model` restores
-    the others. The whole model must fit into memory.
-
-    Args:
-        checkpoint: From `save`.
-        file: Target; an older file is replaced when the new one is complete.
-        dtype: Cast floating-point tensors to this; None keeps what was saved.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: If the checkpoint is missing or damaged, or the package safetensors is not installed.
+    the others. The full model must fit into memory.
     """
     info = read_info(checkpoint)
     check_content(checkpoint, info)
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(_PREFIX)
-    }
+    saved = {name: entry for name, entry in stored.items() if name.startswith("model.")}
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
     with alone_is_fine():
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     tensors = {
-        name.removeprefix(_PREFIX): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
+        name.removeprefix("model."): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
     }
     return write_safetensors_file(tensors, file, step=str(info["step"]), tied=json.dumps(info["tied"]))

@@ -27,23 +27,14 @@ from lablib.toys.transformer import Block, Transformer, tiny_config
 
 @dataclass(frozen=True)
 class Seen:
-    """What an experiment showed on rank 0.
+    """The result of an experiment on rank 0."""
 
-    Attributes:
-        name: Key in `EXPERIMENTS`.
-        error: Type and text of what it raised, or "".
-        warning: Text of its first warning, or "".
-        calls: Collectives of one forward and backward, by operation.
-        bytes: Bytes of their arrays.
-        parameters: Parameters that the optimizer would see; 0 if no model ran.
-    """
-
-    name: str
-    error: str = ""
-    warning: str = ""
-    calls: dict[str, int] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    parameters: int = 0
+    name: str  # key in `EXPERIMENTS`
+    error: str = ""  # type and text of what it raised, or ""
+    warning: str = ""  # text of its first warning, or ""
+    calls: dict[str, int] = field(default_factory=dict)  # collectives of one forward and backward, by operation
+    bytes: dict[str, int] = field(default_factory=dict)  # bytes of their arrays
+    parameters: int = 0  # parameters that the optimizer would see; 0 if no model ran
 
 
 def _model() -> Transformer:

@@ -1,18 +1,12 @@
-"""Forecast the memory of an FSDP2 step with PyTorch's FSDPMemTracker, without memory and without other ranks.
-
-FakeTensorMode computes shapes and no values, and a fake process group answers every collective at once, so one
-process plays rank 0 of many, and a model of any size fits. It is a model of memory, not a measurement: activations
-are those of the CPU's kernels, and an allocator's gaps are in no count.
-
-The tracker and the fake process group are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-Give a sharded model on the meta device its memory and its first values.
+"""Models born on the meta device, and the memory of an FSDP2 step as PyTorch's FSDPMemTracker predicts it.
 
 On the meta device a parameter has a shape and no memory, so a model of any size can be built and sharded on every
-rank. Only then does each rank allocate its own shards.
+rank. `materialize` then allocates each rank's shards: module by module the full parameters are made, filled, cut and
+freed. All ranks draw the same full parameters from the same seed, so the result does not depend on their number.
 
-The values: each module's parameters are made whole for a moment, filled, cut, and freed again. All ranks draw the
-same whole parameters from the same seed, so the result does not depend on the number of ranks.
+`forecast` needs neither memory nor other ranks: FakeTensorMode computes shapes and no values, and a fake process group
+answers every collective at once, so one process plays rank 0 of many. It is a model of memory, not a measurement:
+activations are those of the CPU's kernels, and an allocator's gaps are not counted.
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lablib.calc.models import ModelConfig
-from lablib.launch.fsdp.report import ShardReport
-from lablib.launch.fsdp.sharding import make_mesh, shard
+from lablib.launch.fsdp.sharding import ShardReport, make_mesh, shard
 from lablib.launch.torch_private import FakeStore, FakeTensorMode, FSDPMemTracker, must_have
 from lablib.toys.transformer import INIT_STD
 
@@ -47,14 +40,8 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, device: str | t
     Args:
         model: Sharded or not, all of it on the meta device.
         init_fn: Called in the order of `named_modules` for each module that holds parameters or buffers, which
-            are whole and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
+            are unsharded and on `device` then. By default `model._init_weights(module)` (Hugging Face) or the
             module's own `reset_parameters()`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: If a part of the model is not on the meta device, or a module cannot fill itself.
     """
     home: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules():
@@ -104,9 +91,9 @@ def init_transformer(config: ModelConfig) -> InitFn:
 
 
 def _empty(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Return memory for the whole of a tensor; NaN shows what is never filled."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return whole.fill_(math.nan) if whole.is_floating_point() else whole
+    """Return memory for a full tensor; NaN shows what is never filled."""
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return full.fill_(math.nan) if full.is_floating_point() else full
 
 
 def _default(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -124,11 +111,11 @@ def _check_filled(name: str, module: nn.Module) -> None:
             raise ValueError(f"init_fn left {name}.{key} without values")
 
 
-def _cut(whole: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
-    """Return this rank's shard of a whole parameter, as the old one was sharded."""
-    value = whole.detach()
+def _cut(full: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a full parameter, as the old one was sharded."""
+    value = full.detach()
     if isinstance(old, DTensor):
-        # Every rank has drawn the same whole tensor, so each cuts its own piece and nothing is sent.
+        # Every rank has drawn the same full tensor, so each cuts its own piece and nothing is sent.
         value = distribute_tensor(value, old.device_mesh, old.placements, src_data_rank=None)
     return nn.Parameter(value, requires_grad=old.requires_grad)
 
@@ -151,23 +138,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes on rank 0, by the kinds of `KINDS`.
+    """Bytes on rank 0, by the kinds of `KINDS`."""
 
-    Attributes:
-        peak: At the moment when the most is held in all.
-        after_backward: Between backward and the optimizer's step: the states.
-        most: The most of each kind at any moment; these moments differ, so the sum means nothing.
-        most_gathered: The most of unsharded parameters and all-gather buffers together: what
-            `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number
-            keeps after forward are among the activations here.
-        report: What `shard` did.
-    """
-
-    peak: dict[str, int]
-    after_backward: dict[str, int]
-    most: dict[str, int]
+    peak: dict[str, int]  # at the instant when the most is held in all
+    after_backward: dict[str, int]  # between backward and the optimizer's step: the states
+    most: dict[str, int]  # the most of each kind at any instant; these instants differ, so the sum means nothing
+    # the most of unsharded parameters and all-gather buffers together: what
+    # `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number keeps
+    # after forward are among the activations here.
     most_gathered: int
-    report: ShardReport
+    report: ShardReport  # what `shard` did
 
     @property
     def total(self) -> int:
@@ -191,14 +171,9 @@ def forecast(
 
     Args:
         build: Returns the model; runs without memory.
-        seq: Tokens of each that the model reads.
         loss: Gets the model and `tokens_BT` with T = seq + 1. By default `model.loss(tokens_BT)`, or, for a
             Hugging Face model, its own loss.
-        optimizer: Makes the optimizer from the parameters.
         **options: Of `lablib.launch.fsdp.shard`.
-
-    Raises:
-        ValueError: If a number is out of range, a process group is there already, or `shard` refuses.
     """
     for name, number in (("world_size", world_size), ("batch", batch), ("seq", seq)):
         if number < 1:

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2, and say what was done.
+"""Shard a model with FSDP2, and report what was done.
 
     model, report = shard(Transformer(config), wrap="block", precision="bf16")
     print(report)
@@ -11,9 +11,7 @@ are reduce-scattered. The module stays the same object with the same parameter n
 What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
 compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
 
-The options of `lablib.launch.fsdp.shard`, checked before anything is changed.
-
-What a training step of a sharded model needs: accumulation without communication, clipping, whole tensors.
+`no_sync`, `clip_grad_norm` and `full_state_dict` are for the training step of a sharded model.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,11 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.parallel import check_reshard
-from lablib.launch.fsdp.report import ShardReport
+from lablib.calc.parallel import (
+    FSDPTraffic,
+    Unit,
+    UnshardedState,
+    check_reshard,
+    fsdp_traffic,
+    gathered_timeline,
+    padded,
+)
+from lablib.calc.units import format_bytes
 from lablib.launch.fsdp.wrapping import Rule, calc_units, tied_parameters, wrap_units
 from lablib.launch.ranks import rank_device, rank_mesh
 
@@ -44,16 +51,113 @@ PRECISIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardReport:
+    """A sharded model: its units, its ranks, its precision."""
+
+    units: tuple[Unit, ...]  # the root first, then the others in the order of the model
+    wrap: str  # the rule that chose them
+    shards: int  # ranks that share a parameter
+    replicas: int  # copies of the sharded model; above 1 it is hybrid sharding (HSDP)
+    device: str  # "cpu", "cuda", ...
+    mesh: str  # the mesh in words
+    reshard: bool | int  # `reshard_after_forward` of the units
+    root_reshard: bool | int  # the same of the root
+    param_bytes: int  # bytes of a gathered value
+    reduce_bytes: int  # bytes of a reduced gradient value
+    precision: str  # what is cast to what, in words
+    prefetch: int | None  # units gathered ahead, or None for FSDP2's own choice
+    order: tuple[str, ...]  # what was applied to each block, in this order
+    notes: tuple[str, ...] = field(default=())  # what you may not expect
+
+    @property
+    def params(self) -> int:
+        """Parameters of the full model."""
+        return sum(unit.params for unit in self.units)
+
+    @property
+    def params_per_rank(self) -> int:
+        """Parameters that a rank keeps, padding included."""
+        return sum(map(self.unit_shard, self.units))
+
+    def unit_shard(self, unit: Unit) -> int:
+        """Return the parameters of a unit that a rank keeps, padding included."""
+        return padded(unit.shapes + unit.frozen, self.shards) // self.shards
+
+    def traffic(self, *, micro_batches: int = 1, sync_every: bool = True, keep_gathered: bool = False) -> FSDPTraffic:
+        """Return the collectives of one optimizer step of this model, as `lablib.calc.parallel.fsdp` counts them."""
+        return fsdp_traffic(
+            self.units,
+            self.shards,
+            replicas=self.replicas,
+            reshard=self.reshard,
+            root_reshard=self.root_reshard,
+            param_bytes=self.param_bytes,
+            reduce_bytes=self.reduce_bytes,
+            micro_batches=micro_batches,
+            sync_every=sync_every,
+            keep_gathered=keep_gathered,
+        )
+
+    def gathered_timeline(self) -> list[UnshardedState]:
+        """Return what is gathered after every event of a step of this model, by `lablib.calc.parallel.fsdp`.
+
+        It is what the installed PyTorch does.
+        """
+        return gathered_timeline(
+            self.units,
+            self.shards,
+            reshard=self.reshard,
+            root_reshard=self.root_reshard,
+            prefetch=self.prefetch,
+            param_bytes=self.param_bytes,
+            torch=torch.__version__,
+        )
+
+    def peak_unsharded_bytes(self) -> int:
+        """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards."""
+        return max(moment.total for moment in self.gathered_timeline())
+
+    def __str__(self) -> str:
+        rows = [("unit", "params", "kept by a rank")]
+        for names, unit in _runs(self.units):
+            rows.append((names, f"{unit.params:,}", f"{self.unit_shard(unit):,}"))
+        rows.append(("in all", f"{self.params:,}", f"{self.params_per_rank:,}"))
+        width = [max(len(row[i]) for row in rows) for i in range(3)]
+        table = [f"{a:{width[0]}}  {b:>{width[1]}}  {c:>{width[2]}}" for a, b, c in rows]
+        facts = {
+            "mesh": self.mesh,
+            "precision": self.precision,
+            "after forward": f"units {_kept(self.reshard)}, root {_kept(self.root_reshard)}",
+            "prefetch": "FSDP2's own" if self.prefetch is None else f"{self.prefetch} ahead",
+            "order": " -> ".join(self.order),
+            "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time",
+        }
+        return "\n".join([*table, *(f"{name}: {text}" for name, text in facts.items()), *self.notes])
+
+
+def _kept(reshard: bool | int) -> str:
+    if reshard is True:
+        return "resharded"
+    return "kept" if reshard is False else f"resharded over {reshard} ranks"
+
+
+def _runs(units: tuple[Unit, ...]) -> list[tuple[str, Unit]]:
+    """Return one line for each run of units of the same shapes."""
+    lines: list[list[Unit]] = []
+    for unit in units:
+        if lines and (lines[-1][0].shapes, lines[-1][0].frozen) == (unit.shapes, unit.frozen):
+            lines[-1].append(unit)
+        else:
+            lines.append([unit])
+    return [
+        ((same[0].name or "(root)") + (f" ... {same[-1].name}, {len(same)} units" if len(same) > 1 else ""), same[0])
+        for same in lines
+    ]
+
+
 def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
-    """Return a mesh with dims (shard,) or (replicate, shard) over all ranks.
-
-    Args:
-        mesh: None, a shape, or a mesh, which is returned as it is.
-
-    Raises:
-        ValueError: If no process group is there, the shape has more than 2 dims, or its product is not the
-            number of ranks.
-    """
+    """Return a mesh with dims (shard,) or (replicate, shard) over all ranks."""
     rank_device()
     ranks = dist.get_world_size()
     if isinstance(mesh, DeviceMesh):
@@ -145,14 +249,9 @@ def describe_casts(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> str:
 def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
     """Accumulate gradients without communication: backward passes in the block reduce nothing.
 
-    A rank then holds whole gradients, not shards. The first backward after the block reduces all of them.
-
-    Args:
-        keep_gathered: Also leave the parameters gathered after backward: no all-gather for the next forward,
-            for the price of the whole model in memory.
-
-    Raises:
-        ValueError: If the model is not sharded.
+    A rank then holds full gradients, not shards. The first backward after the block reduces all of them.
+    `keep_gathered` also leaves the parameters gathered after backward: no all-gather for the next forward, for the
+    price of the full model in memory.
     """
     root = _root(model)
     root.set_requires_gradient_sync(False)
@@ -169,14 +268,8 @@ def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the whole model. torch's own returns it as a DTensor; `full_tensor` makes it the same
+    The norm is that of the full model. torch's own returns it as a DTensor; `full_tensor` makes it the same
     number on every rank, however the DTensor holds it.
-
-    Args:
-        max_norm: Above 0.
-
-    Raises:
-        ValueError: If `max_norm` is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; float('inf') measures and changes nothing")
@@ -185,11 +278,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole model on every rank, on the CPU, under its own names; for small models and tests.
-
-    Args:
-        model: A sharded model; every rank must call.
-    """
+    """Return the full model on every rank, on the CPU, under its own names; for small models and tests."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
         for name, value in model.state_dict().items()
@@ -236,9 +325,6 @@ def shard(
 
     Returns:
         The same model, and what was done to it.
-
-    Raises:
-        ValueError: If the options contradict each other, the model or the ranks; before anything is changed.
     """
     device_mesh = make_mesh(mesh)
     device, shards = device_mesh.device_type, device_mesh.size(device_mesh.ndim - 1)
@@ -307,3 +393,18 @@ def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:
         module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
         before = order[::-1][:ahead] if i == 0 else order[max(1, i - ahead) : i][::-1]
         module.set_modules_to_backward_prefetch(before)
+
+
+def own_rows(parameter: DTensor) -> tuple[int, int]:
+    """Return the first and the end of the rows of dim 0 that this rank keeps.
+
+    n ranks keep ceil(rows / n) each, as far as there are any: the last ones may keep fewer, or none.
+    """
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if placement == Shard(0)]
+    others = [p for p in parameter.placements if p != Shard(0) and not isinstance(p, Replicate)]
+    if len(sharded) != 1 or others:
+        raise ValueError(f"placements {parameter.placements}: expected one Shard(0), as FSDP2 makes them")
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    each = -(-rows // mesh.size(sharded[0]))
+    first = min(rows, mesh.get_local_rank(sharded[0]) * each)
+    return first, min(rows, first + each)

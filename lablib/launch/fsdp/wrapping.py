@@ -35,16 +35,11 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
     """Return the modules to shard one by one, children before the modules around them, without the root.
 
     Args:
-        model: Any module: `lablib.toys.transformer`, a Hugging Face model, or your own.
         rule: See the table above. A function is asked about every module but the root and those that are never
             called: containers, and the output matrix of nn.MultiheadAttention, which it reads by itself.
 
     Returns:
         (name, module) pairs in the order in which `fully_shard` must be called.
-
-    Raises:
-        ValueError: If the rule is unknown, finds nothing, or picks a module that shares a parameter with a
-            module outside of it.
     """
     uncalled = _uncalled(model)
     inside = {
@@ -80,14 +75,7 @@ def wrap_units(model: nn.Module, rule: Rule = "block") -> list[tuple[str, nn.Mod
 def calc_units(model: nn.Module, rule: Rule = "block") -> list[Unit]:
     """Return the units as `lablib.calc.parallel.fsdp` wants them: the root first, then the others as they run.
 
-    Call it before sharding: it reads the shapes of the whole parameters.
-
-    Args:
-        model: As in `wrap_units`.
-        rule: As in `wrap_units`.
-
-    Raises:
-        ValueError: As `wrap_units`.
+    Call it before sharding: it reads the shapes of the unsharded parameters.
     """
     chosen = {"": model, **dict(wrap_units(model, rule))}
     order = [name for name, _ in model.named_modules() if name in chosen]

@@ -1,18 +1,16 @@
-"""The labs: found by number or stem, their parameters checked, and what makes a run of one the same run.
-
-Papermill only warns about a parameter that a notebook does not have; a paid hour spent on a misspelt
-parameter is lost, so unknown names and values of another kind are refused here before anything starts.
-
-Runs of labs as files: what was asked for, what is done, what is left, and one queue at a time.
+"""Labs and their runs as files: parameters checked before anything starts, jobs that are never done twice, one queue.
 
     distributed-experiments/
-      runs/<moment>.json, .log        a queue: its command, its jobs in order, its state; what it printed
+      runs/<time>.json, .log          a queue: its command, its jobs in order, its state; what it printed
       <date>-<lab>-<key>/job.json     a job: lab, parameters, device, versions, status, every attempt
                           <lab>.ipynb the executed notebook, saved cell by cell
                           samples/    measurements kept one by one
 
-A job that is done is never run again: its key is made of the lab's code, its parameters, the device and the versions.
-A job that is not done keeps its folder, and with it the samples and checkpoints that it goes on from.
+A job's key is made of the lab's code, its parameters, the device and the versions; a job that is done is never run
+again. One that is not done keeps its folder, and with it the samples and checkpoints that it continues from.
+
+Papermill only warns about a parameter that a notebook does not have; a paid hour spent on a misspelt one is lost, so
+unknown names and values of another type are refused here.
 """
 
 from __future__ import annotations
@@ -54,11 +52,7 @@ def runs_dir() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file.
-
-    Raises:
-        ValueError: If it is no JSON, with its name.
-    """
+    """Return the content of a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -66,11 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Return the content of a job.json.
-
-    Raises:
-        ValueError: If it is damaged; the job can be run again without it.
-    """
+    """Return the content of a job.json."""
     content = read_json(path)
     if not isinstance(content, dict) or not content.keys() >= _FIELDS:
         raise ValueError(f"{path} is damaged (it is no description of a job): delete it")
@@ -78,7 +68,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def update(path: Path, **changes: Any) -> dict[str, Any]:
-    """Change fields of a JSON file, whole or not at all, and return its content."""
+    """Change fields of a JSON file, atomically, and return its content."""
     content = read_json(path) | changes
     write_json(path, content)
     return content
@@ -113,20 +103,13 @@ def prepare_queue(
     """Check everything, write the queue and the jobs, and start nothing.
 
     Args:
-        labs: Numbers or stems, in the order of running.
         parameters: Values by name; see `assign_parameters`. Where GPUs are used, a lab with a parameter `gpus` gets
             their number, and one with `only_gpu` runs its GPU section alone; a value given here counts more.
         gpus: Numbers of the GPUs to use; none means the CPU.
-        record: Let the labs write to `labs/recorded/`.
         budget_minutes: Minutes after which everything stops; None means never.
-        pack: Leave an archive at the end.
-        mine: Run the learner's copies in work/.
 
     Returns:
         The queue's file.
-
-    Raises:
-        ValueError: If a lab, a parameter or the budget makes no sense.
     """
     if budget_minutes is not None and not budget_minutes > 0:
         raise ValueError(f"budget_minutes={budget_minutes:g} must be above 0")
@@ -137,7 +120,7 @@ def prepare_queue(
         raise ValueError(f"a lab is named twice: {', '.join(path.stem for path in paths)}")
     assigned = assign_parameters(paths, parameters or {})
     on = device(gpus)
-    moment = datetime.now(UTC)
+    now = datetime.now(UTC)
     jobs, new = [], []
     for path, values in zip(paths, assigned, strict=True):
         if gpus:
@@ -146,8 +129,8 @@ def prepare_queue(
         key = lab_key(path, values, on, record=record)
         found = find_job(key)
         if found is None or (again and read_json(found)["status"] == "done"):
-            name = f"{moment:%Y-%m-%d}-{path.stem}-{key[:6]}"
-            folder = experiments_dir() / (name if found is None else f"{name}-{moment:%H%M%S}")
+            name = f"{now:%Y-%m-%d}-{path.stem}-{key[:6]}"
+            folder = experiments_dir() / (name if found is None else f"{name}-{now:%H%M%S}")
             found = write_json(
                 folder / "job.json",
                 {
@@ -168,7 +151,7 @@ def prepare_queue(
             new.append(str(found))
         jobs.append(str(found))
     return write_json(
-        runs_dir() / f"{moment:%Y-%m-%dT%H%M%S-%f}.json",
+        runs_dir() / f"{now:%Y-%m-%dT%H%M%S-%f}.json",
         {
             "command": command,
             "made": utc_now(),
@@ -184,7 +167,7 @@ def prepare_queue(
 
 
 def latest_queue() -> Path | None:
-    """Return the newest queue, or None; one that was refused beside another never ran, and is none."""
+    """Return the newest queue, or None; one that was refused beside another never ran, and does not count."""
     for path in sorted(runs_dir().glob("*.json"), reverse=True):
         with suppress(ValueError, KeyError, TypeError):  # damaged
             if read_json(path)["state"] != "refused":
@@ -201,12 +184,9 @@ def refuse(queue: Path) -> None:
 
 @contextmanager
 def only_queue(patience: float = 0.0) -> Iterator[None]:
-    """Hold the right to run labs here; two queues at a time would measure each other.
+    """Hold the right to run labs here, or raise a BlockingIOError: two queues at a time would measure each other.
 
     The operating system takes it back when the process ends, however it ends.
-
-    Raises:
-        BlockingIOError: If another process holds it.
     """
     runs_dir().mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience
@@ -240,11 +220,7 @@ def all_labs() -> list[Path]:
 
 
 def find_lab(name: str, *, mine: bool = False) -> Path:
-    """Return the path of a lab given its number ("2", "02") or its stem.
-
-    Raises:
-        ValueError: If there is no such lab, or no copy; the message lists those there are.
-    """
+    """Return the path of a lab given its number ("2", "02") or its stem."""
     number = name.zfill(2) if name.isdigit() else None
     for path in all_labs():
         if path.stem == name or path.stem.split("_")[0] == number:
@@ -272,11 +248,7 @@ def _kinds(path: Path) -> dict[str, str]:
 
 
 def assign_parameters(labs: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameters of each lab.
-
-    Raises:
-        ValueError: If no lab has a name, or a value is of another kind than the default; nothing has started.
-    """
+    """Return the parameters of each lab."""
     defaults, kinds = [lab_parameters(path) for path in labs], [_kinds(path) for path in labs]
     assigned: list[dict[str, Any]] = [{} for _ in labs]
     for text, value in given.items():
@@ -301,7 +273,7 @@ def _check_kind(stem: str, name: str, value: object, default: str, kind: str) ->
         return  # computed in the cell: anything may be right
     if usual is None and kind == "float":
         usual = 0.0
-    # A whole number is a float, too; 2.5 steps are no steps.
+    # An integer is a float, too; 2.5 steps are no steps.
     alike = isinstance(value, type(usual)) or (isinstance(value, int) and isinstance(usual, float))
     if isinstance(value, float) and not math.isfinite(value):
         alike = False
@@ -340,14 +312,7 @@ def source_digest() -> str:
 
 
 def parse_gpus(text: str, here: int) -> list[int]:
-    """Return the numbers of the GPUs to use.
-
-    Args:
-        text: "all", a number of GPUs ("2"), "0" or "cpu" for none, or "0,3" for these two.
-
-    Raises:
-        ValueError: If there are not so many; it says how many there are.
-    """
+    """Return the numbers of the GPUs to use: "all", how many ("2"), "0" or "cpu" for none, "0,3" for these two."""
     if text == "all":
         return list(range(here))
     if text == "cpu":

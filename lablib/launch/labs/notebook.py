@@ -56,11 +56,7 @@ papermill_engines.register("rung", _Engine)
 
 
 def run(job_file: Path) -> str | None:
-    """Execute the notebook of a job.
-
-    Returns:
-        None, or what failed in one sentence.
-    """
+    """Execute the notebook of a job; return None, or what failed in one sentence."""
     job, folder = read_json(job_file), job_file.parent
     path = source = Path(job["path"])
     if job["parameters"].get("only_gpu"):

@@ -1,12 +1,10 @@
-"""The process that runs a queue of labs: in a session of its own, so it lives on when the terminal goes.
+"""The process that runs a queue of labs, in a session of its own, so that it survives its terminal; and their archive.
 
-`python -m lablib.launch.labs.worker QUEUE` takes one job after the other, each in a process of its own, writes down
-what became of it, and stops everything when the budget is used up. Whatever a lab started and left behind, launchers
-with ranks included, is ended with it.
+`python -m lablib.launch.labs.worker QUEUE` runs one job after the other, each in a process of its own, and stops
+everything when the budget is used up. Whatever a lab started and left behind is ended with it.
 
-One archive to carry off a rented machine before it is stopped: experiments and records, without checkpoints.
-
-Unpacked at home in the folder of the course, everything lies where labs and reports look for it.
+`pack_results` writes the archive to take home from a rented machine: experiments and records, without checkpoints.
+Unpacked in the folder of the course, everything lies where labs and reports look for it.
 """
 
 from __future__ import annotations
@@ -37,17 +35,10 @@ SUFFIXES = (".distcp", ".safetensors", ".pt", ".tar.gz")
 
 
 def pack_results(target: Path | None = None) -> Path:
-    """Write one archive with everything that was measured here.
+    """Write one archive with everything that was measured here, by default beside it; return its path.
 
-    Args:
-        target: The archive; by default in distributed-experiments/, with the moment in its name.
-
-    Returns:
-        The archive. Its distributed-experiments/LEFT_OUT.txt names what was too large. Records of other machines are
-        not in it: at home they are there, and perhaps newer.
-
-    Raises:
-        FileNotFoundError: If there is nothing to pack.
+    LEFT_OUT.txt in it names what was too large. Records of other machines are not in it: at home they are there, and
+    perhaps newer.
     """
     source = experiments_dir()
     records = repository_root() / "labs" / "recorded"
@@ -79,7 +70,7 @@ def pack_results(target: Path | None = None) -> Path:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """Yield every file of the experiments; locks and earlier archives are none."""
+    """Yield every file of the experiments; without locks and earlier archives."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.name != "lock" and not path.name.startswith("."):
             if path.parent == source and path.name.endswith(".tar.gz"):
@@ -104,9 +95,6 @@ def start_worker(queue: Path) -> int:
     """Start the process for a queue and return its number.
 
     It has a session of its own and ignores SIGHUP, so neither a closed terminal nor a lost connection reaches it.
-
-    Args:
-        queue: From `prepare`.
     """
     with queue.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
@@ -134,7 +122,7 @@ def main() -> int:
         refuse(queue)
         _say("labs are already running here; follow them with: rung labs follow")
         return 2
-    except OSError as error:  # a full disk: what the labs have kept so far is whole
+    except OSError as error:  # a full disk: what the labs have kept so far is complete
         _say(f"stopped: {explain(str(error)) or error}")
         return 1
 

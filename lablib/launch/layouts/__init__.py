@@ -1,8 +1,7 @@
 """Several kinds of parallelism in one job, small enough for a laptop.
 
-    composition    the miniature: what it checks, its predictions
-    variants       built from `lablib.toys`, and from PyTorch's own parts
-    job            what is trained, and what a rank reports
+    composition    a small run in both versions: distance from one process, traffic beside the prediction
+    variants       the model, built from `lablib.toys` and from PyTorch's own parts
     orders         wrappers in every order: which work, and what the others do
     pipeline_runs  schedules on real ranks, timed
 

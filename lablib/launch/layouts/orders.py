@@ -1,22 +1,12 @@
-"""The orders that `composition_order` tries, each a few lines of PyTorch. Called on every rank.
-
-Two replicas (dp) of two tensor-parallel ranks. Every case starts from the same small model and the same tokens. The
-verdict is made from what happened: an error, or a number held against the right one.
-
-The order in which kinds of parallelism are applied, and what really happens in another order.
+"""The order in which kinds of parallelism are applied, and what really happens in another order.
 
     for outcome in try_orders():
         print(outcome)
 
-The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. Each wrong
-order here is run on four ranks, two replicas of two tp ranks, with PyTorch's own functions. What is reported is what
-was seen: the text of the error, or the number that came out wrong without one.
-
-Not every other order is wrong: one here makes no difference, against what is often said.
-
-The programs are in `composition_order_cases`.
-
-What every case of `composition_order` starts from: a small model, its tokens, and what one process makes of them.
+The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. `CASES` has
+the other orders, each a few lines of PyTorch, run on four ranks: two replicas (dp) of two tensor-parallel ranks, from
+the same small model and the same tokens. The verdict is made from what was seen: the text of an error, or a number
+held against the right one. Not every other order is wrong: one here makes no difference, against what is often said.
 """
 
 from __future__ import annotations
@@ -35,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.layouts.job import mean_loss
-from lablib.launch.layouts.variants import apply_in_order, clip_grad_norm, shard_blocks, tp_plan, wrap_blocks
+from lablib.launch.layouts.variants import apply_in_order, clip_grad_norm, mean_loss, shard_blocks, tp_plan, wrap_blocks
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.launch.torch_private import checkpoint_wrapper
@@ -49,45 +38,23 @@ VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One order, tried.
+    """One order, tried."""
 
-    Attributes:
-        name: Short name.
-        order: What was applied, in this order.
-        verdict: One of `VERDICTS`.
-        seen: What was seen: the first line of the error, or the numbers as a sentence.
-        numbers: The numbers behind the sentence.
-        warned: How many different warnings PyTorch gave.
-        fix: What to do.
-    """
-
-    name: str
-    order: tuple[str, ...]
-    verdict: str
-    seen: str
-    numbers: dict[str, float] = field(default_factory=dict)
-    warned: int = 0
-    fix: str = ""
+    name: str  # short name
+    order: tuple[str, ...]  # what was applied, in this order
+    verdict: str  # one of `VERDICTS`
+    seen: str  # what was seen: the first line of the error, or the numbers as a sentence
+    numbers: dict[str, float] = field(default_factory=dict)  # the numbers behind the sentence
+    warned: int = 0  # how many different warnings PyTorch gave
+    fix: str = ""  # what to do
 
     def __str__(self) -> str:
         return f"{' -> '.join(self.order)}: {self.verdict}. {self.seen}"
 
 
-def case_names() -> list[str]:
-    """Return the names of all orders that can be tried."""
-    return list(CASES)
-
-
 def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[Outcome]:
-    """Run orders of application on four ranks, and say what happened.
-
-    Args:
-        names: Of `case_names()`; None means all.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
-    chosen = case_names() if names is None else list(names)
+    """Run orders of application by their names in `CASES`, all by default, and say what happened."""
+    chosen = list(CASES if names is None else names)
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
@@ -166,17 +133,12 @@ Found = tuple[str, str, dict[str, float], int]  # verdict, what was seen, number
 
 @dataclass(frozen=True)
 class Case:
-    """One order.
+    """One order."""
 
-    Attributes:
-        order: What is applied, in this order.
-        run: Does it; gets the bench, returns verdict, sentence and numbers.
-        fix: What to do.
-    """
-
-    order: tuple[str, ...]
+    order: tuple[str, ...]  # what is applied, in this order
+    # does it; gets the bench, returns verdict, sentence and numbers
     run: Callable[[Bench], tuple[str, str, dict[str, float]]]
-    fix: str = ""
+    fix: str = ""  # what to do
 
 
 def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
     runs = run_ranks(watched_step, 4, schedule("1f1b", 4, 8), tiny_config("gpt2", tied=False))
     runs[0].timeline.makespan       # seconds
-    runs[3].peak_bytes              # activations of the last rank at its worst moment
+    runs[3].peak_bytes              # activations of the last rank at its worst instant
 
 Four ranks on two cores cannot show what four accelerators do. With `seconds` every action lasts as long as it is told
 to, most of it asleep, so that the cores are free: the messages, the order and the waiting are real, and the compute
@@ -37,23 +37,14 @@ FP32 = 4
 
 
 class Run(NamedTuple):
-    """What one rank saw of its last step.
+    """The last step, as one rank saw it."""
 
-    Attributes:
-        timeline: All ranks, in seconds from the first start.
-        peak_bytes: Most bytes of activations that this rank held between two actions; 0 if nobody counted.
-        peak_in_flight: Most micro-batches that it held.
-        messages: What it sent; 0 if nobody counted.
-        loss: On the rank of the last stage; None elsewhere.
-        gradients: Of this rank's parameters, by their names in the model.
-    """
-
-    timeline: Timeline
-    peak_bytes: int
-    peak_in_flight: float
-    messages: int
-    loss: float | None
-    gradients: dict[str, Tensor]
+    timeline: Timeline  # all ranks, in seconds from the first start
+    peak_bytes: int  # most bytes of activations that this rank held between two actions; 0 if nobody counted
+    peak_in_flight: float  # most micro-batches that it held
+    messages: int  # what it sent; 0 if nobody counted
+    loss: float | None  # on the rank of the last stage; None elsewhere
+    gradients: dict[str, Tensor]  # of this rank's parameters, by their names in the model
 
 
 class WatchedExecutor(PipelineExecutor):
@@ -124,8 +115,6 @@ def watched_step(
     Every rank makes the same model and the same micro-batches of English text from the same seed.
 
     Args:
-        config: The model; every rank makes it whole and keeps its stages.
-        layers: Layers of each stage; by default as equal as can be.
         seconds: Time that each kind of action lasts in the last step, for emulated compute.
         counts: Whether to count bytes and messages, which slows the step down.
         steps: Steps to run; the last one is watched, and those before it warm up.
@@ -162,10 +151,9 @@ def _text() -> Tensor:
 
 
 def measured_times(timeline: Timeline) -> dict[str, list[float]]:
-    """Return the median time of every kind of action on every stage, as `simulate` takes it.
+    """Return the median time of every kind of action on every stage of a real step, as `simulate` takes it.
 
-    Args:
-        timeline: Of a real step; a stage without actions of a kind counts 0 for it.
+    A stage without actions of a kind counts 0 for it.
     """
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     samples: dict[tuple[str, int], list[float]] = {}
@@ -209,13 +197,10 @@ def weight_half_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int,
 
 
 def predicted_peaks(schedule: Schedule, config: ModelConfig, *, batch: int, seq: int) -> list[int]:
-    """Return the bytes of activations that each rank of the toy holds at its worst moment, in fp32.
+    """Return the bytes of activations that each rank of the toy holds at its worst instant, in fp32.
 
-    What a stage keeps for one micro-batch, times what the schedule holds. Where it splits the backward, a part stays
-    between I and W.
-
-    Args:
-        config: The model, not tied, cut as `lablib.toys.pipeline.split_stages` cuts it by default.
+    What a stage keeps for one micro-batch, times the micro-batches that the schedule holds. Where it splits the
+    backward, a part stays between I and W. The model is not tied, and cut as `split_stages` cuts it by default.
     """
     cuts = [stage * config.num_layers // schedule.num_stages for stage in range(schedule.num_stages + 1)]
     layers = [end - start for start, end in itertools.pairwise(cuts)]

@@ -1,26 +1,15 @@
-"""A miniature built from PyTorch's own: pipeline stages, DTensor, FSDP2 or DDP, on one DeviceMesh.
+"""One small run in two versions: `ToyJob` from the course's toys, `TorchJob` from PyTorch's own parts.
 
-    mesh    init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    pp      split_stages, then PipelineStage and Schedule1F1B over mesh["pp"]
-    tp      parallelize_module(stage, mesh["tp"], plan)
-    dp      fully_shard(block, mesh=mesh["dp"]), or DistributedDataParallel
+          ToyJob                                                    TorchJob, on one DeviceMesh (pp, dp, tp)
+    tp    tensor_parallel.parallelize(model, groups["tp"])          parallelize_module(stage, mesh["tp"], plan)
+    pp    split_stages, a PipelineExecutor over groups["pp"]        split_stages, PipelineStage, Schedule1F1B
+    dp    BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without)       fully_shard(block), or DistributedDataParallel
 
-This is the order: stages, tp, (recompute, compile,) dp. Why, and what happens otherwise: `composition_order`.
-
-A miniature built from the toys: stages of a tensor-parallel model, with DDP or ZeRO around them.
-
-    groups      dist.new_group of every group that `job.mesh` names
-    tp          tensor_parallel.parallelize(model, groups["tp"])
-    pp          split_stages(model, pp), run by a PipelineExecutor over groups["pp"]
-    dp          BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without) over groups["dp"]
-
-The toys put one inside the other from tp outwards. The layers are split before they are dealt to stages, because the
-tensor-parallel toy takes a whole model; PyTorch's order, stages first, never makes what a rank will drop.
+PyTorch's order is stages, tp, (recompute, compile,) dp; `orders` shows what happens otherwise. The toys split layers
+before stages are dealt, because the tensor-parallel toy takes a full model; PyTorch never makes what a rank will drop.
 
 ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
 and DeepSeek-V3 put beside their stages.
-
-Tensors on several meshes: FSDP puts a layer that tp split on (dp, tp), and one that it did not on (dp) alone.
 """
 
 from __future__ import annotations
@@ -29,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +28,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.layouts import Miniature
-from lablib.launch.layouts.job import ADAMW, mean_loss
 from lablib.launch.torch_private import checkpoint_wrapper
 from lablib.toys.data_parallel import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, Stage, split_stages
@@ -47,9 +36,28 @@ from lablib.toys.torch_names import all_gather
 from lablib.toys.transformer import Transformer
 from lablib.toys.zero import ZeRO1, ZeRO3
 
+#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
+ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+
+
+def model_and_tokens(job: Miniature, seed: int = 0) -> tuple[Transformer, list[Tensor]]:
+    """Return the full model and the windows of every step, tokens_BT, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Transformer(job.config).to(getattr(torch, job.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too, so that a slip in them is seen
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    shape = (job.batch, job.seq + 1)
+    return model, [torch.randint(0, job.config.vocab, shape) for _ in range(job.steps)]
+
+
+def mean_loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return the mean loss in the dtype of the logits, so that a run in float64 stays in it."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
 
 class LossModule(nn.Module):
-    """A model whose forward returns the loss: what wraps it then needs to know nothing of tokens."""
+    """A model whose forward returns the loss: a wrapper then needs to know nothing of tokens."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
         super().__init__()
@@ -61,7 +69,7 @@ class LossModule(nn.Module):
 
 
 class _Pipelined:
-    """What `ZeRO1.backward` calls backward on: a step of the pipeline, whose many backwards it must see."""
+    """Stands in for the loss in `ZeRO1.backward`: a step of the pipeline, with its many backward passes."""
 
     def __init__(self, pipeline: PipelineExecutor, microbatches: list[Tensor]) -> None:
         self.pipeline, self.microbatches = pipeline, microbatches
@@ -81,7 +89,7 @@ class ToyJob:
         self.split: ParallelTransformer | None = None
         if job.tp > 1:
             model = self.split = parallelize(model, self.groups["tp"])
-            model.dropout = nn.Identity()  # what a stage takes from a whole model
+            model.dropout = nn.Identity()  # a stage takes this from the full model
             names = {id(p): name for name, p in model.named_parameters()}
         self.pipeline: PipelineExecutor | None = None
         if job.pp > 1:
@@ -102,11 +110,7 @@ class ToyJob:
             self.optimizer = torch.optim.AdamW(held.parameters(), **ADAMW)
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
-        """Run forward and backward and average gradients over dp.
-
-        Returns:
-            The mean loss of the replica where the last stage is, else None.
-        """
+        """Run forward and backward, average gradients over dp; return the mean loss where the last stage is."""
         microbatches = list(tokens_BT.chunk(self.job.micro_batches))
         if self.pipeline and self.zero:
             step = _Pipelined(self.pipeline, microbatches)
@@ -133,9 +137,9 @@ class ToyJob:
             self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return whole gradients of what this rank's stage has, by name; every rank must call it."""
+        """Return the unsharded gradients of this rank's stage, by name; every rank must call it."""
         if not self.zero:
-            return self._whole({name: p.grad for name, p in self.names.items()})
+            return self._unsharded({name: p.grad for name, p in self.names.items()})
         for flat in self.zero.trained:  # stage 1 sends them in its step only
             if flat.grad is None:
                 flat.reduce()
@@ -147,16 +151,16 @@ class ToyJob:
             all_gather(whole, flat.grad, group=flat.group)
             parts = zip(flat.params, flat.split(whole), strict=True)
             pieces |= {places[id(p)]: part.clone() for p, part in parts}
-        return self._whole({name: pieces[name] for name in self.names})
+        return self._unsharded({name: pieces[name] for name in self.names})
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights of what this rank's stage has, by name; every rank must call it."""
+        """Return the unsharded weights of this rank's stage, by name; every rank must call it."""
         if not isinstance(self.zero, ZeRO3):
-            return self._whole({name: p.detach() for name, p in self.names.items()})
+            return self._unsharded({name: p.detach() for name, p in self.names.items()})
         state = self.zero.full_state_dict()
-        return self._whole({name: state[f"model.{name}"] for name in self.names})
+        return self._unsharded({name: state[f"model.{name}"] for name in self.names})
 
-    def _whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _unsharded(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.split is None:
             return {name: piece.clone() for name, piece in pieces.items()}
         return {name: self.split.gather(name, piece) for name, piece in pieces.items()}
@@ -192,7 +196,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     it did not. The squares of each mesh's norm add up.
     """
     grads = by_mesh([p.grad for p in parameters if p.grad is not None])
-    square = sum(float(whole(nn.utils.get_total_norm(group))) ** 2 for group in grads)
+    square = sum(float(full_tensor_of(nn.utils.get_total_norm(group))) ** 2 for group in grads)
     norm = square**0.5
     if norm > max_norm:
         for grad in [grad for group in grads for grad in group]:
@@ -200,7 +204,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its layout: gathered from all ranks that share it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -214,7 +218,7 @@ class TorchJob:
 
     def __init__(self, job: Miniature, model: Transformer) -> None:
         self.job = job
-        self.mesh = make_mesh(job)
+        self.mesh = init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=DIMS)
         self.groups = {axis: self.mesh[axis].get_group() for axis in DIMS}
         stage = self.mesh["pp"].get_local_rank()
         held: nn.Module = split_stages(model, job.pp)[stage] if job.pp > 1 else model
@@ -237,11 +241,7 @@ class TorchJob:
         self.optimizer = torch.optim.AdamW(groups, fused=True, **ADAMW)
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
-        """Run forward and backward and average gradients over dp.
-
-        Returns:
-            The mean loss of the replica where the last stage is, else None.
-        """
+        """Run forward and backward, average gradients over dp; return the mean loss where the last stage is."""
         if self.schedule is None:
             loss = mean_loss(self.wrapped(tokens_BT[:, :-1]), tokens_BT)
             loss.backward()
@@ -258,17 +258,12 @@ class TorchJob:
         self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return whole gradients of what this rank's stage has, by name; every rank must call it."""
-        return {plain_name(name): whole(p.grad) for name, p in self.held.named_parameters()}
+        """Return the unsharded gradients of this rank's stage, by name; every rank must call it."""
+        return {plain_name(name): full_tensor_of(p.grad) for name, p in self.held.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights of what this rank's stage has, by name; every rank must call it."""
-        return {plain_name(name): whole(p) for name, p in self.held.named_parameters()}
-
-
-def make_mesh(job: Miniature) -> DeviceMesh:
-    """Return the DeviceMesh of a miniature, with dims pp, dp and tp."""
-    return init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=DIMS)
+        """Return the unsharded weights of this rank's stage, by name; every rank must call it."""
+        return {plain_name(name): full_tensor_of(p) for name, p in self.held.named_parameters()}
 
 
 def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:

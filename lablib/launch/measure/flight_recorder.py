@@ -1,18 +1,15 @@
-"""TORCH_DISTRIBUTED_DEBUG=DETAIL: collectives that compare notes first, and say what does not fit.
+"""After a hang, or before one: PyTorch's flight recorder, and collectives that compare notes (debug level DETAIL).
 
-At this level every collective is preceded by a small exchange: operation, shape and dtype of each rank. Where they
-differ, all ranks get an error that names both, in place of a hang or of wrong numbers. It costs messages for every
-call, so it is for looking, not for training.
-
-PyTorch's flight recorder: what each rank communicated last, read after a hang.
-
-    env = settings("traces")                # set before the job starts; NCCL then dumps by itself at a timeout
-    dump("traces")                          # or from a thread of a rank that hangs, on gloo too
-    print(compare(read("traces")))          # rank 1 never came to all_reduce number 7 of the group ...
+    env = flight_recorder_settings("traces")    # set before the job starts; NCCL then dumps by itself at a timeout
+    dump_flight_record("traces")                # or from a thread of a rank that hangs, on gloo too
+    print(compare_flight_records(read_flight_records("traces")))    # rank 1 never came to call 7 ...
 
 The recorder is a ring of the last calls of each process group. Each entry has the call's number in its group, its
 operation, sizes, state and the Python stack that issued it. Ranks of one group must have the same call under the same
 number; the first number where they do not is where the hang began.
+
+With TORCH_DISTRIBUTED_DEBUG=DETAIL a small exchange of operation, shape and dtype precedes every collective. Where they
+differ, all ranks get an error that names both, instead of a hang or wrong numbers. It costs messages for every call.
 """
 
 from __future__ import annotations
@@ -35,25 +32,15 @@ PREFIX = "nccl_trace_rank_"  # PyTorch's own, so that `torchfrtrace` reads what 
 
 @dataclass(frozen=True)
 class Call:
-    """One entry of the recorder.
+    """One entry of the recorder."""
 
-    Attributes:
-        group: Name of the process group.
-        number: Of the call in its group.
-        op: Such as "all_reduce".
-        sizes: Of the inputs.
-        dtypes: Of the inputs.
-        line: "train.py, line 12, in step", the innermost that is not PyTorch's; "" without stacks.
-        ended: Whether the recorder saw it end.
-    """
-
-    group: str
-    number: int
-    op: str
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    line: str
-    ended: bool
+    group: str  # name of the process group
+    number: int  # of the call in its group
+    op: str  # such as "all_reduce"
+    sizes: tuple[tuple[int, ...], ...]  # of the inputs
+    dtypes: tuple[str, ...]  # of the inputs
+    line: str  # "train.py, line 12, in step", the innermost that is not PyTorch's; "" without stacks
+    ended: bool  # whether the recorder saw it end
 
     def __str__(self) -> str:
         """Return operation and sizes."""
@@ -62,12 +49,6 @@ class Call:
 
 def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[str, str]:
     """Return the environment variables that switch the recorder on, under their new and their old names.
-
-    Args:
-        folder: Where the dumps go, one file a rank.
-
-    Raises:
-        ValueError: If none is to be kept.
 
     Source: "ProcessGroupNCCL Environment Variables" in PyTorch's documentation.
     Chapter: book/11_practical_fsdp.md.
@@ -85,11 +66,7 @@ def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[st
 
 
 def dump_flight_record(folder: str | Path) -> Path:
-    """Write this rank's recorder to a file, also while another thread of the process hangs.
-
-    Raises:
-        RuntimeError: If this PyTorch keeps no recorder for the backend.
-    """
+    """Write this rank's recorder to a file, also while another thread of the process hangs."""
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     take = getattr(torch._C._distributed_c10d, name, None)  # private, as PyTorch's own tools use it
     if take is None:
@@ -101,14 +78,7 @@ def dump_flight_record(folder: str | Path) -> Path:
 
 
 def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
-    """Return the calls of every rank that left a dump, in the order of their issue.
-
-    Args:
-        folder: With files written by `dump` or by PyTorch.
-
-    Raises:
-        ValueError: If there is no dump, or one is something else.
-    """
+    """Return the calls of every rank that left a dump, in the order of their issue."""
     files = sorted(Path(folder).glob(f"{PREFIX}*"))
     if not files:
         raise ValueError(f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder.settings(...)?")
@@ -116,14 +86,7 @@ def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
 
 
 def compare_flight_records(ranks: Mapping[int, list[Call]]) -> str:
-    """Say where the ranks part: who called what, and who did not come.
-
-    Args:
-        ranks: From `read`.
-
-    Returns:
-        One sentence for the first call of a group that is not the same on all ranks that recorded the group.
-    """
+    """Return a sentence on the first call that is not the same on all ranks of its group."""
     groups = dict.fromkeys(call.group for calls in ranks.values() for call in calls)
     for group in groups:
         by_rank = {rank: {call.number: call for call in calls if call.group == group} for rank, calls in ranks.items()}

@@ -1,18 +1,11 @@
-"""Measure memory by counting: model states exactly, and every byte that autograd saves for backward.
+"""Measure memory by counting: model states, every byte that autograd saves, and all tensors that are alive.
 
-`measure_states` adds up the tensors that exist between steps.
-`saved_activations` asks autograd: its saved-tensor hooks see every tensor that an operator keeps.
-Both count on any device, since they look at tensors and not at an allocator, which rounds and caches.
+`measure_states` adds up the tensors that exist between steps. `saved_activations` asks autograd, whose saved-tensor
+hooks see every tensor that an operator keeps. `LiveBytes` is a memory profiler of one class: a TorchDispatchMode counts
+each storage when an operator makes it, and discounts it when Python or autograd lets go of it.
 
-Bytes of all tensors that are alive, operator by operator, on any device: a memory profiler of one class.
-
-Every tensor comes out of an operator, and a TorchDispatchMode sees all of them. Each new storage is counted when it
-appears and discounted when Python or autograd lets go of it. What a kernel uses inside is not seen, nor what an
-allocator rounds up and caches: this is memory as the program asks for it, and exact.
-
-Tensors are told apart by when they were made. Those of the forward pass, and of its repetition in backward, that are
-alive while backward runs its own operators are what autograd and checkpointing *keep*. Those that backward makes
-itself are gradients.
+All count on any device, since they look at tensors and not at an allocator, which rounds and caches; memory that a
+kernel uses inside is not seen.
 """
 
 from __future__ import annotations
@@ -159,14 +152,11 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class SavedActivations:
-    """What autograd kept, in bytes; a storage counts once, for the module and the operator that kept it first.
+    """Bytes that autograd kept; a storage counts once, for the module and the operator that kept it first."""
 
-    Attributes:
-        by_module: Bytes by the name of the innermost module, "" for the outermost one, "(outside)" for none.
-        by_kind: Bytes by operator: "linear", "softmax", "scaled_dot_product_attention", ...
-    """
-
+    # bytes by the name of the innermost module, "" for the outermost one, "(outside)" for none
     by_module: Counter[str] = field(default_factory=Counter)
+    # bytes by operator: "linear", "softmax", "scaled_dot_product_attention",
     by_kind: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -192,14 +182,9 @@ class CurrentOperator(TorchFunctionMode):
 def saved_activations(model: nn.Module | None = None) -> Iterator[SavedActivations]:
     """Count the bytes that autograd saves for backward while the block runs: put one forward pass in it.
 
-    A view counts as its whole storage, which it keeps alive. Parameters and buffers exist anyway and don't count.
-    Whatever is saved counts, so a backward pass inside that recomputes adds what it saves in turn.
-
-    Args:
-        model: Gives modules their names. None: the outermost module that runs does.
-
-    Yields:
-        The result; complete when the block ends.
+    A view counts as its full storage, which it keeps alive. Parameters and buffers exist anyway and don't count.
+    Whatever is saved counts, so a backward pass inside that recomputes adds what it saves in turn. Modules are named as
+    in `model`, by default the outermost one that runs. The result is complete when the block ends.
     """
     result = SavedActivations()
     names = {} if model is None else {module: name for name, module in model.named_modules()}

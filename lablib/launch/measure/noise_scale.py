@@ -1,7 +1,7 @@
 """Measure the gradient noise scale while training: squared gradient norms at two batch sizes.
 
 Replicas (plain modules or DDP before its all-reduce) hold their own gradient: the small batch is a rank's, the
-big one all ranks'. Under FSDP2 no rank ever holds its own whole gradient, since it is averaged on its way into the
+big one all ranks'. Under FSDP2 no rank ever holds its own full gradient, since it is averaged on its way into the
 shards. There the small batch is one micro-batch of all ranks, and the big one several of them.
 
     replicas  b = examples of a rank                  B = examples of a rank times ranks
@@ -27,11 +27,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of squares of all gradients, whole ones or shards (then over all ranks of the mesh).
-
-    Args:
-        gradients: Tensors or DTensors of any shapes; added up in fp32 at least, shards over the mesh of the first one.
-    """
+    """Return the sum of squares of all gradients, full ones or shards (then over all ranks of the mesh)."""
     gradients = list(gradients)
     if not gradients:
         raise ValueError("no gradients: call backward before the norm is taken")
@@ -54,14 +50,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float, float]:
-    """Return the two squared norms of one step of replicas, and leave the averaged gradient in `p.grad`.
-
-    Returns:
-        |G_b|², the mean over ranks, and |G_B|²; the same on all ranks.
-
-    Raises:
-        ValueError: If the model is sharded: its ranks hold no gradient of their own.
-    """
+    """Return |G_b|², the mean over ranks, and |G_B|² of a step of replicas; the mean gradient stays in `p.grad`."""
     if isinstance(model, FSDPModule):
         raise ValueError("FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches")
     model.zero_grad()
@@ -77,14 +66,7 @@ def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float,
 
 
 def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[Any]) -> tuple[float, float]:
-    """Return the two squared norms of one step of several micro-batches, and leave their mean in `p.grad`.
-
-    Returns:
-        |G_b|², the mean over micro-batches, and |G_B|²; under FSDP2 the same on all ranks.
-
-    Raises:
-        ValueError: If there is only one micro-batch.
-    """
+    """Return |G_b|², the mean over micro-batches, and |G_B|² of one step; the mean gradient stays in `p.grad`."""
     if len(batches) < 2:
         raise ValueError(f"{len(batches)} micro-batch gives one batch size; the noise scale needs two or more")
     sums: list[torch.Tensor] = []
@@ -94,7 +76,7 @@ def between_micro_batches(model: nn.Module, loss_of: LossOf, batches: Sequence[A
         loss_of(model, batch).backward()
         gradients = _gradients(model)
         small += squared_norm(gradients) / len(batches)
-        # Shards add up like whole gradients, and as plain tensors they do so without DTensor's bookkeeping.
+        # Shards add up like full gradients, and as plain tensors they do so without DTensor's bookkeeping.
         own = [_local(gradient) for gradient in gradients]
         if sums:
             for total, mine in zip(sums, own, strict=True):
@@ -116,13 +98,8 @@ def measure_noise_scale(
     with all ranks.
 
     Args:
-        model: Plain replicas, or sharded by FSDP2.
         loss_of: Takes the model and this rank's micro-batch, returns its mean loss.
         steps: For each step this rank's micro-batches, equally many each time.
-        examples: Examples in a micro-batch of one rank.
-
-    Raises:
-        ValueError: If there are no steps, or their numbers of micro-batches differ.
     """
     small, big, counts = [], [], set()
     sharded = isinstance(model, FSDPModule)

@@ -30,39 +30,26 @@ from lablib.launch.torch_private import TorchDispatchMode, resolve_process_group
 
 @dataclass(frozen=True)
 class CommEvent:
-    """One call.
+    """One call."""
 
-    Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather",
-            "scatter", "send" or "recv".
-        bytes: The whole array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and
-            after an all-gather or broadcast; what the root holds in a gather or scatter; the tensor of a
-            send or recv.
-        group_size: Ranks in the group.
-        time: Seconds from the opening of the log to the call.
-        sent: Bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says.
-        messages: Messages that it sends then.
-        ranks: The ranks of the group, in order.
-    """
-
+    # "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send" or
+    # "recv"
     op: str
+    # the full array: what every rank holds before an all-reduce, reduce-scatter or all-to-all and after an all-gather
+    # or broadcast; what the root holds in a gather or scatter; the tensor of a send or recv
     bytes: int
-    group_size: int
-    time: float
-    sent: float
-    messages: int
-    ranks: tuple[int, ...] = ()
+    group_size: int  # ranks in the group
+    time: float  # seconds from the opening of the log to the call
+    sent: float  # bytes that this rank sends if the collective runs as `CommLog.ring_bytes_sent` says
+    messages: int  # messages that it sends then
+    ranks: tuple[int, ...] = ()  # the ranks of the group, in order
 
 
 @dataclass
 class CommLog:
-    """What was communicated while the log was open.
+    """The calls that were recorded while the log was open."""
 
-    Attributes:
-        events: Every call, in order.
-    """
-
-    events: list[CommEvent] = field(default_factory=list)
+    events: list[CommEvent] = field(default_factory=list)  # every call, in order
     _opened: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
@@ -77,7 +64,7 @@ class CommLog:
 
     @property
     def bytes(self) -> Counter[str]:
-        """Bytes of the whole arrays (see `CommEvent`), by operation."""
+        """Bytes of the full arrays (see `CommEvent`), by operation."""
         return self._sum("bytes")
 
     def ring_bytes_sent(self) -> float:
@@ -99,15 +86,9 @@ class CommLog:
 
 @contextmanager
 def record_comms(log: CommLog | None = None) -> Iterator[CommLog]:
-    """Record what this rank communicates inside the block.
+    """Record what this rank communicates inside the block, in a given log or a new one, which can be read at any time.
 
     It sees every operator, so `torch.compile` compiles nothing inside the block.
-
-    Args:
-        log: A log to add to; a new one by default.
-
-    Yields:
-        The log, which can be read at any time and keeps its events after the block.
     """
     log = CommLog() if log is None else log
     with _Recorder(log):
@@ -125,47 +106,37 @@ class _Kind:
 
 # By the dispatcher's names, which stay when Python's change: `all_gather_single` of torch 2.13 and the older
 # `all_gather_into_tensor` are both `_allgather_base_`, and so for reduce-scatter.
-_C10D = {
-    "allreduce_": _Kind("all_reduce"),
-    "allreduce_coalesced_": _Kind("all_reduce"),
-    "allgather_": _Kind("all_gather"),
-    "_allgather_base_": _Kind("all_gather"),
-    "allgather_coalesced_": _Kind("all_gather"),
-    "allgather_into_tensor_coalesced_": _Kind("all_gather"),
-    "reduce_scatter_": _Kind("reduce_scatter", data=1),
-    "_reduce_scatter_base_": _Kind("reduce_scatter", data=1),
-    "reduce_scatter_tensor_coalesced_": _Kind("reduce_scatter", data=1),
-    "alltoall_": _Kind("all_to_all", data=1),
-    "alltoall_base_": _Kind("all_to_all", data=1),
-    "broadcast_": _Kind("broadcast"),
-    "reduce_": _Kind("reduce"),
-    "gather_": _Kind("gather", data=1, times_n=True),
-    "scatter_": _Kind("scatter", times_n=True),
-    "send": _Kind("send"),
-    "recv_": _Kind("recv"),
-    "recv_any_source_": _Kind("recv"),
-}
-_FUNCTIONAL = {
-    "all_reduce": _Kind("all_reduce"),
-    "all_reduce_": _Kind("all_reduce"),
-    "all_reduce_coalesced": _Kind("all_reduce"),
-    "all_reduce_coalesced_": _Kind("all_reduce"),
-    "all_gather_into_tensor": _Kind("all_gather", times_n=True),
-    "all_gather_into_tensor_out": _Kind("all_gather", times_n=True),
-    "all_gather_into_tensor_coalesced": _Kind("all_gather", times_n=True),
-    "reduce_scatter_tensor": _Kind("reduce_scatter"),
-    "reduce_scatter_tensor_out": _Kind("reduce_scatter"),
-    "reduce_scatter_tensor_coalesced": _Kind("reduce_scatter"),
-    "all_to_all_single": _Kind("all_to_all"),
-    "broadcast": _Kind("broadcast"),
-    "broadcast_": _Kind("broadcast"),
-    "isend": _Kind("send"),
-    "irecv": _Kind("recv"),
+_OPERATORS = {
+    "c10d": {
+        _Kind("all_reduce"): "allreduce_ allreduce_coalesced_",
+        _Kind("all_gather"): "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+        _Kind("reduce_scatter", 1): "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+        _Kind("all_to_all", 1): "alltoall_ alltoall_base_",
+        _Kind("broadcast"): "broadcast_",
+        _Kind("reduce"): "reduce_",
+        _Kind("gather", 1, times_n=True): "gather_",
+        _Kind("scatter", times_n=True): "scatter_",
+        _Kind("send"): "send",
+        _Kind("recv"): "recv_ recv_any_source_",
+    },
+    "_c10d_functional": {
+        _Kind("all_reduce"): "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+        _Kind("all_gather", times_n=True): (
+            "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"
+        ),
+        _Kind("reduce_scatter"): "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+        _Kind("all_to_all"): "all_to_all_single",
+        _Kind("broadcast"): "broadcast broadcast_",
+        _Kind("send"): "isend",
+        _Kind("recv"): "irecv",
+    },
+    "_dtensor": {_Kind("all_to_all"): "shard_dim_alltoall"},
 }
 _KINDS = {
-    **{f"c10d::{name}": kind for name, kind in _C10D.items()},
-    **{f"_c10d_functional::{name}": kind for name, kind in _FUNCTIONAL.items()},
-    "_dtensor::shard_dim_alltoall": _Kind("all_to_all"),
+    f"{space}::{name}": kind
+    for space, kinds in _OPERATORS.items()
+    for kind, names in kinds.items()
+    for name in names.split()
 }
 
 

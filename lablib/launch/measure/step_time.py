@@ -1,20 +1,18 @@
-"""Record what torch.profiler sees of one step on every rank, and bring the traces of all ranks together.
+"""Step time of data parallelism by its parts, and traces of one step from every rank.
 
-    traces = step_traces("ddp", ranks=2)           # one trace a rank
-    events = merge(traces)                         # lablib.calc.runs.trace: one clock for all
-    for rank, part in split(events, window_of(events, "step")).items(): ...
+    medians(step_times(widths=[512], tokens=[256], ranks=[1, 2]))   # compute, communication, both together
+    traces = step_traces("ddp", ranks=2)                            # one trace a rank
+    events = merge_traces(traces)                                   # lablib.calc.runs: one clock for all
 
 Inside a job of your own, `record_trace(step)` returns this rank's trace, on CPU or GPU.
 
-Step time of data parallelism, measured: computation alone, communication alone, and both together.
-
-The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and
-nothing else. Every step is one forward and one backward pass; the optimizer does the same with or without
-other ranks and is left out.
+The model is a stack of square linear layers, so its computation is 6 FLOPs per parameter and token and nothing else.
+A step is one forward and one backward pass; the optimizer does the same with or without other ranks and is left out.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +52,7 @@ def step_times(
 ) -> list[dict[str, Any]]:
     """Time one training step in every mode, for every model size, batch and number of ranks.
 
-    The modes take turns within each round, so that a slow moment of the machine hits all of them.
+    The modes take turns within each round, so that a slow second of the machine hits all of them.
     A time is that of the slowest rank, since no rank can go on before it.
 
     Args:
@@ -62,15 +60,9 @@ def step_times(
         modes: Which of `MODES` to time: forward and backward without other ranks; gradients that are there
             already, copied into one bucket and reduced; the step whose one bucket leaves after backward; the
             step whose buckets leave during backward.
-        repeats: Rounds that count; one more round warms up.
-        bucket_bytes: Size of the buckets of the overlapped mode.
-        device: "cpu", or "cuda" where every rank has a GPU.
 
     Returns:
         One dictionary per sample: ranks, params, grad_bytes (of one gradient), tokens, mode, repeat, seconds.
-
-    Raises:
-        ValueError: If a list is empty, a number in it is not positive, or a mode is unknown.
     """
     if unknown := sorted(set(modes) - set(MODES)):
         raise ValueError(f"modes={unknown} are unknown; use {', '.join(MODES)}")
@@ -95,33 +87,23 @@ def _time_all(
     bucket_bytes: int,
     device: str,
 ) -> list[dict[str, Any]]:
-    return [
-        sample
-        for width in widths
-        for count in tokens
-        for sample in _time_one(width, count, modes, repeats, bucket_bytes, device)
-    ]
-
-
-def _time_one(
-    width: int, tokens: int, modes: tuple[str, ...], repeats: int, bucket_bytes: int, device: str
-) -> list[dict[str, Any]]:
-    x = torch.randn(tokens, width, device=device)
-    steps: dict[str, Callable[[], None]] = {"compute": _step(linear_stack(width).to(device), x)}
-    params = sum(p.numel() for p in linear_stack(width).parameters())
-    if dist.get_world_size() > 1:
-        after = BucketedDDP(linear_stack(width).to(device), first_bytes=2**40)
-        over = OverlappedDDP(linear_stack(width).to(device), first_bytes=2**18, bucket_bytes=bucket_bytes)
-        steps["communication"] = _exchange(after, [torch.ones_like(p) for p in after.params])
-        steps["after backward"] = _step(after, x)
-        steps["overlapped"] = _step(over, x)
-    fixed = {"ranks": dist.get_world_size(), "params": params, "grad_bytes": 4, "tokens": tokens}
     samples = []
-    for repeat in range(-1, repeats):  # round -1 warms up
-        for mode in (mode for mode in modes if mode in steps):
-            seconds = _seconds(steps[mode], device)
-            if repeat >= 0:
-                samples.append({**fixed, "mode": mode, "repeat": repeat, "seconds": seconds})
+    for width, count in itertools.product(widths, tokens):
+        x = torch.randn(count, width, device=device)
+        steps: dict[str, Callable[[], None]] = {"compute": _step(linear_stack(width).to(device), x)}
+        params = sum(p.numel() for p in linear_stack(width).parameters())
+        if dist.get_world_size() > 1:
+            after = BucketedDDP(linear_stack(width).to(device), first_bytes=2**40)
+            over = OverlappedDDP(linear_stack(width).to(device), first_bytes=2**18, bucket_bytes=bucket_bytes)
+            steps["communication"] = _exchange(after, [torch.ones_like(p) for p in after.params])
+            steps["after backward"] = _step(after, x)
+            steps["overlapped"] = _step(over, x)
+        fixed = {"ranks": dist.get_world_size(), "params": params, "grad_bytes": 4, "tokens": count}
+        for repeat in range(-1, repeats):  # round -1 warms up
+            for mode in (mode for mode in modes if mode in steps):
+                seconds = _seconds(steps[mode], device)
+                if repeat >= 0:
+                    samples.append({**fixed, "mode": mode, "repeat": repeat, "seconds": seconds})
     return samples
 
 
@@ -155,11 +137,7 @@ def _seconds(step: Callable[[], None], device: str) -> float:
 
 
 def medians(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per number of ranks, model size and batch, with the median seconds of every mode.
-
-    Args:
-        samples: As `step_times` returns them, or those of a record.
-    """
+    """Return one row per number of ranks, model size and batch, with the median seconds of every mode."""
     groups: dict[tuple[int, int, int, int], dict[str, list[float]]] = {}
     for sample in samples:
         key = (sample["ranks"], sample["params"], sample["tokens"], sample["grad_bytes"])
@@ -172,13 +150,10 @@ def medians(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trace_spans(timeline: Sequence[tuple[str, int, float]]) -> list[tuple[str, str, float, float, str]]:
-    """Turn the timeline of a toy DDP into bars: lane, role, start and end in milliseconds, label.
+    """Turn `model.timeline` of a toy DDP into bars: lane, role, start and end in milliseconds, label.
 
     Backward is cut where a gradient became ready; a bucket is on the link from its launch, or from the end
     of the bucket before it, until it is reduced.
-
-    Args:
-        timeline: `model.timeline` after a step, (event, message, seconds); it begins when forward returned.
     """
     origin = timeline[0][2]
     at = {(event, message): 1e3 * (seconds - origin) for event, message, seconds in timeline}
@@ -267,16 +242,7 @@ def step_traces(
     bucket_bytes: int = 2**20,
     folder: str | Path | None = None,
 ) -> list[Trace]:
-    """Return the traces of a training step of PyTorch's own wrapper on CPU ranks, in rank order.
-
-    Args:
-        wrapper: "ddp" or "fsdp2".
-        bucket_bytes: When a bucket of DDP is full; FSDP2 sends layer by layer.
-        folder: Where to keep the files; None keeps none.
-
-    Raises:
-        ValueError: If the wrapper is unknown.
-    """
+    """Return the traces of a training step of PyTorch's own wrapper on CPU ranks, in rank order."""
     if wrapper not in WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r} is unknown; use {' or '.join(WRAPPERS)}")
     place = None if folder is None else str(Path(folder).resolve())

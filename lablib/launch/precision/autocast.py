@@ -1,10 +1,10 @@
-"""Where 16 bits save memory and where not: states and activations, counted in PyTorch beside the calculators.
-
-What autocast really casts: every operator with the dtypes that it reads and writes, traced while the model runs.
+"""The casts of autocast, operator by operator, and where 16 bits save memory and where not.
 
 Autocast stands between the model and the operators. Each operator is on one of four lists: run it in the low precision
 (matmuls), run it in fp32 (logarithms, powers, norms on a GPU), make its inputs agree on the widest dtype (bilinear,
-index_put), or leave it alone. A trace below autocast sees what came of it: the casts as operators of their own, `_to_copy`.
+index_put), or leave it alone. `trace_autocast` looks below autocast, where a cast is an operator, `_to_copy`.
+
+`precision_memory` counts states and activations of three recipes in PyTorch, beside the calculators.
 """
 
 from __future__ import annotations
@@ -39,17 +39,11 @@ SHORT = {
 
 @dataclass(frozen=True, order=True)
 class OpCast:
-    """One operator with one combination of dtypes.
+    """One operator with one combination of dtypes."""
 
-    Attributes:
-        op: Name without its overload: "mm", "native_layer_norm", "_to_copy", ...
-        inputs: Dtypes of its floating-point tensors, in the order of the arguments.
-        outputs: Dtypes of its floating-point results.
-    """
-
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    op: str  # name without its overload: "mm", "native_layer_norm", "_to_copy", ...
+    inputs: tuple[str, ...]  # dtypes of its floating-point tensors, in the order of the arguments
+    outputs: tuple[str, ...]  # dtypes of its floating-point results
 
     def __str__(self) -> str:
         return f"{self.op}: {' '.join(self.inputs) or '-'} -> {' '.join(self.outputs) or '-'}"
@@ -57,17 +51,12 @@ class OpCast:
 
 @dataclass
 class AutocastTrace:
-    """Operators of a run, forward and backward.
+    """Operators of a run, forward and backward."""
 
-    Attributes:
-        forward: How often each operator ran with each dtypes, until the function returned.
-        backward: The same while backward ran.
-        cast_bytes: Bytes that casts from fp32 to the low precision wrote in forward.
-    """
-
+    # how often each operator ran with each dtypes, until the function returned
     forward: Counter[OpCast] = field(default_factory=Counter)
-    backward: Counter[OpCast] = field(default_factory=Counter)
-    cast_bytes: int = 0
+    backward: Counter[OpCast] = field(default_factory=Counter)  # the same while backward ran
+    cast_bytes: int = 0  # bytes that casts from fp32 to the low precision wrote in forward
 
     def by_op(self, phase: str = "forward") -> dict[str, dict[str, int]]:
         """Return counts by operator and then by "inputs -> outputs": the rows of a table."""
@@ -123,10 +112,8 @@ def trace_autocast(
     Views and other operators that only move values are traced too: they keep dtypes, and say so.
 
     Args:
-        fn: A model, or its loss: `model.loss`.
         dtype: The low precision; None to run without autocast.
         device: Kind of device whose lists apply: "cpu" or "cuda".
-        backward: Whether to run backward from the sum of the result.
     """
     trace = AutocastTrace()
     with _Tracer(trace) as tracer:
@@ -143,9 +130,6 @@ def gpu_policy() -> dict[str, str]:
 
     Read from the header that PyTorch ships, `ATen/autocast_mode.h`, whose lists the backends of GPUs share. Operators
     that it does not name run in whatever dtype they get. The CPU has lists of its own, seen only by a trace.
-
-    Raises:
-        FileNotFoundError: If this build of PyTorch has no headers.
     """
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     if not header.exists():
@@ -154,11 +138,7 @@ def gpu_policy() -> dict[str, str]:
 
 
 def differs_on_gpu(trace: AutocastTrace) -> dict[str, tuple[set[str], str]]:
-    """Return the operators of a trace for which the lists of a GPU ask for another precision.
-
-    Returns:
-        By operator: the dtypes that it read on the CPU, and what a GPU would do: "lower" or "fp32".
-    """
+    """Return, by operator of a trace, its dtypes on the CPU and "lower" or "fp32", where a GPU's lists ask for that."""
     policy, found = gpu_policy(), {}
     for op in {cast.op for cast in trace.forward}:
         # Below autocast an operator may have the name of its kernel: _softmax, nll_loss_forward.
@@ -187,23 +167,14 @@ RECIPES = ("fp32", "mixed-bf16", "autocast-bf16")
 
 @dataclass(frozen=True)
 class PrecisionMemory:
-    """Bytes of one recipe.
+    """Bytes of one recipe."""
 
-    Attributes:
-        recipe: A name in `lablib.calc.precision.recipes`.
-        params: Parameters of the model.
-        states: Weights, gradients, master weights and moments, measured.
-        predicted_states: The same from the calculator.
-        activations: What autograd kept, measured; with the casts of weights under autocast.
-        predicted_activations: The same from the calculator.
-    """
-
-    recipe: str
-    params: int
-    states: int
-    predicted_states: int
-    activations: int
-    predicted_activations: int
+    recipe: str  # a name in `lablib.calc.precision.recipes`
+    params: int  # parameters of the model
+    states: int  # weights, gradients, master weights and moments, measured
+    predicted_states: int  # the same from the calculator
+    activations: int  # what autograd kept, measured; with the casts of weights under autocast
+    predicted_activations: int  # the same from the calculator
 
     @property
     def states_per_param(self) -> float:
@@ -212,14 +183,7 @@ class PrecisionMemory:
 
 
 def precision_memory(config: ModelConfig, *, batch: int = 4, seq: int = 64) -> dict[str, PrecisionMemory]:
-    """Train one step in fp32, in bf16 with master weights, and under autocast; count what each holds.
-
-    Args:
-        config: A model that the toy transformer can be built from.
-
-    Returns:
-        By recipe: "fp32", "mixed-bf16", "autocast-bf16".
-    """
+    """Train one step in fp32, in bf16 with master weights, and under autocast; count what each holds."""
     return {recipe: _measure(config, recipe, batch, seq) for recipe in RECIPES}
 
 
@@ -234,7 +198,7 @@ def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> Precisio
     with saved_activations(working) as saved, torch.autocast("cpu", torch.bfloat16, recipe == "autocast-bf16"):
         loss = working.loss(windows_BT)
     loss.backward()
-    # fp32 gradients of the master copy live for the moment of the step, one tensor at a time if need be.
+    # fp32 gradients of the master copy live only during the step, one tensor at a time if need be.
     states = measure_states(working, optimizer)
     if weights:
         weights.take_gradients()

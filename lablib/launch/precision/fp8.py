@@ -1,23 +1,15 @@
-"""What an all-reduce in 16 bits loses: the error of a sum over ranks, measured and derived.
+"""Rounding errors in 8 and 16 bits: FP8 quantization, a sum over ranks in 16 bits, and FP8 training with torchao.
 
-A ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums the only rounding
-is the last one, of the result.
+`fp8_error`: weights, activations and gradients spread differently. The error of a block comes from its largest value:
+all others are read relative to it, and those that are too small become zero.
 
-How much FP8 loses, by what is quantized and by how its scales are shared: from a transformer that really trains.
+`allreduce_error`: a ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums
+only the result is rounded.
 
-Weights, activations and gradients spread differently. The error of a block comes from its largest value: all others
-are read relative to it, and those that are too small become zero.
-
-Float8 training with torchao, for a GPU: the optional extra `fp8`.
-
-torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as `lablib.toys.precision.fp8.Fp8Linear` does, and runs
-`torch._scaled_mm` on tensor cores. With FSDP2 it can also gather the weights in float8. Without `torch.compile` the
-casts cost more than the matmuls gain.
-
-Needs compute capability 8.9 or more, `lablib.calc.precision.formats`. On a CPU everything runs too, slowly, which is how
-the tests see it.
-
-Source: torchao documentation, quantized training.
+`to_float8` (the optional extra `fp8`): torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as
+`lablib.toys.precision.fp8.Fp8Linear` does, and runs `torch._scaled_mm` on tensor cores. With FSDP2 it can also gather
+the weights in float8. Without `torch.compile` the casts cost more than the matmuls gain. It needs compute capability
+8.9; on a CPU it runs too, slowly. Source: torchao documentation, quantized training.
 """
 
 from __future__ import annotations
@@ -43,17 +35,11 @@ KINDS = ("weights", "activations", "gradients")
 
 @dataclass(frozen=True)
 class Fp8Error:
-    """What one quantization lost.
+    """The error of one quantization."""
 
-    Attributes:
-        error: Relative, `rms(x' - x) / rms(x)`.
-        zeroed: Share of the values that were not zero and became zero.
-        saturated: Share of the values that are the largest of the format, or were cut off at it.
-    """
-
-    error: float
-    zeroed: float
-    saturated: float
+    error: float  # relative, `rms(x' - x) / rms(x)`
+    zeroed: float  # share of the values that were not zero and became zero
+    saturated: float  # share of the values that are the largest of the format, or were cut off at it
 
 
 def fp8_error(
@@ -72,8 +58,7 @@ def fp8_error(
 def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
     """Catch what the linear layers of a model multiply, while the block runs forward and backward.
 
-    Yields:
-        By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
+    By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
     """
     caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
 
@@ -179,15 +164,10 @@ MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What `to_float8` did.
+    """The layers that `to_float8` swapped, and those that it kept."""
 
-    Attributes:
-        swapped: Linear layers that multiply in float8 now.
-        kept: Linear layers that stayed as they were, with the reason.
-    """
-
-    swapped: tuple[str, ...]
-    kept: dict[str, str]
+    swapped: tuple[str, ...]  # linear layers that multiply in float8 now
+    kept: dict[str, str]  # linear layers that stayed as they were, with the reason
 
 
 def missing_for_float8() -> str | None:
@@ -214,14 +194,9 @@ def to_float8(
     """Swap the linear layers of a model for torchao's float8 ones, in place; do it before `fully_shard`.
 
     Args:
-        model: On the device and in the dtype where it will train.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in bf16).
-        fsdp_gather: Whether FSDP2 gathers the weights in float8; with "tensorwise" only.
         keep: Says by its name which layer stays in high precision: the head, as a rule.
         emulate: Compute in fp32 what float8 would give: for machines without float8 units.
-
-    Raises:
-        ValueError: If torchao is missing, the recipe is unknown, or the gather does not go with it.
     """
     one_of("recipe", recipe, RECIPES)
     if fsdp_gather and recipe != "tensorwise":
@@ -259,21 +234,13 @@ def precompute_scales(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class SumError:
-    """The error of one sum over ranks, relative: `rms(result - exact) / rms(exact)`.
+    """The error of one sum over ranks, relative: `rms(result - exact) / rms(exact)`."""
 
-    Attributes:
-        ranks: n.
-        reduced: Summed in the low precision.
-        full: Summed in fp32 and rounded once at the end.
-        expected_reduced: What `expected_error` says for it.
-        expected_full: And for the other.
-    """
-
-    ranks: int
-    reduced: float
-    full: float
-    expected_reduced: float
-    expected_full: float
+    ranks: int  # n
+    reduced: float  # summed in the low precision
+    full: float  # summed in fp32 and rounded once at the end
+    expected_reduced: float  # what `expected_error` says for it
+    expected_full: float  # and for the other
 
 
 def ring_sum(values: list[Tensor], *, full: bool = False) -> Tensor:
@@ -310,10 +277,6 @@ def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_s
         random signs   noise * sqrt((n + 1)/2 - 1/n)
         one sign       noise * sqrt((2² + 3² + ... + n²) / n²)      ~ noise * sqrt(n/3)
         fp32 sums      noise
-
-    Args:
-        full: Whether the sum is fp32, rounded at the end.
-        same_sign: Whether all numbers have one sign.
     """
     if ranks == 1:
         return 0.0  # nothing is added, and so nothing is rounded
@@ -341,12 +304,7 @@ def allreduce_error(
 ) -> list[SumError]:
     """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums.
 
-    Args:
-        world_sizes: Numbers of ranks, each at least 2.
-        mean: Of the values, whose deviation is 1; from about 4 on they have one sign.
-
-    Raises:
-        ValueError: If a number of ranks is below 2.
+    The values have the deviation 1 and this mean; from about 4 on they have one sign.
     """
     if min(world_sizes) < 2:
         raise ValueError(f"world_sizes={world_sizes}: a sum over ranks needs at least 2 of them")

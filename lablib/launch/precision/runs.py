@@ -8,8 +8,7 @@
 
 All variants of a failure start from the same weights and read the same batches, so that their curves differ by
 precision alone. Each failure takes a second or two on one CPU core, and the same seed gives the same curves.
-
-Where the magnitudes of gradients lie, power of two by power of two, and which of them fp16 would lose.
+`Histogram` says where the magnitudes of gradients lie, power of two by power of two.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lablib.calc.precision import FORMATS
 from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
@@ -32,17 +30,11 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 @dataclass(frozen=True)
 class Histogram:
-    """Where the magnitudes of a tensor lie.
+    """Where the magnitudes of a tensor lie."""
 
-    Attributes:
-        exponents: How many values have `floor(log2 |x|)` equal to the key.
-        zeros: How many are zero.
-        odd: How many are infinite or NaN.
-    """
-
-    exponents: Counter[int]
-    zeros: int
-    odd: int = 0
+    exponents: Counter[int]  # how many values have `floor(log2 |x|)` equal to the key
+    zeros: int  # how many are zero
+    odd: int = 0  # how many are infinite or NaN
 
     @property
     def count(self) -> int:
@@ -77,36 +69,20 @@ def gradient_histograms(model: nn.Module) -> dict[str, Histogram]:
     return {name: histogram(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def lost_to_fp16(gradients: dict[str, Histogram]) -> dict[str, float]:
-    """Return, for fp32 gradients, which share of each tensor rounds to zero in fp16.
-
-    It is a forecast: an fp16 backward also rounds what lies between the loss and the gradient, and a tensor behind
-    one that became zero is zero too.
-    """
-    # Half of the smallest subnormal, 2^-25, rounds to zero: a tie, and zero is the even neighbour.
-    half = math.frexp(FORMATS["fp16"].min_subnormal)[1] - 2
-    return {name: (h.below(half) + h.zeros) / h.count for name, h in gradients.items()}
-
-
 BATCH, SEQ = 4, 32
 
 
 @dataclass
 class Training:
-    """One run.
+    """One run."""
 
-    Attributes:
-        losses: Loss of every step, before its update.
-        gradients: Histograms of the first step's gradients as backward left them, in the dtype of the run.
-        scales: Loss scale of every step.
-        skipped: Steps whose gradients were infinite or NaN, and which changed nothing.
-        frozen: Share of each parameter's values that are bit for bit what they were at the start.
-    """
-
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # loss of every step, before its update
+    # histograms of the first step's gradients as backward left them, in the dtype of the run
     gradients: dict[str, Histogram] = field(default_factory=dict)
-    scales: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # loss scale of every step
+    # steps whose gradients were infinite or NaN, and which changed nothing
     skipped: list[int] = field(default_factory=list)
+    # share of each parameter's values that are bit for bit what they were at the start
     frozen: dict[str, float] = field(default_factory=dict)
 
     def mean_loss(self, last: int = 10) -> float:
@@ -140,7 +116,6 @@ def train_watched(
     """Train a model whose gradients have the dtype of its working copy, and watch it.
 
     Args:
-        weights: The working copy computes; the optimizer updates the fp32 values.
         check: Whether a step with an infinite or NaN gradient is skipped; without it the scale is fixed.
         accumulate: Micro-batches of a step, each of which backward divides by their number. One is computed, and its
             fp32 gradient taken this many times: the magnitudes that backward meets are those of the large batch.
@@ -181,9 +156,6 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 
     A batch of a million tokens makes gradients small: the loss is a mean, so each of 8192 micro-batches of 128 tokens
     is divided by 8192. AdamW does not mind, as it divides by the gradient's own size; fp16 does.
-
-    Returns:
-        Runs "fp32", "fp16" and "fp16, loss scaling".
     """
     settings = {"steps": steps, "lr": lr, "accumulate": accumulate}
     return {
@@ -198,11 +170,7 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 def overflow(*, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8) -> dict[str, Training]:
     """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one.
 
-    Args:
-        interval: Good steps before the dynamic scale grows; 2000 in PyTorch, fewer here so that it is seen.
-
-    Returns:
-        Runs "fp32", "fp16, fixed scale" and "fp16, dynamic scale".
+    The dynamic scale grows after `interval` good steps: 2000 in PyTorch, fewer here so that it is seen.
     """
     settings = {"steps": steps, "lr": lr}
     return {
@@ -221,13 +189,7 @@ def stall(
 ) -> dict[str, Training]:
     """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures.
 
-    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays.
-
-    Args:
-        trained: Start from this fp32 model instead, and train nothing before.
-
-    Returns:
-        Runs "fp32", "bf16", "bf16, stochastic rounding" and "bf16, master weights".
+    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays, or `trained`.
     """
     if trained is None:
         before = MasterWeights(small_model(), torch.float32)

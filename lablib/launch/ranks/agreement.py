@@ -1,14 +1,11 @@
-"""Do something on all ranks, and fail on all of them if it fails on one; works without ranks, too.
+"""Fail on all ranks if one fails, and say in a sentence what a long error of a distributed job means.
 
-What a long error of a distributed job means, in one sentence.
-
+    agree(work, "saving failed")    # on every rank; raises on all of them if `work` raises on any
     with one_sentence():            # in a script: the sentence to standard error, exit code 1
         main()
 
-    explain(log)                    # or None where it is nothing known
-
-A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. The order
-of the table is from causes to consequences, so the first match is the one to look at.
+A library tells what it saw: a connection closed, a timeout. The cause is often on another rank, or outside. `_KNOWN`
+goes from causes to consequences, so the first match is the one to look at. All of it works without ranks, too.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "before are untouched.",
     ),
     (
-        # What PyTorch's writer of tensors says of a full disk; the system's error is lost on the way.
+        # This is what PyTorch's writer of tensors says of a full disk; the system's error is lost on the way.
         r"inline_container\.cc:\d+\] ?\.? unexpected pos",
         "A file of the checkpoint could not be written to its end: the disk is full, or a quota is reached. The "
         "checkpoints that were complete before are untouched, and the run resumes from the newest of them.",
@@ -44,7 +41,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (r"No module named '(transformers|safetensors|peft)\b", "The package {0} is not installed here: pip install {0}."),
     (
         r"(checkpoint \S+ is damaged: [^;\n]+)",
-        "{0}: use `lablib.launch.training.resume`, which takes the newest whole one.",
+        "{0}: use `lablib.launch.training.resume`, which takes the newest undamaged one.",
     ),
     (
         r"EADDRINUSE|[Aa]ddress already in use",
@@ -99,11 +96,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def explain(text: str) -> str | None:
-    """Return one sentence, or two, for what is known, and None for the rest.
-
-    Args:
-        text: An error's message, or the log of a job.
-    """
+    """Return one sentence, or two, for what is known, and None for the rest."""
     for pattern, sentence in _KNOWN:
         if found := re.search(pattern, text):
             return sentence.format(*found.groups())
@@ -111,11 +104,7 @@ def explain(text: str) -> str | None:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the line of an error that says what happened, without the frames before it and the advice after it.
-
-    Args:
-        error: One of the ranks', with a traceback of text, or any other.
-    """
+    """Return the line of an error that says what happened, without the frames before it and the advice after it."""
     told = getattr(error, "traceback", "")
     lines = [line for line in (told or str(error)).splitlines() if line.strip()] or [type(error).__name__]
     # In a traceback an exception's own line begins at the margin with its name.
@@ -185,7 +174,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 class _Unwritten(RuntimeError):
-    """What went wrong, with the rank in the text."""
+    """A failed save; the text names the rank."""
 
 
 def readable(error: BaseException) -> BaseException:

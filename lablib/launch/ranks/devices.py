@@ -26,11 +26,7 @@ def hide_gpus(environ: MutableMapping[str, str]) -> None:
 
 
 def rank_device() -> torch.device:
-    """Return the device of this rank: its GPU where the process group has NCCL, and otherwise the CPU.
-
-    Raises:
-        ValueError: If there is no process group.
-    """
+    """Return the device of this rank: its GPU where the process group has NCCL, and otherwise the CPU."""
     if not dist.is_initialized():
         raise ValueError("no process group: call this inside run_ranks, or under torchrun after init_process_group")
     if "nccl" in dist.get_backend():
@@ -39,10 +35,6 @@ def rank_device() -> torch.device:
 
 
 def rank_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return a mesh of all ranks on the device of this one.
-
-    Args:
-        *shape: Ranks along each axis; one axis of all ranks if none is given.
-    """
+    """Return a mesh of all ranks on the device of this one: one axis, or so many ranks along each."""
     kind = rank_device().type
     return init_device_mesh(kind, shape or (dist.get_world_size(),), mesh_dim_names=names)

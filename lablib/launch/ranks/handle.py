@@ -1,7 +1,4 @@
-"""The notebook's end of one rank: its process, its report, and what it printed.
-
-Text about ranks that a reader can use: cells by their number, stacks in one line.
-"""
+"""The notebook's end of one rank: its process, its report, what it printed, and where it stands if it hangs."""
 
 from __future__ import annotations
 
@@ -34,12 +31,7 @@ def readable(traceback: str) -> str:
 
 
 def standing(stacks: str) -> str | None:
-    """Say in one line where a rank stands.
-
-    Returns:
-        The innermost line that is not a library's, and the function of the library that it waits in.
-        None if there is no stack.
-    """
+    """Return the innermost line that is not a library's, and the function that it waits in; None without a stack."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
     main_thread = next((text for text in reversed(threads) if _ENTRY in text), "")
     frames = [found for line in main_thread.splitlines() if (found := _FRAME.match(line))]
@@ -125,8 +117,8 @@ class Rank:
         elif ended and not self.report:
             self.report = ("died",)
             code = self.process.exitcode
-            # An abort can be the answer of a library to a lost peer. Nothing else ends a rank from within
-            # without a report, so it comes before whatever the peers say about lost connections.
+            # An abort can be the answer of a library to a lost rank. Nothing else ends a rank from within
+            # without a report, so it comes before whatever the others say about lost connections.
             order = 1 if code == -signal.SIGABRT else 0
             text = _NO_SERVER if code == _UNKNOWN and self._lives() else f"its process {ending(code)}"
             self.failure = (order, time.monotonic(), text)
@@ -205,11 +197,7 @@ class Rank:
 
 
 def ending(code: int | None) -> str:
-    """Say how a process ended that gave no result.
-
-    Args:
-        code: Its exit code, or the negative number of a signal.
-    """
+    """Say how a process without a result ended, by its exit code or the negative number of a signal."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", perhaps for want of memory" if name == "SIGKILL" else ""

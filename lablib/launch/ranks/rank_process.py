@@ -38,27 +38,16 @@ inside_rank = False
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one call have in common.
+    """The settings that all ranks of one call share."""
 
-    Attributes:
-        call: The function and its arguments, pickled.
-        world_size: Number of ranks.
-        device: "cpu" or "cuda".
-        threads: Threads of each rank's CPU kernels.
-        timeout: Seconds after which the notebook gives up.
-        environ: The whole environment of a rank, rendezvous variables excluded.
-        meeting: Path of the file through which the ranks find each other.
-        cells: Text of notebook cells by the file name in their code objects.
-    """
-
-    call: bytes
-    world_size: int
-    device: str
-    threads: int
-    timeout: float
-    environ: dict[str, str]
-    meeting: str
-    cells: dict[str, list[str]]
+    call: bytes  # the function and its arguments, pickled
+    world_size: int  # number of ranks
+    device: str  # "cpu" or "cuda"
+    threads: int  # threads of each rank's CPU kernels
+    timeout: float  # seconds after which the notebook gives up
+    environ: dict[str, str]  # the full environment of a rank, rendezvous variables excluded
+    meeting: str  # path of the file through which the ranks find each other
+    cells: dict[str, list[str]]  # text of notebook cells by the file name in their code objects
 
 
 def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: Connection) -> None:
@@ -84,10 +73,10 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
         text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
         _flush()
         notebook.send(("failed", failed_at, text))
-        os._exit(1)  # destructors of process groups can wait for peers
+        os._exit(1)  # destructors of process groups can wait for other ranks
     _flush()
     notebook.send(report)
-    # A rank that closes its connections early would look to a slower peer like a failure.
+    # A rank that closes its connections early would look to a slower one like a failure.
     notebook.recv()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -93,16 +93,12 @@ def run_ranks(
 
     Args:
         fn: Any function; one from a notebook cell or a script is sent by value.
-        world_size: Number of ranks, 1 to 64.
         timeout: Seconds until the call gives up and says where each rank stands; as many for the start.
         device: "cpu": gloo, and the ranks see no GPU, so they do the same on every machine. "cuda": each rank has
             a GPU of its own, NCCL for what is on it and gloo for the rest.
         env: Environment variables for the ranks, on top of this process's own as they are now. What
             libraries read while torch loads is fixed when the server starts.
         live: Print each line when it comes; the order of the ranks then changes from run to run.
-
-    Returns:
-        What each rank returned.
 
     Raises:
         ValueError: For an argument that makes no sense, or fewer GPUs than ranks of "cuda", before anything starts.

@@ -1,7 +1,4 @@
-"""What crosses between the notebook and its ranks: a function and its arguments one way, a result back.
-
-What `run_ranks` is given: checked before anything starts, and completed with what this machine has.
-"""
+"""The way between a notebook and its ranks: `run_ranks`' arguments are checked, calls and results are pickled."""
 
 from __future__ import annotations
 
@@ -54,15 +51,7 @@ def check(fn: object, world_size: object, timeout: float, threads: int, env: dic
 
 
 def check_device(device: str, world_size: int, env: dict[str, str] | None) -> None:
-    """Refuse a device that the ranks cannot have, and say once per process which one they take where GPUs are.
-
-    Args:
-        device: "cpu" or "cuda".
-        env: What the ranks' environment sets on top of this process's.
-
-    Raises:
-        ValueError: If it is neither, or there are fewer GPUs than ranks.
-    """
+    """Refuse a device that the ranks cannot have, and say once per process which one they take where GPUs are."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device={device!r}; use "cpu", or "cuda" for a GPU a rank')
     gpus = visible_gpus(env)
@@ -128,11 +117,7 @@ class _ResultPickler(_Pickler):
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function and its arguments for the ranks.
-
-    Raises:
-        ValueError: If something in them belongs to this process alone.
-    """
+    """Pickle a function and its arguments for the ranks."""
     buffer = io.BytesIO()
     with _by_value(fn, *args):
         try:
@@ -146,11 +131,7 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def pickle_result(result: Any) -> bytes:
-    """Pickle a return value for the notebook.
-
-    Raises:
-        TypeError: If it cannot leave the process.
-    """
+    """Pickle a return value for the notebook."""
     buffer = io.BytesIO()
     try:
         _ResultPickler(buffer).dump(result)

@@ -142,7 +142,6 @@ def apply_strategy(
 
     Args:
         model: Changed until the handle is removed; its parameters and their names stay.
-        strategy: As in `lablib.calc.memory.activations.recompute`.
         implementation: "torch" for `torch.utils.checkpoint` with use_reentrant=False, "torch-reentrant" for the
             other one, or "toy" for `lablib.toys.recompute`.
         early_stop: Let "torch" stop a replay as soon as it has what backward needs.

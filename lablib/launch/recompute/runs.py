@@ -1,11 +1,9 @@
-"""Recomputation together with FSDP2, tensor parallelism, pipelines and DDP: what a replay communicates again, counted.
+"""Recomputation measured: what a strategy keeps, costs and moves, and what it communicates again on several ranks.
 
-Each function runs on every rank of an initialised process group: `run_ranks(fsdp_gathers, 2, "inside")`.
+`measure_step` runs a step of the toy transformer and counts; `predicted_cost` says beforehand what it will count, in
+the same words. `find_largest_batch` runs batches until one does not fit.
 
-Run the toy transformer under a strategy of activation recomputation: what it keeps, costs and moves, measured.
-
-`measure_step` runs a step and counts; `predicted_cost` says beforehand what it will count, in the same words.
-`find_largest_batch` runs batches until one does not fit.
+The others combine it with FSDP2, tensor parallelism, DDP and pipelines: `run_ranks(fsdp_gathers, 2, "inside")`.
 """
 
 from __future__ import annotations
@@ -36,33 +34,21 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of a model under a strategy.
+    """One step of a model under a strategy."""
 
-    Attributes:
-        strategy: Its name.
-        saved_bytes: Alive when forward ends, as `RecomputeCost.saved_bytes`.
-        peak_bytes: The most that forward and its repetitions kept, as `RecomputeCost.peak_bytes`.
-        live_peak_bytes: The most that was alive at once, with temporaries and all gradients; no formula here
-            predicts it.
-        host_bytes: Copied to the host in forward.
-        forward_flops: Of the forward pass, by FlopCounterMode.
-        extra_flops: Of what ran again in backward.
-        flops: Of the whole step. A fused attention kernel forgets the scores and computes them again inside its own
-            backward: one product of forward's two more than twice the forward pass, whatever the strategy.
-        seconds: Times of steps, empty if none was timed.
-        loss: What it was.
-    """
-
-    strategy: str
-    saved_bytes: int
-    peak_bytes: int
+    strategy: str  # its name
+    saved_bytes: int  # alive when forward ends, as `RecomputeCost.saved_bytes`
+    peak_bytes: int  # the most that forward and its repetitions kept, as `RecomputeCost.peak_bytes`
+    # the most that was alive at once, with temporaries and all gradients; no formula here predicts it
     live_peak_bytes: int
-    host_bytes: int
-    forward_flops: int
-    extra_flops: int
+    host_bytes: int  # copied to the host in forward
+    forward_flops: int  # of the forward pass, by FlopCounterMode
+    extra_flops: int  # of what ran again in backward
+    # of the full step. A fused attention kernel forgets the scores and computes them again inside its own backward:
+    # one product of forward's two more than twice the forward pass, whatever the strategy.
     flops: int
-    seconds: tuple[float, ...]
-    loss: float
+    seconds: tuple[float, ...]  # times of steps, empty if none was timed
+    loss: float  # what it was
 
 
 def measure_step(
@@ -77,19 +63,9 @@ def measure_step(
     repeats: int = 0,
     seed: int = 0,
 ) -> MeasuredStep:
-    """Run steps (forward and backward, no optimizer) under a strategy: one counts bytes, one FLOPs, some are timed.
+    """Run steps (forward and backward) under a strategy: one counts bytes, one FLOPs, `repeats` are timed.
 
-    Args:
-        model: Left as it was, without gradients.
-        strategy: As in `apply_strategy`.
-        implementation: As in `apply_strategy`.
-        early_stop: As in `apply_strategy`.
-        flops: Whether to count FLOPs; 0 if not.
-        repeats: How many steps to time, after one that is not.
-        seed: Of tokens and dropout, the same for every step.
-
-    Raises:
-        ValueError: As `apply_strategy`.
+    Every step has the same tokens and dropout. The model is left as it was, without gradients.
     """
     device = model.embed.weight.device
 
@@ -192,12 +168,7 @@ def predicted_cost(
 ) -> RecomputeCost:
     """Return what `measure_step` will count: `recompute_cost` with implementation="toy" and the model's own settings.
 
-    Args:
-        model: Gives config, dtype, dropout and attention.
-        strategy: As in `apply_strategy`.
-        implementation: As in `apply_strategy`; the toy and PyTorch's reentrant way never stop early.
-        early_stop: As in `apply_strategy`.
-        bandwidth: Bytes per second to the host, per direction.
+    The toy and PyTorch's reentrant implementation never stop early; the bandwidth is to the host, per direction.
     """
     return recompute_cost(
         model.config,
@@ -217,13 +188,7 @@ def predicted_cost(
 def find_largest_batch(
     budget_bytes: int, model: Transformer, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: Any
 ) -> int:
-    """Return the largest batch whose measured peak fits a budget, by running batches: doubling, then halving.
-
-    Args:
-        strategy: As in `apply_strategy`.
-        fixed_bytes: What is there whatever the batch.
-        **how: More for `measure_step`.
-    """
+    """Return the largest batch whose measured peak, with `fixed_bytes`, fits a budget, by running batches."""
 
     def fits(batch: int) -> bool:
         step = measure_step(model, strategy, batch=batch, seq=seq, flops=False, **how)
@@ -237,21 +202,13 @@ ORDERS = ("none", "inside", "outside", "segments")
 
 @dataclass(frozen=True)
 class Gathers:
-    """What one step of FSDP2 communicated.
+    """The communication of one step of FSDP2."""
 
-    Attributes:
-        order: Where recomputation was.
-        all_gathers: All-gathers in forward, and in backward.
-        reduce_scatters: Reduce-scatters in backward.
-        gathered_bytes: Bytes of whole parameters that all-gathers brought together.
-        gradient_error: How far gradients are from one process without recomputation.
-    """
-
-    order: str
-    all_gathers: tuple[int, int]
-    reduce_scatters: int
-    gathered_bytes: int
-    gradient_error: float
+    order: str  # where recomputation was
+    all_gathers: tuple[int, int]  # all-gathers in forward, and in backward
+    reduce_scatters: int  # reduce-scatters in backward
+    gathered_bytes: int  # bytes of full parameters that all-gathers brought together
+    gradient_error: float  # how far gradients are from one process without recomputation
 
 
 class _Around(nn.Module):
@@ -283,11 +240,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     "segments": the same with two sharded blocks under one checkpoint, which are gathered at once in backward.
 
     Args:
-        order: "none", "inside", "outside" or "segments".
         reshard_after_forward: Whether a unit frees its parameters after its forward (ZeRO-3) or keeps them.
-
-    Raises:
-        ValueError: If the order is unknown, or the layers do not make pairs.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
@@ -338,11 +291,8 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
     """Run one step of the tensor parallel toy over a strategy; return a block's all-reduces, forward and backward.
 
     What communicates inside of a replay communicates again: 2 + 2 all-reduces a block without recomputation, 2 + 4 if
-    the whole block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The attention core, which "selective" repeats, has none.
-
-    Args:
-        strategy: As in `apply_strategy`.
-        early_stop: Whether replays stop when they have what backward needs.
+    the full block runs again, and one less where PyTorch stops early, since nothing asks for the last one. The
+    attention core, which "selective" repeats, has none.
     """
     torch.manual_seed(0)
     config = tiny_config("gpt2", num_layers=layers, hidden=16, vocab=32)
@@ -394,9 +344,6 @@ def pipeline_error(schedule: Callable, *, micro_batches: int = 4) -> float:
 
     Use the way without reentrance: the runtime asks for gradients of a stage's inputs by name, and the first stage
     has tokens, which have none.
-
-    Args:
-        schedule: A class of torch.distributed.pipelining with one stage a rank: `ScheduleGPipe`, `Schedule1F1B`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

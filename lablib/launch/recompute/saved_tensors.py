@@ -1,12 +1,11 @@
-"""Name what autograd keeps of the toy transformer, tensor by tensor, in the words of `lablib.calc.memory.activations.saved_tensors`.
+"""Tensors that autograd keeps of the toy transformer, by name; and how recomputation goes wrong, in small runs.
 
     for kept in named_saved_tensors(model, tokens):
         print(kept.block, kept.name, kept.shape, kept.bytes)
 
-Autograd's hooks get a tensor and no name. The module and the operator that keep it give one: what `norm1` keeps first
-is its input, what `softmax` keeps is its output. In other models a tensor is named by module and operator alone.
-
-What goes wrong with recomputation, and what its two ways do differently: small runs that return what happened.
+Names are those of `lablib.calc.memory.activations.saved_tensors`. Autograd's hooks get a tensor and no name. The module
+and the operator that keep it give one: what `norm1` keeps first is its input, what `softmax` keeps is its output. In
+other models a tensor is named by module and operator alone.
 """
 
 from __future__ import annotations
@@ -66,37 +65,23 @@ _OUTSIDE = {
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """One storage that autograd keeps, counted where it was kept first.
+    """One storage that autograd keeps, counted where it was kept first."""
 
-    Attributes:
-        block: Number of the block, None outside.
-        name: What it is; "module: operator" where no name is known.
-        module: The innermost module that kept it, by its path in the model; "" for the model itself or none.
-        operator: The function that kept it: "linear", "softmax", ...
-        shape: Of the tensor as it was kept, which may be a view.
-        dtype: Of its values.
-        bytes: Of its storage.
-        copies: How often operators kept it, in any view.
-    """
-
-    block: int | None
-    name: str
-    module: str
-    operator: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    copies: int
+    block: int | None  # number of the block, None outside
+    name: str  # what it is; "module: operator" where no name is known
+    module: str  # the innermost module that kept it, by its path in the model; "" for the model itself or none
+    operator: str  # the function that kept it: "linear", "softmax", ...
+    shape: tuple[int, ...]  # of the tensor as it was kept, which may be a view
+    dtype: torch.dtype  # of its values
+    bytes: int  # of its storage
+    copies: int  # how often operators kept it, in any view
 
 
 def named_saved_tensors(model: nn.Module, run: Tensor | Callable[[], object]) -> list[KeptTensor]:
     """Return every storage that one forward pass leaves behind for backward, in the order of keeping.
 
-    Parameters and buffers exist anyway and are left out; a view counts as its storage.
-
-    Args:
-        model: Whose modules give names; `lablib.toys.transformer.Transformer` gives all of them.
-        run: Windows of tokens for `model.loss`, or a function that runs forward.
+    `run` is windows of tokens for `model.loss`, or a function that runs forward. Parameters and buffers exist anyway
+    and are left out; a view counts as its storage.
     """
     paths = {module: path for path, module in model.named_modules()}
     existing = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
@@ -160,9 +145,7 @@ def _name(model: nn.Module, module: str, operator: str, index: int) -> tuple[int
 def bytes_by_name(kept: Iterable[KeptTensor | SavedTensor], block: int | None = None) -> dict[str, int]:
     """Return the bytes of tensors by name, measured or computed, so that the two can be compared.
 
-    Args:
-        kept: What `named_saved_tensors` or `lablib.calc.memory.activations.block_tensors` returned.
-        block: Only what this block kept, without the rotary tables, which all blocks share; None: everything.
+    With a block, those that it kept, without the rotary tables, which all blocks share.
     """
     total: Counter[str] = Counter()
     for tensor in kept:
@@ -197,9 +180,6 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
 
     0 when the replay draws the numbers of forward again; far off when it draws new ones, as then backward belongs to
     another mask than the loss. No error is raised: shapes and dtypes are the same.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
 
@@ -215,19 +195,24 @@ def dropout_error(implementation: str = "torch", *, preserve_rng_state: bool = T
     return (gradients[0] - gradients[1]).abs().max().item()
 
 
+class _Counted:
+    """A layer that counts its runs; after the first one another function may take its place."""
+
+    def __init__(self, layer: nn.Module, later: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.layer, self.later, self.runs = layer, later or layer, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.layer(x) if self.runs == 1 else self.later(x)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run."""
 
-    Attributes:
-        error: First line of the error's message, "" if there was none.
-        replays: How often the function ran again.
-        gradient_error: How far gradients are from those without recomputation; None after an error.
-    """
-
-    error: str
-    replays: int
-    gradient_error: float | None
+    error: str  # first line of the error's message, "" if there was none
+    replays: int  # how often the function ran again
+    gradient_error: float | None  # how far gradients are from those without recomputation; None after an error
 
 
 def changed_function(implementation: str = "torch", *, shape_changes: bool = True) -> Outcome:
@@ -236,30 +221,20 @@ def changed_function(implementation: str = "torch", *, shape_changes: bool = Tru
     PyTorch's way without reentrance compares shapes, dtypes and devices of what the replay keeps with what forward
     kept, and raises CheckpointError. What keeps its shape slips through, and reentrant ways compare nothing:
     gradients are wrong without a word.
-
-    Args:
-        shape_changes: Whether the second run keeps a tensor of another shape, or just another value.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
-    runs = 0
 
-    def fickle(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            return layer(x)
+    def changed(x: Tensor) -> Tensor:
         return layer(torch.cat((x, x)))[:ROWS] if shape_changes else layer(2 * x)
 
+    fickle = _Counted(layer, changed)
     layer(x).sum().backward()
     right, x.grad = x.grad, None
     try:
         _way(implementation)(fickle, x).sum().backward()
     except CheckpointError as error:
-        return Outcome(str(error).splitlines()[0], runs - 1, None)
-    return Outcome("", runs - 1, (x.grad - right).abs().max().item())
+        return Outcome(str(error).splitlines()[0], fickle.runs - 1, None)
+    return Outcome("", fickle.runs - 1, (x.grad - right).abs().max().item())
 
 
 def split_backward(implementation: str = "torch") -> Outcome:
@@ -267,18 +242,9 @@ def split_backward(implementation: str = "torch") -> Outcome:
 
     A reentrant way cannot: weights are no inputs of its function. The other one runs the function again for each of
     the two passes, unless they are told that they belong together, so recomputation is paid twice.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
-    runs = 0
-
-    def counted(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        return layer(x)
-
+    counted = _Counted(layer)
     weights = list(layer.parameters())
     right = torch.autograd.grad(layer(x).sum(), [x, *weights])
     loss = _way(implementation)(counted, x).sum()
@@ -286,49 +252,33 @@ def split_backward(implementation: str = "torch") -> Outcome:
         (first,) = torch.autograd.grad(loss, [x], retain_graph=True)
         rest = torch.autograd.grad(loss, weights)
     except RuntimeError as error:
-        return Outcome(str(error).splitlines()[0], runs - 1, None)
+        return Outcome(str(error).splitlines()[0], counted.runs - 1, None)
     errors = [(a - b).abs().max().item() for a, b in zip(right, (first, *rest), strict=True)]
-    return Outcome("", runs - 1, max(errors))
+    return Outcome("", counted.runs - 1, max(errors))
 
 
 def frozen_input(implementation: str = "torch") -> Outcome:
     """Recompute a layer whose input needs no gradient, as behind a frozen embedding.
 
     PyTorch's reentrant way returns an output without a graph, with a warning, and the layer never learns.
-
-    Raises:
-        ValueError: If the implementation is unknown.
     """
     layer, x = _layer()
-    x = x.detach()
-    runs = 0
-
-    def counted(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
-        return layer(x)
-
+    counted, x = _Counted(layer), x.detach()
     weights = list(layer.parameters())
     right = torch.autograd.grad(layer(x).sum(), weights)
     output = _way(implementation)(counted, x)
     if not output.requires_grad:
-        return Outcome("the output has no graph: its parameters get no gradient", runs - 1, None)
+        return Outcome("the output has no graph: its parameters get no gradient", counted.runs - 1, None)
     output.sum().backward()
     errors = [(w.grad - g).abs().max().item() for w, g in zip(weights, right, strict=True)]
-    return Outcome("", runs - 1, max(errors))
+    return Outcome("", counted.runs - 1, max(errors))
 
 
 def compiled(order: str) -> tuple[float, list[str]]:
-    """Compile and recompute one layer in either order; return the gradients' error and what the compiler saw.
+    """Compile and recompute one layer in either order; return the gradients' error and the graph's operators.
 
     `compile(checkpoint(layer))` puts the recomputed part into the graph as one marked operator, and the compiler's
     partitioner decides what to keep. `checkpoint(compile(layer))` shows the compiler a plain layer, which runs twice.
-
-    Returns:
-        The largest difference to gradients without either, and the names of the operators in the graph.
-
-    Raises:
-        ValueError: If the order is another one.
     """
     layer, x = _layer()
     seen: list[str] = []

@@ -39,12 +39,7 @@ def experiments_dir() -> Path:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    """Write JSON so that a reader sees the old file or the new one, never a half.
-
-    Args:
-        path: Target; its folder is made when missing.
-        content: What `json` can write.
-    """
+    """Write JSON so that a reader sees the old file or the new one, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -71,22 +66,14 @@ class _Prediction:
 
 
 class Predictions:
-    """The predictions of one lab, locked from the first measurement on.
-
-    Args:
-        lab: The lab's stem, for the file name.
-    """
+    """The predictions of one lab, locked from the first measurement on."""
 
     def __init__(self, lab: str) -> None:
         self.lab = lab
         self._entries: dict[str, _Prediction] = {}
 
     def predict(self, name: str, value: float, unit: str) -> float:
-        """Store a number before the run; after the run it no longer changes.
-
-        Returns:
-            The number that counts: `value`, or the locked one if `name` was already measured.
-        """
+        """Store a number before the run; return the number that counts, the first one if `name` is already measured."""
         entry = self._entries.get(name)
         if entry is not None and entry.measured is not None:
             if entry.value != value:
@@ -98,18 +85,7 @@ class Predictions:
         return float(value)
 
     def compare(self, name: str, measured: float) -> float:
-        """Put a measurement beside its prediction.
-
-        Args:
-            name: A name given to `predict` before.
-            measured: In the unit of the prediction.
-
-        Returns:
-            Measured over predicted; not a number where zero was predicted.
-
-        Raises:
-            ValueError: If nothing was predicted under this name.
-        """
+        """Put a measurement beside its prediction; return measured over predicted, NaN where zero was predicted."""
         if name not in self._entries:
             known = ", ".join(self._entries) or "none yet"
             raise ValueError(f"no prediction named {name!r}; predict before you measure (predicted: {known})")
@@ -117,7 +93,7 @@ class Predictions:
         entry.measured = float(measured)
         self._save()
         ratio = measured / entry.value if entry.value else float("nan")
-        times = f", ratio {ratio:.3f}" if entry.value else ""  # there is none to a prediction of zero
+        times = f", ratio {ratio:.3f}" if entry.value else ""  # a prediction of zero has no ratio
         print(f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})")
         return ratio
 
@@ -140,25 +116,16 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Record:
-    """A measured result with everything needed to judge it.
+    """A measured result with everything needed to judge it."""
 
-    Attributes:
-        name: File stem under `labs/recorded/`.
-        samples: Every raw sample, in the order measured, as a list of dictionaries.
-        machine: Hardware identity and versions, from `machine`.
-        command: How it was started.
-        commit: The commit it was measured at, with "+changes" when the tree was not clean.
-        date: UTC, ISO 8601.
-        topology: What connects its GPUs, from `lablib.launch.records.gpu_topology`; empty without any.
-    """
-
-    name: str
-    samples: list[dict[str, Any]]
-    machine: dict[str, Any]
-    command: str
-    commit: str
-    date: str
+    name: str  # file stem under `labs/recorded/`
+    samples: list[dict[str, Any]]  # every raw sample, in the order measured, as a list of dictionaries
+    machine: dict[str, Any]  # hardware identity and versions, from `machine`
+    command: str  # how it was started
+    commit: str  # the commit it was measured at, with "+changes" when the tree was not clean
+    date: str  # UTC, ISO 8601
     lablib: str = field(default=__version__)
+    # what connects its GPUs, from `lablib.launch.records.gpu_topology`; empty without any
     topology: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -168,11 +135,7 @@ class Record:
 
 
 def recorded(name: str) -> Record | None:
-    """Load a committed record, or None where nobody has recorded one yet.
-
-    Args:
-        name: File stem under `labs/recorded/`.
-    """
+    """Load a committed record, or None where nobody has recorded one yet."""
     path = repository_root() / "labs" / "recorded" / f"{name}.json"
     return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
@@ -191,15 +154,7 @@ def save_record(name: str, samples: list[dict[str, Any]], command: str, *, devic
 
 
 def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Record:
-    """Measure and write a record when the runner asks for one; replay the committed record otherwise.
-
-    Args:
-        name: File stem under `labs/recorded/`.
-        measure: Returns every raw sample as a list of dictionaries.
-
-    Raises:
-        FileNotFoundError: If there is nothing to replay.
-    """
+    """Measure and write a record when the runner asks for one; replay the committed record otherwise."""
     if os.environ.get(RECORD_SWITCH) == "1":
         return save_record(name, measure(), os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv)))
     record = recorded(name)
@@ -210,7 +165,7 @@ def run_or_replay(name: str, measure: Callable[[], list[dict[str, Any]]]) -> Rec
 
 
 def utc_now() -> str:
-    """Return the moment as UTC, ISO 8601, to the second."""
+    """Return the time now as UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

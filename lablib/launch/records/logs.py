@@ -1,19 +1,12 @@
-"""A structured log of each rank: what happened to it and when, one JSON object a line.
+"""Logs as lines of JSON that survive kill -9, one file a rank.
 
     log = RankLog("logs")
     log.write("step", step=7, loss=2.31, seconds=0.42)
     read_logs("logs")[0][-1]                # {"time": ..., "event": "step", "step": 7, ...}
 
-After a restart the same file goes on; `lablib.launch.records.logs` says what a kill can leave in it.
-
-Lines of JSON that survive kill -9: each goes to its file in a single write, and a torn one costs only itself.
-
-    file = JsonLines("runs/a/metrics-rank0.jsonl")
-    file.write({"step": 7, "loss": 2.31})
-    read_json_lines(file.path)[-1]          # {"step": 7, "loss": 2.31}
-
-A process that is killed, or that meets a full disk, may leave half a line, its last. Who goes on with the file begins
-a new line, and who reads it leaves out what is no JSON.
+Each line goes to its file in a single write. A process that is killed, or that meets a full disk, may leave half a
+line, its last: the next writer begins a new line, and readers skip what is not JSON. After a restart the same file
+goes on.
 """
 
 from __future__ import annotations
@@ -33,9 +26,6 @@ from lablib.launch.ranks import own_rank
 class JsonLines:
     """Appends lines to a file.
 
-    Args:
-        path: The file; it and its folder are made when missing.
-
     Attributes:
         path: The file.
     """
@@ -48,11 +38,7 @@ class JsonLines:
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; it is with the operating system when this returns.
-
-        Raises:
-            OSError: If it does not fit on the disk.
-        """
+        """Append a line; it is with the operating system when this returns."""
         content = (("\n" if self._torn else "") + json.dumps(line) + "\n").encode()
         self._torn = True  # until all of it is there
         if os.write(self._file, content) < len(content):
@@ -65,11 +51,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, without any that was left torn.
-
-    Args:
-        path: A file that `JsonLines` writes, perhaps at this moment.
-    """
+    """Return the lines of a file, without any that was left torn."""
     lines = []
     for line in Path(path).read_bytes().split(b"\n"):
         try:
@@ -85,16 +67,7 @@ _NAME = "rank-{:05d}.jsonl"
 
 
 class RankLog:
-    """Writes the log of one rank.
-
-    Args:
-        folder: Where the logs of all ranks lie; made when missing.
-        rank: Number in the file's name; by default this process's rank.
-        clock: Seconds for the field "time".
-
-    Attributes:
-        path: The file.
-    """
+    """Writes the log of one rank, by default of this process, into a folder that is made when missing."""
 
     def __init__(self, folder: str | Path, rank: int | None = None, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(Path(folder) / _NAME.format(own_rank() if rank is None else rank))
@@ -115,11 +88,7 @@ class RankLog:
 
 
 def read_logs(folder: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the logs of all ranks, by rank.
-
-    Args:
-        folder: As given to `RankLog`.
-    """
+    """Return the logs of all ranks, by rank."""
     found = sorted(Path(folder).glob("rank-*.jsonl"))
     return {int(path.stem.removeprefix("rank-")): read_json_lines(path) for path in found}
 

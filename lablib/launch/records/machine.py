@@ -1,9 +1,8 @@
-"""What a measurement was made on: processor, accelerators, their links, and every version that matters.
+"""The machine behind a measurement: processor, accelerators, links and versions, and how fast they really are.
 
-A number without its machine is worth nothing. `machine` and `topology` go into every record; `label` says in one line
-what a reader must know, also that several ranks shared one GPU and so measured no scaling.
-
-What a rented machine really gives: the disk anywhere; copies, links and matrix products where there are GPUs.
+`this_machine` and `gpu_topology` go into every record; `machine_label` says in one line what a reader must know, also
+that several ranks shared one GPU and so measured no scaling. The rates below them are for `rung doctor --gpu`: the
+disk anywhere; copies, links and matrix products where there are GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ from typing import Any
 
 
 def this_machine() -> dict[str, Any]:
-    """Identify the hardware and the versions that a measurement depends on.
-
-    Returns:
-        CPU model and count, memory in bytes, accelerators by name and in detail, operating system, and the versions
-        of Python, torch, CUDA, NCCL and the driver; None where there is none.
-    """
+    """Return the hardware and the versions that a measurement depends on; None for what this machine lacks."""
     import torch
 
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -66,11 +60,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_topology() -> dict[str, Any]:
-    """Return what connects the GPUs of this machine: who reaches whom, and the driver's own matrix as text.
-
-    Returns:
-        gpus; peer_access, a list of rows of booleans; matrix, the output of `nvidia-smi topo -m`.
-    """
+    """Return what connects the GPUs: their number, who reaches whom, and the matrix of `nvidia-smi topo -m`."""
     import torch
 
     count = torch.cuda.device_count()
@@ -79,7 +69,7 @@ def gpu_topology() -> dict[str, Any]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Return what `nvidia-smi` prints, or nothing where there is none or it fails."""
+    """Return what `nvidia-smi` prints, or "" where it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -90,12 +80,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def machine_label(where: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Return one line on where something was measured.
-
-    Args:
-        where: As `machine` returns it.
-        samples: Raw samples; if one has more `ranks` than there are GPUs, the line says that they shared them.
-    """
+    """Return one line on where something was measured; it says when more `ranks` than GPUs had to share them."""
     gpus = list(where["gpus"])
     if not gpus:
         return f"{where['cpu']}, {where['cpus']} CPUs"

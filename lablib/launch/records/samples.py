@@ -1,20 +1,14 @@
 """Results that need GPUs: measured where there are some, replayed where there are none, and never made up.
 
-A record belongs to a number of GPUs, `NN_name-2gpu.json`. Asked for a number that nobody recorded, the lab says so and
-names those that there are.
-
     found = gpu_samples("11_throughput", measure, gpus=2)
     if found:
         ...                         # found.samples, found.where
 
-Samples kept one by one: a lab that was interrupted goes on where it stopped and repeats nothing.
+A record belongs to a number of GPUs, `NN_name-2gpu.json`. Asked for a number that nobody recorded, the lab says so and
+names those that there are.
 
-    kept = Kept("11_throughput")
-    for batch in batches:
-        samples.append(kept.sample({"batch": batch}, lambda: measure(batch)))
-
-Under `rung labs run` each sample is a file in the folder of that run, written whole or not at all; the same command
-finds it again. In a notebook of your own nothing is kept, because who runs a cell again wants to measure again.
+`Kept` keeps samples one by one, so that a lab that was interrupted repeats nothing. Under `rung labs run` each sample
+is a file in the folder of that run; in a notebook of your own nothing is kept: re-running a cell measures again.
 """
 
 from __future__ import annotations
@@ -50,25 +44,14 @@ def lab_folder() -> Path | None:
 
 
 class Kept:
-    """The samples of one measurement.
-
-    Args:
-        name: What is measured; part of the file names.
-    """
+    """The samples of one measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._folder = lab_folder()
 
     def sample(self, case: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the sample of a case: the one that is kept, or a new one.
-
-        Args:
-            case: What tells this sample from the others, as JSON can write it.
-
-        Returns:
-            The case and what was measured, in one dictionary.
-        """
+        """Return the sample of a case, with what tells it from the others: the one that is kept, or a new one."""
         if self._folder is None:
             return {**case, **measure()}
         text = json.dumps(case, sort_keys=True)
@@ -87,11 +70,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 def gpu_record_name(name: str, gpus: int) -> str:
-    """Return the file stem of a record made on a number of GPUs.
-
-    Args:
-        name: What was measured, beginning with the number of its lab.
-    """
+    """Return the file stem of a record made on a number of GPUs."""
     return f"{name}-{gpus}gpu"
 
 
@@ -115,8 +94,6 @@ def gpu_samples(name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus:
     number of GPUs. Without a GPU the record is replayed.
 
     Args:
-        name: What is measured, beginning with the number of the lab.
-        measure: Returns every raw sample as a list of dictionaries.
         gpus: Whose record to replay where there is no GPU; None means the most that were recorded.
 
     Returns:

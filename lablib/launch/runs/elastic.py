@@ -1,7 +1,10 @@
-"""Start a script under torchrun, have it restarted when a rank fails, and keep its log.
+"""Run a script under torchrun, and prove that a run that loses a rank to kill -9 learns the same as one that does not.
 
     job = torchrun("labs/scripts/train_resilient.py", folder, json.dumps(settings), ranks=2, max_restarts=1)
     job.returncode, job.restarts, job.log
+
+    hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
+    hit.losses == undisturbed(other_folder, settings)       # on the same number of ranks bit for bit
 
 When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
 It restores nothing: what the run had learned is in its checkpoints.
@@ -11,14 +14,8 @@ default torchrun starts new interpreters, and each of them loads PyTorch again, 
 always new interpreters: the agent asks whether there is CUDA (`LaunchConfig`, since torch 2.9), and CUDA refuses to
 start in a fork of a process that has asked.
 
-A restart has a trap, of torch 2.5 to 2.13 at least: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as
-`torchrun` here does, or the new ranks may look for the old ones.
-
-The proof of resilience: a run that loses a rank to kill -9 learns the same as one that does not.
-
-hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
-calm = undisturbed(other_folder, settings)
-hit.losses == calm                      # on the same number of ranks bit for bit
+In torch 2.5 to 2.13 at least, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as `torchrun` here does,
+or the new ranks may look for the old ones.
 """
 
 from __future__ import annotations
@@ -57,17 +54,11 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has ended.
+    """A job that has ended."""
 
-    Attributes:
-        returncode: torchrun's: 0 if every rank ended with 0, and 1 for everything else.
-        log: What the agent and all ranks printed.
-        seconds: From the start to the end.
-    """
-
-    returncode: int
-    log: str
-    seconds: float
+    returncode: int  # torchrun's: 0 if every rank ended with 0, and 1 for everything else
+    log: str  # what the agent and all ranks printed
+    seconds: float  # from the start to the end
 
     @property
     def restarts(self) -> int:
@@ -76,7 +67,7 @@ class Job:
 
     @property
     def meaning(self) -> str | None:
-        """What the log comes down to, where that is known."""
+        """The cause in one sentence, where the log tells."""
         return None if self.returncode == 0 else explain(self.log)
 
 
@@ -93,20 +84,12 @@ def torchrun(
 ) -> Job:
     """Run a script on several ranks of this machine and return when it has ended; nothing is left behind.
 
+    A job that fails is returned, too; one that has not ended in time raises a TimeoutError with its last lines.
+
     Args:
-        max_restarts: How often a failed job is started again.
-        env: Environment variables on top of this process's own.
         meanwhile: Called again and again with the agent's process while it runs, until it returns True.
         preload: Modules that the agent imports, so that its forks have them already.
         device: "cpu": the ranks see no GPU. "cuda": each rank has a GPU of its own.
-
-    Returns:
-        What became of it, also if it failed.
-
-    Raises:
-        ValueError: If the script is not there, a number makes no sense, or there are fewer GPUs than ranks of "cuda",
-            before anything starts.
-        TimeoutError: If it has not ended in time; the last lines of its log are in the message.
     """
     if not Path(script).is_file():
         raise ValueError(f"script={str(script)!r} is not a file")
@@ -150,11 +133,7 @@ def torchrun(
 
 
 def agent_command(preload: Sequence[str] = ()) -> list[str]:
-    """Return the words that start torchrun's agent, without its options: it loads PyTorch faster than `torchrun` does.
-
-    Args:
-        preload: Modules that the agent imports, so that its forks have them already.
-    """
+    """Return the words that start torchrun's agent, without its options: it loads PyTorch faster than `torchrun` does."""
     modules = ", ".join(["torch.distributed.run", *preload])
     # Loading makes no garbage; to look for it is a sixth of the time.
     load = f"import gc; gc.disable(); import {modules}; gc.enable(); torch.distributed.run.main()"
@@ -184,17 +163,12 @@ _PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
 
 @dataclass(frozen=True)
 class Survivor:
-    """A run that was killed and went on.
+    """A run that was killed and went on."""
 
-    Attributes:
-        losses: Of each step, as it counted in the end.
-        attempts: (attempt, step) of every step that was taken, those that the kill made void included.
-        job: torchrun's return code, log and time.
-    """
-
-    losses: list[float]
+    losses: list[float]  # of each step, as it counted in the end
+    # (attempt, step) of every step that was taken, those that the kill made void included
     attempts: list[tuple[int, int]]
-    job: Job
+    job: Job  # torchrun's return code, log and time
 
     @property
     def repeated(self) -> list[int]:
@@ -213,17 +187,7 @@ def kill_and_resume(
     timeout: float = 120,
     device: str = "cpu",
 ) -> Survivor:
-    """Train under torchrun, kill one rank with SIGKILL once, and let torchrun start the job again.
-
-    Args:
-        settings: Of `TrainConfig`, the folder apart.
-        kill: Rank, and the step after which it is killed.
-        device: "cpu", or "cuda" for a GPU a rank.
-
-    Raises:
-        ValueError: If nothing would be killed, or the settings make no sense, before anything starts.
-        RuntimeError: If the job did not come through; its log is in the message.
-    """
+    """Train under torchrun, kill one (rank, after a step) with SIGKILL once, and let torchrun start the job again."""
     config = TrainConfig(folder=folder, **settings)
     config.batches_of(ranks)
     if not (0 <= kill[0] < ranks and 0 < kill[1] < config.steps):
@@ -254,12 +218,7 @@ def kill_and_resume(
 
 
 def undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu") -> list[float]:
-    """Return the losses of the same run without checkpoints and without a kill.
-
-    Args:
-        settings: As of `kill_and_resume`.
-        device: As of `kill_and_resume`.
-    """
+    """Return the losses of the same run without checkpoints and without a kill."""
     run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
     return [step["loss"] for step in read_metrics(folder)]
 

@@ -1,10 +1,10 @@
 """A rank that torchrun forks off itself, made like the new process that a rank otherwise is.
 
-torchrun has loaded PyTorch when it starts its ranks, so a fork is at work seconds before a new interpreter. But a fork
-also has what torchrun set up for itself: its handlers of signals, which a rank inside of a collective would never get
-to run, and its session, so that Ctrl-C in a terminal would reach the rank as well.
+    torchrun ... --run-path --start-method=fork forked_rank.py SCRIPT ARGUMENTS
 
-Usage: torchrun ... --run-path --start-method=fork _forked_rank.py SCRIPT ARGUMENTS
+torchrun has loaded PyTorch when it starts its ranks, so a fork is at work seconds before a new interpreter. But a fork
+also has torchrun's handlers of signals, which a rank inside a collective would never get to run, and its session, so
+that Ctrl-C in a terminal would reach the rank as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lab 11 measures on GPUs, in the order of its worth: a budget that ends early takes the least of it.
+"""Lab 11 on GPUs: its measurements, most important first, so that a budget that ends early drops the least.
 
 1. The scaling report: one GPU; all of them with the same batch (strong); all of them with n times the batch (weak).
 2. The trace of a step.
@@ -6,10 +6,9 @@
 4. compile; recomputation; the micro-batch, doubled until memory ends.
 5. The trainer against a plain loop.
 
-Each measurement is kept by itself. One that fails is a result with its reason, and the next one runs; the same command
-tries it again, unless memory was too small.
-
-What lab 11 predicts for its run on GPUs: lablib's numbers for the GPU found, and the learner's, beside each other.
+`RealRun` keeps each measurement by itself. One that fails is a result with its reason, and the next one runs; the same
+command tries it again, unless memory was too small. Before it, `lock_predictions` stores the learner's numbers;
+`compare_with` puts measurement, lablib's prediction and theirs beside each other.
 """
 
 from __future__ import annotations
@@ -40,22 +39,12 @@ from lablib.launch.training import TrainConfig, Trainer, read_metrics, train_mod
 
 @dataclass(frozen=True)
 class LearnerPredictions:
-    """The learner's predictions; None where there is none. The names are those of lab 11's parameters.
+    """The learner's predictions; None for no prediction. The names are those of lab 11's parameters."""
 
-    Attributes:
-        predicted_step_ms: Of a step of all GPUs with one micro-batch on each.
-        predicted_speedup_strong: Of all GPUs over one, the same batch.
-        predicted_speedup_weak: Of all GPUs over one, the same batch on each.
-        predicted_peak_gb: Most memory of a GPU in the step of `predicted_step_ms`, in GB.
-
-    Raises:
-        ValueError: If a prediction is no number above 0.
-    """
-
-    predicted_step_ms: float | None = None
-    predicted_speedup_strong: float | None = None
-    predicted_speedup_weak: float | None = None
-    predicted_peak_gb: float | None = None
+    predicted_step_ms: float | None = None  # of a step of all GPUs with one micro-batch on each
+    predicted_speedup_strong: float | None = None  # of all GPUs over one, the same batch
+    predicted_speedup_weak: float | None = None  # of all GPUs over one, the same batch on each
+    predicted_peak_gb: float | None = None  # most memory of a GPU in the step of `predicted_step_ms`, in GB
 
     def __post_init__(self) -> None:
         for name, value in self.named().items():
@@ -69,11 +58,7 @@ class LearnerPredictions:
         return {name: value for name, value in found.items() if value is not None}
 
     def of(self, kind: str, gpus: int) -> dict[str, float]:
-        """Return what they say about one run, as `ScalingReport.add` takes it.
-
-        Args:
-            kind: "one", "strong" or "weak".
-        """
+        """Return what they say about one run, as `ScalingReport.add` takes it."""
         said: dict[str, float | None] = {}
         if kind == ("strong" if gpus > 1 else "one"):  # one micro-batch on each GPU
             said["step"] = self.predicted_step_ms and self.predicted_step_ms / 1e3
@@ -92,11 +77,11 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
         Seconds of a step and bytes of a rank, or None for a GPU that lablib has no figures for, or does not expect
         to hold the run.
     """
-    card, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
-    if card is None:
+    gpu, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
+    if gpu is None:
         return None
     found = plan(
-        shape, gpu=card, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
+        shape, gpu=gpu, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
         pp=1, zero=3, micro_batch=micro_batch, recompute="none",
     )  # fmt: skip
     if not found.candidates:
@@ -125,12 +110,7 @@ def lock_predictions(predictions: Predictions, yours: LearnerPredictions) -> Non
 def compare_with(
     predictions: Predictions, yours: LearnerPredictions, table: Sequence[Mapping[str, Any]], gpus: int
 ) -> None:
-    """Put what was measured beside what the learner predicted, and what lablib says beside both.
-
-    Args:
-        predictions: Of the lab, after `lock`.
-        table: Rows of the scaling report; a run that failed has none.
-    """
+    """Put what was measured beside what the learner predicted, and what lablib says beside both."""
     by_kind = {row["scaling"]: row for row in table}
     found = {}
     if each := by_kind.get("strong" if gpus > 1 else "one"):
@@ -152,9 +132,6 @@ def loss_verdict(table: Sequence[Mapping[str, Any]], first_loss: float) -> str |
 
     Both take the same samples and add the same numbers in another order, in bf16. Neighbouring numbers of bf16 are
     that far apart at the size of the loss, and no closer agreement can be asked of them.
-
-    Args:
-        first_loss: The loss of a first step, about the largest.
     """
     apart = next((row["loss_apart"] for row in table if row.get("loss_apart") is not None), None)
     if apart is None:
@@ -186,8 +163,6 @@ class RealRun:
     """The measurements of one machine.
 
     Args:
-        gpus: How many it has, 1 at least.
-        model: What to train, see `lablib.launch.training.train_model`.
         steps: Of each run, after `WARM_UP`.
         micro_batches: Sequences of a micro-batch: the first for all runs, the others until memory ends.
     """
@@ -209,10 +184,10 @@ class RealRun:
 
     def _folder(self) -> Path:
         """The folder of the report: that of the first attempt where the runner goes on, a new one otherwise."""
-        moment = datetime.now(UTC)
-        name = f"{moment:%Y-%m-%d}-{REPORT}"
+        now = datetime.now(UTC)
+        name = f"{now:%Y-%m-%d}-{REPORT}"
         if (experiments_dir() / name).exists():
-            name += f"-{moment:%H%M%S}"
+            name += f"-{now:%H%M%S}"
         return experiments_dir() / self._kept.sample({"report": REPORT}, lambda: {"folder": name})["folder"]
 
     def scaling_runs(self) -> dict[str, tuple[int, int]]:
@@ -346,11 +321,7 @@ def reason(error: Exception, compiled: bool = False) -> str:
 
 
 def describe(sample: Sample) -> str:
-    """Return a measurement of this module as one line.
-
-    Args:
-        sample: From `RealRun`.
-    """
+    """Return a measurement of this module as one line."""
     if "race" in sample:
         name = "trainer and plain loop on one GPU"
     elif "trace" in sample:
@@ -377,11 +348,7 @@ def describe(sample: Sample) -> str:
 
 
 def rate(sample: Sample) -> float:
-    """Return the median tokens per second of a measurement.
-
-    Args:
-        sample: From `RealRun`, one that did not fail.
-    """
+    """Return the median tokens per second of a measurement."""
     return median(sample["tokens_per_second"])
 
 

@@ -1,7 +1,7 @@
 """A rendezvous left over by an earlier job: found before it harms.
 
 Ranks find each other at a port (torchrun's --rdzv-endpoint, MASTER_PORT). What an earlier job left there looks like
-a peer. A new job then waits for ranks that are gone, or joins a job that is over.
+a rank. A new job then waits for ranks that are gone, or joins a job that is over.
 
     python -m lablib.launch.runs.rendezvous HOST:PORT        # exit code 1 and a sentence where something answers
 """
@@ -18,9 +18,6 @@ def check_port(endpoint: str) -> None:
     """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun.
 
     torchrun would not complain: an agent that cannot open the port takes it for the store of its own job, and joins.
-
-    Raises:
-        ValueError: If it is no endpoint, or something answers there.
     """
     host, colon, port = endpoint.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):

@@ -1,20 +1,17 @@
-"""Two scaling reports side by side: what got faster, whether by more than the spread, and what else was not the same.
-
-The files of a scaling report: one record a run, and what each was made on.
-
-distributed-experiments/<date>-<name>/runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
-metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
-
-Scaling measured: runs of the trainer on one rank and on many, kept one by one, and what they say together.
+"""Scaling reports: runs of the trainer on one rank and on many, kept one by one, and what they say together.
 
     report = ScalingReport("first-run")
     report.add("runs/one", scaling="one")
     report.add("runs/two", scaling="strong", predicted={"step": 0.21}, yours={"speedup": 1.8})
-    rows(report.folder)                     # speedup, efficiency and what took the rest
-    # `rung report` draws the figures and the page from the same files, again and again
+    report_rows(report.folder)              # speedup, efficiency and what took the rest
+    compare_reports(report.folder, other)   # what got faster, and whether by more than the spread
 
-A record has every raw line of every rank, so a report can be computed anew when the way to compute it gets better.
-Two predictions may stand beside it: lablib's and yours.
+A report is a folder, `distributed-experiments/<date>-<name>/`:
+
+    runs/one-1.json, strong-8.json, weak-8.json    every raw line of every rank
+    metrics/one-1/metrics-rank0.jsonl, run.json    the run's own files
+
+so it can be computed anew when the way to compute it gets better. `rung report` draws figures and a page from it.
 
 The trainer's clock does not tell transfer from computation. A rank is therefore taken to compute as long as the run on
 one rank did for the same work (for strong scaling the n-th part of it); what it took longer is communication or
@@ -64,11 +61,7 @@ def keep_metrics(run: str | Path, target: Path) -> None:
 
 
 def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
-    """Return the steps of every rank of a run.
-
-    Raises:
-        ValueError: If the file of a rank is missing, or two of them disagree on the number of ranks.
-    """
+    """Return the steps of every rank of a run."""
     first = read_metrics(run, 0)
     if not first:
         raise ValueError(f"{run} has no step in its metrics")
@@ -81,11 +74,7 @@ def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
 
 
 def scaling_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a report: one rank first, then weak and strong, by ranks.
-
-    Raises:
-        ValueError: If there is no record, or none on one rank.
-    """
+    """Return the records of a report: one rank first, then weak and strong, by ranks."""
     # Named as `add` names them: a folder `runs` may hold other things, such as the queues of the labs.
     paths = [p for kind in KINDS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
     found = [_record(path) for path in paths]
@@ -119,12 +108,9 @@ def where_of(record: Mapping[str, Any]) -> str:
 
 
 def gpu_report(experiments: Path | None = None) -> Path | None:
-    """Return the newest report of a real model on two GPUs or more, or None; a small model's on GPUs is none.
+    """Return the newest report of a real model on two GPUs or more, or None; a small model does not count.
 
     The run on several counts where there is the same batch on one to compare it with.
-
-    Args:
-        experiments: Where reports are; by default the learner's own.
     """
     found = []
     for path in (experiments or experiments_dir()).glob("*/runs/*-*.json"):
@@ -143,14 +129,7 @@ PREDICTED = ("step", "speedup", "memory_bytes")
 
 
 class ScalingReport:
-    """A folder of records: `distributed-experiments/<date>-<name>/`.
-
-    Args:
-        name: Of the report; letters, digits and dashes.
-
-    Raises:
-        ValueError: If the name cannot be a folder's.
-    """
+    """A folder of records: `distributed-experiments/<date>-<name>/`."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
         if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
@@ -172,15 +151,8 @@ class ScalingReport:
         Args:
             run: Folder of the trainer: metrics of every rank, and run.json.
             scaling: "one" (one rank, to compare with), "weak" (batch per rank as there) or "strong" (global batch).
-            warm_up: Steps at the beginning that do not count.
             predicted: What lablib predicts, by the names in `PREDICTED` and others; `step` at least.
             yours: What you predicted before the run, by the names in `PREDICTED`.
-
-        Returns:
-            The record.
-
-        Raises:
-            ValueError: If metrics are missing, ranks disagree, or the run has no step after its warm-up.
         """
         if warm_up < 0:
             raise ValueError(f"warm_up={warm_up} must not be negative")
@@ -308,7 +280,7 @@ def _median_or_none(values: list[float]) -> float | None:
 def _phases(line: Mapping[str, Any], compute: float | None) -> Mapping[str, float]:
     """The phases of one rank's step; without `compute` all that is not data is computation."""
     data = line.get("data_seconds", 0.0)
-    # On a GPU the parts come from events and the whole from the host's clock; they differ by microseconds.
+    # On a GPU the parts come from events and the sum from the host's clock; they differ by microseconds.
     seconds = max(line["seconds"], data)
     rest = seconds - data
     sent = line.get("communication_seconds")
@@ -318,11 +290,7 @@ def _phases(line: Mapping[str, Any], compute: float | None) -> Mapping[str, floa
 
 
 def compare_reports(a: str | Path, b: str | Path) -> list[dict[str, Any]]:
-    """Return one row per run that both reports have: times, their ratio, and whether their quartiles overlap.
-
-    Raises:
-        ValueError: If they have no run in common.
-    """
+    """Return one row per run that both reports have: times, their ratio, and whether their quartiles overlap."""
     first, second = ({row["run"]: row for row in report_rows(folder)} for folder in (a, b))
     both = [name for name in first if name in second]
     if not both:

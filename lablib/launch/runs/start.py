@@ -1,9 +1,8 @@
-"""The training loop that everybody writes first: one device, one model, nothing sharded.
+"""The beginning of a training script: become a rank of what started the process; and a plain loop to compare with.
 
-It is what the trainer is held to: the same samples and the same losses, and a throughput to beat or to pay for. It
+`launched_ranks` works under torchrun, under accelerate launch, and alone. `plain_loop` is the loop that everybody
+writes first: one device, one model, nothing sharded. The trainer is held to it: the same samples, the same losses. It
 shares the trainer's data order and learning rates, and none of its mechanism.
-
-Become a rank of whatever started this process: torchrun, accelerate launch, or nobody.
 """
 
 from __future__ import annotations
@@ -37,13 +36,8 @@ def launched_ranks(device: str = "auto") -> Iterator[torch.device]:
     """Start the process group for a block, and end it after the block.
 
     torchrun and `accelerate launch` both say by environment variables which rank a process is. A process that nobody
-    launched is the only rank of a group of one.
-
-    Args:
-        device: "cuda" with NCCL, "cpu" with gloo, or "auto": CUDA where every rank of this machine has a GPU.
-
-    Raises:
-        ValueError: If the launcher started something that would train apart, or the GPUs do not suffice.
+    launched is the only rank of a group of one. "auto" is CUDA with NCCL where every rank of this machine has a GPU,
+    and otherwise the CPU with gloo.
     """
     where = choose_device(device)
     backend = "gloo"
@@ -62,11 +56,7 @@ def launched_ranks(device: str = "auto") -> Iterator[torch.device]:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device of this process.
-
-    Raises:
-        ValueError: If it is unknown, or CUDA is asked for and there are fewer GPUs than ranks on this machine.
-    """
+    """Return the device of this process."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r} must be 'auto', 'cpu' or 'cuda'")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -100,16 +90,10 @@ def check_alone() -> None:
 
 
 def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Iterator[dict[str, float]]:
-    """Take one step after the other and yield its metrics, as many as `config.steps`.
+    """Take one step after the other on one device and yield its metrics, as many as `config.steps`.
 
-    bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts whole units instead, so the
+    bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts full units instead, so the
     two agree in fp32 alone to rounding.
-
-    Args:
-        config: The run; what concerns ranks, recomputation and checkpoints is not looked at.
-
-    Yields:
-        step, loss, grad_norm, lr, seconds, tokens_per_second.
     """
     device = torch.device(device)
     shape = train_model(config.model)
@@ -163,14 +147,10 @@ def compare_loops(config: TrainConfig, *, rounds: int = 4, steps: int = 10, warm
     The turns share whatever the machine does besides. Call it in a group of one rank.
 
     Args:
-        config: Of both; its steps do not count.
         warmup: Steps of each before the first turn: compilation, caches, the allocator.
 
     Returns:
         One sample a turn: loop ("trainer" or "plain"), round, seconds of each step, tokens_per_second of the median.
-
-    Raises:
-        ValueError: If a number is below 1.
     """
     if min(rounds, steps, warmup) < 1:
         raise ValueError(f"rounds={rounds}, steps={steps} and warmup={warmup} must be at least 1")

@@ -6,6 +6,8 @@
     metrics      metrics of every step, and MFU
     monitors     callbacks that watch a run
     resilience   checkpoints on a signal, resume, damaged files
+    finetune     a local Hugging Face model, trained on prompts and answers
+    lora         two thin trained matrices beside each frozen one
 
 Read `trainer` first. Chapter 11.
 """
@@ -20,6 +22,15 @@ from lablib.launch.training.data import (
     open_tokens,
     text_tokens,
 )
+from lablib.launch.training.finetune import (
+    FineTuning,
+    addition_examples,
+    copy_settings,
+    export_merged,
+    read_examples,
+    tiny_qwen2,
+)
+from lablib.launch.training.lora import add_lora, save_adapters
 from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
 from lablib.launch.training.monitors import PrintSteps
 from lablib.launch.training.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
@@ -29,6 +40,7 @@ __all__ = [
     "IGNORE_INDEX",
     "METRIC_KEYS",
     "Callback",
+    "FineTuning",
     "KillOnce",
     "LogEvents",
     "PrintSteps",
@@ -40,12 +52,19 @@ __all__ = [
     "TokenWindows",
     "TrainConfig",
     "Trainer",
+    "add_lora",
+    "addition_examples",
     "config_of",
+    "copy_settings",
     "exit_code",
+    "export_merged",
     "open_tokens",
+    "read_examples",
     "read_metrics",
     "resume",
+    "save_adapters",
     "text_tokens",
+    "tiny_qwen2",
     "train_model",
     "train_parser",
 ]

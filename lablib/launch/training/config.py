@@ -1,18 +1,17 @@
-"""The command line of the training scripts: one option for each field of `TrainConfig`, and what the launch needs.
-
-What a training run is: one frozen object that checks itself before anything starts.
+"""The settings of a training run: a frozen object that checks itself, and a command line with an option a field.
 
     config = TrainConfig(model="gpt2-124m", folder="runs/a", steps=200, global_batch=64, micro_batch=8, seq=1024)
 
-Batches: a step trains on `global_batch` sequences. Each of n ranks takes global_batch / n of them, in
+A step trains on `global_batch` sequences. Each of n ranks takes global_batch / n of them, in
 global_batch / (n * micro_batch) micro-batches. The step is the same on any number of ranks that divides it.
 """
 
+# ruff: noqa: RUF009 (each `_option` makes a field)
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,6 @@ def train_model(name: str) -> ModelConfig:
     """Return the shape of a model that the trainer can build.
 
     Qwen2 is the Llama shape with biases on q, k and v, so the course's transformer builds it as that.
-
-    Args:
-        name: One of `MODELS`, or any preset of the gpt2, llama or qwen2 family.
-
-    Raises:
-        ValueError: If the name is unknown, or the model has parts that the course's transformer lacks.
     """
     if name in _SMALL:
         return ModelConfig(name=name, family="llama", vocab=256, **_SMALL[name])
@@ -82,67 +75,47 @@ def _buildable(name: str) -> bool:
     return preset(name).family in ("gpt2", "llama", "qwen2")
 
 
+def _option(default: Any, text: str) -> Any:
+    """Return a field of `TrainConfig` with the help of its option."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run; it checks itself when it is made.
 
-    Attributes:
-        folder: The run's folder: metrics, checkpoints, run.json.
-        model: Name of the shape, see `train_model`; "" where a task brings its own model.
-        steps: Optimizer steps in all.
-        global_batch: Sequences in a step, over all ranks.
-        micro_batch: Sequences in one forward pass of a rank; 0 takes a rank's whole share at once.
-        seq: Tokens in a sequence.
-        lr: Peak learning rate.
-        lr_final: Learning rate of the last step, as a share of the peak.
-        lr_steps: Steps of the schedule; 0 means `steps`. Give it to a run that you mean to prolong.
-        warmup: Steps of the linear warm-up.
-        weight_decay: AdamW's, on matrices and not on biases and norms.
-        betas: AdamW's.
-        eps: AdamW's.
-        clip: Largest gradient norm; float("inf") measures it and changes nothing.
-        precision: "bf16" (fp32 shards, bf16 computation) or "fp32".
-        recompute: "none", "selective" (the attention core), "matmuls" (keeps matrix products), "full".
-        compile: torch.compile each block and the loss; a text names the backend.
-        wrap: Wrap units, see `lablib.launch.fsdp.wrapping`.
-        replicas: Copies of the sharded model (HSDP); 1 shards over all ranks.
-        reshard: Free a unit's weights after forward (ZeRO-3) or keep them until backward (ZeRO-2).
-        prefetch: Units to gather ahead; 0 leaves it to FSDP2.
-        reduce_every: Reduce gradients after every micro-batch: more messages, and no whole gradients in memory.
-        seed: Of the first weights and the order of the data.
-        text: A UTF-8 file to train on; "" is the course's own prose.
-        tokens: A token file of `train_data.write_tokens`, in place of a text.
-        keep: Checkpoints to keep.
-        peak_flops: Peak FLOP/s of a device for MFU; 0 looks the GPU up, and gives none where it is unknown.
+    `model` is "" where a task brings its own, and `compile` may name a backend.
     """
 
-    folder: str | Path
-    model: str = "tiny"
-    steps: int = 100
-    global_batch: int = 16
-    micro_batch: int = 0
-    seq: int = 128
-    lr: float = 1e-3
-    lr_final: float = 0.1
-    lr_steps: int = 0
-    warmup: int = 0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip: float = 1.0
-    precision: str = "bf16"
-    recompute: str = "none"
-    compile: bool | str = False
-    wrap: str = "block"
-    replicas: int = 1
-    reshard: bool = True
-    prefetch: int = 0
-    reduce_every: bool = False
-    seed: int = 0
-    text: str = ""
-    tokens: str = ""
-    keep: int = 2
-    peak_flops: float = 0.0
+    folder: str | Path = _option(MISSING, "the run's folder: metrics, checkpoints, run.json")
+    model: str = _option("tiny", f"shape: {', '.join(MODELS)}, or another preset of the gpt2, llama or qwen2 family")
+    steps: int = _option(100, "optimizer steps in all")
+    global_batch: int = _option(16, "sequences in a step, over all ranks")
+    micro_batch: int = _option(0, "sequences in one forward pass of a rank; 0 takes a rank's full share")
+    seq: int = _option(128, "tokens in a sequence")
+    lr: float = _option(1e-3, "peak learning rate")
+    lr_final: float = _option(0.1, "learning rate of the last step, as a share of the peak")
+    lr_steps: int = _option(0, "steps of the schedule, if the run may be prolonged; 0 means --steps")
+    warmup: int = _option(0, "steps of the linear warm-up")
+    weight_decay: float = _option(0.1, "of AdamW, on matrices")
+    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW")
+    eps: float = _option(1e-8, "of AdamW")
+    clip: float = _option(1.0, "largest gradient norm; inf measures it and changes nothing")
+    precision: str = _option("bf16", "bf16 (fp32 shards, bf16 computation) or fp32")
+    recompute: str = _option("none", "none, selective (attention), matmuls (keeps products) or full")
+    compile: bool | str = _option(False, "torch.compile each block and the loss")
+    wrap: str = _option("block", "what is gathered at a time: block, linear, none or size:N")
+    replicas: int = _option(1, "copies of the sharded model (HSDP)")
+    reshard: bool = _option(
+        True, "free a block's weights after forward; --no-reshard keeps them until backward (ZeRO-2)"
+    )
+    prefetch: int = _option(0, "blocks to gather ahead; 0 leaves it to FSDP2")
+    reduce_every: bool = _option(False, "reduce gradients after every micro-batch: saves the memory of full gradients")
+    seed: int = _option(0, "of the first weights and the order of the data")
+    text: str = _option("", "train on this UTF-8 file; by default on the course's own prose")
+    tokens: str = _option("", "train on this token file (.npy)")
+    keep: int = _option(2, "checkpoints to keep")
+    peak_flops: float = _option(0.0, "FLOP/s of a device for MFU; by default looked up by the GPU's name")
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "eps", "peak_flops"):
@@ -182,11 +155,7 @@ class TrainConfig:
         return self.lr_steps or self.steps
 
     def batches_of(self, ranks: int) -> tuple[int, int]:
-        """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks.
-
-        Raises:
-            ValueError: If the ranks or the micro-batch do not divide the global batch.
-        """
+        """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks."""
         share, rest = divmod(self.global_batch, ranks)
         if rest or not share:
             raise ValueError(f"{ranks} ranks do not divide global_batch={self.global_batch}; use a multiple of {ranks}")
@@ -237,65 +206,26 @@ def describe(config: TrainConfig, ranks: int) -> str:
     )
 
 
-_HELP = {
-    "folder": "the run's folder: metrics, checkpoints, run.json",
-    "model": f"shape: {', '.join(MODELS)}, or another preset of the gpt2, llama or qwen2 family",
-    "steps": "optimizer steps in all",
-    "global_batch": "sequences in a step, over all ranks",
-    "micro_batch": "sequences in one forward pass of a rank; 0 takes a rank's whole share",
-    "seq": "tokens in a sequence",
-    "lr": "peak learning rate",
-    "lr_final": "learning rate of the last step, as a share of the peak",
-    "lr_steps": "steps of the schedule, if the run may be prolonged; 0 means --steps",
-    "warmup": "steps of the linear warm-up",
-    "weight_decay": "of AdamW, on matrices",
-    "betas": "of AdamW",
-    "eps": "of AdamW",
-    "clip": "largest gradient norm; inf measures it and changes nothing",
-    "precision": "bf16 (fp32 shards, bf16 computation) or fp32",
-    "recompute": "none, selective (attention), matmuls (keeps products) or full",
-    "compile": "torch.compile each block and the loss",
-    "wrap": "what is gathered at a time: block, linear, none or size:N",
-    "replicas": "copies of the sharded model (HSDP)",
-    "reshard": "free a block's weights after forward; --no-reshard keeps them until backward (ZeRO-2)",
-    "prefetch": "blocks to gather ahead; 0 leaves it to FSDP2",
-    "reduce_every": "reduce gradients after every micro-batch: saves the memory of whole gradients",
-    "seed": "of the first weights and the order of the data",
-    "text": "train on this UTF-8 file; by default on the course's own prose",
-    "tokens": "train on this token file (.npy)",
-    "keep": "checkpoints to keep",
-    "peak_flops": "FLOP/s of a device for MFU; by default looked up by the GPU's name",
-}
-
-
 def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with an option for every field of TrainConfig, and the options of the launch."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for field in fields(TrainConfig):
-        default = defaults.get(field.name, field.default)
-        options: dict[str, Any] = {"help": _HELP[field.name], "default": default}
-        if default is MISSING:
-            options = {"help": _HELP[field.name], "required": True}
+    for each in fields(TrainConfig):
+        default = defaults.get(each.name, each.default)
+        required = default is MISSING
+        options: dict[str, Any] = {**each.metadata, **({"required": True} if required else {"default": default})}
         if isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction
         elif isinstance(default, tuple):
             options |= {"type": type(default[0]), "nargs": len(default)}
-        elif default is not MISSING:
+        elif not required:
             options["type"] = type(default)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+        parser.add_argument(f"--{each.name.replace('_', '-')}", **options)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     parser.add_argument("--print-every", type=int, default=1, help="steps between two lines")
     return parser
 
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
-    """Return the run that was asked for.
-
-    Args:
-        args: From a parser of `train_parser`.
-
-    Raises:
-        ValueError: If the options contradict each other.
-    """
-    values = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
+    """Return the run that was asked for."""
+    values = {each.name: getattr(args, each.name) for each in fields(TrainConfig)}
     return TrainConfig(**values | {"betas": tuple(values["betas"])})

@@ -1,16 +1,16 @@
-"""What is trained on what: a task gives the trainer a model, samples and logits.
-
-Token files that need no memory, and an order of samples that knows nothing of ranks.
+"""Training data: token files, an order of samples that does not depend on the ranks, and tasks.
 
 A token file is a NumPy array file (.npy) of 16- or 32-bit token ids. It is mapped into memory: a rank reads the pages
 that it needs, and all ranks of a machine share them.
 
-The order: all samples of an epoch are shuffled by seed and epoch, epochs follow each other without a gap, and step k
-takes the next `global_batch` samples. The position in it is one number, the samples taken so far. So a run continues
-where it was, whatever the number of ranks is now:
+All samples of an epoch are shuffled by seed and epoch, epochs follow each other without a gap, and step k takes the
+next `global_batch` samples. The position is one number, the samples taken so far, so a run continues where it was on
+any number of ranks:
 
     samples taken: 8, global batch 4     one rank     two ranks          four ranks
     ... 5 0 7 2 | 6 1 3 4 | 2 7 ...      6 1 3 4      6 3  and  1 4      6, 1, 3, 4
+
+A `Task` gives the trainer its model, samples and logits; `Pretraining` is the usual one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ _CHUNK = 1 << 24  # token ids written at a time
 def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, vocab: int) -> Path:
     """Write token ids to a file that `open_tokens` maps; it appears when it is complete.
 
-    Args:
-        vocab: Ids are below it; up to 65,536 take 2 bytes each, more take 4.
-
-    Raises:
-        ValueError: If the name is another, a piece is not 1-D, an id is out of range, or there are none.
+    Ids are below `vocab`; up to 65,536 take 2 bytes each, more take 4.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -80,14 +76,9 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, voc
 
 
 def text_tokens(folder: str | Path, source: str = "") -> Path:
-    """Write a text as byte-level tokens into a folder, unless its file is there already; return the file.
+    """Write a text as byte-level tokens to `text-<checksum>.npy` in a folder, unless it is there; return the file.
 
-    Args:
-        folder: Where to write `text-<checksum>.npy`: another text gets another name.
-        source: A UTF-8 file; "" for the course's own prose.
-
-    Raises:
-        ValueError: If the source cannot be read.
+    The source is a UTF-8 file, or "" for the course's own prose.
     """
     encoded = text(source or None).encode()
     path = Path(folder) / f"text-{zlib.crc32(encoded):08x}.npy"
@@ -97,14 +88,7 @@ def text_tokens(folder: str | Path, source: str = "") -> Path:
 
 
 def open_tokens(path: str | Path) -> np.ndarray:
-    """Return the token ids of a file, mapped into memory and read-only.
-
-    Args:
-        path: Written by `write_tokens`.
-
-    Raises:
-        ValueError: If it is no such file, or it is cut short.
-    """
+    """Return the token ids of a file, mapped into memory and read-only."""
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -120,12 +104,6 @@ class TokenWindows:
     """A token file cut into sequences: sample i is tokens i * seq to (i + 1) * seq, both ends included.
 
     Each begins with the last token of the one before, so that every token but the first is a target once.
-
-    Args:
-        ids: From `open_tokens`.
-
-    Raises:
-        ValueError: If the file is too short for one sequence.
     """
 
     def __init__(self, ids: np.ndarray, *, seq: int, vocab: int) -> None:
@@ -137,11 +115,7 @@ class TokenWindows:
         return (len(self.ids) - 1) // self.seq
 
     def read(self, samples: list[int]) -> Tensor:
-        """Return some samples, `windows_BT` with T = S + 1, int64, on the CPU.
-
-        Raises:
-            ValueError: If a token is not in the model's vocabulary; a GPU would end with a memory error.
-        """
+        """Return some samples, `windows_BT` with T = S + 1, int64, on the CPU."""
         rows = [self.ids[i * self.seq : (i + 1) * self.seq + 1] for i in samples]
         windows_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
         if (largest := int(windows_BT.max())) >= self.vocab:
@@ -150,11 +124,7 @@ class TokenWindows:
 
 
 class SampleOrder:
-    """The endless sequence of samples that a run trains on.
-
-    Raises:
-        ValueError: If there are no samples.
-    """
+    """The endless sequence of samples that a run trains on."""
 
     def __init__(self, count: int, seed: int) -> None:
         if count < 1:
@@ -171,11 +141,7 @@ class SampleOrder:
         return taken
 
     def share(self, first: int, count: int, rank: int, ranks: int) -> list[int]:
-        """Return a rank's share of these samples: every `ranks`-th, from its own number on.
-
-        Args:
-            first: As in `take`.
-        """
+        """Return a rank's share of these samples: every `ranks`-th, from its own number on."""
         return self.take(first, count)[rank::ranks]
 
     def _of_epoch(self, epoch: int) -> Tensor:
@@ -216,15 +182,10 @@ def compiled_loss(how: bool | str) -> Callable[[Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class TaskFlops:
-    """FLOPs of one optimizer step.
+    """FLOPs of one optimizer step."""
 
-    Attributes:
-        model: What the task needs: the numerator of MFU.
-        hardware: What is computed, recomputation included: the numerator of HFU.
-    """
-
-    model: float
-    hardware: float
+    model: float  # what the task needs: the numerator of MFU
+    hardware: float  # what is computed, recomputation included: the numerator of HFU
 
 
 class Task:
@@ -237,7 +198,7 @@ class Task:
     uneven = False
 
     def build(self) -> nn.Module:
-        """Return the whole model on the meta device: shapes and no memory."""
+        """Return the full model on the meta device: shapes and no memory."""
         raise NotImplementedError
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -262,11 +223,7 @@ class Task:
 
 
 class Pretraining(Task):
-    """Next-token prediction on a text, by the course's own transformer.
-
-    Raises:
-        ValueError: If the text or the token file cannot be used; on all ranks, before the model is built.
-    """
+    """Next-token prediction on a text, by the course's own transformer."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.shape = config, train_model(config.model)

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line a step and rank, in metrics-rank{r}.jsonl, and run.json once.
+"""Metrics of a run: one JSON line a step and rank in metrics-rank{r}.jsonl, with the keys of `METRIC_KEYS`.
 
 The file is only appended to. A run that is resumed takes the steps after its checkpoint again and writes them again;
 `read_metrics` returns each step as it counted in the end.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lablib.calc.hardware import known_accelerator
-from lablib.launch.records import JsonLines, read_json_lines
+from lablib.launch.records import read_json_lines
 
 #: Every key of a line, with its unit. Times are of this rank; "all ranks" is said where it is so.
 METRIC_KEYS = {
@@ -82,7 +82,7 @@ class StepClock:
 
 
 def memory(device: torch.device) -> dict[str, int | None]:
-    """Return the step's memory, as `KEYS` says."""
+    """Return the step's memory, as `METRIC_KEYS` says."""
     if device.type == "cuda":
         return {
             "memory_bytes": torch.cuda.max_memory_allocated(device),
@@ -97,15 +97,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the peak FLOP/s of a device for matrix products in a precision, or None where it is unknown."""
     if device.type != "cuda":
         return None
-    card = known_accelerator(torch.cuda.get_device_name(device))
-    return card.flops.get(precision) if card else None
-
-
-class MetricsFile(JsonLines):
-    """The metrics of one rank, appended line by line."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder / f"metrics-rank{rank}.jsonl")
+    gpu = known_accelerator(torch.cuda.get_device_name(device))
+    return gpu.flops.get(precision) if gpu else None
 
 
 def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = False) -> list[dict[str, Any]]:
@@ -113,12 +106,6 @@ def read_metrics(folder: str | Path, rank: int = 0, *, every_attempt: bool = Fal
 
     Where a step was taken again after a restart, the last time counts, and what the run did after its checkpoint
     before it was stopped does not.
-
-    Args:
-        every_attempt: Return all lines, as they were written.
-
-    Raises:
-        ValueError: If there is no such file.
     """
     path = Path(folder) / f"metrics-rank{rank}.jsonl"
     if not path.exists():

@@ -1,14 +1,12 @@
-"""Find the rank that keeps the others waiting: compare how long each rank works before the collectives.
+"""Callbacks that watch a run: one line a step on the terminal, and the rank that keeps the others waiting.
 
     watch = StragglerWatch(every=20)            # a callback of the trainer
     watch.found                                 # Straggler(rank=3, busy=1.91, others=1.02), or None
 
-A step takes equally long on all ranks, because its collectives end for all at once. So look before the collective:
-at the time a rank works until it gets there. On a CPU that is the processor time of the training thread, which stands
-still while the thread waits. A GPU's stream does not tell working from waiting, so there each rank is given the same
-small piece of work now and then, and timed.
-
-One line a step on the terminal, from rank 0.
+A step takes equally long on all ranks, because its collectives end for all at once. So `StragglerWatch` compares how
+long each rank works before them: on a CPU the processor time of the training thread, which stands still while the
+thread waits. A GPU's stream does not tell working from waiting, so there each rank is timed on the same small matrix
+product now and then.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ from lablib.launch.training.trainer import Callback, Trainer
 
 
 class PrintSteps(Callback):
-    """Print loss, gradient norm, throughput, MFU and memory.
-
-    Args:
-        every: Print every so many steps, and the last one.
-    """
+    """Print loss, gradient norm, throughput, MFU and memory."""
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:

@@ -1,4 +1,4 @@
-"""What a run needs to survive: checkpoints by the way, a clean stop on a signal, and a resume that finds its way.
+"""Callbacks with which a run survives: checkpoints in the background, a clean stop on a signal, and `resume`.
 
     trainer = Trainer(config, callbacks=[SaveEvery(100), StopOnSignal()])
     for sentence in resume(trainer):
@@ -9,13 +9,11 @@
 Exit codes of a rank:
 
     0       the run is finished
-    143     it was stopped by a signal, and what it had learned is saved (128 + SIGTERM); start it again to go on
+    143     it was stopped by a signal, and its last step is saved (128 + SIGTERM); start it again to continue
     1       it failed
 
-torchrun turns every code but 0 into 1, and ends with 1 when it is told to stop itself. A scheduler that shall start a
-stopped job again should ask `finished(folder)`, not torchrun's code.
-
-Room for a checkpoint, asked for before it is written.
+torchrun turns every code but 0 into 1, and ends with 1 when it is told to stop itself. A scheduler that restarts a
+stopped job should ask `finished(folder)`, not torchrun's code.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.units import format_bytes
-from lablib.launch.fsdp import check_whole, complete_checkpoints, latest_checkpoint, read_info
+from lablib.launch.fsdp import complete_checkpoints, latest_checkpoint, read_info, verify_checkpoint
 from lablib.launch.ranks import agree, from_rank_0, own_rank
 from lablib.launch.records import RankLog
 from lablib.launch.training.trainer import Callback, Trainer
@@ -39,9 +37,6 @@ def check_room(folder: str | Path) -> None:
 
     A checkpoint is written beside the old ones, so `keep` of them and one more must fit. The first one is of unknown
     size, and passes.
-
-    Raises:
-        ValueError: If it does not fit, on all ranks, before anything is written.
     """
     agree(lambda: _check(Path(folder)) if own_rank() == 0 else None, "looking at the disk failed")
 
@@ -63,15 +58,9 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class SaveEvery(Callback):
-    """Saves a checkpoint every so many steps, in the background, and one at the end.
+    """Saves a checkpoint every so many steps, in the background unless `wait`, and one at the end.
 
     A save copies the state and writes while training goes on. How often is best: `lablib.calc.runs.failures`.
-
-    Args:
-        wait: Write before the next step, not in the background.
-
-    Raises:
-        ValueError: If there is no step in between.
     """
 
     def __init__(self, steps: int, *, wait: bool = False) -> None:
@@ -128,10 +117,9 @@ class StopOnSignal(Callback):
 
 
 class KillOnce(Callback):
-    """Ends one rank with SIGKILL after a step, the first time only: nothing can catch it, as with a broken machine.
+    """Ends one rank with SIGKILL after a step: nothing can catch it, as with a broken machine.
 
-    Args:
-        mark: A file that is made before the kill; where it exists, nothing happens.
+    The first time only: the file `mark` is made before the kill, and where it exists nothing happens.
     """
 
     def __init__(self, rank: int, step: int, mark: str | Path) -> None:
@@ -151,9 +139,6 @@ class LogEvents(Callback):
     """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end.
 
     Losses and times of each step are in the trainer's own metrics.
-
-    Args:
-        folder: Of the logs; by default "events" in the run's folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -181,17 +166,11 @@ class LogEvents(Callback):
 
 
 def resume(trainer: Trainer) -> list[str]:
-    """Continue from the newest checkpoint that is whole; every rank must call.
+    """Continue from the newest undamaged checkpoint; every rank must call. Return in sentences what was done.
 
     A damaged one is renamed to "damaged-...", so that its step can be saved again.
-
-    Returns:
-        What was done, in sentences: one for each damaged checkpoint, and where the run goes on.
-
-    Raises:
-        ValueError: If a checkpoint is of another run.
     """
-    chosen, told = _newest_whole(trainer.checkpoints)
+    chosen, told = _newest_undamaged(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
     if chosen is None:
         return [*told, "there is no checkpoint to resume from: the run starts at step 0"]
@@ -206,19 +185,15 @@ def finished(folder: str | Path, steps: int) -> bool:
 
 
 def exit_code(trainer: Trainer) -> int:
-    """Return the code that a rank should end with, as the module's head says.
-
-    Args:
-        trainer: After `run`.
-    """
+    """Return the code that a rank should end with, as the module's head says."""
     return {"finished": 0, "stopped": STOPPED}.get(trainer.outcome or "", 1)
 
 
-def _newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+def _newest_undamaged(folder: Path) -> tuple[Path | None, list[str]]:
     told = []
     for path in from_rank_0(complete_checkpoints(folder)[::-1]):
         try:
-            check_whole(path)
+            verify_checkpoint(path)
         except ValueError as error:
             told.append(str(error).replace("; use an older one", "; the one before it is used"))
         else:

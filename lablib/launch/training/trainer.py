@@ -1,16 +1,13 @@
-"""The trainer: FSDP2, real text, and a number for everything that a step costs.
+"""The trainer: FSDP2, real text, and metrics for every step.
 
     with launched_ranks():
         trainer = Trainer(TrainConfig(folder="runs/a", model="10m"), callbacks=[PrintSteps()])
         trainer.resume()
         trainer.run()
 
-A step is the same on any number of ranks that divides the global batch: the same samples, the same mean over all of
-their targets, the same update, but for the order in which numbers are added.
-
-Whatever else a run needs is a callback: checkpoints, signals, a live view.
-
-AdamW over the shards, and the norm of the whole gradient without waiting for it.
+Read `Trainer.train_step` first. A step is the same on any number of ranks that divides the global batch: the same
+samples, the same mean over all of their targets, the same update, but for the order in which numbers are added.
+Whatever else a run needs is a callback: checkpoints, signals, printing.
 """
 
 from __future__ import annotations
@@ -42,10 +39,10 @@ from lablib.launch.fsdp import (
 )
 from lablib.launch.ranks import from_rank_0, own_group, rank_device
 from lablib.launch.recompute import apply_strategy
-from lablib.launch.records import this_machine, write_json
+from lablib.launch.records import JsonLines, this_machine, write_json
 from lablib.launch.training.config import TrainConfig, differences
 from lablib.launch.training.data import IGNORE_INDEX, Pretraining, SampleOrder, Task, compiled_loss
-from lablib.launch.training.metrics import METRIC_KEYS, MetricsFile, StepClock, memory, peak_flops
+from lablib.launch.training.metrics import METRIC_KEYS, StepClock, memory, peak_flops
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -53,9 +50,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
     One kernel updates all parameters, on a CPU too: DTensor then has one operation to look up, and not ten of each
     parameter.
-
-    Raises:
-        ValueError: If no parameter is trained.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -66,21 +60,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; return the norm before, on the device.
-
-    `lablib.launch.fsdp.clip_grad_norm` returns a number, for which the host must wait; a trainer reads it later.
-    """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 class Callback:
@@ -94,7 +73,7 @@ class Callback:
         """Called once by `run`, before its first step; `resume()` is possible here."""
 
     def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Called after every step with its metrics, see `train_metrics.KEYS`."""
+        """Called after every step with its metrics, see `METRIC_KEYS`."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Called once when `run` ends, in every way; `trainer.outcome` says in which."""
@@ -115,9 +94,6 @@ class Trainer:
         flops, peak: FLOPs of a step and a device's peak per second, or None where they are not known.
         outcome: None before `run` ends, then "finished", "stopped" or "failed".
         stop_reason: Why the run was stopped, as the first rank that asked for it said.
-
-    Raises:
-        ValueError: If the configuration does not suit the ranks, or there are none.
     """
 
     def __init__(self, config: TrainConfig, callbacks: Sequence[Callback] = (), task: Task | None = None) -> None:
@@ -162,15 +138,12 @@ class Trainer:
     def run(self, until: int | None = None) -> None:
         """Train to the last step, or to step `until`, or until some rank asks to stop.
 
-        Args:
-            until: Stop after this step; the schedule of the learning rate stays that of the whole run.
-
-        Raises:
-            RuntimeError: If the loss or the gradient is no number any more.
+        The schedule of the learning rate stays that of all steps. Raises a RuntimeError if the loss or the
+        gradient is not finite any more.
         """
         last = self.config.steps if until is None else min(until, self.config.steps)
         self.outcome = self.stop_reason = None
-        self._metrics = MetricsFile(self.folder, self.rank)
+        self._metrics = JsonLines(self.folder / f"metrics-rank{self.rank}.jsonl")
         if self.rank == 0:
             write_json(self.folder / "run.json", _run_facts(self))
         try:
@@ -197,11 +170,7 @@ class Trainer:
     def save(self, *, wait: bool = True) -> Saving | None:
         """Save a checkpoint of this step; every rank must call. Return None if this step is saved already.
 
-        Args:
-            wait: False returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
-
-        Raises:
-            RuntimeError: If a rank could not write; older checkpoints are as they were.
+        Without `wait` it returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
         """
         if self._saved == self.step:
             return None
@@ -213,26 +182,16 @@ class Trainer:
         return saving
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written; `run` does it before it ends.
-
-        Raises:
-            RuntimeError: If a rank could not write it.
-        """
+        """Wait for a checkpoint that is still being written; `run` does it before it ends."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish()
 
     def resume(self, path: str | Path | None = None) -> Progress | None:
-        """Continue from a checkpoint, on any number of ranks; every rank must call.
+        """Continue from a checkpoint, by default the newest of this run, on any number of ranks; every rank must call.
 
-        Args:
-            path: A checkpoint; None takes the newest of this run.
-
-        Returns:
-            What the checkpoint said, or None where there is none.
-
-        Raises:
-            ValueError: If the checkpoint is damaged, or of a run with other settings; nothing is changed then.
+        Returns None where there is none. Raises a ValueError if it is damaged, or of a run with other
+        settings; nothing is changed then.
         """
         path = from_rank_0(path or latest_checkpoint(self.checkpoints))
         if path is None:
@@ -261,9 +220,12 @@ class Trainer:
                 (loss * scale).backward()
             total += loss.detach()
         clock.mark()
-        norm = clip_gradients(self.model, config.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        # Still on the device: the host reads it below, together with the loss.
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = config.learning_rate(self.step + 1)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         clock.mark()
@@ -302,7 +264,7 @@ class Trainer:
         return batches, counted
 
     def _check(self, loss: float, norm: float) -> None:
-        """Stop a run whose numbers are none; all ranks see the same ones, and no checkpoint gets them."""
+        """Stop at a loss or gradient that is not finite; all ranks see the same, and no checkpoint gets it."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         newest = latest_checkpoint(self.checkpoints)
@@ -328,7 +290,7 @@ class Trainer:
 def _step_metrics(
     trainer: Trainer, times: dict[str, float], learned: dict[str, float], *, between: float
 ) -> dict[str, Any]:
-    """Return a step's metrics, with the keys of `KEYS` in their order."""
+    """Return a step's metrics, with the keys of `METRIC_KEYS` in their order."""
     config, flops, peak = trainer.config, trainer.flops, trainer.peak
     tokens, rate = config.global_batch * config.seq, 1 / times["seconds"] / trainer.world_size
     metrics = {
@@ -354,7 +316,7 @@ def _step_metrics(
 
 
 def _run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what run.json says: what was asked for, on what machine, with what model."""
+    """Return the content of run.json: settings, machine, model and sharding."""
     flops = trainer.flops
     return {
         "config": trainer.config.as_dict(),

@@ -198,7 +198,7 @@ class _EagerBlock:
         how = {"kind": kind, "name": name, "bias": bias, "label": label}
         if not s.lora_rank or (s.lora_targets == "attention" and kind != "attention"):
             return e.linear(x, inputs, outputs, **how)
-        # As lablib.launch.finetuning.lora has it: A first, so that its backward runs last, when x has its other gradient already.
+        # As lablib.launch.training.lora has it: A first, so that its backward runs last, when x has its other gradient already.
         # Both matrices are cast to the dtype of x there, which leaves nothing for autocast to cache where that is 16 bits.
         own = {"kind": "adapters", "trained": True, "leaf": e.item[x] == s.value}
         down = e.linear(x, inputs, s.lora_rank, name=f"A of {name}", **own)

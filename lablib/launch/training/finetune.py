@@ -8,19 +8,10 @@ An example is one sequence, prompt and answer and an end, padded on the right to
     ids       p1  p2  p3  a1  a2  end pad pad
     targets   --  --  a1  a2  end --  --              (each position is asked for the next id; -- has no loss)
 
-The prompt is read and not learned. The causal mask keeps every position from the padding after it, so no attention
-mask is needed.
+The causal mask keeps every position from the padding after it, so no attention mask is needed.
 
-Local safetensors into a sharded model that has no memory yet: each rank reads the rows that it keeps.
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model, report = shard(model)
-    load_pretrained(model, folder, device)
-
-No rank ever holds the whole model, or a whole matrix of it.
-
-A pretrained model and a dataset that need no download: a tiny random Qwen2, and sums to learn.
+`load_pretrained` fills a sharded model from safetensors: each rank reads the rows that it keeps, and none ever holds
+the full model. `tiny_qwen2` and `addition_examples` are a model and a dataset that need no download.
 """
 
 from __future__ import annotations
@@ -40,9 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from lablib.calc.flops import step_flops
 from lablib.calc.models import ModelConfig, from_hf
-from lablib.launch.finetuning.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.launch.fsdp import own_rows, tied_parameters, write_safetensors_file
-from lablib.launch.training import IGNORE_INDEX, Task, TaskFlops, TrainConfig
+from lablib.launch.training.config import TrainConfig
+from lablib.launch.training.data import IGNORE_INDEX, Task, TaskFlops
+from lablib.launch.training.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.toys.text import VOCAB
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,15 +44,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: str | torch.device = "cpu", *, seed: int = 0
 ) -> nn.Module:
-    """Allocate a model that is on the meta device and fill it from a folder of safetensors.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: If the folder has no safetensors, lacks a parameter, or has it in another shape; before anything
-            is allocated.
-    """
+    """Allocate a model that is on the meta device and fill it from a folder of safetensors."""
     from safetensors import safe_open
 
     where = _files(Path(folder))
@@ -97,7 +81,7 @@ def load_pretrained(
 
 
 def write_safetensors(model: nn.Module, file: str | Path) -> Path:
-    """Write a whole model as one safetensors file, of tied parameters the first name, as Hugging Face does."""
+    """Write an unsharded model as one safetensors file, of tied parameters the first name, as Hugging Face does."""
     again = {name for _, *others in tied_parameters(model) for name in others}
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name not in again}
     return write_safetensors_file(tensors, file)
@@ -138,12 +122,12 @@ def _place(places: list[tuple[nn.Module, str, str]], old: Tensor, rows: Tensor, 
 
 
 def _adapter(layer: LoRALinear, key: str, generator: torch.Generator) -> Tensor:
-    """Return this rank's rows of a new adapter; all ranks draw the same whole one."""
+    """Return this rank's rows of a new adapter; all ranks draw the same full one."""
     old = layer._parameters[key]
-    whole = torch.zeros(old.shape)
+    full = torch.zeros(old.shape)
     if key == "lora_A":
-        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-    return whole[slice(*own_rows(old))] if isinstance(old, DTensor) else whole
+        nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
+    return full[slice(*own_rows(old))] if isinstance(old, DTensor) else full
 
 
 def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
@@ -153,8 +137,8 @@ def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
         if not buffers:
             continue
         for key, buffer in buffers.items():
-            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            module._buffers[key] = whole.fill_(torch.nan) if whole.is_floating_point() else whole
+            full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            module._buffers[key] = full.fill_(torch.nan) if full.is_floating_point() else full
         if hasattr(model, "_init_weights"):
             model._init_weights(module)
         if bad := [k for k in buffers if module._buffers[k].is_floating_point() and module._buffers[k].isnan().any()]:
@@ -163,23 +147,14 @@ def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the answer that is to be learned, as token ids.
+    """One prompt and the answer that is to be learned, as token ids."""
 
-    Attributes:
-        prompt: Ids that are read.
-        answer: Ids that have a loss; with the end of text, if the model shall learn to stop.
-    """
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    prompt: tuple[int, ...]  # ids that are read
+    answer: tuple[int, ...]  # ids that have a loss; with the end of text, if the model shall learn to stop
 
 
 def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> Example:
-    """Return an example of two texts.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, whose end of text is added; None takes bytes.
-    """
+    """Return an example of two texts."""
     if tokenizer is None:
         return Example(tuple(prompt.encode()), (*answer.encode(), end))
     ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, answer)]
@@ -187,14 +162,7 @@ def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> 
 
 
 def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
-    """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}.
-
-    Args:
-        tokenizer: As in `encode`.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line is not such an object; it names the line.
-    """
+    """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -214,11 +182,7 @@ def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
 
 
 def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
-    """Return inputs and targets of one example, each of length `seq`.
-
-    Raises:
-        ValueError: If the example is longer, or has no prompt or no answer.
-    """
+    """Return inputs and targets of one example, each of length `seq`."""
     ids = [*example.prompt, *example.answer]
     if not example.prompt or not example.answer:
         raise ValueError("an example needs a prompt and an answer: the first answer is asked of the prompt's end")
@@ -231,16 +195,13 @@ def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
 
 
 class FineTuning(Task):
-    """Fine-tune a local pretrained model on examples, whole or by adapters.
+    """Fine-tune a local pretrained model on examples, in full or by adapters.
 
     Args:
         config: The run; its `model` is "".
         folder: The pretrained model: config.json and safetensors.
         lora_rank: Inner width of the adapters; 0 trains all weights.
         frozen_dtype: Of the frozen weights, with adapters.
-
-    Raises:
-        ValueError: If the configuration, an example or the folder does not suit; before the model is built.
     """
 
     uneven = True
@@ -321,15 +282,7 @@ class FineTuning(Task):
 def export_merged(pretrained: str | Path, adapters: str | Path, target: str | Path) -> Path:
     """Write a pretrained model with adapters merged into it, as a folder that Hugging Face reads; in one process.
 
-    The whole model must fit into memory. Its dtype stays.
-
-    Args:
-        pretrained: The folder of the pretrained model.
-        adapters: The folder of `lablib.launch.finetuning.save_adapters`.
-        target: Folder to write to; it gets the tokenizer's files, too.
-
-    Raises:
-        ValueError: If the adapters are of another model, or the target is the pretrained model itself.
+    The full model must fit into memory. Its dtype stays, and the tokenizer's files are copied.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -357,13 +310,6 @@ def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: b
     """Write a small Qwen2 with random weights as a pretrained model would lie on disk: config.json and safetensors.
 
     Its tokens are bytes. It knows nothing, so what it learns later is seen at once.
-
-    Args:
-        hidden: Width, a multiple of 8.
-        tied: Use the embedding as output head.
-
-    Raises:
-        ValueError: If the width does not divide into heads.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -388,11 +334,7 @@ def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: b
 
 
 def addition_examples(count: int, *, largest: int = 20, seed: int = 0) -> list[Example]:
-    """Return examples such as prompt "12+7=" and answer "19", as bytes.
-
-    Args:
-        largest: Terms are from 0 to this.
-    """
+    """Return examples such as prompt "12+7=" and answer "19", as bytes."""
     draw = random.Random(seed)
     pairs = [(draw.randint(0, largest), draw.randint(0, largest)) for _ in range(count)]
     return [encode(f"{a}+{b}=", str(a + b)) for a, b in pairs]

@@ -59,18 +59,9 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: nn.Module, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> list[str]:
-    """Freeze a model and put adapters beside its linear layers, in place; before it is sharded.
+    """Freeze a model and put adapters beside its linear layers, before it is sharded; return the layers' names.
 
-    Args:
-        model: On any device, the meta device too.
-        alpha: Scale, see `LoRALinear`.
-        targets: Last parts of the layers' names.
-
-    Returns:
-        The names of the layers that have adapters now.
-
-    Raises:
-        ValueError: If a number is out of range, or no layer has such a name.
+    `targets` are the last parts of the names, and `alpha` / `rank` the scale.
     """
     if rank < 1 or not alpha > 0:
         raise ValueError(f"rank={rank} must be at least 1 and alpha={alpha} above 0")
@@ -101,9 +92,6 @@ def merge(model: nn.Module) -> nn.Module:
     """Return the model with every adapter added to its weight and taken away, in place.
 
     The sum is made in fp32 or better and rounded once to the weight's dtype.
-
-    Raises:
-        ValueError: If the model is sharded.
     """
     for name, layer in list(adapters(model)):
         if isinstance(layer.weight, DTensor):
@@ -121,13 +109,7 @@ def merge(model: nn.Module) -> nn.Module:
 def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Path:
     """Write the adapters as the package peft does: a safetensors file and adapter_config.json; every rank must call.
 
-    Args:
-        model: From `add_lora`, whole or sharded.
-        base: Name or path of the pretrained model, for the reader.
-
-    Raises:
-        ValueError: If the model has no adapters.
-        RuntimeError: If rank 0 could not write.
+    `base` is the name or path of the pretrained model, for the reader.
     """
     layers = dict(adapters(model))
     if not layers:
@@ -163,11 +145,7 @@ def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Pa
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Put adapters beside a plain model's layers and fill them from a folder of `save_adapters` or of peft.
-
-    Raises:
-        ValueError: If the folder holds no adapters, or those of another model.
-    """
+    """Put adapters beside a plain model's layers and fill them from a folder of `save_adapters` or of peft."""
     from safetensors.torch import load_file
 
     folder = Path(folder)
