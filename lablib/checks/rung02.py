@@ -1,6 +1,6 @@
 """The checks of rung 02: all-reduce by hand, buckets, the bottleneck of DDP, faults from their symptoms.
 
-The check behind "you can explain DDP and where its bottleneck is": formulas first, then a recorded run.
+`ddp_bottleneck` is the Done-when of the rung: formulas on drawn models and links first, then a recorded run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,175 @@ from lablib.launch.ranks import run_ranks
 from lablib.launch.records import recorded
 from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
 
+__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets"]
+
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
+
+
+# --- all-reduce by hand -------------------------------------------------------------------------------------
+
+Send = Callable[[int, int, Sequence[float]], list[float]]
+
+
+@check
+def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
+    """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
+    for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5)):
+        # Powers of ten: the digits of every sum say which ranks are in it.
+        gradients = [[float(10**rank * (k + 1)) for k in range(length)] for rank in range(ranks)]
+        sent, got = _over_the_wire(answer, gradients)
+        _judge_result(got, gradients)
+        _judge_traffic(sent, ranks, length)
+        _judge_wire(answer, gradients)
+    return "Each rank sends 12 numbers where the obvious way sends 24 from rank 0."
+
+
+def _over_the_wire(
+    answer: Callable[..., list[list[float]]], gradients: list[list[float]]
+) -> tuple[list[int], list[list[float]]]:
+    sent = [0] * len(gradients)
+
+    def send(source: int, target: int, numbers: Sequence[float]) -> list[float]:
+        if source == target:
+            raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
+        if not isinstance(numbers, Sequence):
+            raise Wrong(f"`send` takes a list of numbers, and gets {numbers!r}: send a whole chunk at once.")
+        sent[source] += len(numbers)
+        return list(numbers)
+
+    return sent, answer([list(row) for row in gradients], send)
+
+
+def _judge_result(got: object, gradients: list[list[float]]) -> None:
+    ranks, length = len(gradients), len(gradients[0])
+    rows = got if isinstance(got, list) and all(isinstance(row, Sequence) for row in got) else []
+    if [len(row) for row in rows] != [length] * ranks:
+        raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
+    total = [sum(column) for column in zip(*gradients, strict=True)]
+    if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
+        return
+    if all(close(value, s) for row in got for value, s in zip(row, total, strict=True)):
+        raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
+    finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
+    divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
+    if all(any(row) and not all(row) for row in finished):
+        if any(v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)):
+            raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
+        if all(sum(row) <= length // ranks for row in finished):
+            raise Wrong("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing.")
+        raise Wrong("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too.")
+    if any(all(row) for row in finished) and not all(all(row) for row in finished):
+        raise Wrong("Some ranks have the mean and others do not: the replicas would drift apart from here on.")
+    for column, value in enumerate(got[0]):
+        absent = _absent_ranks(value, column, ranks)
+        if absent:
+            who = f"Rank {absent[0]} is" if len(absent) == 1 else f"Ranks {', '.join(map(str, absent))} are"
+            raise Wrong(
+                f"{who} missing from element {column}: n - 1 steps bring a chunk past every rank, and what the "
+                f"all-gather hands round first is the chunk that a rank has finished."
+            )
+    if len({tuple(row) for row in got}) > 1:
+        raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
+    raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
+
+
+def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
+    """Read from the digits which ranks are not in the sum; none if it is no plain sum."""
+    for divisor in (1, ranks, ranks - 1):
+        digits = round(value * divisor / (column + 1), 6)
+        text = f"{int(digits):0{ranks}d}"
+        if digits == int(digits) and len(text) == ranks and set(text) == {"0", "1"}:
+            return [rank for rank in range(ranks) if text[ranks - 1 - rank] == "0"]
+    return []
+
+
+def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
+    least = round(ring_all_reduce_bytes(length, ranks))
+    if all(count == least for count in sent):
+        return
+    if max(sent) > least and min(sent) < max(sent):
+        busiest = sent.index(max(sent))
+        raise Wrong(
+            f"The mean is right, but rank {busiest} sends {max(sent)} numbers and the least is {least}: one rank's "
+            f"link is the bottleneck. Let every rank finish one chunk instead."
+        )
+    if least < min(sent) < (ranks - 1) * length:
+        raise Wrong(
+            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: each half takes "
+            f"n - 1 steps of one chunk."
+        )
+    if min(sent) > least:
+        raise Wrong(
+            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
+            f"gradient, not all of it."
+        )
+    raise Wrong(f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent.")
+
+
+def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
+    """Deliver zeros: an answer that really uses what arrives can no longer be right."""
+    got = answer([list(row) for row in gradients], lambda source, target, numbers: [0.0] * len(numbers))
+    means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
+    if got and all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
+        raise Wrong("The answer reads other ranks' gradients directly: use only what `send` returns.")
+
+
+# --- buckets ------------------------------------------------------------------------------------------------
+
+
+@check
+def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
+    """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
+    dice = random.Random(seed)
+    cases = [([8] * 9, 16, 24), ([4, 4, 40, 4, 4, 4], 4, 12)]
+    cases += [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
+    for sizes, first, cap in cases:
+        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        if not isinstance(got, list) or not all(isinstance(bucket, list | tuple) for bucket in got):
+            raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
+        got = [list(bucket) for bucket in got]
+        if got != truth:
+            _explain_buckets(got, truth, sizes, first, cap)
+    return f"{len(cases)} models cut as DDP cuts them."
+
+
+def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> None:
+    case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
+    flat = [index for bucket in got for index in bucket]
+    if got == [[sizes[index] for index in bucket] for bucket in truth]:
+        raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
+    if sorted(map(sorted, got)) == sorted(map(sorted, truth)):
+        raise Wrong(f"The buckets are right, their order is not: backward makes the last gradient first ({case}).")
+    if sorted(flat) != sorted(set(flat)):
+        raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
+    if missing := sorted(set(range(len(sizes))) - set(flat)):
+        raise Wrong(
+            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged. "
+            f"The last bucket leaves half full ({case})."
+        )
+    if flat == sorted(flat) and len(flat) > 1:
+        raise Wrong(
+            f"Backward makes the last layer's gradient first: in registration order the first bucket is ready "
+            f"only at the end of backward, and nothing overlaps ({case})."
+        )
+    if not all(got):
+        raise Wrong(f"An empty bucket costs a message and carries nothing ({case}).")
+    if len(got) == 1 < len(truth):
+        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
+    if all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth):
+        raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
+    if got == bucket_sizes(sizes, first=cap, cap=cap):
+        raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
+    if got == bucket_sizes(sizes, first=first, cap=first):
+        raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
+    raise Wrong(
+        f"A bucket starts at zero, takes gradients until it holds at least its limit, and closes then, even if it "
+        f"is now above it ({case})."
+    )
+
+
+# --- the bottleneck of DDP ----------------------------------------------------------------------------------
 
 
 @check
@@ -158,173 +325,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
     return f"And your formula predicts the {len(rows)} recorded steps without overlap within {error:.0%} (median)."
 
 
-#: What the lab and the tests use from here; the check of the bottleneck has its own module.
-__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets"]
-
-Send = Callable[[int, int, Sequence[float]], list[float]]
-
-
-# --- all-reduce by hand ------------------------------------------------------------------------------------
-
-
-@check
-def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
-    """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
-    for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5)):
-        # Powers of ten: the digits of every sum say which ranks are in it.
-        gradients = [[float(10**rank * (k + 1)) for k in range(length)] for rank in range(ranks)]
-        sent, got = _over_the_wire(answer, gradients)
-        _judge_result(got, gradients)
-        _judge_traffic(sent, ranks, length)
-        _judge_wire(answer, gradients)
-    return "Each rank sends 12 numbers where the obvious way sends 24 from rank 0."
-
-
-def _over_the_wire(
-    answer: Callable[..., list[list[float]]], gradients: list[list[float]]
-) -> tuple[list[int], list[list[float]]]:
-    sent = [0] * len(gradients)
-
-    def send(source: int, target: int, numbers: Sequence[float]) -> list[float]:
-        if source == target:
-            raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
-        if not isinstance(numbers, Sequence):
-            raise Wrong(f"`send` takes a list of numbers, and gets {numbers!r}: send a whole chunk at once.")
-        sent[source] += len(numbers)
-        return list(numbers)
-
-    return sent, answer([list(row) for row in gradients], send)
-
-
-def _judge_result(got: object, gradients: list[list[float]]) -> None:
-    ranks, length = len(gradients), len(gradients[0])
-    rows = got if isinstance(got, list) and all(isinstance(row, Sequence) for row in got) else []
-    if [len(row) for row in rows] != [length] * ranks:
-        raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
-    total = [sum(column) for column in zip(*gradients, strict=True)]
-    if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
-        return
-    if all(close(value, s) for row in got for value, s in zip(row, total, strict=True)):
-        raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
-    finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
-    divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
-    if all(any(row) and not all(row) for row in finished):
-        if any(v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)):
-            raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
-        if all(sum(row) <= length // ranks for row in finished):
-            raise Wrong("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing.")
-        raise Wrong("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too.")
-    if any(all(row) for row in finished) and not all(all(row) for row in finished):
-        raise Wrong("Some ranks have the mean and others do not: the replicas would drift apart from here on.")
-    for column, value in enumerate(got[0]):
-        absent = _absent_ranks(value, column, ranks)
-        if absent:
-            who = f"Rank {absent[0]} is" if len(absent) == 1 else f"Ranks {', '.join(map(str, absent))} are"
-            raise Wrong(
-                f"{who} missing from element {column}: n - 1 steps bring a chunk past every rank, and what the "
-                f"all-gather hands round first is the chunk that a rank has finished."
-            )
-    if len({tuple(row) for row in got}) > 1:
-        raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
-    raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
-
-
-def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
-    """Read from the digits which ranks are not in the sum; none if it is no plain sum."""
-    for divisor in (1, ranks, ranks - 1):
-        digits = round(value * divisor / (column + 1), 6)
-        text = f"{int(digits):0{ranks}d}"
-        if digits == int(digits) and len(text) == ranks and set(text) == {"0", "1"}:
-            return [rank for rank in range(ranks) if text[ranks - 1 - rank] == "0"]
-    return []
-
-
-def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
-    least = round(ring_all_reduce_bytes(length, ranks))
-    if all(count == least for count in sent):
-        return
-    if max(sent) > least and min(sent) < max(sent):
-        busiest = sent.index(max(sent))
-        raise Wrong(
-            f"The mean is right, but rank {busiest} sends {max(sent)} numbers and the least is {least}: one rank's "
-            f"link is the bottleneck. Let every rank finish one chunk instead."
-        )
-    if least < min(sent) < (ranks - 1) * length:
-        raise Wrong(
-            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: each half takes "
-            f"n - 1 steps of one chunk."
-        )
-    if min(sent) > least:
-        raise Wrong(
-            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
-            f"gradient, not all of it."
-        )
-    raise Wrong(f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent.")
-
-
-def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
-    """Deliver zeros: an answer that really uses what arrives can no longer be right."""
-    got = answer([list(row) for row in gradients], lambda source, target, numbers: [0.0] * len(numbers))
-    means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
-    if got and all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
-        raise Wrong("The answer reads other ranks' gradients directly: use only what `send` returns.")
-
-
-# --- buckets -----------------------------------------------------------------------------------------------
-
-
-@check
-def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
-    """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
-    dice = random.Random(seed)
-    cases = [([8] * 9, 16, 24), ([4, 4, 40, 4, 4, 4], 4, 12)]
-    cases += [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
-    for sizes, first, cap in cases:
-        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
-        if not isinstance(got, list) or not all(isinstance(bucket, list | tuple) for bucket in got):
-            raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
-        got = [list(bucket) for bucket in got]
-        if got != truth:
-            _explain_buckets(got, truth, sizes, first, cap)
-    return f"{len(cases)} models cut as DDP cuts them."
-
-
-def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> None:
-    case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
-    flat = [index for bucket in got for index in bucket]
-    if got == [[sizes[index] for index in bucket] for bucket in truth]:
-        raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
-    if sorted(map(sorted, got)) == sorted(map(sorted, truth)):
-        raise Wrong(f"The buckets are right, their order is not: backward makes the last gradient first ({case}).")
-    if sorted(flat) != sorted(set(flat)):
-        raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
-    if missing := sorted(set(range(len(sizes))) - set(flat)):
-        raise Wrong(
-            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged. "
-            f"The last bucket leaves half full ({case})."
-        )
-    if flat == sorted(flat) and len(flat) > 1:
-        raise Wrong(
-            f"Backward makes the last layer's gradient first: in registration order the first bucket is ready "
-            f"only at the end of backward, and nothing overlaps ({case})."
-        )
-    if not all(got):
-        raise Wrong(f"An empty bucket costs a message and carries nothing ({case}).")
-    if len(got) == 1 < len(truth):
-        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
-    if all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth):
-        raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
-    if got == bucket_sizes(sizes, first=cap, cap=cap):
-        raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
-    if got == bucket_sizes(sizes, first=first, cap=first):
-        raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
-    raise Wrong(
-        f"A bucket starts at zero, takes gradients until it holds at least its limit, and closes then, even if it "
-        f"is now above it ({case})."
-    )
-
-
-# --- faults from their symptoms ----------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------
 
 _WITNESSES = {
     "healthy": "nothing is wrong with this run: replicas equal, samples distinct over ranks, a new order in every "

@@ -1,8 +1,6 @@
 """The checks of rung 09: bytes that a block keeps, a checkpoint by hand, segments, and what to recompute when.
 
-The check of a hand-written checkpoint: what it keeps, how often it runs, which gradients and random numbers.
-
-Situations in which somebody has to decide what to recompute, computed from real models, and the right choice.
+The last one draws its situations from real models, with budgets around every border between two choices.
 """
 
 from __future__ import annotations
@@ -20,223 +18,10 @@ from lablib.calc.models import ModelConfig, preset
 from lablib.checks.report import Wrong, check, close
 from lablib.launch.measure import LiveBytes
 
-ROWS, WIDTH = 96, 64
+__all__ = ["Job", "block_bytes", "checkpoint", "choose", "job_of", "segment_peak"]
 
 
-class _Block(nn.Module):
-    """Two layers and a wide middle; counts its runs."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-        self.runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the stream and what the block adds."""
-        self.runs += 1
-        return x + self.down(self.dropout(torch.tanh(self.up(x))))
-
-
-def _step(run: Callable, dropout: float) -> dict:
-    """Two blocks, a loss that weighs every output differently, one backward pass."""
-    torch.manual_seed(0)
-    blocks = [_Block(dropout), _Block(dropout)]
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    weigh = torch.randn(ROWS, WIDTH)
-    inside = sum(8 * ROWS * WIDTH * 4 for _ in blocks)  # the wide middle, once a block
-    torch.manual_seed(1)
-    with LiveBytes() as live:
-        y = x
-        for block in blocks:
-            y = run(block, y)
-        live.end_forward()
-        kept = live.kept
-        forward_runs = [block.runs for block in blocks]
-        _backward((weigh * y).sum())
-    return {
-        "value": y.detach(),
-        "node": y.grad_fn,
-        "kept": kept,
-        "inside": inside,
-        "runs": (forward_runs, [block.runs for block in blocks]),
-        "input": x.grad,
-        "weights": [p.grad for block in blocks for p in block.parameters()],
-        "next": torch.rand(3),
-    }
-
-
-def _backward(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise Wrong(
-            "The output has no graph, so backward ends here. Run the block inside of the Function's forward, which "
-            "hides it from autograd and leaves one node, and call `YourFunction.apply(...)` on the input."
-        )
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise Wrong(
-            "The replay's backward went on past the block, through the graph that made its input. Start the replay from "
-            "a detached copy of the input that needs a gradient, and stop there."
-        ) from None
-
-
-def _same(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@check
-def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
-    """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
-    for dropout in (0.0, 0.5):
-        got, right = _step(answer, dropout), _step(lambda block, x: block(x), dropout)
-        _judge(got, right, dropout)
-    return "Same outputs, gradients and random numbers, and nothing kept but the inputs."
-
-
-def _judge(got: dict, right: dict, dropout: float) -> None:
-    if not _same(got["value"], right["value"]):
-        raise Wrong("Forward should return what the block returns.")
-    first, in_all = got["runs"]
-    if first != [1, 1]:
-        raise Wrong(f"Forward should run each block once, and runs it {first[0]} times.")
-    if got["kept"] > right["kept"] - 0.75 * right["inside"]:
-        raise Wrong(
-            "After forward the values inside of the block are still alive. Run the block under no_grad, and keep "
-            "its input alone: neither its output nor its graph."
-        )
-    if not isinstance(got["node"], torch.autograd.function.BackwardCFunction):
-        raise Wrong(
-            "The output does not come out of an autograd.Function; call `YourFunction.apply(...)` on the input."
-        )
-    if type(got["node"]).__name__ == "CheckpointFunctionBackward":
-        raise Wrong("This is PyTorch's own checkpoint; write yours.")
-    if in_all != [2, 2]:
-        raise Wrong(f"Backward should run each block once more, and runs it {in_all[0] - 1} times more.")
-    if got["input"] is None:
-        raise Wrong("The input gets no gradient: backward has to return one for every argument of forward.")
-    if any(gradient is None for gradient in got["weights"]):
-        raise Wrong(
-            "The block's weights get no gradient. They are no arguments of the Function: run backward through the "
-            "replayed graph, so that it reaches them."
-        )
-    if not (_same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))):
-        if dropout:
-            raise Wrong(
-                "With dropout the gradients belong to another mask than the loss. The replay has to draw forward's "
-                "random numbers, in forward's mode: save the random state before forward and put it back."
-            )
-        raise Wrong(
-            "Gradients differ from those without checkpoint. The replay starts from the same input, and its backward "
-            "from the gradient that comes in; nothing is added twice."
-        )
-    if not torch.equal(got["next"], right["next"]):
-        raise Wrong(
-            "After backward the random numbers are others than without checkpoint: what was drawn for the replay has "
-            "to be undone."
-        )
-
-
-@dataclass(frozen=True)
-class Job:
-    """One micro-batch of a model on one device. Bytes and FLOPs are those of a single block.
-
-    Attributes:
-        layers: Blocks, all alike.
-        boundary: Bytes of a block's input.
-        block: Bytes that a block keeps when nothing runs again, its input included.
-        core: Bytes of these that selective recomputation drops and the replay brings back.
-        behind: Bytes that backward has released of a block by the time the replay of its core starts.
-        block_flops: FLOPs of a block's forward pass.
-        core_flops: FLOPs of its attention core.
-        budget: Bytes that are left for what blocks keep.
-        name: Model, sequence length and kind of attention.
-    """
-
-    layers: int
-    boundary: int
-    block: int
-    core: int
-    behind: int
-    block_flops: int
-    core_flops: int
-    budget: int = 0
-    name: str = ""
-
-    @property
-    def words(self) -> str:
-        """The situation in a few words."""
-        return f"{self.name}, budget {self.budget:,} bytes"
-
-
-def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int = 0) -> Job:
-    """Return the situation of a model: 16-bit values, the paper's counting."""
-    config = preset(model)
-    none, selective, full = (
-        recompute_cost(config, strategy, batch=batch, seq=seq, attention=attention).units[0]
-        for strategy in ("none", "selective", "full")
-    )
-    return Job(
-        layers=config.num_layers,
-        boundary=full.stored,
-        block=none.stored,
-        core=none.stored - selective.stored,
-        behind=selective.released,
-        block_flops=full.extra_flops,
-        core_flops=selective.extra_flops,
-        budget=budget,
-        name=f"{model}, {batch} x {seq} tokens, {attention} attention",
-    )
-
-
-def selective_peak(job: Job) -> int:
-    """Return the most that is kept when attention cores run again: at the end of forward, or in the last replay."""
-    stored = job.layers * (job.block - job.core)
-    return stored + max(0, job.core - job.behind)
-
-
-def moments_of_first(job: Job, n: int) -> tuple[int, int]:
-    """Return what is kept at the end of forward and at the first replay, when the first n blocks run again."""
-    return n * job.boundary + (job.layers - n) * job.block, (n - 1) * job.boundary + job.block
-
-
-def best_choice(job: Job) -> dict[str, Any] | None:
-    """Return the choice that fits and computes least again: strategy, peak bytes and extra FLOPs; None if none fits."""
-    found = [("none", job.layers * job.block, 0)]
-    found.append(("selective", selective_peak(job), job.layers * job.core_flops))
-    found += [(f"first:{n}", max(moments_of_first(job, n)), n * job.block_flops) for n in range(1, job.layers + 1)]
-    fitting = [choice for choice in found if choice[1] <= job.budget]
-    if not fitting:
-        return None
-    return dict(zip(("strategy", "peak", "extra"), min(fitting, key=lambda choice: choice[2]), strict=True))
-
-
-def jobs(dice: random.Random) -> list[Job]:
-    """Return situations: real models, with budgets drawn and budgets just at, above and below a strategy's peak."""
-    found = []
-    for model, seq, attention in (
-        ("gpt3-175b", 2048, "plain"),
-        ("gpt2-xl", 1024, "plain"),
-        ("llama-3-8b", 8192, "fused"),
-        ("llama-3-8b", 2048, "plain"),
-        ("llama-2-7b", 4096, "fused"),
-    ):
-        job = job_of(model, seq, attention, batch=dice.choice((1, 1, 2, 3)))
-        n = dice.randint(1, job.layers)
-        borders = [job.layers * job.block, selective_peak(job), max(moments_of_first(job, n))]
-        borders.append(max(moments_of_first(job, job.layers)))
-        budgets = [border + step for border in borders for step in (-1, 0, 1)]
-        budgets += [dice.randint(job.boundary, job.layers * job.block) for _ in range(4)]
-        found += [replace(job, budget=budget) for budget in budgets]
-    return found
-
-
-#: What the lab and the tests use from here; the check of whole runs and the situations have their own modules.
-__all__ = ["block_bytes", "checkpoint", "choose", "segment_peak"]
-
-# --- bytes of a block --------------------------------------------------------------------------------------
+# --- bytes of a block ---------------------------------------------------------------------------------------
 
 
 def _config(hidden: int, heads: int, kv_heads: int, ffn: int, gated: bool) -> ModelConfig:
@@ -345,7 +130,128 @@ def _words(named: dict[str, Any]) -> str:
     return f"{sizes}; {', '.join(flags) or 'no flag set'}"
 
 
-# --- segments ----------------------------------------------------------------------------------------------
+# --- a checkpoint by hand -----------------------------------------------------------------------------------
+
+ROWS, WIDTH = 96, 64
+
+
+class _Block(nn.Module):
+    """Two layers and a wide middle; counts its runs."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the block adds."""
+        self.runs += 1
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+def _step(run: Callable, dropout: float) -> dict:
+    """Two blocks, a loss that weighs every output differently, one backward pass."""
+    torch.manual_seed(0)
+    blocks = [_Block(dropout), _Block(dropout)]
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weigh = torch.randn(ROWS, WIDTH)
+    inside = sum(8 * ROWS * WIDTH * 4 for _ in blocks)  # the wide middle, once a block
+    torch.manual_seed(1)
+    with LiveBytes() as live:
+        y = x
+        for block in blocks:
+            y = run(block, y)
+        live.end_forward()
+        kept = live.kept
+        forward_runs = [block.runs for block in blocks]
+        _backward((weigh * y).sum())
+    return {
+        "value": y.detach(),
+        "node": y.grad_fn,
+        "kept": kept,
+        "inside": inside,
+        "runs": (forward_runs, [block.runs for block in blocks]),
+        "input": x.grad,
+        "weights": [p.grad for block in blocks for p in block.parameters()],
+        "next": torch.rand(3),
+    }
+
+
+def _backward(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise Wrong(
+            "The output has no graph, so backward ends here. Run the block inside of the Function's forward, which "
+            "hides it from autograd and leaves one node, and call `YourFunction.apply(...)` on the input."
+        )
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise Wrong(
+            "The replay's backward went on past the block, through the graph that made its input. Start the replay from "
+            "a detached copy of the input that needs a gradient, and stop there."
+        ) from None
+
+
+def _same(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@check
+def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
+    """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
+    for dropout in (0.0, 0.5):
+        got, right = _step(answer, dropout), _step(lambda block, x: block(x), dropout)
+        _judge_checkpoint(got, right, dropout)
+    return "Same outputs, gradients and random numbers, and nothing kept but the inputs."
+
+
+def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
+    if not _same(got["value"], right["value"]):
+        raise Wrong("Forward should return what the block returns.")
+    first, in_all = got["runs"]
+    if first != [1, 1]:
+        raise Wrong(f"Forward should run each block once, and runs it {first[0]} times.")
+    if got["kept"] > right["kept"] - 0.75 * right["inside"]:
+        raise Wrong(
+            "After forward the values inside of the block are still alive. Run the block under no_grad, and keep "
+            "its input alone: neither its output nor its graph."
+        )
+    if not isinstance(got["node"], torch.autograd.function.BackwardCFunction):
+        raise Wrong(
+            "The output does not come out of an autograd.Function; call `YourFunction.apply(...)` on the input."
+        )
+    if type(got["node"]).__name__ == "CheckpointFunctionBackward":
+        raise Wrong("This is PyTorch's own checkpoint; write yours.")
+    if in_all != [2, 2]:
+        raise Wrong(f"Backward should run each block once more, and runs it {in_all[0] - 1} times more.")
+    if got["input"] is None:
+        raise Wrong("The input gets no gradient: backward has to return one for every argument of forward.")
+    if any(gradient is None for gradient in got["weights"]):
+        raise Wrong(
+            "The block's weights get no gradient. They are no arguments of the Function: run backward through the "
+            "replayed graph, so that it reaches them."
+        )
+    if not (_same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))):
+        if dropout:
+            raise Wrong(
+                "With dropout the gradients belong to another mask than the loss. The replay has to draw forward's "
+                "random numbers, in forward's mode: save the random state before forward and put it back."
+            )
+        raise Wrong(
+            "Gradients differ from those without checkpoint. The replay starts from the same input, and its backward "
+            "from the gradient that comes in; nothing is added twice."
+        )
+    if not torch.equal(got["next"], right["next"]):
+        raise Wrong(
+            "After backward the random numbers are others than without checkpoint: what was drawn for the replay has "
+            "to be undone."
+        )
+
+
+# --- segments -----------------------------------------------------------------------------------------------
 
 
 def _segment_peak(layers: int, boundary: int, block: int, k: int) -> int:
@@ -397,7 +303,101 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
     return f"{len(cases)} chains, shorter last segments included."
 
 
-# --- what to recompute, and when ---------------------------------------------------------------------------
+# --- what to recompute, and when ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One micro-batch of a model on one device. Bytes and FLOPs are those of a single block.
+
+    Attributes:
+        layers: Blocks, all alike.
+        boundary: Bytes of a block's input.
+        block: Bytes that a block keeps when nothing runs again, its input included.
+        core: Bytes of these that selective recomputation drops and the replay brings back.
+        behind: Bytes that backward has released of a block by the time the replay of its core starts.
+        block_flops: FLOPs of a block's forward pass.
+        core_flops: FLOPs of its attention core.
+        budget: Bytes that are left for what blocks keep.
+        name: Model, sequence length and kind of attention.
+    """
+
+    layers: int
+    boundary: int
+    block: int
+    core: int
+    behind: int
+    block_flops: int
+    core_flops: int
+    budget: int = 0
+    name: str = ""
+
+    @property
+    def words(self) -> str:
+        """The situation in a few words."""
+        return f"{self.name}, budget {self.budget:,} bytes"
+
+
+def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int = 0) -> Job:
+    """Return the situation of a model: 16-bit values, the paper's counting."""
+    config = preset(model)
+    none, selective, full = (
+        recompute_cost(config, strategy, batch=batch, seq=seq, attention=attention).units[0]
+        for strategy in ("none", "selective", "full")
+    )
+    return Job(
+        layers=config.num_layers,
+        boundary=full.stored,
+        block=none.stored,
+        core=none.stored - selective.stored,
+        behind=selective.released,
+        block_flops=full.extra_flops,
+        core_flops=selective.extra_flops,
+        budget=budget,
+        name=f"{model}, {batch} x {seq} tokens, {attention} attention",
+    )
+
+
+def selective_peak(job: Job) -> int:
+    """Return the most that is kept when attention cores run again: at the end of forward, or in the last replay."""
+    stored = job.layers * (job.block - job.core)
+    return stored + max(0, job.core - job.behind)
+
+
+def peaks_of_first(job: Job, n: int) -> tuple[int, int]:
+    """Return what is kept at the end of forward and at the first replay, when the first n blocks run again."""
+    return n * job.boundary + (job.layers - n) * job.block, (n - 1) * job.boundary + job.block
+
+
+def best_choice(job: Job) -> dict[str, Any] | None:
+    """Return the choice that fits and computes least again: strategy, peak bytes and extra FLOPs; None if none fits."""
+    found = [("none", job.layers * job.block, 0)]
+    found.append(("selective", selective_peak(job), job.layers * job.core_flops))
+    found += [(f"first:{n}", max(peaks_of_first(job, n)), n * job.block_flops) for n in range(1, job.layers + 1)]
+    fitting = [choice for choice in found if choice[1] <= job.budget]
+    if not fitting:
+        return None
+    return dict(zip(("strategy", "peak", "extra"), min(fitting, key=lambda choice: choice[2]), strict=True))
+
+
+def jobs(dice: random.Random) -> list[Job]:
+    """Return situations: real models, with budgets drawn and budgets just at, above and below a strategy's peak."""
+    found = []
+    for model, seq, attention in (
+        ("gpt3-175b", 2048, "plain"),
+        ("gpt2-xl", 1024, "plain"),
+        ("llama-3-8b", 8192, "fused"),
+        ("llama-3-8b", 2048, "plain"),
+        ("llama-2-7b", 4096, "fused"),
+    ):
+        job = job_of(model, seq, attention, batch=dice.choice((1, 1, 2, 3)))
+        n = dice.randint(1, job.layers)
+        borders = [job.layers * job.block, selective_peak(job), max(peaks_of_first(job, n))]
+        borders.append(max(peaks_of_first(job, job.layers)))
+        budgets = [border + step for border in borders for step in (-1, 0, 1)]
+        budgets += [dice.randint(job.boundary, job.layers * job.block) for _ in range(4)]
+        found += [replace(job, budget=budget) for budget in budgets]
+    return found
 
 
 @check
@@ -425,7 +425,7 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
     peak, extra = _cost(job, name, n)
     if not close(got["peak"], peak, rel=1e-12):
         raise Wrong(
-            f"{got['strategy']!r} keeps {peak:,} bytes at most, not {float(got['peak']):,.0f}. {_moments(job, name, n)} "
+            f"{got['strategy']!r} keeps {peak:,} bytes at most, not {float(got['peak']):,.0f}. {_peaks(job, name, n)} "
             f"({job.words})."
         )
     if not close(got["extra"], extra, rel=1e-12):
@@ -444,7 +444,7 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
         )
 
 
-def _moments(job: Job, name: str, n: int) -> str:
+def _peaks(job: Job, name: str, n: int) -> str:
     """Say which moments of a strategy compete for its peak."""
     if name == "none":
         return "Nothing is ever replayed: forward ends with all blocks kept"
@@ -453,7 +453,7 @@ def _moments(job: Job, name: str, n: int) -> str:
             "Forward ends with every block less its core; then the last block's core comes back, when `behind` bytes of "
             "that block are gone, and the larger moment counts"
         )
-    forward, replay = moments_of_first(job, n)
+    forward, replay = peaks_of_first(job, n)
     return (
         f"Forward ends with {forward:,}; when block {n} comes back, the blocks after it are gone, and {replay:,} are "
         "kept: the larger moment counts"
@@ -465,4 +465,4 @@ def _cost(job: Job, name: str, n: int) -> tuple[int, int]:
         return job.layers * job.block, 0
     if name == "selective":
         return selective_peak(job), job.layers * job.core_flops
-    return max(moments_of_first(job, n)), n * job.block_flops
+    return max(peaks_of_first(job, n)), n * job.block_flops

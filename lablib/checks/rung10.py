@@ -1,9 +1,8 @@
 """The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster.
 
-The check of a ring all-reduce: any number of ranks that take turns, and every message counted.
-
-Ranks are threads that run one at a time, each to its next exchange, so a check plays always the same way and sees at
-once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose numbers are in it.
+The ranks of the ring are threads that run one at a time, each to its next exchange, so a check always plays the same
+way and sees at once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose
+numbers are in it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ from torch import Tensor
 from lablib.calc.communication import chunk_sizes, collective_time, crossover, ring_all_reduce_bytes, traffic
 from lablib.checks.report import Wrong, check, close
 from lablib.checks.turns import Turns
+
+__all__ = ["choose_algorithm", "place", "ring_all_reduce"]
+
+
+# --- a ring from exchanges ----------------------------------------------------------------------------------
 
 #: Ranks and elements: even, odd, fewer elements than ranks, two ranks, and one.
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
@@ -139,12 +143,10 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
                     f"longest chunk, so cut as evenly as can be ({case}).")  # fmt: skip
 
 
-#: What the lab and the tests use from here; the ring has a module of its own.
-__all__ = ["choose_algorithm", "place", "ring_all_reduce"]
-
-# --- ring or tree ------------------------------------------------------------------------------------------
+# --- ring or tree -------------------------------------------------------------------------------------------
 
 _KEYS = ("ring", "tree", "crossover", "best")
+
 _ALGORITHM = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 
 
@@ -211,7 +213,7 @@ def _explain_time(name: str, got: float, size: int, ranks: int, bandwidth: float
     raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array ({case}).")
 
 
-# --- which axis goes inside the host -----------------------------------------------------------------------
+# --- which axis goes inside the host ------------------------------------------------------------------------
 
 Axes = Mapping[str, tuple[int, str, float]]
 

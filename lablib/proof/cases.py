@@ -188,11 +188,7 @@ class Case:
 
 
 def case_model(family: str, size: str) -> ModelConfig:
-    """Return the model of a family in a size of `FACTORS`.
-
-    Raises:
-        ValueError: If the family has no model of this size.
-    """
+    """Return the model of a family in a size of `FACTORS`."""
     if size == "tiny":
         return ModelConfig(name=f"tiny-{family}", family=family, **_TINY | _TINY_FAMILY[family])
     if (family, size) in _CUSTOM:

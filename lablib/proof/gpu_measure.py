@@ -80,11 +80,7 @@ class Counters(Protocol):
 
 
 class CudaCounters:
-    """The counters of PyTorch's caching allocator on one GPU.
-
-    Raises:
-        ValueError: If there is no GPU, or its allocator is not PyTorch's own.
-    """
+    """The counters of PyTorch's caching allocator on one GPU."""
 
     def __init__(self, device: torch.device | str = "cuda:0") -> None:
         if not torch.cuda.is_available():
@@ -223,11 +219,7 @@ class GpuMeasured:
 
 
 def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
-    """Play two training steps of a case with real tensors, and weigh the second.
-
-    Raises:
-        ValueError: If the case needs several ranks or the papers' kernels, or there is no GPU.
-    """
+    """Play two training steps of a case with real tensors, and weigh the second."""
     if not on_one_gpu(case):
         raise ValueError(
             f"{case.name}: a GPU is measured alone, with kernels that exist: sharding='none', dp=tp=pp=1 and kernels "

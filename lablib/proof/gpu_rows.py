@@ -141,11 +141,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def gpu_summary(rows: Sequence[GpuRow], where: str, date: str) -> str:
-    """Return the result in sentences, the worst configuration named.
-
-    Raises:
-        ValueError: If nothing was measured.
-    """
+    """Return the result in sentences, the worst configuration named."""
     measured = [row for row in rows if not row.failed]
     if not measured:
         raise ValueError("the record has no measurement: every configuration failed")

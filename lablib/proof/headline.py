@@ -180,11 +180,7 @@ def read_table(path: Path = TABLE) -> Any:
 
 
 def headline(rows: Iterable[Mapping[str, Any]]) -> Headline:
-    """Return how wrong the calculator is.
-
-    Raises:
-        ValueError: If there are no rows, or none with a peak.
-    """
+    """Return how wrong the calculator is."""
     judged = [Judged(row) for row in rows]
     peaks = [one for one in judged if one.peak]
     saved = _worst((one, one.saved) for one in judged)
@@ -218,9 +214,6 @@ def step_moments(row: Mapping[str, Any]) -> list[StepMoment]:
 
     A tracker cannot tell the reduction of the last gradients from the backward pass before it, so a moment that it does
     not name is folded into the one before: the fuller of the two was what it saw.
-
-    Raises:
-        ValueError: If the moments of this row were not kept.
     """
     if "moment_terms" not in row["predicted"]:
         raise ValueError(f"the moments of {row['name']} are not in the table: add it to memory_grid.DRAWN")

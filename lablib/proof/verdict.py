@@ -44,11 +44,7 @@ KINDS = (
 
 
 def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
-    """Return the kind of a term at a moment.
-
-    Raises:
-        ValueError: If no tracker was asked about this term.
-    """
+    """Return the kind of a term at a moment."""
     kind = find_term(term).kind
     if kind is None:
         raise ValueError(f"term {term!r} has no kind: none of PyTorch's trackers was asked about it")
@@ -192,11 +188,7 @@ def compare(predicted: dict, measured: dict) -> list[Comparison]:
 
 
 def worst(comparisons: Iterable[Comparison], what: str) -> Comparison:
-    """Return the comparison of one kind that is farthest off.
-
-    Raises:
-        ValueError: If there is none of this kind.
-    """
+    """Return the comparison of one kind that is farthest off."""
     of_kind = [c for c in comparisons if c.what.partition(":")[0] == what]
     if not of_kind:
         raise ValueError(f"nothing of kind {what!r} was compared; use states, saved or peak")

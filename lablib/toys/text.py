@@ -27,9 +27,6 @@ def text(path: str | Path | None = None) -> str:
 
     Args:
         path: A UTF-8 file, or None.
-
-    Raises:
-        ValueError: If the file is missing, is not UTF-8, or is empty.
     """
     path = _PROSE if path is None else path
     try:
@@ -83,9 +80,6 @@ def sample_windows(tokens: Tensor, *, count: int, seq: int, generator: torch.Gen
 
     Args:
         tokens: All tokens, 1-D.
-
-    Raises:
-        ValueError: If `count` or `seq` is below 1 or the text is too short for one window.
     """
     _check(tokens, seq)
     if count < 1:
@@ -101,9 +95,6 @@ def batches(tokens: Tensor, *, batch: int, seq: int, seed: int) -> Iterator[Tens
 
     Args:
         tokens: All tokens, 1-D.
-
-    Raises:
-        ValueError: If `batch` or `seq` is below 1 or the text is too short for one window.
     """
     _check(tokens, seq)
     if batch < 1:

@@ -54,9 +54,6 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
 
     Args:
         bars: Name to (time of the latencies, time of the bytes).
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.0 + 0.4 * len(bars))
     rows = range(len(bars))
@@ -93,9 +90,6 @@ def time_curves(
     Args:
         seconds: Name to the seconds at each size.
         points: Name to measured seconds at each size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=height)
     for (name, values), role, dash in zip(seconds.items(), _ROLES, _DASHES, strict=False):
@@ -119,9 +113,6 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
 
     Args:
         fits: Name of the fit to its seconds at each size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, (top, bottom) = figure(height=4.4, nrows=2, sharex=True, height_ratios=[3, 2])
     top.plot(sizes, [t * 1e3 for t in seconds], "o", color=COLORS["neutral"], markersize=5, label="measured")
@@ -141,11 +132,7 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
 
 
 def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
-    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen."""
     fig, ax = figure(height=3.1)
     places = range(len(names))
     ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
@@ -161,11 +148,7 @@ def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], meas
 def predicted_and_measured(
     rows: Mapping[str, tuple[float, float]], *, xlabel: str, height: float | None = None
 ) -> Figure:
-    """Draw measured values as bars, with a mark where each was predicted.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured values as bars, with a mark where each was predicted."""
     fig, ax = figure(height=height or 1.1 + 0.4 * len(rows))
     places = range(len(rows))
     predicted, measured = ([row[part] for row in rows.values()] for part in (0, 1))
@@ -180,11 +163,7 @@ def predicted_and_measured(
 
 
 def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
-    """Draw ratios around a line at 1, above which the other side is faster.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw ratios around a line at 1, above which the other side is faster."""
     fig, ax = figure(height=0.9 + 0.36 * len(ratios))
     rows = range(len(ratios))
     colors = [COLORS["optimizer" if ratio <= 1 else "backward"] for ratio in ratios.values()]
@@ -201,11 +180,7 @@ def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
 
 
 def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw what the slowest of n ranks costs, over n.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what the slowest of n ranks costs, over n."""
     fig, ax = figure(height=3.2)
     for (name, line), role, dash in zip(values.items(), _ROLES, _DASHES, strict=False):
         ax.plot(ranks, line, linestyle=dash, color=COLORS[role], label=name)
@@ -222,11 +197,7 @@ _HUES = ("communication", "forward", "gradients", "activations", "optimizer", "b
 
 
 def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]]]], *, ranks: int) -> Figure:
-    """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large."""
     columns = 2
     rows = -(-len(panels) // columns)
     fig, axes = figure(height=2.05 * rows, nrows=rows, ncols=columns, squeeze=False)
@@ -262,9 +233,6 @@ def fabric(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
 
     Args:
         panels: Title to `leaf[node][card]`, the number of the leaf switch.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, axes = figure(height=2.5 * len(panels), nrows=len(panels), squeeze=False)
     for ax, (title, leaf) in zip(axes[:, 0], panels.items(), strict=True):

@@ -21,9 +21,6 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
     Args:
         states: Title of the panel to `counts[rank][chunk]`, the number of ranks summed in that chunk. The
             first is the start and has a row for itself; each half of the ring has a row of n - 1 steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     ranks = len(next(iter(states.values())))
     columns = max(ranks - 1, 1)
@@ -56,9 +53,6 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
 
     Args:
         seconds: Name of the algorithm to its seconds at each number of ranks.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(seconds.items(), _LINES, strict=False):
@@ -74,11 +68,7 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
 
 
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw communication over backward time, over the tokens of one rank, one line per link.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw communication over backward time, over the tokens of one rank, one line per link."""
     fig, ax = figure(height=3.8)
     for (name, values), (role, dash) in zip(ratios.items(), _LINES, strict=False):
         ax.plot(tokens, values, dash, color=COLORS[role], label=name)
@@ -98,9 +88,6 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
 
     Args:
         exposed: Name of the line to exposed seconds at each bucket size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
@@ -126,9 +113,6 @@ def step_split(
         compute: Measured seconds without communication.
         exposed: Measured seconds that communication adds.
         predicted: Predicted seconds of the whole step.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=0.9 + 0.34 * len(labels))
     rows = range(len(labels) - 1, -1, -1)
@@ -153,11 +137,7 @@ def step_split(
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw training losses over steps; later lines are thinner, so that lines that agree both show.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw training losses over steps; later lines are thinner, so that lines that agree both show."""
     fig, ax = figure(height=2.9)
     for i, ((name, values), (role, dash)) in enumerate(zip(losses.items(), _LINES, strict=False)):
         ax.plot(

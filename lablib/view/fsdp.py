@@ -21,11 +21,7 @@ _TENSORS = ("weights", "gradients", "optimizer", "activations")
 
 
 def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) -> Figure:
-    """Draw what each rank holds, a cell for a number, one picture for each way to cut.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what each rank holds, a cell for a number, one picture for each way to cut."""
     ranks = max(len(rows) for rows in pictures.values())
     fig, axes = figure(height=0.7 + 0.36 * ranks, ncols=len(pictures), squeeze=False)
     most = max(len(row) for rows in pictures.values() for row in rows)
@@ -51,9 +47,6 @@ def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, 
 
     Args:
         xlabel: Quantity and unit of the times.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.2)
     for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
@@ -79,9 +72,6 @@ def unit_size(
 
     Args:
         seconds: Step time with so many units.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
     top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
@@ -104,11 +94,7 @@ def unit_size(
 
 
 def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
-    """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard."""
     wide, tall = len(shards[0]), len(shards)
     fig, ax = figure(height=1.0 + 0.62 * tall)
     for y, row in enumerate(shards):

@@ -51,9 +51,6 @@ def parallelism_map() -> Figure:
     Tokens are drawn as sequences (rows) of positions (columns).
     The model is drawn as layers (rows), each as wide as the hidden size (columns).
     A piece marked "all" is held by every rank.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     every: list[int | None] = [None]
     ranks: list[int | None] = [0, 1, 2, 3]
@@ -90,11 +87,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
-    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for."""
     rows = max(-(-len(nodes) // columns) for nodes in panels.values())
     fig, axes = figure(height=(0.62 * rows + 0.35) * len(panels), nrows=len(panels), squeeze=False)
     for ax, (title, nodes) in zip(axes[:, 0], panels.items(), strict=True):
@@ -111,11 +104,7 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
 
 
 def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number: str = "{:,.3g}") -> Figure:
-    """Draw one number for every axis of every layout, on a log scale, each bar with its value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw one number for every axis of every layout, on a log scale, each bar with its value."""
     known = list(dict.fromkeys(axis for parts in values.values() for axis in parts))
     fig, ax = figure(height=0.9 + 0.29 * sum(len(parts) + 0.6 for parts in values.values()))
     row, ticks = 0.0, []
@@ -146,11 +135,7 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
 
 
 def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel: str) -> Figure:
-    """Draw two bars for every group of ranks: what was predicted, and what was counted.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw two bars for every group of ranks: what was predicted, and what was counted."""
     fig, ax = figure(height=2.9)
     for i, (name, role, hatch) in enumerate(
         (("predicted", "forward", None), ("measured", "communication", HATCHES["communication"]))
@@ -173,11 +158,7 @@ def curves(
     ylabel: str,
     rule: tuple[float, str] | None = None,
 ) -> Figure:
-    """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line."""
     fig, ax = figure(height=3.2)
     for (name, values), role, dash in zip(lines.items(), _ROLES, _DASHES, strict=False):
         ax.plot(x, [100 * value for value in values], dash, color=COLORS[role], label=name)
@@ -194,11 +175,7 @@ def curves(
 
 
 def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
-    """Draw, for every cluster, one bar a layout: yours, the published one, the planner's.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw, for every cluster, one bar a layout: yours, the published one, the planner's."""
     who = list(dict.fromkeys(name for bars in clusters.values() for name in bars))
     fig, ax = figure(height=1.3 + 0.27 * sum(len(bars) + 1 for bars in clusters.values()))
     row, ticks = 0.0, []
@@ -237,11 +214,7 @@ _PARTS = {
 
 
 def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node: int) -> Figure:
-    """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node."""
     ranks = sum(len(group) for group in next(iter(groups.values())))
     rows = -(-ranks // gpus_per_node)
     fig, axes = figure(height=(0.42 * rows + 0.45) * len(groups), nrows=len(groups), squeeze=False)
@@ -270,9 +243,6 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
 
     Args:
         steps: Label of a layout to its seconds by part.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=0.5 * len(steps) + 1.9)
     for row, parts in enumerate(steps.values()):
@@ -294,11 +264,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
-    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent."""
     fig, ax = figure(height=3.6)
     rates = [rate for _, *pair in rows for rate in pair]
     ends = [min(rates) / 1.25, max(rates) * 1.25]

@@ -38,9 +38,6 @@ def stacked_bars(
 
     Args:
         limit: Where a dashed line is drawn, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.35 + 0.42 * len(bars))
     totals = []
@@ -90,11 +87,7 @@ def curves(
     points: Mapping[str, tuple[Sequence[float], Sequence[float], str]] | None = None,
     xticks: Mapping[float, str] | None = None,
 ) -> Figure:
-    """Draw named curves over one axis, with measured points on top where there are any.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw named curves over one axis, with measured points on top where there are any."""
     fig, ax = figure(height=3.4)
     dashes, seen = ("-", "--", ":", "-."), {}
     for name, (y, role) in lines.items():
@@ -139,9 +132,6 @@ def capacity_curve(
     Args:
         capacities: GB of device memory, shared by the lines.
         cards: Name to (GB, billions of parameters): one point each.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.9)
     dashes = ("-", "--", ":", "-.")
@@ -194,11 +184,7 @@ def error_strips(
     named: Mapping[str, tuple[float, str]] | None = None,
     floor: float = 1e-10,
 ) -> Figure:
-    """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left."""
     fig, ax = figure(height=0.9 + 0.95 * len(strips))
     decade = 12  # dots that have room beside each other in a factor of ten
     for row, (name, errors) in enumerate(strips.items()):
@@ -249,14 +235,7 @@ def step_memory(
     ylabel: str,
     notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> Figure:
-    """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If the numbers are not one for each moment.
-    """
+    """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots."""
     moments = sum(count for _, count in phases)
     if any(len(numbers) != moments for numbers in (*layers.values(), measured)):
         raise ValueError(f"the phases have {moments} moments: give as many numbers in every layer and measured")

@@ -25,11 +25,7 @@ def _power(exponent: float) -> str:
 
 
 def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: Sequence[int]) -> Figure:
-    """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals."""
     fig, ax = figure(height=1.3 + 0.38 * len(rows))
     solid, light = COLORS["weights"], COLORS["gradients"]
     for row, (subnormal, normal, top, bits) in enumerate(rows.values()):
@@ -48,11 +44,7 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
 
 
 def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw how many significant bits each format keeps of a number, over its magnitude.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many significant bits each format keeps of a number, over its magnitude."""
     fig, ax = figure(height=3.0)
     for (name, bits), hue, dash in zip(curves.items(), _HUES[1:], _DASHES, strict=False):
         ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
@@ -68,11 +60,7 @@ def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) ->
 def gradient_histogram(
     counts: Mapping[int, int], *, floor: float, normal: float, name: str, top: float | None = None
 ) -> Figure:
-    """Draw how many values lie in each power of two, and where a format loses them.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many values lie in each power of two, and where a format loses them."""
     fig, ax = figure(height=3.0)
     spans = {
         "backward": (f"zero in {name}", [p for p in counts if p < floor]),
@@ -98,11 +86,7 @@ def gradient_histogram(
 
 
 def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
-    """Draw shares side by side, a group of bars for each name, in percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw shares side by side, a group of bars for each name, in percent."""
     names = list(next(iter(bars.values())))
     fig, ax = figure(height=1.2 + (0.16 + 0.16 * len(bars)) * len(names))
     tall = 0.8 / len(bars)
@@ -121,11 +105,7 @@ def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
 
 
 def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel: str = "loss") -> Figure:
-    """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value."""
     fig, ax = figure(height=3.1)
     for k, (name, values) in enumerate(lines.items()):
         style = {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
@@ -142,11 +122,7 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
 
 
 def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
-    """Draw the loss scale of each step as a power of two, and the steps that were skipped.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the loss scale of each step as a power of two, and the steps that were skipped."""
     fig, ax = figure(height=2.6)
     steps = range(len(exponents))
     ax.step(steps, exponents, where="mid", color=COLORS["weights"], label="loss scale")
@@ -171,11 +147,7 @@ def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
 def sum_errors(
     ranks: Sequence[int], measured: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Draw the error of a sum over ranks, measured as points and expected as lines, in percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the error of a sum over ranks, measured as points and expected as lines, in percent."""
     fig, ax = figure(height=3.1)
     for (name, values), hue, dash in zip(measured.items(), _HUES[1:], _DASHES, strict=False):
         ax.plot(ranks, [100 * e for e in expected[name]], color=COLORS[hue], linestyle=dash, label=name)
@@ -198,11 +170,7 @@ def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
 
 
 def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0) -> Figure:
-    """Draw values of every step on a logarithmic axis, and single out some steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw values of every step on a logarithmic axis, and single out some steps."""
     fig, ax = figure(height=3.0)
     for k, (name, values) in enumerate(lines.items()):
         steps = range(start, start + len(values))

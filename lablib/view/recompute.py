@@ -31,11 +31,7 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
-    """Draw what one block keeps, one bar a tensor, from the first operator to the last.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what one block keeps, one bar a tensor, from the first operator to the last."""
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
         ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
@@ -54,11 +50,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
 def kept_over_time(
     lines: Mapping[str, Sequence[float]], *, forward: int, ylabel: str, xlabel: str = "blocks run"
 ) -> Figure:
-    """Draw how much is kept after each block's run, forward and then backward; runs again count as runs.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how much is kept after each block's run, forward and then backward; runs again count as runs."""
     fig, ax = figure(height=3.5)
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.step(range(len(values)), values, where="post", color=COLORS[role], linestyle=dash, label=name)
@@ -75,11 +67,7 @@ def kept_over_time(
 
 
 def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
-    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part."""
     blocks = len(next(iter(strategies.values())))
     step, wide = len(parts) + 0.8, 0.92
     fig, ax = figure(height=1.1 + 0.42 * len(strategies))
@@ -136,9 +124,6 @@ def frontier_plot(
         points: (name, bytes saved, extra FLOPs, uses the host, is beaten) of each strategy.
         xlabel: What is saved, and its unit.
         ylabel: What is paid, and its unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.9)
     for name, saved, paid, host, beaten in points:
@@ -184,11 +169,7 @@ def frontier_plot(
 
 
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(peaks.items(), _LINES, _DASHES, strict=False):
         ax.plot(lengths, values, linestyle=dash, color=COLORS[role], label=name)
@@ -210,11 +191,7 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
 
 
 def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
-    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line."""
     fig, ax = figure(height=1.2 + 0.36 * len(milliseconds))
     for row, (name, samples) in enumerate(milliseconds.items()):
         ordered = sorted(samples)

@@ -28,14 +28,7 @@ _DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
 def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms") -> Figure:
-    """Draw what every rank did over the same time axis, and at the right how its time splits.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If there is nothing to draw.
-    """
+    """Draw what every rank did over the same time axis, and at the right how its time splits."""
     if not spans:
         raise ValueError("a timeline needs at least one span")
     lanes = list(dict.fromkeys(span.lane for span in spans))
@@ -78,11 +71,7 @@ def _said(role: str) -> str:
 def loss_curves(
     runs: Mapping[str, Sequence[tuple[float, float]]], marks: Mapping[str, float], *, xlabel: str = "step"
 ) -> Figure:
-    """Draw losses over steps, one line per run, and where something happened.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw losses over steps, one line per run, and where something happened."""
     fig, ax = figure(height=3.2)
     for number, (name, points) in enumerate(runs.items()):
         steps, losses = zip(*points, strict=True)
@@ -105,9 +94,6 @@ def memory_bars(
 
     Args:
         capacity: Of the device, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=0.9 + 0.62 * len(predicted))
     for place, (name, value) in enumerate(predicted.items()):
@@ -134,11 +120,7 @@ def memory_bars(
 def checkpoint_interval(
     minutes: Sequence[float], shares: Mapping[str, Sequence[float]], marks: Mapping[str, float]
 ) -> Figure:
-    """Draw the share of time that is lost over the interval between checkpoints, by cause.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of time that is lost over the interval between checkpoints, by cause."""
     fig, ax = figure(height=3.3)
     roles = {"checkpoints": "optimizer", "work done again": "backward", "restarts": "idle"}
     ax.stackplot(
@@ -175,11 +157,7 @@ def curves(
     log: str = "x",
     bottom: float | None = None,
 ) -> Figure:
-    """Draw several lines over a quantity that grows by factors, such as a batch.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw several lines over a quantity that grows by factors, such as a batch."""
     fig, ax = figure(height=3.3)
     for (name, values), role, dash in zip(lines.items(), _HUES, _DASHES, strict=False):
         ax.plot(xs, values, color=COLORS[role], linestyle=dash, label=name)
@@ -208,11 +186,7 @@ def _short(x: float) -> str:
 
 
 def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw speedup over ranks, one line per case, each named at its right end.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw speedup over ranks, one line per case, each named at its right end."""
     fig, ax = figure(height=3.4)
     ax.plot(ranks, ranks, "--", color=COLORS["neutral"], linewidth=1.3)
     ax.annotate("ideal", (ranks[-1], ranks[-1]), (5, 1), textcoords="offset points", fontsize=9)
@@ -235,11 +209,7 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
 def cost_curves(
     params: Sequence[float], years: Mapping[str, Sequence[float]], marks: Mapping[str, tuple[float, float]]
 ) -> Figure:
-    """Draw the time one device would need over model size, with named models as points.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the time one device would need over model size, with named models as points."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(years.items(), ("forward", "gradients"), ("-", "--"), strict=False):
         ax.plot(params, values, dash, color=COLORS[role], label=name)
@@ -270,9 +240,6 @@ def step_times(rows: Sequence[Mapping[str, object]]) -> Figure:
 
     Args:
         rows: With run, seconds (median, low, high) and predicted, in seconds or None.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.1 + 0.45 * len(rows))
     for place, row in enumerate(reversed(rows)):
@@ -299,9 +266,6 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
     """Draw for every run on several ranks its efficiency and what took the rest, as parts of one bar.
 
     A part that was gained, not lost, is left out of the bar, which is then longer than 100 percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.3 + 0.45 * len(rows))
     for place, row in enumerate(reversed(rows)):
@@ -328,9 +292,6 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
 
     Args:
         runs: Name of a run to the seconds of its steps, from the first one on.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=2.6)
     for (name, seconds), role in zip(runs.items(), COLORS, strict=False):

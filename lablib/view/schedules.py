@@ -72,12 +72,6 @@ def pipeline(
 
     A bar carries the number of its micro-batch where there is room for it. On a rank with several stages, the later
     ones are darker. What no bar covers is idle, up to the panel's last end.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If there is nothing to draw, or there are messages for a panel that does not exist.
     """
     drawn = {title: list(events) for title, events in panels.items()}
     if not drawn or not all(drawn.values()):
@@ -163,12 +157,6 @@ def overlay(
 
     Args:
         simulated: The same titles to the events of the simulation, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If the titles differ.
     """
     if set(measured) != set(simulated):
         raise ValueError(f"measured has {sorted(measured)}, simulated has {sorted(simulated)}: give the same")
@@ -193,11 +181,7 @@ def overlay(
 def held_over_time(
     panels: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, unit: str = "forward times"
 ) -> Figure:
-    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank."""
     fig, axes = figure(height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
         for rank, (points, (role, dash)) in enumerate(zip(ranks, _LINES, strict=False)):
@@ -217,11 +201,7 @@ def held_over_time(
 
 
 def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:
-    """Draw a bubble over the number of micro-batches, one line a pipeline.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw a bubble over the number of micro-batches, one line a pipeline."""
     fig, ax = figure(height=3.2)
     for (name, values), (role, dash) in zip(bubbles.items(), _LINES, strict=False):
         ax.plot(microbatches, values, dash, color=COLORS[role], label=name)
@@ -236,11 +216,7 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
 
 
 def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:
-    """Draw every schedule as a point: what its fullest rank holds, and how long it idles.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw every schedule as a point: what its fullest rank holds, and how long it idles."""
     fig, ax = figure(height=3.2)
     for name, (held, bubble) in points.items():
         ax.plot([held], [bubble], "o", color=COLORS["backward"], markersize=8)

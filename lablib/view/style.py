@@ -126,11 +126,7 @@ class _Page:
 
 
 def show(fig: Figure, *, caption: str, alt: str) -> None:
-    """Show a figure with its caption, once, in the theme of the page.
-
-    Raises:
-        ValueError: If the caption or the alternative text is empty.
-    """
+    """Show a figure with its caption, once, in the theme of the page."""
     if not caption.strip() or not alt.strip():
         raise ValueError("a figure needs a caption (its one message) and an alt text (what is drawn)")
     from IPython.display import display

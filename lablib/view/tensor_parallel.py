@@ -36,9 +36,6 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
 
     Args:
         down: The second matrix, whose rows are split.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     ranks, width = len(partial), len(up[0])
     owner = [_RANKS[j * ranks // width] for j in range(width)]
@@ -62,11 +59,7 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
 
 
 def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int = 2) -> Figure:
-    """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right."""
     look = {"whole": COLORS["idle"], "tokens": COLORS["optimizer"], "inner": COLORS["weights"]}
     fig, axes = figure(height=1.35 * len(variants) + 0.5, nrows=len(variants), squeeze=False)
     for ax, (title, steps) in zip(axes[:, 0], variants.items(), strict=True):
@@ -101,11 +94,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
 
 
 def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Figure:
-    """Draw which query heads and which key and value heads every rank holds, one panel per degree.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw which query heads and which key and value heads every rank holds, one panel per degree."""
     fig, axes = figure(height=1.0 * len(layouts) + 0.4, nrows=len(layouts), squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], layouts.items(), strict=True):
         heads = sum(len(queries) for queries, _ in ranks)
@@ -131,11 +120,7 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
 
 
 def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], *, domain: int) -> Figure:
-    """Draw the share of communication in a layer over the tensor parallel degree, one line per link.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of communication in a layer over the tensor parallel degree, one line per link."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(shares.items(), _LINES, _DASHES, strict=False):
         ax.plot(degrees, [100 * value for value in values], dash, color=COLORS[role], label=name)
@@ -153,11 +138,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
 def kept_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, measured: Sequence[float] = ()
 ) -> Figure:
-    """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured."""
     roles = ("activations", "weights", "gradients", "optimizer")
     fig, ax = figure(height=0.9 + 0.32 * len(labels))
     rows = range(len(labels) - 1, -1, -1)
@@ -175,11 +156,7 @@ def kept_bars(
 
 
 def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw losses, or differences of losses, over optimizer steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw losses, or differences of losses, over optimizer steps."""
     fig, ax = figure(height=3.0)
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.plot(steps, values, dash, color=COLORS[role], label=name)

@@ -36,11 +36,7 @@ def _cells(ax: Axes, left: float, row: float, held: Sequence[bool], color: str, 
 
 
 def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> Figure:
-    """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere."""
     ranks = len(next(iter(stages.values())))
     parts = len(next(iter(stages.values()))[0]["weights"])
     fig, ax = figure(height=0.75 + 1.0 * len(stages))
@@ -67,11 +63,7 @@ def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> 
 def reduction_curves(
     ranks: Sequence[int], factors: Mapping[str, Sequence[float]], limits: Mapping[str, float]
 ) -> Figure:
-    """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to."""
     fig, ax = figure(height=3.3)
     for (name, values), role, dash in zip(factors.items(), _HUES, _DASHES, strict=False):
         ax.plot(ranks, values, dash, color=COLORS[role], label=name)
@@ -90,11 +82,7 @@ def reduction_curves(
 
 
 def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel: str) -> Figure:
-    """Draw what a rank sends in a step, one bar per case, its segments the collectives in order.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what a rank sends in a step, one bar per case, its segments the collectives in order."""
     fig, ax = figure(height=0.9 + 0.5 * len(bars))
     for row, segments in enumerate(bars.values()):
         left = 0.0
@@ -116,9 +104,6 @@ def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure
 
     Args:
         layers: Parameters of each layer, in any unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, axes = figure(height=3.0, ncols=2, sharey=True)
     most = 0.0
@@ -142,11 +127,7 @@ def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure
 
 
 def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw measured step times, one row per case: every sample a dot, the median a bar.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured step times, one row per case: every sample a dot, the median a bar."""
     fig, ax = figure(height=0.9 + 0.45 * len(milliseconds))
     for row, samples in enumerate(milliseconds.values()):
         ordered = sorted(samples)
@@ -160,11 +141,7 @@ def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str) -> Figure:
-    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(efficiencies.items(), _HUES, _DASHES, strict=False):
         ax.plot(tokens, [100 * value for value in values], dash, color=COLORS[role], label=name)

@@ -60,9 +60,6 @@ def split_model(model: nn.Module, mesh: DeviceMesh, kernels: str) -> None:
     """Split a model over the ranks of a mesh, in place.
 
     Call it outside of FakeTensorMode: it reads the mesh, which is a real tensor.
-
-    Raises:
-        ValueError: If the head is the embedding's table, which this plan splits in one place and not in the other.
     """
     embedding = model.get_input_embeddings() if kernels == "hf" else model.embed
     if model.get_submodule(HEAD[kernels]).weight is embedding.weight:

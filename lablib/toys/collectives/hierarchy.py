@@ -47,11 +47,7 @@ class NodeTraffic(NamedTuple):
 
 
 def node_groups(ranks_per_node: int) -> NodeGroups:
-    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once.
-
-    Raises:
-        ValueError: If g does not divide the number of ranks.
-    """
+    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks")
@@ -102,9 +98,6 @@ def pairwise_all_to_all(
             differ, give both: what rank i calls `input_sizes[j]` rank j must call `output_sizes[i]`.
         input_sizes: The same for `input`.
         group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
 
     Raises:
         ValueError: If the sizes do not fit the tensors, or a tensor is not contiguous.

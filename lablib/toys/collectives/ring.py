@@ -30,9 +30,6 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup 
         input: The unsharded array, contiguous; not changed.
         group: The process group; None is all ranks.
 
-    Returns:
-        What this rank sent.
-
     Raises:
         ValueError: If `output` has another size or dtype than its chunk, or a tensor is not contiguous.
     """
@@ -50,9 +47,6 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
     Args:
         input: This rank's chunk of it, cut as in `ring_reduce_scatter`; may be the view inside `output`.
         group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
 
     Raises:
         ValueError: If `input` has another size or dtype than its chunk, or a tensor is not contiguous.

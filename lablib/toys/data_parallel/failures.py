@@ -81,11 +81,7 @@ class Patient:
 
 
 def patient(name: str) -> Patient:
-    """Return a patient by letter.
-
-    Raises:
-        ValueError: For another name.
-    """
+    """Return a patient by letter."""
     if name not in _WARD:
         raise ValueError(f"there is no patient {name!r}; there are {', '.join(_WARD)}")
     return Patient(name, _WARD[name])
@@ -136,9 +132,6 @@ def train_regression(
         global_batch: Samples of one step, over all ranks; a multiple of the number of ranks.
         seed: Of the data and the shuffle.
         make_model: Builds a model from 8 numbers to 1.
-
-    Raises:
-        ValueError: If the ranks do not divide the global batch, or there is no such patient.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if global_batch % ranks:

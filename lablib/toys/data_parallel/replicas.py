@@ -24,10 +24,6 @@ def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     Args:
         module: What this rank is about to wrap.
         group: The replicas; None is all ranks.
-
-    Raises:
-        ValueError: If this rank is not in the group, the modules of the ranks differ, gradients would be sparse, or
-            forward changes weights, by what this rank has seen.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; wrap only on the group's ranks")

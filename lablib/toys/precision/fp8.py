@@ -85,9 +85,6 @@ def quantize(
         scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         scale: A scale from elsewhere, a scalar, as in delayed scaling; what is too large for it saturates.
-
-    Raises:
-        ValueError: If the scaling is unknown, `x_MK` is not a matrix, or a scale is given to blocks.
     """
     rows, columns = SCALINGS[one_of("scaling", scaling, SCALINGS)]
     if x_MK.dim() != 2:
@@ -144,9 +141,6 @@ class DelayedScaling:
     Args:
         dtype: A float8 dtype.
         margin: Powers of two that are left free above the history's largest value.
-
-    Raises:
-        ValueError: If the history is empty.
     """
 
     def __init__(self, dtype: torch.dtype = E4M3, *, history: int = 16, margin: int = 0) -> None:

@@ -127,12 +127,7 @@ class ParallelBlock(Block):
 
 
 def check_tp(config: ModelConfig, tp: int) -> None:
-    """Raise if the model cannot be split so.
-
-    Raises:
-        ValueError: If tp does not divide the heads, or neither divides nor is a multiple of the KV heads, or
-            leaves a rank without a part of the MLP or of the vocabulary.
-    """
+    """Raise if the model cannot be split so."""
     heads, kv, ffn, vocab = config.num_heads, config.num_kv_heads, config.ffn, config.vocab
     possible = [t for t in range(1, min(heads, ffn, vocab) + 1) if heads % t == 0 and not (kv % t and t % kv)]
     if tp in possible:
@@ -176,9 +171,6 @@ class ParallelTransformer(nn.Module):
 
         Args:
             tokens_BS: Token ids, the same on every rank; any length.
-
-        Raises:
-            ValueError: If a token is outside the vocabulary, or the sequence longer than the positions.
         """
         seq, t, rank = tokens_BS.shape[1], self.group.size(), self.group.rank()
         if tokens_BS.numel() and not 0 <= int(tokens_BS.min()) <= int(tokens_BS.max()) < self.config.vocab:
@@ -242,10 +234,6 @@ def parallelize(
         group: The tensor parallel ranks; `dist.group.WORLD` for all.
         sequence_parallel: False, "keep" (keeps the gathered input for backward) or "shard" (keeps this rank's
             part and gathers once more).
-
-    Raises:
-        ValueError: If the variant is unknown, the model cannot be split so, or it has dropout: the stream
-            would need the same mask on every rank and the split parts different ones.
     """
     if not any(sequence_parallel is v or sequence_parallel == v != 0 for v in VARIANTS):
         raise ValueError(f"sequence_parallel={sequence_parallel!r} must be False, 'keep' or 'shard'")
@@ -262,11 +250,7 @@ def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
-    """Copy this rank's slices out of the state dict of the whole model.
-
-    Raises:
-        ValueError: If names or shapes are not those of the whole model.
-    """
+    """Copy this rank's slices out of the state dict of the whole model."""
     mine = model.state_dict()
     if wrong := sorted(mine.keys() ^ state.keys()):
         raise ValueError(f"these names are only in one of model and state dict: {', '.join(wrong)}")

@@ -110,9 +110,6 @@ class ZeRO3(ZeRO1):
         units: Modules to gather one by one; by default every child of an nn.ModuleList, nn.ModuleDict or
             nn.Sequential that has a forward.
         prefetch: Units to gather ahead of the one in use.
-
-    Raises:
-        ValueError: As in ZeRO1; or a unit is not part of the module, or has no forward; or prefetch is negative.
     """
 
     stage = 3

@@ -67,11 +67,7 @@ def _is_per_element(value: object, p: Tensor) -> bool:
 def scatter(
     module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer, states: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Give every shard its piece of the state of the parameters.
-
-    Raises:
-        ValueError: If a parameter that is trained has no state, or not that of its neighbours; nothing is changed then.
-    """
+    """Give every shard its piece of the state of the parameters."""
     names = {p: name for name, p in module.named_parameters()}
     for flat in flats:
         keys = {frozenset(states.get(names[p], {})) for p in flat.params}
@@ -109,10 +105,6 @@ class ZeRO1(nn.Module):
             shard does not know which of its values are a norm's.
         group: The process group of the replicas; None is all ranks.
         master: Dtype of the optimizer's copy of its shard: torch.float32 for a module in bf16. None for no copy.
-
-    Raises:
-        ValueError: As `lablib.toys.data_parallel.check_replica`; or nothing is to be trained, the master dtype cannot hold
-            the weights, or the optimizer does not have all shards.
     """
 
     stage = 1
