@@ -1,12 +1,6 @@
-"""Drawings of a network: the messages of a collective round by round, and the switches of a fabric.
-
-Every function takes numbers that `lablib.calc` computed and returns a figure.
-
-Pictures of communication: what a size costs, how well a fit does, and what a link leaves of the speed.
+"""Pictures of communication: what a size costs, how well a fit does, messages round by round, a fabric's switches.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-`lablib.view.communication` has the drawings of messages and switches.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows
 
 _ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
@@ -69,9 +63,7 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
         edgecolor="white",
         label="bytes",
     )
-    ax.set_yticks(rows, labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, bars)
     ax.set_xlabel(xlabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
@@ -102,8 +94,7 @@ def time_curves(
     for text, size in (marks or {}).items():
         ax.axvline(size, color=COLORS["neutral"], linewidth=1.2)
         ax.text(size * 1.15, 0.03, text, va="bottom", fontsize=9, transform=ax.get_xaxis_transform())
-    ax.set_xlabel("size of the array")
-    ax.set_ylabel("time (ms)")
+    ax.set(xlabel="size of the array", ylabel="time (ms)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -125,8 +116,7 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
     _plain_log(top.yaxis)
     _bytes_axis(bottom, sizes)
     top.set_ylabel("time (ms)")
-    bottom.set_ylabel("fit is off by (%)")
-    bottom.set_xlabel("size of the array")
+    bottom.set(ylabel="fit is off by (%)", xlabel="size of the array")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
@@ -139,8 +129,7 @@ def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], meas
     ax.plot(places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured")
     ax.set_xticks(places, labels=names)
     ax.set_ylim(0, 105)
-    ax.set_xlabel("link between the hosts")
-    ax.set_ylabel("scaling efficiency (%)")
+    ax.set(xlabel="link between the hosts", ylabel="scaling efficiency (%)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -154,9 +143,7 @@ def predicted_and_measured(
     predicted, measured = ([row[part] for row in rows.values()] for part in (0, 1))
     ax.barh(places, measured, 0.66, color=COLORS["forward"], label="measured")
     ax.plot(predicted, places, "D", color=COLORS["neutral"], markersize=7, label="predicted")
-    ax.set_yticks(places, labels=list(rows))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, rows)
     ax.set_xlabel(xlabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
@@ -171,9 +158,7 @@ def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
     for row, ratio in zip(rows, ratios.values(), strict=True):
         ax.text(ratio + 0.03, row, f"{ratio:.2f}", va="center", fontsize=9)
     ax.axvline(1, color=COLORS["neutral"], linewidth=1.4)
-    ax.set_yticks(rows, labels=list(ratios))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, ratios)
     ax.set_xlim(0, 1.15 * max(ratios.values()))
     ax.set_xlabel(xlabel)
     return fig
@@ -186,8 +171,7 @@ def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, 
         ax.plot(ranks, line, linestyle=dash, color=COLORS[role], label=name)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="ranks", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 

@@ -61,8 +61,7 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
     ax.set_yscale("log")
     ticks = ranks[::2]
     ax.set_xticks(ticks, labels=[f"{n}" for n in ticks])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("one all-reduce (ms)")
+    ax.set(xlabel="ranks", ylabel="one all-reduce (ms)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -73,12 +72,10 @@ def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]
     for (name, values), (role, dash) in zip(ratios.items(), _LINES, strict=False):
         ax.plot(tokens, values, dash, color=COLORS[role], label=name)
     ax.axhline(1, color=COLORS["neutral"], linewidth=1.2)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
     ax.text(0.02, 0.05, "all of it can hide", ha="left", va="bottom", fontsize=9, transform=ax.transAxes)
-    ax.set_xlabel("tokens per rank and step")
-    ax.set_ylabel("all-reduce / backward")
+    ax.set(xlabel="tokens per rank and step", ylabel="all-reduce / backward")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -93,13 +90,11 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
     for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
         ax.plot(mib, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
     ax.axvline(default, color=COLORS["neutral"], linewidth=1.2)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ax.text(default * 1.15, ax.get_ylim()[1] * 0.8, f"{default:g} MiB", va="top", fontsize=9)
     ticks = [size for size in (0.1, 1, 10, 100, 1000) if mib[0] <= size <= mib[-1]]
     ax.set_xticks(ticks, labels=[f"{size:g}" for size in ticks])
-    ax.set_xlabel("bucket size (MiB)")
-    ax.set_ylabel("exposed communication (ms)")
+    ax.set(xlabel="bucket size (MiB)", ylabel="exposed communication (ms)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -149,7 +144,6 @@ def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
             alpha=0.45 if i == 0 else 1,
             label=name,
         )
-    ax.set_xlabel("optimizer step")
-    ax.set_ylabel("loss of the global batch (nats)")
+    ax.set(xlabel="optimizer step", ylabel="loss of the global batch (nats)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, note
 
 #: One colour and one dash for each case that shares a picture with others.
 _HUES = ("weights", "gradients", "optimizer", "activations", "communication")
@@ -54,8 +54,7 @@ def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, 
         ax.step(times, amounts, where="post", color=COLORS[role], linestyle=dash, label=name, linewidth=1.8)
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(f"gathered ({unit})")
+    ax.set(xlabel=xlabel, ylabel=f"gathered ({unit})")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -81,15 +80,13 @@ def unit_size(
     top.set_ylabel("step (s)")
     bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
     bottom.set_ylim(0, 1.1 * max(gigabytes))
-    bottom.set_ylabel("gathered (GB)")
-    bottom.set_xlabel("units in the model")
-    bottom.set_xscale("log")
+    bottom.set(ylabel="gathered (GB)", xlabel="units in the model", xscale="log")
     bottom.set_xticks(counts, labels=[str(count) for count in counts])
     bottom.set_xticks([], minor=True)
     for count, text in names.items():
         place = counts.index(count)
         side = "left" if place == 0 else "right" if place == len(counts) - 1 else "center"
-        top.annotate(text, (count, seconds[place]), (0, 7), textcoords="offset points", ha=side, fontsize=9)
+        note(top, text, (count, seconds[place]), (0, 7), ha=side)
     return fig
 
 

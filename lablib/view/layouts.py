@@ -1,12 +1,6 @@
-"""Pictures of a mesh and of a plan: ranks in their nodes, one axis's groups, and where a step's time goes.
+"""Pictures of a layout: a mesh in its nodes, what each axis sends, the parts of a step, and what each parallelism cuts.
 
-Every function takes what `lablib.calc` computed and returns a figure.
-
-A map of the kinds of parallelism: what each one cuts, for four ranks.
-
-Pictures of a layout: what sits on which node, what each axis sends, and a rule of thumb with its price.
-
-Every function takes what `lablib.calc` computed, or what a run measured, and returns a figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -168,8 +162,7 @@ def curves(
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, labels=[f"{value:g}" for value in x])
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -239,7 +232,7 @@ def _cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
 
 
 def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Draw predicted steps as stacked bars, one a layout, parts in the order of `plan_time.PARTS`.
+    """Draw predicted steps as stacked bars, one a layout, parts in the order of `PARTS` of `lablib.calc.layouts.planner`.
 
     Args:
         steps: Label of a layout to its seconds by part.
@@ -275,15 +268,13 @@ def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Fig
     for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
         points = [(published, predicted) for name, published, predicted in rows if name == paper]
         ax.plot(*zip(*points, strict=True), "os^D"[number % 4], color=_FILLS[number % 4], label=paper, markersize=5)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
     ax.set_xlim(ends)
     ax.set_ylim(ends)
-    ax.set_xlabel("published TFLOP/s per device")
-    ax.set_ylabel("predicted")
+    ax.set(xlabel="published TFLOP/s per device", ylabel="predicted")
     ax.legend(loc="upper left")
     return fig

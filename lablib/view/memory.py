@@ -1,12 +1,6 @@
-"""How far off memory calculators are: one line per calculator, from its lowest to its highest ratio.
+"""Pictures of memory: bars by term, curves, the largest model of a device, and the judged memory calculator.
 
-Pictures of memory: stacked bars by term, activation curves, and the largest model that a card holds.
-
-Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
-
-Pictures of the judged memory calculator: all of its errors, one training step, and a peak by term.
-
-Every function takes numbers that `lablib.calc` computed, or that PyTorch counted, and returns a matplotlib figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
 
 #: What a bar's segment is called in the legend, in drawing order.
 TERMS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations"}
@@ -48,24 +42,21 @@ def stacked_bars(
             if value:
                 ax.barh(row, value, left=left, height=0.62, color=COLORS[role])
                 left += value
-        ax.annotate(number.format(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, number.format(left), (left, row), (4, 0), va="center")
         totals.append(left)
-    ax.set_yticks(range(len(bars)), labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, bars)
     ax.set_xlim(0, 1.14 * max([*totals, limit or 0.0]))
     ax.set_xlabel(xlabel)
     if limit is not None:
         ax.axvline(limit, color=COLORS["backward"], linestyle="--", linewidth=1.5)
-        ax.annotate(
+        note(
+            ax,
             limit_label,
             (limit, 1),
             (0, 2),
             xycoords=("data", "axes fraction"),
-            textcoords="offset points",
             ha="center",
             color=COLORS["backward"],
-            fontsize=9,
         )
     used = [role for role in terms if any(parts.get(role) for parts in bars.values())]
     fig.legend(
@@ -107,17 +98,8 @@ def curves(
         ax.minorticks_off()
     if level:
         ax.axhline(level[0], color=COLORS["backward"], linestyle="--", linewidth=1.3)
-        ax.annotate(
-            level[1],
-            (0.01, level[0]),
-            (0, -11),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=COLORS["backward"],
-            fontsize=9,
-        )
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+        note(ax, level[1], (0.01, level[0]), (0, -11), xycoords=("axes fraction", "data"), color=COLORS["backward"])
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -140,13 +122,10 @@ def capacity_curve(
     for name, (capacity, size) in cards.items():
         ax.plot(capacity, size, "o", color=COLORS["weights"], markersize=5)
         # The names hang below the lowest line, where nothing else is drawn.
-        ax.annotate(
-            name, (capacity, size), (0, -7), textcoords="offset points", rotation=90, ha="center", va="top", fontsize=9
-        )
+        note(ax, name, (capacity, size), (0, -7), rotation=90, ha="center", va="top")
     ax.set_yscale("log")
     ax.set_ylim(bottom=0.3)
-    ax.set_xlabel("device memory (GB)")
-    ax.set_ylabel("largest model (billion parameters)")
+    ax.set(xlabel="device memory (GB)", ylabel="largest model (billion parameters)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -201,15 +180,14 @@ def error_strips(
         ax.plot(xs, ys, "o", color=COLORS["activations"], markersize=4, markeredgewidth=0)
         if bounds[name]:
             ax.plot([bounds[name]] * 2, [row - 0.66, row + 0.12], color=COLORS["backward"], linewidth=1.6)
-            ax.annotate(
+            note(
+                ax,
                 f"allowed: {bounds[name]:.0%}",
                 (bounds[name], row - 0.66),
                 (-4, -1),
-                textcoords="offset points",
                 ha="right",
                 va="top",
                 color=COLORS["backward"],
-                fontsize=9,
             )
         if named and name in named:
             error, text = named[name]
@@ -296,16 +274,7 @@ def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this cou
     fig, ax = figure(height=1.3 + 0.235 * lines)
     places, labels, at = [], [], 0.0
     for quantity, found in groups.items():
-        ax.annotate(
-            TITLES[quantity],
-            (0, at),
-            (4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-        )
+        note(ax, TITLES[quantity], (0, at), (4, 0), xycoords=("axes fraction", "data"), va="center", fontweight="bold")
         for row in found:
             at += 1
             color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, note
 
 #: Told apart by colour and by dash, in this order.
 _HUES = ("neutral", "backward", "weights", "optimizer", "gradients", "activations")
@@ -31,7 +31,7 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
     for row, (subnormal, normal, top, bits) in enumerate(rows.values()):
         ax.barh(row, top - normal, 0.6, normal, color=solid)
         ax.barh(row, normal - subnormal, 0.6, subnormal, color=light, alpha=0.75)
-        ax.annotate(f"{bits} bits", (top, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, f"{bits} bits", (top, row), (4, 0), va="center")
     ax.set_yticks(range(len(rows)), labels=list(rows))
     ax.set_xticks(list(ticks), labels=[_power(tick) for tick in ticks])
     ax.set_xlim(min(row[0] for row in rows.values()) - 4, max(row[2] for row in rows.values()) + 50)
@@ -50,8 +50,7 @@ def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) ->
         ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
     ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set_xlabel("magnitude of a number")
-    ax.set_ylabel("significant bits kept")
+    ax.set(xlabel="magnitude of a number", ylabel="significant bits kept")
     ax.set_ylim(0, None)
     fig.legend(loc="outside lower center", ncols=4)
     return fig
@@ -79,8 +78,7 @@ def gradient_histogram(
     ticks = [p for p in range(-160, 160, 8) if left <= p <= right]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.set_xlim(left, right)
-    ax.set_xlabel("magnitude of a gradient")
-    ax.set_ylabel("how many")
+    ax.set(xlabel="magnitude of a gradient", ylabel="how many")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
@@ -115,8 +113,7 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
             cross = {"markersize": 9, "markeredgewidth": 2.5}
             ax.plot(finite[-1:], [values[finite[-1]]], "x", color=COLORS[_HUES[k]], **cross)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -138,8 +135,7 @@ def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
     ticks = sorted({round(e) for e in exponents})[:: max(1, len(set(exponents)) // 5)]
     ax.set_yticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("step")
-    ax.set_ylabel("scale")
+    ax.set(xlabel="step", ylabel="scale")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -153,8 +149,7 @@ def sum_errors(
         ax.plot(ranks, [100 * e for e in expected[name]], color=COLORS[hue], linestyle=dash, label=name)
         ax.plot(ranks, [100 * e for e in values], "o", color=COLORS[hue])
     _log_axes(ax, ranks)
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("error of the sum (%)")
+    ax.set(xlabel="ranks", ylabel="error of the sum (%)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -179,7 +174,6 @@ def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequenc
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=":")
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("step")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="step", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, name_rows, note
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
 KINDS = {
@@ -35,7 +35,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
         ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
-        ax.annotate(number.format(size), (size, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, number.format(size), (size, row), (3, 0), va="center")
     ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -60,8 +60,7 @@ def kept_over_time(
         ax.text(forward, top, text, ha=side, va="top", fontsize=9)
     ax.set_ylim(0, top)
     ax.set_xlim(0, None)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=min(3, len(lines)))
     return fig
 
@@ -132,14 +131,13 @@ def frontier_plot(
                 markerfacecolor="none" if beaten else color, markeredgewidth=1.6)  # fmt: skip
         right, above = (places or {}).get(name, (8, 0))
         far = abs(above) > 16 or abs(right) > 16
-        ax.annotate(
+        note(
+            ax,
             name,
             (saved, paid),
             (right, above),
-            textcoords="offset points",
             ha="left" if right > 4 else "right" if right < -4 else "center",
             va="center",
-            fontsize=9,
             arrowprops={"arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.7, "shrinkB": 4} if far else None,
         )
     if measured:
@@ -149,8 +147,7 @@ def frontier_plot(
     most = max(paid for _, _, paid, _, _ in points)
     ax.set_ylim(-0.12 * most, 1.65 * most)
     ax.margins(x=0.12)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     signs = [
         ("o", "activations", None, "device alone"),
         ("s", "communication", None, "needs the host"),
@@ -184,8 +181,7 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
     inside = [rung for rung in rungs if low <= rung <= high]
     ax.set_yticks(inside, labels=[f"{rung:g}" for rung in inside])
     ax.minorticks_off()
-    ax.set_xlabel("blocks in a segment")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="blocks in a segment", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -199,9 +195,7 @@ def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[s
         ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
         if name in predicted:
             ax.plot([predicted[name]] * 2, [row - 0.36, row + 0.36], color=COLORS["activations"], linewidth=3)
-    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, milliseconds)
     ax.set_xlabel("one step (ms)")
     handles = [
         Patch(color=COLORS["forward"], alpha=0.55, label="median"),

@@ -1,15 +1,6 @@
-"""Pictures and page of a scaling report: step times beside their prediction, what was lost, every single step.
-
-Every function takes numbers that somebody else measured or computed.
-
-Pictures of a real run: what every rank did, what a restart changed, what it held, and when it should save.
+"""Pictures of a run: what every rank did, restarts, checkpoints, scaling, and the page of a scaling report.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-What of its efficiency a run lost is drawn by `lablib.view.runs`.
-
-Pictures of scaling: Amdahl's curves and the cost of a compute-optimal run.
-
-Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
 """
 
 from __future__ import annotations
@@ -19,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
 from lablib.view.timeline import Span
 
 #: One colour and one dash for each line that shares a picture with others.
@@ -80,9 +71,8 @@ def loss_curves(
     top = max(loss for points in runs.values() for _, loss in points)
     for text, step in marks.items():
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-        ax.annotate(text, (step, top), (4, -2), textcoords="offset points", fontsize=9, va="top")
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel("loss (nats)")
+        note(ax, text, (step, top), (4, -2), va="top")
+    ax.set(xlabel=xlabel, ylabel="loss (nats)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -104,10 +94,8 @@ def memory_bars(
         else:
             ax.barh(place + 0.19, got, 0.34, color=COLORS["weights"])
     ax.axvline(capacity, color=COLORS["backward"], linewidth=1.2, linestyle="--")
-    ax.annotate("device", (capacity, len(predicted) - 0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9)
-    ax.set_yticks(range(len(predicted)), labels=list(predicted))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    note(ax, "device", (capacity, len(predicted) - 0.6), (-4, 0), ha="right")
+    name_rows(ax, predicted)
     ax.set_xlabel(f"peak memory ({unit})")
     handles = [
         ax.barh([0], [0], color=COLORS["neutral"], label="predicted"),
@@ -134,15 +122,14 @@ def checkpoint_interval(
     for row, (text, place) in enumerate(marks.items()):
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.2, linestyle="--")
         spot = (place, top * (0.97 - 0.1 * row))
-        ax.annotate(text, spot, (4, 0), textcoords="offset points", fontsize=9, va="top")
+        note(ax, text, spot, (4, 0), va="top")
     ax.set_xscale("log")
     ticks = [m for m in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if minutes[0] <= m <= minutes[-1]]
     ax.set_xticks(ticks, labels=[f"{m:g}" for m in ticks])
     ax.set_xticks([], minor=True)
     ax.set_xlim(minutes[0], minutes[-1])
     ax.set_ylim(0, top)
-    ax.set_xlabel("minutes of work between checkpoints")
-    ax.set_ylabel("lost time (%)")
+    ax.set(xlabel="minutes of work between checkpoints", ylabel="lost time (%)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
@@ -171,9 +158,8 @@ def curves(
         ax.set_ylim(bottom=bottom)
     for text, place in (marks or {}).items():
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-        ax.annotate(text, (place, ax.get_ylim()[1]), (4, -3), textcoords="offset points", fontsize=9, va="top")
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+        note(ax, text, (place, ax.get_ylim()[1]), (4, -3), va="top")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -189,18 +175,17 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
     """Draw speedup over ranks, one line per case, each named at its right end."""
     fig, ax = figure(height=3.4)
     ax.plot(ranks, ranks, "--", color=COLORS["neutral"], linewidth=1.3)
-    ax.annotate("ideal", (ranks[-1], ranks[-1]), (5, 1), textcoords="offset points", fontsize=9)
+    note(ax, "ideal", (ranks[-1], ranks[-1]), (5, 1))
     roles = ("forward", "optimizer", "gradients", "backward", "activations")
     for role, (text, values) in zip(roles, speedups.items(), strict=False):
         ax.plot(ranks, values, color=COLORS[role])
-        ax.annotate(text, (ranks[-1], values[-1]), (5, -5), textcoords="offset points", color=COLORS[role], fontsize=9)
+        note(ax, text, (ranks[-1], values[-1]), (5, -5), color=COLORS[role])
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ticks = [rank for rank in ranks if rank & (rank - 1) == 0][::2]
     ax.set_xticks(ticks, labels=[f"{rank}" for rank in ticks])
     ax.set_yticks(ticks, labels=[f"{rank}" for rank in ticks])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("speedup")
+    ax.set(xlabel="ranks", ylabel="speedup")
     # Room for the names at the right end.
     ax.set_xlim(1, ranks[-1] * 3.2)
     return fig
@@ -215,12 +200,10 @@ def cost_curves(
         ax.plot(params, values, dash, color=COLORS[role], label=name)
     for name, (size, value) in marks.items():
         ax.plot(size, value, "o", color=COLORS["neutral"], markersize=5)
-        ax.annotate(name, (size, value), (-5, 4), textcoords="offset points", ha="right", fontsize=9)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+        note(ax, name, (size, value), (-5, 4), ha="right")
+    ax.set(xscale="log", yscale="log")
     ax.set_xticks([1e9, 1e10, 1e11, 1e12], labels=["1B", "10B", "100B", "1T"])
-    ax.set_xlabel("parameters")
-    ax.set_ylabel("years on one device")
+    ax.set(xlabel="parameters", ylabel="years on one device")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -300,8 +283,7 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
     if warm_up:
         ax.axvspan(0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up")
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("step")
-    ax.set_ylabel("ms")
+    ax.set(xlabel="step", ylabel="ms")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 

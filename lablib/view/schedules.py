@@ -1,10 +1,6 @@
-"""More pictures of pipelines: measured over simulated, what ranks hold over time, bubbles as curves.
+"""Pictures of pipelines: one lane a rank, one bar an action, the bubble in grey; what ranks hold; bubbles as curves.
 
-Every function takes numbers that somebody else computed or measured and returns a matplotlib figure.
-
-Pipelines over time: one lane a rank, one bar an action, the bubble in grey.
-
-Every function takes events that somebody else computed or measured and returns a matplotlib figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, note
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
 KINDS = {
@@ -209,8 +205,7 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
     ax.set_xticks(microbatches[::2], labels=[f"{m}" for m in microbatches[::2]])
     ax.set_ylim(0, None)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set_xlabel("micro-batches m")
-    ax.set_ylabel(what)
+    ax.set(xlabel="micro-batches m", ylabel=what)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -221,19 +216,11 @@ def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str
     for name, (held, bubble) in points.items():
         ax.plot([held], [bubble], "o", color=COLORS["backward"], markersize=8)
         left = name in right
-        ax.annotate(
-            name,
-            (held, bubble),
-            (-8 if left else 8, 4),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=9,
-        )
+        note(ax, name, (held, bubble), (-8 if left else 8, 4), ha="right" if left else "left")
     ax.set_xlim(0, 1.15 * max(held for held, _ in points.values()))
     ax.set_ylim(0, 1.2 * max(bubble for _, bubble in points.values()))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.yaxis.set_major_locator(MultipleLocator(0.05))
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set_xlabel("micro-batches held by the fullest rank")
-    ax.set_ylabel("idle over ideal time")
+    ax.set(xlabel="micro-batches held by the fullest rank", ylabel="idle over ideal time")
     return fig

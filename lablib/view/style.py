@@ -10,6 +10,7 @@ import html
 import io
 import itertools
 import re
+from collections.abc import Collection
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -81,6 +82,18 @@ def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple
     """
     with mpl.rc_context(_RC):
         return plt.subplots(figsize=(width, height), **subplots)
+
+
+def note(ax: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: object) -> None:
+    """Write a small text at a place, moved by some points."""
+    ax.annotate(text, at, offset, textcoords="offset points", fontsize=9, **look)
+
+
+def name_rows(ax: Axes, names: Collection[str]) -> None:
+    """Name the rows of a horizontal chart, the first at the top, without lines between them."""
+    ax.set_yticks(range(len(names)), labels=list(names))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
 
 
 def themed_svg(fig: Figure, alt: str) -> str:

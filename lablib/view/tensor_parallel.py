@@ -129,8 +129,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
     ax.set_xscale("log", base=2)
     ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
     ax.set_ylim(0, 100)
-    ax.set_xlabel("tensor parallel degree")
-    ax.set_ylabel("communication in a layer (%)")
+    ax.set(xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -160,7 +159,6 @@ def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylab
     fig, ax = figure(height=3.0)
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.plot(steps, values, dash, color=COLORS[role], label=name)
-    ax.set_xlabel("optimizer steps")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="optimizer steps", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=1)
     return fig

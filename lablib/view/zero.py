@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows
 
 #: Rows of a stage's picture, from top to bottom.
 _ROLES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
@@ -75,8 +75,7 @@ def reduction_curves(
     ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
     heights = [2**k for k in range(0, 11, 2)]
     ax.set_yticks(heights, labels=[f"{height}x" for height in heights])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("states: times less than DDP")
+    ax.set(xlabel="ranks", ylabel="states: times less than DDP")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
@@ -92,9 +91,7 @@ def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel
             plate = {"facecolor": COLORS[role], "edgecolor": "none", "pad": 1.2}
             ax.text(left + amount / 2, row, text, ha="center", va="center", color="white", fontsize=9, bbox=plate)
             left += amount
-    ax.set_yticks(range(len(bars)), labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, bars)
     ax.set_xlabel(xlabel)
     return fig
 
@@ -133,9 +130,7 @@ def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
         ordered = sorted(samples)
         ax.barh(row, ordered[len(ordered) // 2], 0.6, color=COLORS["forward"], alpha=0.55)
         ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
-    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, milliseconds)
     ax.set_xlabel("one step (ms)")
     return fig
 
@@ -148,7 +143,6 @@ def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
     ax.set_ylim(0, 104)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel("device computes (% of the step)")
+    ax.set(xlabel=xlabel, ylabel="device computes (% of the step)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig

@@ -1,17 +1,17 @@
-"""All-to-all: rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it.
+"""An all-reduce that knows about nodes, and all-to-all.
 
-In step k every rank sends to the rank k places to its right and receives from the one k places to its left: nobody
-gets two messages at once, and every piece goes straight to where it belongs.
-
-Paper: Thakur, Rabenseifner and Gropp 2005.
-
-An all-reduce that knows about nodes: most bytes stay on the fast links inside, few cross the slow ones.
-
-With g ranks a node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
+Most bytes of an all-reduce should stay on the fast links inside a node, and few cross the slow ones. With g ranks a
+node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
 
     reduce-scatter inside   rank i of every node has chunk i of its node's sum
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
+
+In an all-to-all rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it. In step k every
+rank sends to the rank k places to its right and receives from the one k places to its left: nobody gets two messages at
+once, and every piece goes straight to where it belongs.
+
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every layer of the transformer split over the ranks of one process group.
+"""The transformer split over the ranks of one process group: attention by heads, MLP by inner values.
 
     model = parallelize(Transformer(config), group)   # or sequence_parallel="keep" or "shard"
     model.loss(tokens).backward()                     # the same tokens on every rank
@@ -10,13 +10,7 @@ Between columns and row the ranks have nothing to say to each other.
 Per block f and g cost 2 all-reduces forward and 2 backward, 8·B·S·H·(t-1)/t numbers sent by each rank.
 Sequence parallelism also splits norms and stream; "keep" sends as much, "shard" 10·B·S·H·(t-1)/t.
 
-Papers: Shoeybi et al. 2019 (1909.08053); Korthikanti et al. 2022 (2205.05198).
-
-One block of the transformer, split over the ranks: attention by heads, MLP by inner values.
-
-Both halves are columns, then work that each rank does alone, then a row.
-
-Paper: Shoeybi et al. 2019 (1909.08053), figure 3.
+Papers: Shoeybi et al. 2019 (1909.08053), figure 3; Korthikanti et al. 2022 (2205.05198).
 """
 
 from __future__ import annotations
