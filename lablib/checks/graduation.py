@@ -99,7 +99,7 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check, with one sentence."""
+    """The outcome of one check, with one sentence."""
 
     rung: str
     name: str
@@ -110,7 +110,7 @@ class Outcome:
 def examine(
     work: Path, *, rungs: Sequence[str] | None = None, every: bool = False, timeout: float = TIMEOUT_S
 ) -> Iterator[Outcome]:
-    """Yield what became of each check, as soon as it is known; nothing that an answer does ends this."""
+    """Yield the outcome of each check, as soon as it is known; nothing that an answer does ends this."""
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g} must be above 0 seconds")
     known = [goal.rung for goal in GOALS]

@@ -1,4 +1,4 @@
-"""What a check says: passed, not attempted, or which idea is wrong."""
+"""The verdict of a check: passed, not attempted, or which idea is wrong."""
 
 from __future__ import annotations
 

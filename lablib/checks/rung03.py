@@ -133,7 +133,7 @@ def _wrong_columns(y: Tensor, mine: Tensor, bias: Tensor) -> str:
 
 
 def _judge_local(got: dict, truth: dict, name: str, dim: int, rank: int, tp: int) -> None:
-    """The rank's slice has the whole gradient of the slice, and the rest has none."""
+    """The rank's slice has the full gradient of the slice, and the rest has none."""
     grad = torch.zeros_like(truth[name]) if got[name] is None else got[name]
     mine = _slice(grad, dim, rank, tp)
     rest = grad.abs().sum() - mine.abs().sum()
@@ -147,20 +147,20 @@ def row_parallel(answer: Callable[..., Tensor]) -> str:
     for tp in DEGREES:
         truth = _truth(tp, tp)
         for rank, got in enumerate(_on_ranks(_linear_on_a_rank, tp, answer, tp, True)):
-            y, whole, bias = got["y"], truth["y"], truth["b"]
+            y, full, bias = got["y"], truth["y"], truth["b"]
             if y is None:
                 raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
-            if y.shape != whole.shape:
+            if y.shape != full.shape:
                 raise Wrong(f"Rank {rank} returns shape {tuple(y.shape)}; every rank has all outputs here.")
-            if _same(y, whole + (tp - 1) * bias):
+            if _same(y, full + (tp - 1) * bias):
                 raise Wrong(f"The bias counts {tp} times: it belongs to the sum, not to each part.")
-            if _same(y * tp, whole) or _same((y - bias) * tp, whole - bias):
+            if _same(y * tp, full) or _same((y - bias) * tp, full - bias):
                 raise Wrong("The parts are averaged; they are parts of one sum.")
-            if _same(y, whole - bias):
+            if _same(y, full - bias):
                 raise Wrong("The bias is missing.")
             if not got["calls"][0]:
                 raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
-            if not _same(y, whole):
+            if not _same(y, full):
                 raise Wrong("The sum is wrong: rank r multiplies its inputs by the r-th block of inputs of the weight.")
             part = _slice(truth["x"], -1, rank, tp)
             if _same(got["x"], tp * part):
@@ -243,10 +243,10 @@ def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, 
     dice = torch.Generator().manual_seed(heads)
     shapes = ((5, 6), (heads * width, 6), (kv * width, 6), (kv * width, 6))
     x, wq, wk, wv = (torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes)
-    whole = _attend(x, wq, wk, wv, width)
+    full = _attend(x, wq, wk, wv, width)
     order = [head for queries, _ in held for head in queries]
     parts = torch.cat([_attend(x, wq[q], wk[k], wv[k], width) for q, k in ranks])
-    if not torch.allclose(parts, whole[order], atol=1e-9):
+    if not torch.allclose(parts, full[order], atol=1e-9):
         raise Wrong(f"{where}: a rank's queries meet the wrong key heads: keep groups together and in order.")
 
 

@@ -64,9 +64,9 @@ class World(Turns):
             raise Wrong("A message was sent that nobody received: all ranks must take the same number of steps.")
 
     def _exchange(self, rank: int, send: Tensor, to: int, receive: Tensor, source: int) -> None:
-        for name, peer in (("to", to), ("source", source)):
-            if peer not in range(self.ranks) or peer == rank:
-                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={peer}: neighbours are counted "
+        for name, other in (("to", to), ("source", source)):
+            if other not in range(self.ranks) or other == rank:
+                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={other}: neighbours are counted "
                             "round the ring, so after the last rank comes rank 0.")  # fmt: skip
         self.messages.append(_Message(rank, to, send.numel()))
         self.mail[rank, to].append(send.detach().clone().flatten())

@@ -157,14 +157,14 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
     def near(seconds: float) -> bool:
         return abs(steps - seconds / step) <= 0.02 * seconds / step + 1
 
-    whole = 3600 * hours
-    if gpus > 1 and near((2 * save * whole) ** 0.5):
+    one_gpu = 3600 * hours
+    if gpus > 1 and near((2 * save * one_gpu) ** 0.5):
         raise Wrong(f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told}).")
     if near((2 * save * hours / gpus) ** 0.5):
         raise Wrong(f"The time between failures is in hours, all else in seconds ({told}).")
-    if near((2 * save * whole / gpus) ** 0.5 * step) and step != 1:
+    if near((2 * save * one_gpu / gpus) ** 0.5 * step) and step != 1:
         raise Wrong(f"That is seconds; the answer is in steps, and a step takes {step:.3g} s ({told}).")
-    if near((save * whole / gpus) ** 0.5):
+    if near((save * one_gpu / gpus) ** 0.5):
         raise Wrong(f"A failure destroys half an interval on average, not a whole one: that is where the 2 comes from "
                     f"({told}).")  # fmt: skip
     raise Wrong(f"Saving every {steps:,} steps loses more time than every {best:,}: weigh the seconds of saving in each "

@@ -409,9 +409,9 @@ def judge_nccl(version: tuple[int, ...] | None, gpus: int) -> Finding:
     return Finding("NCCL", OK, ".".join(map(str, version)))
 
 
-def judge_topology(worst: str | None, peers: bool) -> Finding:
+def judge_topology(worst: str | None, reachable: bool) -> Finding:
     """Judge what connects the GPUs, by the slowest link and by whether all reach each other's memory."""
-    access = f"{'every GPU reaches every other' if peers else 'some GPUs do not reach each other'}'s memory"
+    access = f"{'every GPU reaches every other' if reachable else 'some GPUs do not reach each other'}'s memory"
     if worst is None:
         return Finding("topology", LIMITED, f"nvidia-smi shows no matrix; {access}")
     detail = f"the slowest pair is joined by {link_text(worst)} ({worst}); {access}"
@@ -420,7 +420,7 @@ def judge_topology(worst: str | None, peers: bool) -> Finding:
     fix = "expect PCIe speed: accumulate gradients, or rent GPUs with NVLink"
     if worst == "SYS":
         fix = "choose GPUs of one socket with CUDA_VISIBLE_DEVICES, or rent GPUs with NVLink"
-    if not peers:
+    if not reachable:
         fix = "copies go through host memory; set NCCL_P2P_DISABLE=1 if NCCL hangs, or rent another machine"
     return Finding("topology", LIMITED, detail, fix)
 
@@ -514,7 +514,7 @@ def judge_files(limit: int | None) -> Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What the labs depend on.
+    """Facts about the machine that the labs depend on.
 
     Attributes:
         capabilities: Compute capability of every GPU.

@@ -1,7 +1,4 @@
-"""`rung memory-table`: judge the memory calculator against PyTorch, case by case.
-
-`rung memory-peers`: other memory calculators on the cases of the memory table.
-"""
+"""`rung memory-table` and `rung memory-peers`: the memory calculator, and others, against PyTorch, case by case."""
 
 from __future__ import annotations
 
@@ -117,10 +114,6 @@ def _on_gpu(only: str | None) -> str:
     return gpu_text(gpu_rows(measured_samples(cases, say=lambda line: typer.echo(line, err=True))))
 
 
-if __name__ == "__main__":
-    typer.run(memory_table)
-
-
 def memory_peers(
     committed: Annotated[
         bool, typer.Option("--committed", help="Print the committed comparison; compute nothing.")
@@ -152,7 +145,3 @@ def memory_peers(
         typer.echo(problem, err=True)
     if problems:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(memory_peers)

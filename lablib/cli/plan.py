@@ -11,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
 
-FIXED = ("tp", "cp", "ep", "pp", "dp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages")
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 
 
@@ -47,8 +46,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rank the layouts that fit by predicted step time, and say why the winner wins."""
-    given = locals()
-    fixed = {name: given[name] for name in FIXED if given[name] is not None}
+    layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
+    layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
     from lablib.calc.layouts.planner import nothing_fits
     from lablib.calc.layouts.planner import plan as find
@@ -74,7 +73,7 @@ def plan(
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
-        **fixed,
+        **{name: value for name, value in layout.items() if value is not None},
     )
     if not result.candidates:
         raise ValueError(nothing_fits(result))

@@ -127,7 +127,7 @@ class Case:
         return self.sharding.startswith("fsdp2")
 
     @property
-    def whole(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether every rank has all of the states."""
         return self.sharding in ("none", "ddp")
 

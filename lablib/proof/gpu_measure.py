@@ -1,25 +1,16 @@
-"""One training step on a GPU, weighed: what the program asks for, what the allocator gives, and what CUDA takes besides.
+"""One training step on a GPU, measured: what the program asks for, what the allocator gives, what CUDA takes besides.
 
     found = measure_on_gpu(Case(kernels="hf", size="small", seq=2048, recipe="pure-bf16", step="fused"))
     print(found.peak, found.workspaces, found.outside, found.moments)
 
-A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second
-is measured. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's
-own history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
+A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second is
+measured. The peak is read phase by phase, from counters that each phase begins anew. Beside it the allocator's own
+history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
-The same step runs on a CPU, where `lablib.launch.measure.memory` counts instead: `measure_on_gpu(case, CpuCounters())`.
-
-Counters of memory: CUDA's allocator on a GPU, every tensor that is alive on a CPU. One class each, the same words.
-
-    with counters_of("cuda") as counters:
-        counters.reset()
-        ...
-        counters.most()          # {"requested": ..., "allocated": ..., "reserved": ...}
-
-`requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by the allocator
-and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of the three:
-there `lablib.launch.measure.memory` counts tensors, and the three are the same. So a step that is measured on a GPU can be
-tested without one.
+Of the counters, `requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by
+the allocator and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of
+the three: there `LiveBytes` counts tensors, and the three are the same. So a step that is measured on a GPU can be tested
+without one: `measure_on_gpu(case, Counters())`.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,41 +37,50 @@ from lablib.proof.oracles import Master, build_model, make_optimizer
 MAX_EVENTS = 2_000_000
 
 
-class Counters(Protocol):
-    """What a measurement asks of a device."""
+class Counters:
+    """Counters of memory; here of every tensor on the CPU that is made while they are on."""
 
-    device: torch.device
+    device = torch.device("cpu")
 
     def __enter__(self) -> Self:
         """Begin with nothing cached."""
+        self._live = LiveBytes().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Give back what is cached."""
+        self._live.__exit__(*error)
 
     def now(self) -> int:
         """Return the bytes that the program holds, as it asked for them."""
+        return self._live.live
 
     def most(self) -> dict[str, int]:
         """Return the most bytes "requested", "allocated" and "reserved" since `reset`."""
+        return dict.fromkeys(("requested", "allocated", "reserved"), self._live.peak)
 
     def reset(self) -> None:
         """Forget the peaks."""
+        self._live.peak = self._live.live
 
     def outside(self) -> int:
         """Return the bytes in use on the device that no tensor and no cache has: CUDA's context, kernels, others."""
+        return 0
 
     def release_workspaces(self) -> int:
         """Give back what libraries keep between calls, and return its bytes."""
+        return 0
 
     def record(self) -> None:
-        """Begin to record what the allocator does."""
+        """Begin to record every event of the allocator."""
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the snapshot since `record`, and stop; None where the device has none."""
+        """Return PyTorch's snapshot since `record`, and stop recording; None where the device has none."""
+        return None
 
 
-class CudaCounters:
-    """The counters of PyTorch's caching allocator on one GPU."""
+class CudaCounters(Counters):
+    """The same counters of PyTorch's caching allocator on one GPU."""
 
     def __init__(self, device: torch.device | str = "cuda:0") -> None:
         if not torch.cuda.is_available():
@@ -138,54 +138,6 @@ class CudaCounters:
         found = torch_private.memory_snapshot()
         torch_private.record_memory_history(enabled=None)
         return found
-
-
-class CpuCounters:
-    """Every tensor on the CPU that is made while the counters are on, by `LiveBytes`."""
-
-    device = torch.device("cpu")
-
-    def __enter__(self) -> Self:
-        self._live = LiveBytes().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.__exit__(*error)
-
-    def now(self) -> int:
-        """Return the bytes of all tensors."""
-        return self._live.live
-
-    def most(self) -> dict[str, int]:
-        """Return the most bytes of all tensors, by the three names."""
-        return dict.fromkeys(("requested", "allocated", "reserved"), self._live.peak)
-
-    def reset(self) -> None:
-        """Forget the peak."""
-        self._live.peak = self._live.live
-
-    def outside(self) -> int:
-        """There is nothing else to count."""
-        return 0
-
-    def release_workspaces(self) -> int:
-        """Libraries keep nothing that PyTorch would see."""
-        return 0
-
-    def record(self) -> None:
-        """There is nothing to record."""
-
-    def snapshot(self) -> None:
-        """A CPU has no snapshot."""
-
-
-def counters_of(device: str) -> CudaCounters | CpuCounters:
-    """Return the counters of a device.
-
-    Raises:
-        ValueError: If it is not there.
-    """
-    return CpuCounters() if device == "cpu" else CudaCounters(device)
 
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)$")

@@ -57,7 +57,7 @@ class Judged:
 
     @property
     def name(self) -> str:
-        """What distinguishes the configuration."""
+        """The name of the configuration."""
         return self.row["name"]
 
     @property

@@ -131,7 +131,7 @@ def _is_split(case: Case) -> bool:
 
 
 def _not_one_device(case: Case) -> bool:
-    return not case.whole or _is_split(case)
+    return not case.unsharded or _is_split(case)
 
 
 def _not_16_bits(case: Case) -> bool:

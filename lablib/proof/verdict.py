@@ -5,15 +5,11 @@
 | states, each term | exact to the byte |
 | what forward keeps, in all and in each group of modules | 1 percent of all that is kept |
 | the peak of the step, in all | 5 percent |
-| the peak by kind of memory (`lablib.proof.verdict`) | 5 percent of the whole peak |
+| the peak by kind of memory | 5 percent of the whole peak |
 
-The measurements are those of `lablib.proof.oracles.measurement`; here is arithmetic alone.
-
-The kinds of memory that PyTorch's trackers tell apart, and to which of them each term of the calculator belongs.
-
-    by_kind(memory_timeline("gpt2").peak)       # {"weights": 497759232, "activations": ...}
-
-Why the two words differ, where they do, is said in `lablib.calc.memory.terms`.
+Kinds are those that PyTorch's trackers tell apart; `lablib.calc.memory.terms` says to which each term of the calculator
+belongs, and why the two words differ where they do. The measurements are those of `lablib.proof.oracles`; here is
+arithmetic alone.
 """
 
 from __future__ import annotations
@@ -26,6 +22,17 @@ from lablib.calc.memory.timeline import MemoryMoment, memory_timeline
 from lablib.calc.torch_versions import PINNED
 from lablib.proof.cases import Case
 from lablib.proof.grid import DRAWN
+
+SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
+
+#: Terms of what forward keeps, by the modules that keep them.
+GROUPS = {
+    "norms": ("norms",),
+    "attention": ("attention", "scores"),
+    "mlp": ("mlp", "router", "experts"),
+    "embedding": ("embedding", "dropout"),
+    "head": ("head", "logits", "loss"),
+}
 
 KINDS = (
     "weights",
@@ -61,17 +68,6 @@ def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = Fals
     for term, size in moment.terms:
         found[kind_of(term, moment, recompute=recompute, fsdp2=fsdp2)] += size
     return {kind: size for kind, size in found.items() if size}
-
-
-SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
-#: Terms of what forward keeps, by the modules that keep them.
-GROUPS = {
-    "norms": ("norms",),
-    "attention": ("attention", "scores"),
-    "mlp": ("mlp", "router", "experts"),
-    "embedding": ("embedding", "dropout"),
-    "head": ("head", "logits", "loss"),
-}
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model: `embed` (and `positions`), `blocks`, `norm`, `head`.
+    """The full model: `embed` (and `positions`), `blocks`, `norm`, `head`.
 
     Args:
         config: Of the gpt2 or llama family; its fields decide about positions, norms, biases, MLP and tying.

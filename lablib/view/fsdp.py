@@ -43,7 +43,7 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
 
 
 def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str) -> Figure:
-    """Draw the whole parameters that a rank holds over a step, one stepped line per case.
+    """Draw the unsharded parameters that a rank holds over a step, one stepped line per case.
 
     Args:
         xlabel: Quantity and unit of the times.

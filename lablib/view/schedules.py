@@ -31,7 +31,7 @@ _DIGIT, _AXES_WIDTH = 5.8, 318
 
 
 class Event(Protocol):
-    """What `simulate` returns and what an executor records: an action of a rank, from start to end."""
+    """An action that `simulate` returns or an executor records, of a rank, from start to end."""
 
     rank: int
     action: Step
@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class Message(Protocol):
-    """What is on the wire from one rank to another, from start to end."""
+    """A message on the wire from one rank to another, from start to end."""
 
     sender: int
     receiver: int

@@ -126,7 +126,7 @@ def themed_svg(fig: Figure, alt: str) -> str:
 
 
 class _Page:
-    """What `show` displays: HTML where there is a page, one line of text elsewhere."""
+    """The object that `show` displays: HTML where there is a page, one line of text elsewhere."""
 
     def __init__(self, markup: str, text: str) -> None:
         self.markup, self.text = markup, text

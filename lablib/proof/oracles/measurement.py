@@ -1,6 +1,6 @@
-"""Measure a case of the memory grid in PyTorch: states, what forward keeps, and the peak of every moment of a step.
+"""Measure a case of the memory grid in PyTorch: states, what forward keeps, and the peak of every phase of a step.
 
-    found = measure(Case(kernels="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
+    found = measure_case(Case(kernels="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
     print(found.states, found.saved, found.peak, found.peak_at)
 
 Small cases run on real tensors. Others run under FakeTensorMode, which computes shapes and no values, and a fake
@@ -8,18 +8,10 @@ process group, which answers every collective at once: one process plays a rank 
 The bytes are counted by PyTorch's MemTracker and FSDPMemTracker in either way; nothing here is lablib's arithmetic.
 Kernels are those of the CPU, and what an allocator rounds up and caches is in no count.
 
-PyTorch's own memory trackers, asked one thing more: when in the step was how much held.
-
-MemTracker and FSDPMemTracker see every operator, count each storage once and say of what kind it is. They keep one
-peak. Here the fullest instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the
-optimizer's step. The bytes are PyTorch's; only the labels are ours.
-
-Both trackers are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-What the oracles change in PyTorch so that they can measure at all, each change in one place.
-
-A real run makes neither the mask nor the copies that these three avoid, and a real all-reduce of a bucket works in
-place. What no oracle can see is said in `lablib.proof.oracles.measurement`.
+The trackers see every operator, count each storage once, say of what kind it is, and keep one peak. Here the fullest
+instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the optimizer's step. They are
+private parts of PyTorch, found by `lablib.launch.torch_private`. Three functions change PyTorch so that it can be
+measured at all; a real run makes neither the mask nor the copies that they avoid.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class NodeGroups(NamedTuple):
 
 
 class NodeTraffic(NamedTuple):
-    """What one rank sent to its own node, and to others."""
+    """Bytes that one rank sent to its own node, and to others."""
 
     inside: Traffic
     across: Traffic

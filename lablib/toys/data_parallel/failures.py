@@ -94,7 +94,7 @@ def diagnosis(name: str) -> str:
 
 @dataclass
 class Chart:
-    """What one rank noted down during `train`; one entry per step.
+    """Measurements of one rank during `train`; one entry per step.
 
     Attributes:
         losses: Mean loss over this rank's own samples.

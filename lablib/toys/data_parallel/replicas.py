@@ -1,4 +1,4 @@
-"""What data parallelism asks of a module, before it wraps it and while it trains: the same on every rank.
+"""Requirements of data parallelism: every rank wraps the same module, and it stays the same while it trains.
 
 A message has no names. If two ranks hold different modules, their messages still meet, by their order alone, and the
 sums are of things that have nothing to do with each other; or one rank sends more of them, and the others wait.

@@ -30,7 +30,7 @@ from lablib.toys.pipeline.stages import DeferWeights, Stage
 
 
 class _Held(NamedTuple):
-    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """Tensors of a micro-batch that a stage keeps from its forward to the end of its backward."""
 
     x: Tensor
     y: Tensor | None  # the loss on the last stage; None after the input half, which frees the graph

@@ -74,7 +74,7 @@ def split_stages(model: Transformer, num_stages: int, layers: Sequence[int] | No
     """Cut a transformer by depth.
 
     Args:
-        model: The whole model; the stages share its weights.
+        model: The full model; the stages share its weights.
         num_stages: How many stages, all ranks together.
         layers: Number of layers of each stage; by default as equal as can be. The head costs time too, so fewer on
             the last stage often balance better, as Llama 3 did (arXiv 2407.21783, section 3.3.2).

@@ -109,8 +109,8 @@ def block_maxima(x_MK: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of every block, `largest_RC`."""
     rows, columns = block
     short, narrow = -x_MK.shape[0] % rows, -x_MK.shape[1] % columns
-    whole = F.pad(x_MK.abs(), (0, narrow, 0, short))  # zeros are no maximum
-    return whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
+    padded = F.pad(x_MK.abs(), (0, narrow, 0, short))  # zeros are no maximum
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
 
 
 def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What keeps 16-bit training alive: a loss scaler, a master copy, and rounding by chance.
+"""Training in 16 bits: a loss scaler, a master copy, and rounding by chance.
 
 fp16 has enough precision and too little range: gradients below 2^-25 become zero. Multiplying the loss by S multiplies
 every gradient by S, by the chain rule, and dividing them by S again in fp32 gives them back (`LossScaler`).

@@ -1,4 +1,4 @@
-"""What tensor parallel ranks say to each other: Megatron's f and g, and their sequence parallel relatives.
+"""Communication between tensor-parallel ranks: Megatron's f and g, and their sequence parallel relatives.
 
     function          forward          backward         Megatron's name
     copy_to_tp        nothing          all-reduce       f
@@ -7,7 +7,7 @@
     scatter_to_sp     reduce-scatter   all-gather       its conjugate
 
 In each pair, forward of the one is backward of the other.
-The whole sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
+The full sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
 
 Papers: Shoeybi et al. 2019 (1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), section 4.2.
 """
@@ -33,7 +33,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole sequence from every rank's part, x_BSH."""
+    """Return the full sequence from every rank's part, x_BSH."""
     parts = x_BsH.new_empty(group.size() * len(x_BsH), *x_BsH.shape[1:])  # one after the other in dim 0
     collective_names.all_gather(parts, x_BsH.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), dim=1)
@@ -138,7 +138,7 @@ def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_from_sp(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole sequence; the gradient is summed and cut again. What follows keeps the whole input."""
+    """Return the full sequence; the gradient is summed and cut again. What follows keeps the full input."""
     return _GatherFromSP.apply(x_BsH, group)
 
 

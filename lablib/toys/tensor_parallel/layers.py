@@ -77,7 +77,7 @@ def local(full: nn.Parameter, dim: int, split: Split, group: dist.ProcessGroup) 
 
 
 def copied(full: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter that every rank holds whole."""
+    """Return a copy of a parameter that every rank holds in full."""
     return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
 
 
@@ -88,7 +88,7 @@ class ColumnParallelLinear(nn.Module):
     """Some of the outputs of a linear layer, from all of its inputs.
 
     Args:
-        linear: The whole layer; its slice is copied.
+        linear: The full layer; its slice is copied.
         sequence_parallel: False (f), "keep" or "shard".
         replicas: The ranks that hold the same slice, if there are others.
     """
@@ -110,10 +110,10 @@ class ColumnParallelLinear(nn.Module):
             sum_gradient(parameter, replicas)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's outputs, of the whole sequence.
+        """Return this rank's outputs, of the full sequence.
 
         Args:
-            x: The whole input x_BSH, the same on every rank; with sequence parallelism this rank's x_BsH.
+            x: The full input x_BSH, the same on every rank; with sequence parallelism this rank's x_BsH.
         """
         return columns(x, self)[0]
 
@@ -137,7 +137,7 @@ class RowParallelLinear(nn.Module):
     """All outputs of a linear layer, each rank adding the part that its inputs make.
 
     Args:
-        linear: The whole layer; its slice is copied.
+        linear: The full layer; its slice is copied.
         sequence_parallel: Return this rank's part of the sequence only.
     """
 

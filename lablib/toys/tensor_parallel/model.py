@@ -59,18 +59,18 @@ class Plan:
 class ParallelAttention(Attention):
     """Attention over this rank's heads: heads never mix before the output projection."""
 
-    def __init__(self, whole: Attention, plan: Plan) -> None:
-        nn.Module.__init__(self)  # Attention's own would make whole projections
+    def __init__(self, full: Attention, plan: Plan) -> None:
+        nn.Module.__init__(self)  # Attention's own would make the full projections
         config, group, variant = plan.config, plan.group, plan.sequence_parallel
         t, width = group.size(), config.head_dim
-        self.head_dim, self.fused, self.dropout = width, whole.fused, copy.deepcopy(whole.dropout)
+        self.head_dim, self.fused, self.dropout = width, full.fused, copy.deepcopy(full.dropout)
         self.queries_per_key = (config.num_heads // t) // max(1, config.num_kv_heads // t)
         q_split = head_split(config.num_heads, width, t)
         kv_split = head_split(config.num_kv_heads, width, t)
-        self.q = ColumnParallelLinear(whole.q, q_split, group, variant)
-        self.k = ColumnParallelLinear(whole.k, kv_split, group, variant, plan.replicas)
-        self.v = ColumnParallelLinear(whole.v, kv_split, group, variant, plan.replicas)
-        self.out = RowParallelLinear(whole.out, q_split, group, variant)
+        self.q = ColumnParallelLinear(full.q, q_split, group, variant)
+        self.k = ColumnParallelLinear(full.k, kv_split, group, variant, plan.replicas)
+        self.v = ColumnParallelLinear(full.v, kv_split, group, variant, plan.replicas)
+        self.out = RowParallelLinear(full.out, q_split, group, variant)
 
     def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None) -> Tensor:
         """Return what attention adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -83,14 +83,14 @@ class ParallelAttention(Attention):
 class ParallelMLP(nn.Module):
     """The MLP over this rank's inner values: GELU and SwiGLU act on each value alone."""
 
-    def __init__(self, whole: MLP, plan: Plan) -> None:
+    def __init__(self, full: MLP, plan: Plan) -> None:
         super().__init__()
         group, variant = plan.group, plan.sequence_parallel
         split = even_split(plan.config.ffn, group.size())
-        self.up = ColumnParallelLinear(whole.up, split, group, variant)
-        gate = whole.gate
+        self.up = ColumnParallelLinear(full.up, split, group, variant)
+        gate = full.gate
         self.gate = gate and ColumnParallelLinear(gate, split, group, variant)
-        self.down = RowParallelLinear(whole.down, split, group, variant)
+        self.down = RowParallelLinear(full.down, split, group, variant)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return what the MLP adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -104,17 +104,17 @@ class ParallelBlock(Block):
     """One layer with both halves split; the norms see what the stream holds: all tokens, or this rank's.
 
     Args:
-        whole: The block to split; its weights are copied.
+        full: The block to split; its weights are copied.
     """
 
-    def __init__(self, whole: Block, plan: Plan) -> None:
+    def __init__(self, full: Block, plan: Plan) -> None:
         nn.Module.__init__(self)
         # In the order of Block, since optimizers number the parameters by it.
-        self.norm1 = copy.deepcopy(whole.norm1)
-        self.attention = ParallelAttention(whole.attention, plan)
-        self.norm2 = copy.deepcopy(whole.norm2)
-        self.mlp = ParallelMLP(whole.mlp, plan)
-        self.dropout = copy.deepcopy(whole.dropout)
+        self.norm1 = copy.deepcopy(full.norm1)
+        self.attention = ParallelAttention(full.attention, plan)
+        self.norm2 = copy.deepcopy(full.norm2)
+        self.mlp = ParallelMLP(full.mlp, plan)
+        self.dropout = copy.deepcopy(full.dropout)
         if plan.sequence_parallel:
             for parameter in (*self.norm1.parameters(), *self.norm2.parameters()):
                 sum_gradient(parameter, plan.group)  # they see this rank's tokens only
@@ -137,7 +137,7 @@ def check_tp(config: ModelConfig, tp: int) -> None:
 
 
 class ParallelTransformer(nn.Module):
-    """The transformer, split. Parameters have the names of the whole model's; see `parallelize`."""
+    """The transformer, split. Parameters have the names of the full model's; see `parallelize`."""
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup, variant: bool | str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class ParallelTransformer(nn.Module):
         self.embed.splits = {"weight": (0, vocab)}
         self.positions = copy.deepcopy(model.positions)
         plan = Plan(config, group, variant, _kv_replicas(config, group))
-        self.blocks = nn.ModuleList(ParallelBlock(whole, plan) for whole in model.blocks)
+        self.blocks = nn.ModuleList(ParallelBlock(full, plan) for full in model.blocks)
         self.norm = copy.deepcopy(model.norm)
         self.head = ColumnParallelLinear(model.head, vocab, group, variant)
         if config.tied:
@@ -197,7 +197,7 @@ class ParallelTransformer(nn.Module):
         return vocab_parallel_cross_entropy(logits_BSv, tokens_BT[:, 1:], self.first, self.group).mean()
 
     def gather(self, name: str, piece: Tensor) -> Tensor:
-        """Return a whole parameter, or its gradient, from the pieces of all ranks. Every rank must call it.
+        """Return a full parameter, or its gradient, from the pieces of all ranks. Every rank must call it.
 
         Args:
             piece: This rank's slice of it, or of its gradient.
@@ -224,7 +224,7 @@ def parallelize(
     """Return the model split over the ranks of a group, with copies of its weights.
 
     Args:
-        model: The whole model, with the same weights on every rank. It stays as it is.
+        model: The full model, with the same weights on every rank. It stays as it is.
         group: The tensor parallel ranks; `dist.group.WORLD` for all.
         sequence_parallel: False, "keep" (keeps the gathered input for backward) or "shard" (keeps this rank's
             part and gathers once more).
@@ -238,13 +238,13 @@ def parallelize(
 
 
 def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, the same on every rank. Every rank must call it."""
+    """Return the state dict of the full model, the same on every rank. Every rank must call it."""
     return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
-    """Copy this rank's slices out of the state dict of the whole model."""
+    """Copy this rank's slices out of the state dict of the full model."""
     mine = model.state_dict()
     if wrong := sorted(mine.keys() ^ state.keys()):
         raise ValueError(f"these names are only in one of model and state dict: {', '.join(wrong)}")

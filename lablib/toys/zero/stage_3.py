@@ -34,7 +34,7 @@ from lablib.toys.zero.stages_1_2 import ZeRO1
 
 
 class Unit:
-    """What is gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
         flats: Its shards, one for each kind of parameter; none if all its parameters belong to others.
@@ -260,7 +260,7 @@ class ZeRO3(ZeRO1):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the unsharded module, with its own names, on every rank.
 
-        Units are gathered one by one; only the result is as large as the whole model.
+        Units are gathered one by one; only the result is as large as the full model.
         """
         by_name = dict(self.module.named_parameters(remove_duplicate=False))
         copies: dict[nn.Parameter, Tensor] = {}
