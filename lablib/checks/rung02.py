@@ -242,6 +242,20 @@ def _judge_bottleneck(
         "The bytes that a rank sends in a ring are 2(n-1)/n times the bytes of the gradient",
         case,
     )
+    _judge_times(got, sent, size, params, tokens, ranks, flops, bandwidth)
+
+
+def _judge_times(
+    got: Mapping[str, float],
+    sent: float,
+    size: int,
+    params: int,
+    tokens: int,
+    ranks: int,
+    flops: float,
+    bandwidth: float,
+) -> None:
+    case = f"{params:.3g} parameters, {size // params}-byte gradients, {tokens} tokens, {ranks} ranks"
     communication = sent / bandwidth
     _explain(
         got["communication"],

@@ -49,9 +49,8 @@ def plan(
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
-    from lablib.calc.layouts.planner import nothing_fits
+    from lablib.calc.layouts.planner import nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
-    from lablib.calc.layouts.planner import plan_reasons as reasons
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
 
@@ -80,11 +79,9 @@ def plan(
     if export:
         typer.echo(_export(result, export), nl=False)
     elif as_json:
-        typer.echo(json.dumps(plan_dict(result, top=top, why=reasons(result)), indent=1))
+        typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
     else:
-        typer.echo(plan_table(result, top=top))
-        if why:
-            typer.echo("\n" + "\n".join(textwrap.fill(line, 80) for line in reasons(result)))
+        typer.echo(plan_table(result, top=top, why=plan_reasons(result) if why else []))
 
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
@@ -126,8 +123,8 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
     }
 
 
-def plan_table(result: Plan, *, top: int) -> str:
-    """Return the best layouts as aligned text."""
+def plan_table(result: Plan, *, top: int, why: list[str]) -> str:
+    """Return the best layouts as aligned text, and why the winner wins."""
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
@@ -147,7 +144,7 @@ def plan_table(result: Plan, *, top: int) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
 def _export(result: Plan, framework: str) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from lablib.calc.communication import Traffic
 from lablib.toys.collectives.hierarchy import (
     NodeGroups,
-    NodeTraffic,
     hierarchical_all_reduce,
     node_groups,
     pairwise_all_to_all,
@@ -39,7 +38,6 @@ from lablib.toys.collectives.wire import Wire
 
 __all__ = [
     "NodeGroups",
-    "NodeTraffic",
     "Traffic",
     "Wire",
     "halving_doubling_all_reduce",
