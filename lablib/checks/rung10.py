@@ -38,11 +38,7 @@ class _Message(NamedTuple):
 
 
 class World(Turns):
-    """Ranks whose only tool is an exchange: send to one rank while receiving from another.
-
-    Attributes:
-        messages: Every message, in the order in which they were sent; empty ones too.
-    """
+    """Ranks whose only tool is an exchange: send to one rank while receiving from another."""
 
     def __init__(self, ranks: int):
         super().__init__(ranks)

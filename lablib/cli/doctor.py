@@ -46,9 +46,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        name: What was looked at.
         verdict: "ok", "limited" (something will not run) or "missing" (the labs will not run).
-        detail: What was found.
         fix: What to do about it; empty when there is nothing to do.
     """
 

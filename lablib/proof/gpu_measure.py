@@ -290,12 +290,7 @@ class _Job:
 
 
 class _Moments:
-    """Reads the counters whenever a moment of the step begins, in the model too.
-
-    Attributes:
-        requested: The most bytes in each moment.
-        peak: The most in all, by counter.
-    """
+    """Reads the counters whenever a moment of the step begins, in the model too."""
 
     def __init__(self, counters: Counters, model: nn.Module) -> None:
         self.counters, self.now, self.backward = counters, "", False

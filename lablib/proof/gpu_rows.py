@@ -63,11 +63,7 @@ def gpu_cases(memory_bytes: int, reserve: int = RESERVE) -> list[Case]:
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One configuration of a record, and what the calculator says about it.
-
-    Attributes:
-        sample: As `lablib.proof.gpu_measure` made it.
-    """
+    """One configuration of a record, and what the calculator says about it."""
 
     sample: Mapping[str, Any]
 

@@ -109,11 +109,7 @@ def allowed_pairs(factors: Factors, rules: Sequence[Rule]) -> list[Pair]:
 def choose(
     factors: Factors, rules: Sequence[Rule], given: Iterable[Row] = (), cheap_first: Sequence[str] = ()
 ) -> list[Row]:
-    """Return configurations that together show every allowed pair, the given ones first; the same every time.
-
-    Raises:
-        ValueError: If a given one is incomplete, has an unknown value or breaks a rule.
-    """
+    """Return configurations that together show every allowed pair, the given ones first; the same every time."""
     chosen = [dict(row) for row in given]
     for row in chosen:
         _check(factors, rules, row)

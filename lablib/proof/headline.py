@@ -47,11 +47,7 @@ CAUSES: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """A row of the table: what was predicted, and what PyTorch counted.
-
-    Attributes:
-        row: As it stands in the table.
-    """
+    """A row of the table: what was predicted, and what PyTorch counted."""
 
     row: Mapping[str, Any]
 
@@ -102,12 +98,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Worst:
-    """The comparison that is furthest off, and the configuration that it belongs to.
-
-    Attributes:
-        judged: The configuration.
-        number: What was compared.
-    """
+    """The comparison that is furthest off, and the configuration that it belongs to."""
 
     judged: Judged
     number: Comparison
@@ -171,11 +162,7 @@ class StepMoment:
 
 
 def read_table(path: Path = TABLE) -> Any:
-    """Return a committed file: the table has "versions", "bounds" and "rows".
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return a committed file: the table has "versions", "bounds" and "rows"."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -59,11 +59,7 @@ def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: 
 
 
 def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
-    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total.
-
-    Raises:
-        ValueError: If a term has no kind.
-    """
+    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total."""
     found = dict.fromkeys(KINDS, 0)
     for term, size in moment.terms:
         found[kind_of(term, moment, recompute=recompute, fsdp2=fsdp2)] += size
@@ -116,9 +112,6 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
         "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
         "peak_terms_at". Kernels "paper" have no peak: no paper says what an operator needs for a moment. "moments" and
         "moment_terms" are there for the cases that are drawn.
-
-    Raises:
-        ValueError: If the timeline has no moment `at`, or the version is not known.
     """
     settings = case.settings() | {"torch": torch}
     memory = training_memory(**settings)

@@ -48,11 +48,7 @@ def rotary(seq: int, head_dim: int, *, device: torch.device, dtype: torch.dtype)
 
 
 def rotate(x_BNSD: Tensor, rope_2SD: Tensor) -> Tensor:
-    """Turn every pair of values of every head by its position's angle.
-
-    Args:
-        rope_2SD: From `rotary`.
-    """
+    """Turn every pair of values of every head by its position's angle."""
     cos_SD, sin_SD = rope_2SD
     first, second = x_BNSD.chunk(2, dim=-1)
     return x_BNSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
@@ -194,14 +190,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return the scores of every next token.
-
-        Args:
-            tokens_BS: Token ids, int64.
-
-        Returns:
-            logits_BSV, in the dtype of the weights.
-        """
+        """Return the scores of every next token."""
         seq = tokens_BS.shape[1]
         x_BSH = self.embed(tokens_BS)
         rope_2SD = None

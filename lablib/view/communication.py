@@ -77,12 +77,7 @@ def time_curves(
     marks: Mapping[str, float] | None = None,
     height: float = 3.6,
 ) -> Figure:
-    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line.
-
-    Args:
-        seconds: Name to the seconds at each size.
-        points: Name to measured seconds at each size.
-    """
+    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line."""
     fig, ax = figure(height=height)
     for (name, values), role, dash in zip(seconds.items(), _ROLES, _DASHES, strict=False):
         ax.plot(sizes, [value * 1e3 for value in values], linestyle=dash, color=COLORS[role], label=name)
@@ -100,11 +95,7 @@ def time_curves(
 
 
 def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw measured times with one or more fits, and below them how far each fit is off.
-
-    Args:
-        fits: Name of the fit to its seconds at each size.
-    """
+    """Draw measured times with one or more fits, and below them how far each fit is off."""
     fig, (top, bottom) = figure(height=4.4, nrows=2, sharex=True, height_ratios=[3, 2])
     top.plot(sizes, [t * 1e3 for t in seconds], "o", color=COLORS["neutral"], markersize=5, label="measured")
     for (name, values), role, dash in zip(fits.items(), _ROLES, _DASHES, strict=False):

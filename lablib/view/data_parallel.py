@@ -49,11 +49,7 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
 
 
 def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the time of one all-reduce over the number of ranks, one line per algorithm.
-
-    Args:
-        seconds: Name of the algorithm to its seconds at each number of ranks.
-    """
+    """Draw the time of one all-reduce over the number of ranks, one line per algorithm."""
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(seconds.items(), _LINES, strict=False):
         ax.plot(ranks, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
@@ -81,11 +77,7 @@ def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]
 
 
 def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *, default: float) -> Figure:
-    """Draw the exposed communication of one step over the bucket size.
-
-    Args:
-        exposed: Name of the line to exposed seconds at each bucket size.
-    """
+    """Draw the exposed communication of one step over the bucket size."""
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
         ax.plot(mib, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
@@ -102,13 +94,7 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
 def step_split(
     labels: Sequence[str], compute: Sequence[float], exposed: Sequence[float], predicted: Sequence[float]
 ) -> Figure:
-    """Draw measured steps as compute plus exposed communication, with a mark where each was predicted.
-
-    Args:
-        compute: Measured seconds without communication.
-        exposed: Measured seconds that communication adds.
-        predicted: Predicted seconds of the whole step.
-    """
+    """Draw measured steps as compute plus exposed communication, with a mark where each was predicted."""
     fig, ax = figure(height=0.9 + 0.34 * len(labels))
     rows = range(len(labels) - 1, -1, -1)
     compute_ms, exposed_ms = [1e3 * x for x in compute], [max(1e3 * x, 0) for x in exposed]

@@ -43,11 +43,7 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
 
 
 def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str) -> Figure:
-    """Draw the unsharded parameters that a rank holds over a step, one stepped line per case.
-
-    Args:
-        xlabel: Quantity and unit of the times.
-    """
+    """Draw the unsharded parameters that a rank holds over a step, one stepped line per case."""
     fig, ax = figure(height=3.2)
     for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
         times, amounts = zip(*points, strict=True)
@@ -67,11 +63,7 @@ def unit_size(
     computing: float,
     names: Mapping[int, str],
 ) -> Figure:
-    """Draw step time and gathered memory over the number of units, one above the other.
-
-    Args:
-        seconds: Step time with so many units.
-    """
+    """Draw step time and gathered memory over the number of units, one above the other."""
     fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
     top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
     top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))

@@ -232,11 +232,7 @@ def _cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
 
 
 def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Draw predicted steps as stacked bars, one a layout, parts in the order of `PARTS` of `lablib.calc.layouts.planner`.
-
-    Args:
-        steps: Label of a layout to its seconds by part.
-    """
+    """Draw predicted steps as stacked bars, one a layout, the parts in their usual order."""
     fig, ax = figure(height=0.5 * len(steps) + 1.9)
     for row, parts in enumerate(steps.values()):
         start = 0.0

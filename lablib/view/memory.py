@@ -28,11 +28,7 @@ def stacked_bars(
     number: str = "{:.0f}",
     terms: Mapping[str, str] = TERMS,
 ) -> Figure:
-    """Draw one horizontal bar per case, its segments the terms of the memory.
-
-    Args:
-        limit: Where a dashed line is drawn, in the same unit.
-    """
+    """Draw one horizontal bar per case, its segments the terms of the memory."""
     fig, ax = figure(height=1.35 + 0.42 * len(bars))
     totals = []
     for row, parts in enumerate(bars.values()):

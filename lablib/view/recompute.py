@@ -121,8 +121,6 @@ def frontier_plot(
 
     Args:
         points: (name, bytes saved, extra FLOPs, uses the host, is beaten) of each strategy.
-        xlabel: What is saved, and its unit.
-        ylabel: What is paid, and its unit.
     """
     fig, ax = figure(height=3.9)
     for name, saved, paid, host, beaten in points:

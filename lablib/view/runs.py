@@ -80,11 +80,7 @@ def loss_curves(
 def memory_bars(
     predicted: Mapping[str, float], measured: Mapping[str, float | None], *, capacity: float, unit: str = "GB"
 ) -> Figure:
-    """Draw predicted and measured memory side by side, and where the device ends.
-
-    Args:
-        capacity: Of the device, in the same unit.
-    """
+    """Draw predicted and measured memory side by side, and where the device ends."""
     fig, ax = figure(height=0.9 + 0.62 * len(predicted))
     for place, (name, value) in enumerate(predicted.items()):
         ax.barh(place - 0.19, value, 0.34, color=COLORS["neutral"])
@@ -271,11 +267,7 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
 
 
 def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
-    """Draw the time of every step of every run, the warm-up in grey.
-
-    Args:
-        runs: Name of a run to the seconds of its steps, from the first one on.
-    """
+    """Draw the time of every step of every run, the warm-up in grey."""
     fig, ax = figure(height=2.6)
     for (name, seconds), role in zip(runs.items(), COLORS, strict=False):
         steps = range(1, len(seconds) + 1)

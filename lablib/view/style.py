@@ -75,11 +75,7 @@ _numbers = itertools.count(1)
 
 
 def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple[Figure, Axes]:
-    """Open a figure in the house style.
-
-    Returns:
-        The figure and its axes (an array of axes when `nrows` or `ncols` is given).
-    """
+    """Open a figure in the house style."""
     with mpl.rc_context(_RC):
         return plt.subplots(figsize=(width, height), **subplots)
 

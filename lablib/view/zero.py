@@ -97,11 +97,7 @@ def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel
 
 
 def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure:
-    """Draw both ways to shard a model: whole layers with an owner, or a piece of every layer on every rank.
-
-    Args:
-        layers: Parameters of each layer, in any unit.
-    """
+    """Draw both ways to shard a model: whole layers with an owner, or a piece of every layer on every rank."""
     fig, axes = figure(height=3.0, ncols=2, sharey=True)
     most = 0.0
     for ax, title in zip(axes, ("a layer has an owner", "every layer is cut"), strict=True):

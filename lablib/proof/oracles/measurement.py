@@ -285,9 +285,6 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
 
     Args:
         real: Real tensors or fake ones; None: real ones for size "tiny".
-
-    Raises:
-        ValueError: If a process group is there already.
     """
     real = case.size == "tiny" if real is None else real
     fake = nullcontext() if real else FakeTensorMode()

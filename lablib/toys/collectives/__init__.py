@@ -19,12 +19,7 @@ this rank sent.
 from __future__ import annotations
 
 from lablib.calc.communication import Traffic
-from lablib.toys.collectives.hierarchy import (
-    NodeGroups,
-    hierarchical_all_reduce,
-    node_groups,
-    pairwise_all_to_all,
-)
+from lablib.toys.collectives.hierarchy import NodeGroups, hierarchical_all_reduce, node_groups, pairwise_all_to_all
 from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lablib.toys.collectives.tree import (
     halving_doubling_all_reduce,

@@ -62,16 +62,6 @@ def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
     """Replace the tensor by its sum over all ranks of all nodes.
 
     Inside a rank sends 2(g-1)/g · S bytes, across 2(m-1)/m · S/g for m nodes.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        groups: As `node_groups` returns them.
-
-    Returns:
-        What this rank sent inside its node and across nodes.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
     """
     row, place = flat(tensor), Wire(groups.inside).rank
     own = chunks(row, dist.get_world_size(groups.inside))[place]
@@ -97,10 +87,6 @@ def pairwise_all_to_all(
         output_sizes: Elements of each piece that comes; None cuts `output` as evenly as can be. Where the pieces
             differ, give both: what rank i calls `input_sizes[j]` rank j must call `output_sizes[i]`.
         input_sizes: The same for `input`.
-        group: The process group; None is all ranks.
-
-    Raises:
-        ValueError: If the sizes do not fit the tensors, or a tensor is not contiguous.
     """
     wire = Wire(group)
     coming = _pieces(output, output_sizes, wire.size, "output")

@@ -11,9 +11,6 @@ from lablib.calc.communication import Traffic, chunk_sizes
 class Wire:
     """The messages of one collective on one rank.
 
-    Args:
-        group: The process group; None is all ranks.
-
     Attributes:
         rank: This rank's number in the group.
         size: n, the ranks in the group.
@@ -38,10 +35,6 @@ class Wire:
 
         Both start together. One after the other they would be a deadlock when all ranks send first, and NCCL needs
         them in one call.
-
-        Args:
-            to: The rank in the group that gets it.
-            source: The rank in the group that it comes from.
         """
         ops, messages, sent = [], 0, 0
         if receive is not None and receive.numel():

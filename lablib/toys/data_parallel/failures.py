@@ -58,21 +58,13 @@ class _Sampler(DistributedSampler):
 
 @dataclass(frozen=True)
 class Patient:
-    """A way to wrap a model and a way to share out samples, both with the usual interface.
-
-    Attributes:
-        name: The letter.
-    """
+    """A way to wrap a model and a way to share out samples, both with the usual interface."""
 
     name: str
     _case: int = field(repr=False)
 
     def wrap(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Return the module as a replica, used as in `lablib.toys.data_parallel.ddp`: forward, backward, `sync`.
-
-        Args:
-            module: Any module, of the same shapes on every rank.
-        """
+        """Return the module as a replica, used as in `lablib.toys.data_parallel.ddp`: forward, backward, `sync`."""
         return _Model(module, group, factor=self._case == 1, start=self._case == 2)
 
     def sampler(self, length: int, *, ranks: int, rank: int, seed: int = 0) -> DistributedSampler:

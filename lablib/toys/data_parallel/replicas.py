@@ -19,12 +19,7 @@ def describe_replica(module: nn.Module) -> list[tuple]:
 
 
 def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Refuse what data parallelism would get wrong; every rank of the group must call it.
-
-    Args:
-        module: What this rank is about to wrap.
-        group: The replicas; None is all ranks.
-    """
+    """Refuse what data parallelism would get wrong; every rank of the group must call it."""
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; wrap only on the group's ranks")
     for name, m in module.named_modules():
@@ -49,12 +44,7 @@ def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite tensors with the values that the group's first rank has.
-
-    Args:
-        tensors: The same number of the same shapes on every rank.
-        group: The ranks; None is all of them.
-    """
+    """Overwrite tensors with the values that the group's first rank has."""
     for tensor in tensors:
         message = tensor.contiguous()  # a copy only where the layout is not plain
         dist.broadcast(message, group=group, group_src=0)

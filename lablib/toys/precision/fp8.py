@@ -80,9 +80,6 @@ def quantize(
     """Return a matrix in FP8, each block scaled so that its largest value is the largest of the format.
 
     Args:
-        x_MK: A matrix of any float dtype.
-        scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         scale: A scale from elsewhere, a scalar, as in delayed scaling; what is too large for it saturates.
     """
     rows, columns = SCALINGS[one_of("scaling", scaling, SCALINGS)]
@@ -138,7 +135,6 @@ class DelayedScaling:
     and the history learns of it one step too late (Transformer Engine's DelayedScaling recipe).
 
     Args:
-        dtype: A float8 dtype.
         margin: Powers of two that are left free above the history's largest value.
     """
 

@@ -143,14 +143,7 @@ def gather_from_sp(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_to_sp(x_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum of `x_BSH` over the ranks.
-
-    Args:
-        x_BSH: Each rank's partial sum; tp must divide S.
-
-    Raises:
-        ValueError: If tp does not divide the sequence.
-    """
+    """Return this rank's part of the sum of `x_BSH` over the ranks."""
     return _ScatterToSP.apply(x_BSH, group)
 
 
@@ -160,7 +153,6 @@ def gathered_linears(
     """Return `gather(x) W^T + b` for each weight and bias, keeping only the shard of x for backward.
 
     Args:
-        x_BsH: This rank's part of the sequence.
         parameters: (weight, bias or None) of each product.
     """
     return _GatheredLinears.apply(x_BsH, group, *(p for pair in parameters for p in pair))

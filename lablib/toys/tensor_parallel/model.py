@@ -44,7 +44,6 @@ class Plan:
     """How a model is split; the same for every part of every block.
 
     Attributes:
-        config: Of the model.
         group: The tensor parallel ranks.
         sequence_parallel: False, "keep" or "shard".
         replicas: The ranks with the same KV heads, when there are more ranks than KV heads.
@@ -101,11 +100,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelBlock(Block):
-    """One layer with both halves split; the norms see what the stream holds: all tokens, or this rank's.
-
-    Args:
-        full: The block to split; its weights are copied.
-    """
+    """One layer with both halves split; the norms see what the stream holds: all tokens, or this rank's."""
 
     def __init__(self, full: Block, plan: Plan) -> None:
         nn.Module.__init__(self)
@@ -161,11 +156,7 @@ class ParallelTransformer(nn.Module):
                     sum_gradient(parameter, group)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, logits_BSv.
-
-        Args:
-            tokens_BS: Token ids, the same on every rank; any length.
-        """
+        """Return this rank's columns of the logits, logits_BSv."""
         seq, t, rank = tokens_BS.shape[1], self.group.size(), self.group.rank()
         if tokens_BS.numel() and not 0 <= int(tokens_BS.min()) <= int(tokens_BS.max()) < self.config.vocab:
             raise ValueError(f"token ids must lie in 0 ... {self.config.vocab - 1} (vocab={self.config.vocab})")
@@ -197,11 +188,7 @@ class ParallelTransformer(nn.Module):
         return vocab_parallel_cross_entropy(logits_BSv, tokens_BT[:, 1:], self.first, self.group).mean()
 
     def gather(self, name: str, piece: Tensor) -> Tensor:
-        """Return a full parameter, or its gradient, from the pieces of all ranks. Every rank must call it.
-
-        Args:
-            piece: This rank's slice of it, or of its gradient.
-        """
+        """Return a full parameter, or its gradient, from the pieces of all ranks. Every rank must call it."""
         owner, _, leaf = name.rpartition(".")
         dim, split = getattr(self.get_submodule(owner), "splits", {}).get(leaf, (0, None))
         if split is None:

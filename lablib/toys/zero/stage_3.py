@@ -277,11 +277,7 @@ class ZeRO3(ZeRO1):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank.
-
-        Args:
-            state: As from `full_state_dict`.
-        """
+        """Load a state dict of the unsharded module, the same on every rank."""
         for unit in self.units:
             self._use(unit, {})
         self.module.load_state_dict(state)

@@ -203,11 +203,7 @@ class ZeRO1(nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank.
-
-        Args:
-            state: As from `full_state_dict`.
-        """
+        """Load a state dict of the unsharded module, the same on every rank."""
         self.module.load_state_dict(state)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
