@@ -76,40 +76,38 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
     n, off = b * s, got - truth
     keys = 4 * n * (h - h // a * named["kv_heads"])
     pairs = a * b * s * s
-    slips = {
-        "Values have 16 bits, 2 bytes each.": [truth],
-        "A dropout mask has one byte a value, not two.": [2 * n * h, 2 * n * h + pairs, pairs]
-        if named["dropout"]
-        else [],
-        "There are two dropout masks in the stream, n h bytes each.": [-2 * n * h, -n * h, n * h]
-        if named["dropout"]
-        else [],
-        "Keys and values have kv_heads heads, not heads.": [keys] if keys else [],
-        "Fused attention keeps no scores, but 4 bytes of statistics a token and query head.": [
-            -4 * n * a,
+    slips = {"Values have 16 bits, 2 bytes each.": [truth]}
+    if named["dropout"]:
+        slips["A dropout mask has one byte a value, not two."] = [2 * n * h, 2 * n * h + pairs, pairs]
+        slips["There are two dropout masks in the stream, n h bytes each."] = [-2 * n * h, -n * h, n * h]
+    if keys:
+        slips["Keys and values have kv_heads heads, not heads."] = [keys]
+    if named["fused"]:
+        statistics = 4 * n * a
+        slips["Fused attention keeps no scores, but 4 bytes of statistics a token and query head."] = [
+            -statistics,
             -2 * n * a,
-            4 * n * a,
-            2 * pairs - 4 * n * a,
+            statistics,
+            2 * pairs - statistics,
             2 * pairs,
-            5 * pairs - 4 * n * a,
+            5 * pairs - statistics,
             5 * pairs,
         ]
-        if named["fused"]
-        else [],
-        "With dropout the scores are kept three times: after softmax, the mask, and what dropout makes of them.": [
-            -3 * pairs,
-            -2 * pairs,
-            -pairs,
+    elif named["dropout"]:
+        slips[
+            "With dropout the scores are kept three times: after softmax, the mask, and what dropout makes of them."
+        ] = [-3 * pairs, -2 * pairs, -pairs]
+    else:
+        slips["Without dropout the softmax output is kept once, and no mask."] = [
+            3 * pairs,
+            2 * pairs,
+            3 * pairs + 2 * n * h,
         ]
-        if named["dropout"] and not named["fused"]
-        else [],
-        "Without dropout the softmax output is kept once, and no mask.": [3 * pairs, 2 * pairs, 3 * pairs + 2 * n * h]
-        if not named["dropout"] and not named["fused"]
-        else [],
-        "The softmax output itself is missing: a b s² values of 2 bytes.": [-2 * pairs] if not named["fused"] else [],
-        "A gated MLP keeps three inner tensors: gate, up, and their product.": [-2 * n * f, 2 * n * f]
-        if named["gated"]
-        else [],
+    if not named["fused"]:
+        slips["The softmax output itself is missing: a b s² values of 2 bytes."] = [-2 * pairs]
+    if named["gated"]:
+        slips["A gated MLP keeps three inner tensors: gate, up, and their product."] = [-2 * n * f, 2 * n * f]
+    slips |= {
         "Each norm, the projections to q, k and v together, the output projection, and the MLP keep an input of h "
         "values a token; one or two are missing.": [-2 * n * h, -4 * n * h],
         "Matrices that read the same tensor keep it once: q, k and v share theirs, and so do gate and up.": [

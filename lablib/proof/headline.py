@@ -203,7 +203,7 @@ def step_moments(row: Mapping[str, Any]) -> list[StepMoment]:
     not name is folded into the one before: the fuller of the two was what it saw.
     """
     if "moment_terms" not in row["predicted"]:
-        raise ValueError(f"the moments of {row['name']} are not in the table: add it to memory_grid.DRAWN")
+        raise ValueError(f"the moments of {row['name']} are not in the table: add it to DRAWN of lablib.proof.grid")
     measured = row["measured"]["moments"]
     found: list[StepMoment] = []
     for name, kinds in row["predicted"]["moment_terms"].items():

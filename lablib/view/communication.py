@@ -119,8 +119,7 @@ def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], meas
     ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
     ax.plot(places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured")
     ax.set_xticks(places, labels=names)
-    ax.set_ylim(0, 105)
-    ax.set(xlabel="link between the hosts", ylabel="scaling efficiency (%)")
+    ax.set(ylim=(0, 105), xlabel="link between the hosts", ylabel="scaling efficiency (%)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -150,8 +149,7 @@ def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
         ax.text(ratio + 0.03, row, f"{ratio:.2f}", va="center", fontsize=9)
     ax.axvline(1, color=COLORS["neutral"], linewidth=1.4)
     name_rows(ax, ratios)
-    ax.set_xlim(0, 1.15 * max(ratios.values()))
-    ax.set_xlabel(xlabel)
+    ax.set(xlim=(0, 1.15 * max(ratios.values())), xlabel=xlabel)
     return fig
 
 
@@ -198,8 +196,7 @@ def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]
             ax.plot(range(len(rounds) + 1), [-rank] * (len(rounds) + 1), "o", color=COLORS["neutral"], markersize=4)
             ax.text(-0.3, -rank, str(rank), ha="right", va="center", fontsize=10)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.7, most + 0.2)
-        ax.set_ylim(-ranks + 0.6, 0.4)
+        ax.set(xlim=(-0.7, most + 0.2), ylim=(-ranks + 0.6, 0.4))
     return fig
 
 
@@ -232,7 +229,6 @@ def fabric(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
                 ax.add_patch(Rectangle((x - 0.33, 0.1), 0.66, 0.65, facecolor=color))
                 ax.text(x, 0.42, str(card), ha="center", va="center", color="white", fontsize=9)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.5, width + 0.3)
-        ax.set_ylim(-1.2, 5)
+        ax.set(xlim=(-0.5, width + 0.3), ylim=(-1.2, 5))
         ax.axis("off")
     return fig

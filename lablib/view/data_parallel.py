@@ -42,8 +42,7 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
         for rank in range(ranks):
             ax.text(-0.15, ranks - 0.56 - rank, str(rank), ha="right", va="center", fontsize=11)
         ax.set_title(title, fontsize=11)
-        ax.set_xlim(-0.7, ranks)
-        ax.set_ylim(0, ranks)
+        ax.set(xlim=(-0.7, ranks), ylim=(0, ranks))
         ax.set_aspect("equal")
     return fig
 

@@ -35,8 +35,7 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
                 ax.add_patch(Rectangle((place, rank), 0.92, 0.9, edgecolor=color, **look))
                 if text:
                     ax.text(place + 0.46, rank + 0.45, text, ha="center", va="center", color="white", fontsize=9)
-        ax.set_xlim(-1.6, most)
-        ax.set_ylim(ranks, -0.1)
+        ax.set(xlim=(-1.6, most), ylim=(ranks, -0.1))
         ax.set_title(title, fontsize=10)
         ax.axis("off")
     return fig
@@ -68,11 +67,9 @@ def unit_size(
     top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
     top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
     top.text(counts[0], computing, "computing alone", ha="left", va="bottom", fontsize=9)
-    top.set_ylim(0, 1.25 * max(seconds))
-    top.set_ylabel("step (s)")
+    top.set(ylim=(0, 1.25 * max(seconds)), ylabel="step (s)")
     bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
-    bottom.set_ylim(0, 1.1 * max(gigabytes))
-    bottom.set(ylabel="gathered (GB)", xlabel="units in the model", xscale="log")
+    bottom.set(ylim=(0, 1.1 * max(gigabytes)), ylabel="gathered (GB)", xlabel="units in the model", xscale="log")
     bottom.set_xticks(counts, labels=[str(count) for count in counts])
     bottom.set_xticks([], minor=True)
     for count, text in names.items():
@@ -101,7 +98,6 @@ def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
             )
     ax.text(wide / 2, -0.12, rows, ha="center", va="bottom", fontsize=10)
     ax.text(-0.1, tall / 2, columns, ha="right", va="center", rotation=90, fontsize=10)
-    ax.set_xlim(-0.55, wide)
-    ax.set_ylim(tall, -0.55)
+    ax.set(xlim=(-0.55, wide), ylim=(tall, -0.55))
     ax.axis("off")
     return fig

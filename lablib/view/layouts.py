@@ -69,8 +69,7 @@ def parallelism_map() -> Figure:
         _grid(ax, 0.0, *tokens, label="tokens")
         _grid(ax, 2.35, *model, label="model")
         ax.set_title(f"{kind} {notes[kind]}", fontsize=10)
-        ax.set_xlim(-0.25, 4.6)
-        ax.set_ylim(-0.75, 2.1)
+        ax.set(xlim=(-0.25, 4.6), ylim=(-0.75, 2.1))
         ax.set_aspect("equal")
         ax.axis("off")
     return fig
@@ -91,8 +90,7 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
             ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.94, 0.86, facecolor=fill))
             ax.text(x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white")
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(0, columns)
-        ax.set_ylim(1 - rows, 1)
+        ax.set(xlim=(0, columns), ylim=(1 - rows, 1))
         ax.axis("off")
     return fig
 
@@ -119,8 +117,7 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
         if len(values) > 1:
             ax.text(0.0, height, name, transform=ax.get_yaxis_transform(), va="center", fontsize=9, style="italic")
     ax.set_yticks([at for at, _ in ticks], labels=[axis for _, axis in ticks])
-    ax.set_ylim(row - 0.9, -1.05)
-    ax.set_xscale("log")
+    ax.set(ylim=(row - 0.9, -1.05), xscale="log")
     present = [v for parts in values.values() for v in parts.values() if v > 0]
     ax.set_xlim(min(present) / 3, max(present) * 9)
     ax.grid(axis="y", visible=False)
@@ -218,8 +215,7 @@ def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node:
         for node in range(rows):
             ax.text(-0.15, -node + 0.45, f"node {node}", ha="right", va="center", fontsize=9)
         ax.set_title(f"{axis}: {len(found)} groups of {len(found[0])}", loc="left", fontsize=10)
-        ax.set_xlim(-1.3, min(ranks, gpus_per_node))
-        ax.set_ylim(-rows + 0.95, 1.0)
+        ax.set(xlim=(-1.3, min(ranks, gpus_per_node)), ylim=(-rows + 0.95, 1.0))
         ax.axis("off")
     return fig
 

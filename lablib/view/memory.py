@@ -41,8 +41,7 @@ def stacked_bars(
         note(ax, number.format(left), (left, row), (4, 0), va="center")
         totals.append(left)
     name_rows(ax, bars)
-    ax.set_xlim(0, 1.14 * max([*totals, limit or 0.0]))
-    ax.set_xlabel(xlabel)
+    ax.set(xlim=(0, 1.14 * max([*totals, limit or 0.0])), xlabel=xlabel)
     if limit is not None:
         ax.axvline(limit, color=COLORS["backward"], linestyle="--", linewidth=1.5)
         note(
@@ -188,9 +187,7 @@ def error_strips(
         if named and name in named:
             error, text = named[name]
             ax.annotate(text, (max(error, floor), row), (0, -6), textcoords="offset points", ha="right", va="top")
-    ax.set_xscale("log")
-    ax.set_xlim(floor / 10**3.4, 0.3)
-    ax.set_ylim(len(strips) - 0.6, -0.9)
+    ax.set(xscale="log", xlim=(floor / 10**3.4, 0.3), ylim=(len(strips) - 0.6, -0.9))
     ax.set_yticks(range(len(strips)), labels=list(strips))
     ax.grid(axis="y", visible=False)
     ticks = [floor / 10**2.75, 1e-9, 1e-6, 1e-3, 1e-2]
@@ -236,8 +233,7 @@ def step_memory(
         arrowprops={"arrowstyle": "->", "color": COLORS["backward"], "linewidth": 1.4},
         color=COLORS["backward"],
     )
-    ax.set_ylim(0, 1.22 * top)
-    ax.set_xlim(-0.5, moments - 0.5)
+    ax.set(ylim=(0, 1.22 * top), xlim=(-0.5, moments - 0.5))
     starts = [sum(count for _, count in phases[:i]) for i in range(len(phases) + 1)]
     for start in starts[1:-1]:
         ax.axvline(start - 0.5, color=COLORS["neutral"], linewidth=0.8, linestyle=":")

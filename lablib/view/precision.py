@@ -50,8 +50,7 @@ def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) ->
         ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
     ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set(xlabel="magnitude of a number", ylabel="significant bits kept")
-    ax.set_ylim(0, None)
+    ax.set(xlabel="magnitude of a number", ylabel="significant bits kept", ylim=(0, None))
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
@@ -77,8 +76,7 @@ def gradient_histogram(
     left, right = min(*seen, floor) - 2, max(*seen, normal) + 3
     ticks = [p for p in range(-160, 160, 8) if left <= p <= right]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set_xlim(left, right)
-    ax.set(xlabel="magnitude of a gradient", ylabel="how many")
+    ax.set(xlim=(left, right), xlabel="magnitude of a gradient", ylabel="how many")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 

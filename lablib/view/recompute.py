@@ -39,8 +39,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
     ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.15 * max(size for _, _, size in tensors))
-    ax.set_xlabel(xlabel)
+    ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
     handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -58,9 +57,7 @@ def kept_over_time(
     top = 1.2 * max(max(values) for values in lines.values())
     for text, side in (("forward ", "right"), (" backward", "left")):
         ax.text(forward, top, text, ha=side, va="top", fontsize=9)
-    ax.set_ylim(0, top)
-    ax.set_xlim(0, None)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set(ylim=(0, top), xlim=(0, None), xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=min(3, len(lines)))
     return fig
 
@@ -90,8 +87,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
                 )
     for block in range(blocks):
         ax.text(block * step + len(parts) / 2, 0.85, f"block {block}", ha="center", va="bottom", fontsize=9)
-    ax.set_xlim(-0.42 * blocks * step, blocks * step - 0.7)
-    ax.set_ylim(-len(strategies) + 0.9, 1.4)
+    ax.set(xlim=(-0.42 * blocks * step, blocks * step - 0.7), ylim=(-len(strategies) + 0.9, 1.4))
     ax.axis("off")
     used = {fate for cells in strategies.values() for block in cells for fate in block.values()}
     handles = [

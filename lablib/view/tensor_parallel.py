@@ -47,8 +47,7 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
         left = end + 0.8
     total = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*partial, strict=True)]
     _matrix(ax, left, total, "one all-reduce", [[COLORS["idle"]] * len(total[0])] * len(total), -5.6)
-    ax.set_xlim(-0.2, len(x[0]) + 2 * width + len(down[0]) + 2.3)
-    ax.set_ylim(-5.8 - len(total), 1.2)
+    ax.set(xlim=(-0.2, len(x[0]) + 2 * width + len(down[0]) + 2.3), ylim=(-5.8 - len(total), 1.2))
     ax.set_aspect("equal")
     ax.axis("off")
     return fig
@@ -80,8 +79,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
         for rank in range(ranks):
             ax.text(-0.08, ranks - rank - 0.55, f"{rank}", ha="right", va="center", fontsize=9)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.3, len(steps))
-        ax.set_ylim(-0.05, ranks)
+        ax.set(xlim=(-0.3, len(steps)), ylim=(-0.05, ranks))
         ax.axis("off")
     names = {"whole": "the same on every rank", "tokens": "this rank's tokens", "inner": "this rank's columns"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=look[kind]) for kind in names]
@@ -109,8 +107,7 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
             if rank + 1 < len(ranks):
                 ax.plot([at, at], [-0.1, 2.0], color=COLORS["neutral"], linewidth=1.6)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.1, heads + 0.1)
-        ax.set_ylim(-0.15, 2.05)
+        ax.set(xlim=(-0.1, heads + 0.1), ylim=(-0.15, 2.05))
         ax.axis("off")
     return fig
 
@@ -124,8 +121,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
     ax.text(domain * 1.06, 97, "end of the node", va="top", fontsize=9)
     ax.set_xscale("log", base=2)
     ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
-    ax.set_ylim(0, 100)
-    ax.set(xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
+    ax.set(ylim=(0, 100), xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 

@@ -49,8 +49,7 @@ def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> 
                 _cells(ax, rank * step, top + 2.2 - 1.1 * row, held[role], COLORS[role], 0.9)
     for rank in range(ranks):
         ax.text(rank * step + parts / 2, 3.6, f"rank {rank}", ha="center", va="bottom", fontsize=10)
-    ax.set_xlim(-5.6, ranks * step - 1)
-    ax.set_ylim(-tall * (len(stages) - 1) - 0.4, 4.8)
+    ax.set(xlim=(-5.6, ranks * step - 1), ylim=(-tall * (len(stages) - 1) - 0.4, 4.8))
     ax.axis("off")
     fig.legend(
         handles=[Patch(color=COLORS[role], label=label) for role, label in _ROLES.items()],
@@ -138,7 +137,6 @@ def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[
         ax.plot(tokens, [100 * value for value in values], dash, color=COLORS[role], label=name)
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
-    ax.set_ylim(0, 104)
-    ax.set(xlabel=xlabel, ylabel="device computes (% of the step)")
+    ax.set(ylim=(0, 104), xlabel=xlabel, ylabel="device computes (% of the step)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lablib.calc.torch_versions import torch_facts
-from lablib.launch.fsdp import KINDS as fsdp_memory_KINDS
+from lablib.launch.fsdp import KINDS as FSDP_KINDS
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import (
@@ -41,7 +41,7 @@ from lablib.launch.torch_private import (
     dispatch_has_kernel,
     must_have,
 )
-from lablib.proof import verdict as memory_kinds
+from lablib.proof import verdict
 from lablib.proof.cases import Case
 from lablib.proof.oracles.models import (
     Master,
@@ -54,7 +54,7 @@ from lablib.proof.oracles.models import (
 )
 
 #: Names of kinds in both trackers, and those of `lablib.proof.verdict`. FSDPMemTracker's come first.
-KINDS = fsdp_memory_KINDS | {
+KINDS = FSDP_KINDS | {
     "Sharded Param": "weights",
     "Unsharded Param": "gathered weights",
     "Parameter": "weights",
@@ -123,7 +123,7 @@ class _Moments:
         if self._after_step and not self._in_opt and found.get("activations"):
             # Between backward and the step nothing is made but gradients in fp32, for the master weights.
             found["gradients"] = found.get("gradients", 0) + found.pop("activations")
-        return {kind: found[kind] for kind in memory_kinds.KINDS if found.get(kind)}
+        return {kind: found[kind] for kind in verdict.KINDS if found.get(kind)}
 
     def note(self, moment: str) -> None:
         """Take the present instant into a moment."""
