@@ -1,4 +1,4 @@
-"""Processes that tests start: whatever happens to the test, they end with it, and all that they started."""
+"""What tests of processes share: whatever happens to a test, the processes that it started end with it; and seeds."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def new_seed() -> int:
+    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
+    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"LABLIB_SEED={seed}")
+    return seed

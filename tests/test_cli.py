@@ -221,7 +221,7 @@ def test_doctor_looks_at_everything_and_reports_each_with_a_verdict() -> None:
     assert {finding["verdict"] for finding in findings.values()} <= {"ok", "limited", "missing"}
     assert all(finding["detail"] for finding in findings.values())
     broken = [finding for finding in findings.values() if finding["verdict"] == "missing"]
-    assert all(finding["mend"] for finding in broken)
+    assert all(finding["fix"] for finding in broken)
     assert code == (1 if broken else 0)
     # The tests themselves need these.
     assert findings["torch"]["verdict"] == findings["gloo"]["verdict"] == "ok"
@@ -234,7 +234,7 @@ def test_doctor_judges_python(version: tuple[int, ...], verdict: str) -> None:
 
 def test_doctor_judges_machine_and_disk(tmp_path: Path) -> None:
     assert doctor.check_machine("Windows").verdict == "missing"
-    assert "WSL" in doctor.check_machine("Windows").mend
+    assert "WSL" in doctor.check_machine("Windows").fix
     assert doctor.check_disk(tmp_path, free=10**9).verdict == "limited"
     assert doctor.check_disk(tmp_path, free=10**12) == doctor.Finding("disk", "ok", "1000 GB free")
 
@@ -248,7 +248,7 @@ def test_doctor_says_what_a_host_name_without_an_address_stops(monkeypatch: pyte
     finding = doctor.check_host_name()
     assert finding.verdict == "limited"
     assert "nowhere.invalid has no address" in finding.detail
-    assert "--local-addr 127.0.0.1" in finding.mend
+    assert "--local-addr 127.0.0.1" in finding.fix
     monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_: [])
     assert doctor.check_host_name() == doctor.Finding("host name", "ok", "nowhere.invalid")
 
@@ -259,7 +259,7 @@ def test_doctor_without_torch_says_what_still_runs(monkeypatch: pytest.MonkeyPat
     assert findings["torch"].verdict == "missing"
     assert findings["packages"].verdict == "limited"
     assert findings["calculators"].verdict == "ok"
-    assert findings["CPU labs"] == doctor.Finding("CPU labs", "missing", "will not run", "mend torch")
+    assert findings["CPU labs"] == doctor.Finding("CPU labs", "missing", "will not run", "fix torch")
     assert "gloo" not in findings
     monkeypatch.setattr(doctor, "examine", lambda: list(findings.values()))
     with pytest.raises(typer.Exit) as end:

@@ -7,7 +7,6 @@ u = 2^-24 for float32, so the two differ by at most 2(n-1)·u·Σ|x|.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -15,15 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lablib.launch.ranks import RankError, run_ranks
+from tests.processes import new_seed
 
 SIZES = 3  # drawn for each number of ranks, on top of 0, 1 and n
-
-
-def new_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
 
 
 def everything(seed: int) -> int:

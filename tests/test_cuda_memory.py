@@ -18,7 +18,7 @@ from lablib.launch.records import experiments
 from lablib.launch.records import samples as gpu_records
 from lablib.proof import gpu_measure as cuda_memory
 from lablib.proof.cases import Case
-from lablib.proof.gpu_measure import CpuCounters, counters_of, measure_on_gpu, measured_samples, replayed
+from lablib.proof.gpu_measure import Counters, CudaCounters, measure_on_gpu, measured_samples, replayed
 from lablib.proof.gpu_rows import (
     NOT_RECORDED,
     gpu_cases,
@@ -64,7 +64,7 @@ class _Allocating(LiveBytes):
             self.device.free(self.addresses.pop(key))
 
 
-class OnSimulated(CpuCounters):
+class OnSimulated(Counters):
     """Stands for a GPU: an allocator that rounds and caches, a workspace, and a snapshot."""
 
     def __enter__(self):
@@ -100,7 +100,7 @@ class OnSimulated(CpuCounters):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
-    found = measure_on_gpu(case, CpuCounters())
+    found = measure_on_gpu(case, Counters())
     # LiveBytes is a dispatch mode, under which autograd adds gradients out of place.
     said = memory_timeline(step=case.step, out_of_place=True, **case.settings())
     assert found.snapshot is None
@@ -141,7 +141,7 @@ def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:
 
 def test_a_snapshot_of_the_step_has_the_peak_of_the_counters() -> None:
     case = CASES[1]
-    found, plain = measure_on_gpu(case, OnSimulated()), measure_on_gpu(case, CpuCounters())
+    found, plain = measure_on_gpu(case, OnSimulated()), measure_on_gpu(case, Counters())
     assert found.snapshot["disagrees"] == ""
     for name in ("requested", "reserved"):
         assert found.snapshot[name] == found.peak[name]
@@ -166,15 +166,15 @@ def test_a_snapshot_of_the_step_has_the_peak_of_the_counters() -> None:
 
 
 def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> None:
-    class Full(CpuCounters):
+    class Full(Counters):
         def record(self):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    class Old(CpuCounters):
+    class Old(Counters):
         def record(self):
             raise RuntimeError("no kernel image\nmore")
 
-    kinds, said = iter((Full, Old, CpuCounters)), []
+    kinds, said = iter((Full, Old, Counters)), []
     samples = measured_samples([SMALL, SMALL, SMALL], lambda: next(kinds)(), said.append)
     assert [sample.get("failed") for sample in samples] == ["out of memory", "no kernel image", None]
     assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
@@ -184,7 +184,7 @@ def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> N
     ]
     # The runner keeps each sample: the same command goes on where it stopped.
     monkeypatch.setenv("LABLIB_LAB_FOLDER", str(tmp_path))
-    first = measured_samples([SMALL], CpuCounters, said.append)
+    first = measured_samples([SMALL], Counters, said.append)
     again = measured_samples([SMALL], lambda: pytest.fail("measured twice"), said.append)
     assert again == first
 
@@ -192,13 +192,13 @@ def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> N
 def test_a_case_of_several_ranks_and_a_machine_without_gpus_are_refused() -> None:
     for case in (Case(sharding="fsdp2", dp=2), Case(implementation="paper"), Case(pp=2)):
         with pytest.raises(ValueError, match="a GPU is measured alone"):
-            measure_on_gpu(case, CpuCounters())
+            measure_on_gpu(case, Counters())
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match="no GPU here"):
         measure_on_gpu(SMALL)
     with pytest.raises(ValueError, match="no GPU here"):
-        counters_of("cuda")
+        CudaCounters("cuda")
     result = CliRunner().invoke(app, ["memory-table", "--gpu"])
     assert (result.exit_code, result.output) == (2, "rung: no GPU here, and this measures the memory of one\n")
     result = CliRunner().invoke(app, ["memory-table", "--gpu", "--few"])
@@ -302,7 +302,7 @@ def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append(1), raising=False)
-    with counters_of("cuda:1") as counters:
+    with CudaCounters("cuda:1") as counters:
         assert counters.device == torch.device("cuda:1")
         assert counters.now() == 9
         assert counters.most() == {"requested": 0, "allocated": 1, "reserved": 2}
@@ -314,4 +314,4 @@ def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
     assert [how["enabled"] for how in asked] == ["all", None, None]
     assert len(freed) == 2  # before the measurement, and behind it
     with pytest.raises(ValueError, match="the allocator is 'cudaMallocAsync'"):
-        counters_of("cuda")
+        CudaCounters("cuda")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import os
 import random
 
 import pytest
@@ -23,18 +22,12 @@ from lablib.calc.parallel import bucket_sizes
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.toys.data_parallel import BucketedDDP, NaiveDDP, OverlappedDDP
+from tests.processes import new_seed
 
 TOLERANCE = 1e-7
 STEPS = 3
 CLASSES = [NaiveDDP, BucketedDDP, OverlappedDDP]
 SMALL = {"first_bytes": 3000, "bucket_bytes": 20_000}  # a small model, and still several buckets
-
-
-def new_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
 
 
 class Awkward(nn.Module):

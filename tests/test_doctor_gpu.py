@@ -138,18 +138,18 @@ def test_pcie_rates_are_those_of_the_table():
 )  # fmt: skip
 def test_findings(finding, verdict, text):
     assert finding.verdict == verdict
-    assert text in f"{finding.detail} {finding.mend}"
+    assert text in f"{finding.detail} {finding.fix}"
     if verdict == "missing":
-        assert finding.mend
+        assert finding.fix
 
 
 def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate():
     power, hot, virtual = smi.parse_query(CSV)
     good = doctor.judge_load(0, power, 100e12, 125e12)
-    assert (good.verdict, good.mend) == ("ok", "")
+    assert (good.verdict, good.fix) == ("ok", "")
     assert good.detail == "100 TFLOP/s in bf16, 80% of the peak at 1455 MHz, 61 C"
     broken = doctor.judge_load(1, hot, 100e12, 125e12)
-    assert (broken.verdict, broken.mend) == ("missing", "return this machine")
+    assert (broken.verdict, broken.fix) == ("missing", "return this machine")
     cooked = doctor.judge_load(1, hot | {"ecc.errors.uncorrected.volatile.total": "0"}, 100e12, 125e12)
     assert (cooked.verdict, "slowed by hardware" in cooked.detail) == ("limited", True)
     # An A10 at its own 150 W is slow and healthy; one that somebody has capped is not what its name says.
@@ -157,7 +157,7 @@ def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate():
     capped = doctor.judge_load(0, power | {"power.limit": "100.00"}, 110e12, 125e12)
     assert (capped.verdict, "its limit is 100 of 150 W" in capped.detail) == ("limited", True)
     shared = doctor.judge_load(0, power | {"clocks_event_reasons.active": "0x0"}, 30e12, 125e12)
-    assert (shared.verdict, shared.mend.startswith("look for another job")) == ("limited", True)
+    assert (shared.verdict, shared.fix.startswith("look for another job")) == ("limited", True)
     assert "so no MFU is given" in doctor.judge_load(0, power, 50e12, None).detail
     assert doctor.judge_load(2, virtual, 30e12, None).verdict == "ok"
     assert doctor.judge_load(2, {}, 30e12, 125e12).verdict == "limited"
@@ -214,8 +214,8 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     def printed(*arguments):
         return HEAD if not arguments else MATRIX_2 if arguments[0] == "topo" else CSV
 
-    for module in (machine_probe, records):
-        monkeypatch.setattr(module, "nvidia_smi", printed)
+    monkeypatch.setattr(machine_probe, "nvidia_smi", printed)
+    monkeypatch.setattr(records, "nvidia_smi", printed)
     monkeypatch.setattr(records, "host_rates", lambda i: (12e9 + i, 12e9 + i))
     monkeypatch.setattr(records, "while_busy", lambda gpu, look: (100e12, look()))
     monkeypatch.setattr(records, "kernel_log", lambda: None)
@@ -236,7 +236,7 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     # GPU 0 is the second line of nvidia-smi: eight lanes, too hot, with memory errors.
     assert "its PCIe link has 15.8" in found["host to GPU"].detail
     assert found["host to GPU"].verdict == "ok"
-    assert found["GPU 0 load"].mend == "return this machine"
+    assert found["GPU 0 load"].fix == "return this machine"
     assert found["GPU 1 load"].verdict == "ok"
 
 
@@ -267,7 +267,7 @@ def test_each_lab_is_judged_before_it_is_paid_for(changes, lab, verdict, text):
     assert list(found) == [f"lab {budget.lab}" for budget in LAB_BUDGETS]
     finding = found[f"lab {lab}"]
     assert finding.verdict == verdict
-    assert text in f"{finding.detail} {finding.mend}"
+    assert text in f"{finding.detail} {finding.fix}"
 
 
 def test_lab_08_takes_the_model_that_the_doctor_weighs():
@@ -289,6 +289,8 @@ def test_a_measurement_that_fails_is_a_finding_and_not_the_end():
 def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    from lablib.launch import records
+
     monkeypatch.setattr(machine_probe.sysconfig, "get_path", lambda name: str(tmp_path))
     version = ".".join(map(str, sys.version_info[:2]))
     assert machine_probe.lacks_for_compile() == ["gcc", f"python{version}-dev"]
@@ -300,10 +302,10 @@ def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("InductorError: no")
 
-    monkeypatch.setattr("lablib.launch.records.compile_seconds", broken)
+    monkeypatch.setattr(records, "compile_seconds", broken)
     assert doctor.compiling().detail == "fails: InductorError: no"
     (tmp_path / "Python.h").unlink()
-    assert doctor.compiling().mend == f"apt-get install -y python{version}-dev"
+    assert doctor.compiling().fix == f"apt-get install -y python{version}-dev"
 
 
 @pytest.mark.parametrize(("code", "log"), [(0, "line\n"), (1, None)])
@@ -316,6 +318,7 @@ def test_the_kernels_log_where_it_may_be_read(tmp_path, monkeypatch, code, log):
 
 
 def test_an_all_reduce_is_as_fast_as_its_slowest_rank_and_says_nothing_to_json(monkeypatch, capsys):
+
     def played(work, count, *, device, timeout):
         print(f"{count} ranks on {device}")
         return [{(0, 1): 8e9, (0, 1, 2): 5e9}, {(0, 1): 7e9, (0, 1, 2): 6e9}]

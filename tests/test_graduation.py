@@ -12,6 +12,7 @@ from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks import graduation
 from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, answer_source, examine, is_untouched, unmet
 from lablib.cli.main import app
+from lablib.launch import runs
 from lablib.launch.runs import gpu_report, where_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -203,7 +204,7 @@ def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch
     def examined(status):
         return lambda work, **_: iter([graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks])
 
-    monkeypatch.setattr(graduation, "gpu_report", lambda: tmp_path)
+    monkeypatch.setattr(runs, "gpu_report", lambda: tmp_path)
     monkeypatch.setattr(graduation, "examine", examined("passed"))
     good = CliRunner().invoke(app, ["graduate"])
     assert good.exit_code == 0, good.output

@@ -12,7 +12,7 @@ PACKAGES = sorted(path.parent for room in ROOMS for path in room.rglob("__init__
 
 
 def _name(path):
-    return ".".join(path.relative_to(LABLIB).with_suffix("").parts)
+    return ".".join(path.relative_to(LABLIB.parent).parts)
 
 
 def test_no_folder_shows_more_than_about_a_dozen_entries():

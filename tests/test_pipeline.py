@@ -9,7 +9,6 @@ gradient by a part of its own size, and the largest of each weight is above 1e-9
 from __future__ import annotations
 
 import copy
-import os
 import random
 from functools import partial
 
@@ -37,17 +36,11 @@ from lablib.toys.pipeline import executor as pipeline
 from lablib.toys.pipeline.mailbox import Mailbox
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
 from lablib.toys.zero import ZeRO1
+from tests.processes import new_seed
 
 TOLERANCE = 1e-12
 NAMES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 FAMILIES = ["gpt2", "llama"]
-
-
-def new_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
 
 
 class ExactNorm(RMSNorm):

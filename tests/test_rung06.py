@@ -8,7 +8,6 @@ import torch
 
 from lablib.calc.parallel import TimedUnit, fsdp_step, peak_unsharded_bytes
 from lablib.checks import rung06
-from lablib.checks import rung06 as wrap_choice
 from lablib.checks.report import Wrong
 from lablib.checks.rung06 import World
 from tests import defects_rung06
@@ -119,14 +118,14 @@ def of_2_15(rules, budget):
 def test_the_right_choice_depends_on_the_version_of_pytorch(version, other):
     answers = {"2.13": defects_rung06.SECOND_SOLUTIONS["choose_wrapping"], "2.15": of_2_15}
     for seed in range(6):
-        cases, picks = wrap_choice._judge_choices(answers[version], seed, version)
+        cases, picks = rung06._judge_choices(answers[version], seed, version)
         assert (cases, [rule for rule, _ in picks.values()]) == (33, ["none", "block", "linear"])
         with pytest.raises(Wrong):
-            wrap_choice._judge_choices(answers[other], seed, version)
+            rung06._judge_choices(answers[other], seed, version)
 
 
 def test_the_installed_version_and_the_chapters_are_both_accepted(monkeypatch):
-    monkeypatch.setattr(wrap_choice, "_measured", lambda picks: "nothing")
+    monkeypatch.setattr(rung06, "_measured", lambda picks: "nothing")
     monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
     chapter, installed = (rung06.choose_wrapping(a) for a in (defects_rung06.unit_after_unit, of_2_15))
     assert (chapter.status, installed.status) == ("passed", "passed")

@@ -6,7 +6,7 @@ import pytest
 
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
-from lablib.checks.rung09 import best_choice, job_of, jobs, moments_of_first, selective_peak
+from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
 
 CASES = [("gpt3-175b", 2048, "plain"), ("llama-3-8b", 4096, "fused"), ("llama-2-7b", 1024, "plain")]
 
@@ -25,7 +25,7 @@ def test_what_a_job_keeps_is_what_the_calculator_says_without_embedding_and_head
     for n in (1, job.layers // 2, job.layers):
         forward, backward, extra = moments(f"first:{n}")
         # Without its head a model's last blocks keep what they kept at the end of forward when backward starts.
-        assert max(moments_of_first(job, n)) == max(forward, backward)
+        assert max(peaks_of_first(job, n)) == max(forward, backward)
         assert extra == n * job.block_flops
 
 
@@ -40,7 +40,7 @@ def test_every_kind_of_answer_is_asked_for():
 def test_no_other_choice_fits_and_costs_less():
     for job in jobs(random.Random(3)):
         choice = best_choice(job)
-        cheaper = [n for n in range(1, job.layers + 1) if max(moments_of_first(job, n)) <= job.budget]
+        cheaper = [n for n in range(1, job.layers + 1) if max(peaks_of_first(job, n)) <= job.budget]
         if choice is None:
             assert not cheaper
             assert selective_peak(job) > job.budget

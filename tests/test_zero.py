@@ -10,7 +10,6 @@ A slip in the idea (a sum for a mean, a missed shard, padding that leaks) moves 
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 from lablib.toys.zero import STAGES, ZeRO1, ZeRO3, held_bytes
+from tests.processes import new_seed
 
 TOLERANCE = 1e-7
 STEPS = 3
@@ -34,13 +34,6 @@ OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-8, weight_decay=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9, weight_decay=0.1),
 }
-
-
-def new_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated with LABLIB_SEED."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
 
 
 class Layer(nn.Module):

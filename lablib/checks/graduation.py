@@ -99,7 +99,7 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check, with one sentence."""
+    """The outcome of one check, with one sentence."""
 
     rung: str
     name: str
@@ -110,11 +110,7 @@ class Outcome:
 def examine(
     work: Path, *, rungs: Sequence[str] | None = None, every: bool = False, timeout: float = TIMEOUT_S
 ) -> Iterator[Outcome]:
-    """Yield what became of each check, as soon as it is known; nothing that an answer does ends this.
-
-    Raises:
-        ValueError: If a rung does not exist, or the timeout is not positive.
-    """
+    """Yield the outcome of each check, as soon as it is known; nothing that an answer does ends this."""
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g} must be above 0 seconds")
     known = [goal.rung for goal in GOALS]
@@ -195,11 +191,7 @@ def judge(notebook: Path, rung: str, name: str) -> Verdict:
 
 
 def answer_source(notebook: str | Path, name: str) -> str | None:
-    """Return a program that defines a function as a notebook's last definition does, or None if there is none.
-
-    Raises:
-        ValueError: If the file is no notebook.
-    """
+    """Return a program that defines a function as a notebook's last definition does, or None if there is none."""
     try:
         cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -1,4 +1,4 @@
-"""What a check says: passed, not attempted, or which idea is wrong."""
+"""The verdict of a check: passed, not attempted, or which idea is wrong."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ class Verdict:
     """The outcome of one check.
 
     Attributes:
-        name: The exercise.
         status: "passed", "not attempted" or "wrong".
-        message: One sentence for the learner.
     """
 
     name: str
@@ -38,9 +36,6 @@ def check(judge: Callable[..., str | None]) -> Callable[..., Verdict]:
     It may return a sentence to print when the answer is right.
     A `NotImplementedError` from the answer means that the stub is untouched.
     Any other exception of the answer is reported as wrong, with its type and text.
-
-    Returns:
-        A function of the same arguments that prints and returns a `Verdict`.
     """
 
     @functools.wraps(judge)

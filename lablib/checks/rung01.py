@@ -233,7 +233,7 @@ def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str
 
 
 def _terms_of(answer: Callable[..., object], *case: object) -> Mapping[str, float]:
-    """Return the learner's dictionary, or raise `Wrong` where it is none."""
+    """Return the learner's dictionary, or raise `Wrong` if it is not a dictionary."""
     try:
         given = answer(*case)
     except TypeError as error:

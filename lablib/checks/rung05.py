@@ -1,7 +1,4 @@
-"""The checks of rung 05: bytes by stage, a ZeRO-2 step on real ranks, ZeRO-3's gather and release, the tradeoffs.
-
-The checks of a sharded training step: ZeRO-2 on real ranks, and the gather and release of ZeRO-3.
-"""
+"""The checks of rung 05: bytes by stage, a ZeRO-2 step on real ranks, ZeRO-3's gather and release, the tradeoffs."""
 
 from __future__ import annotations
 
@@ -19,7 +16,55 @@ from lablib.checks.report import Wrong, check, close
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 
-# --- a ZeRO-2 step -----------------------------------------------------------------------------------------
+__all__ = ["state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
+
+
+# --- bytes by stage -----------------------------------------------------------------------------------------
+
+_FIRST_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
+
+
+def _truth(params: int, ranks: int, stage: int) -> dict[str, int]:
+    terms = state_terms(params, ranks, stage)
+    truth = {name: terms.pop(name) for name in ("weights", "gradients")}
+    return truth | {"optimizer": sum(terms.values())}
+
+
+@check
+def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5) -> str:
+    """Judge `state_bytes(params, ranks, stage)` by hand first, then on random models, ranks and stages."""
+    dice = random.Random(seed)
+    cases = [(8, 4, stage) for stage in range(4)] + [(10, 4, stage) for stage in range(4)]
+    cases += [(dice.randint(10**6, 10**11), dice.randint(1, 600), dice.randint(0, 3)) for _ in range(40)]
+    for params, ranks, stage in cases:
+        got, truth = answer(params, ranks, stage), _truth(params, ranks, stage)
+        if not isinstance(got, dict) or set(got) != set(truth):
+            raise Wrong(f"Return a dictionary with the keys {', '.join(truth)}.")
+        for name, right in truth.items():
+            if not close(got[name], right, rel=0):
+                _explain_bytes(name, float(got[name]), right, params, ranks, stage)
+    return f"{len(cases)} cases to the byte."
+
+
+def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, stage: int) -> None:
+    case = f"{params:,} parameters, {ranks} ranks, stage {stage}"
+    each = {"weights": 2, "gradients": 2, "optimizer": 12}[name]
+    sharded = stage >= _FIRST_STAGE[name]
+    if got == each * params / ranks and sharded:
+        raise Wrong(f"A shard is a whole number of parameters, rounded up: the padding is held too ({case}).")
+    if got == each * (params // ranks) and sharded:
+        raise Wrong(f"Rounded down, the last parameters belong to nobody: a shard is rounded up ({case}).")
+    if got == each * params and sharded:
+        raise Wrong(f"Stage {stage} shards the {name}: a rank holds one part in {ranks} ({case}).")
+    if got == each * -(-params // ranks) and not sharded:
+        raise Wrong(f"Stage {stage} leaves the {name} whole; stage {_FIRST_STAGE[name]} is the first to shard them "
+                    f"({case}).")  # fmt: skip
+    if name == "optimizer" and close(got, right * 8 / 12, rel=1e-3):
+        raise Wrong("The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8.")
+    raise Wrong(f"The {name} of one rank have {right:,} bytes, not {got:,.0f} ({case}).")
+
+
+# --- a ZeRO-2 step ------------------------------------------------------------------------------------------
 
 _STEPS, _LR = 3, 0.125
 
@@ -118,7 +163,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-# --- ZeRO-3: gather and release ----------------------------------------------------------------------------
+# --- ZeRO-3: gather and release -----------------------------------------------------------------------------
 
 
 class _Model:
@@ -207,55 +252,7 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         raise Wrong("A layer is gathered more than twice: once forward and once backward are enough.")
 
 
-#: What the lab and the tests use from here; the checks of whole steps have their own module.
-__all__ = ["state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
-
-# --- bytes by stage ----------------------------------------------------------------------------------------
-
-_FIRST_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
-
-
-def _truth(params: int, ranks: int, stage: int) -> dict[str, int]:
-    terms = state_terms(params, ranks, stage)
-    truth = {name: terms.pop(name) for name in ("weights", "gradients")}
-    return truth | {"optimizer": sum(terms.values())}
-
-
-@check
-def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5) -> str:
-    """Judge `state_bytes(params, ranks, stage)` by hand first, then on random models, ranks and stages."""
-    dice = random.Random(seed)
-    cases = [(8, 4, stage) for stage in range(4)] + [(10, 4, stage) for stage in range(4)]
-    cases += [(dice.randint(10**6, 10**11), dice.randint(1, 600), dice.randint(0, 3)) for _ in range(40)]
-    for params, ranks, stage in cases:
-        got, truth = answer(params, ranks, stage), _truth(params, ranks, stage)
-        if not isinstance(got, dict) or set(got) != set(truth):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(truth)}.")
-        for name, right in truth.items():
-            if not close(got[name], right, rel=0):
-                _explain_bytes(name, float(got[name]), right, params, ranks, stage)
-    return f"{len(cases)} cases to the byte."
-
-
-def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, stage: int) -> None:
-    case = f"{params:,} parameters, {ranks} ranks, stage {stage}"
-    each = {"weights": 2, "gradients": 2, "optimizer": 12}[name]
-    sharded = stage >= _FIRST_STAGE[name]
-    if got == each * params / ranks and sharded:
-        raise Wrong(f"A shard is a whole number of parameters, rounded up: the padding is held too ({case}).")
-    if got == each * (params // ranks) and sharded:
-        raise Wrong(f"Rounded down, the last parameters belong to nobody: a shard is rounded up ({case}).")
-    if got == each * params and sharded:
-        raise Wrong(f"Stage {stage} shards the {name}: a rank holds one part in {ranks} ({case}).")
-    if got == each * -(-params // ranks) and not sharded:
-        raise Wrong(f"Stage {stage} leaves the {name} whole; stage {_FIRST_STAGE[name]} is the first to shard them "
-                    f"({case}).")  # fmt: skip
-    if name == "optimizer" and close(got, right * 8 / 12, rel=1e-3):
-        raise Wrong("The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8.")
-    raise Wrong(f"The {name} of one rank have {right:,} bytes, not {got:,.0f} ({case}).")
-
-
-# --- the tradeoffs -----------------------------------------------------------------------------------------
+# --- the tradeoffs ------------------------------------------------------------------------------------------
 
 
 def _sent(params: int, ranks: int, stage: int, micro_batches: int) -> float:

@@ -1,14 +1,8 @@
 """The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping rule to take.
 
-The check of a size-based wrapping policy: which modules become units, and in which order.
-
-The check of `choose_wrapping`: which wrapping rule to take, by formula and then measured.
-
-The check of a checkpoint: ranks that take turns on a disk whose every moment is looked at.
-
-Ranks run one at a time, and change at each disk operation and barrier. So any order of events can be played, always
-the same way: rank 0 far ahead of the others, or far behind. A write takes two moments, and in between the file is
-torn. The disk remembers what it held after every moment; a power cut may come at any of them.
+The check of a checkpoint plays ranks that take turns at every disk operation and barrier, in several orders: rank 0 far
+ahead of the others, or far behind. A write takes two turns, and in between the file is torn. The disk remembers what it
+held after each; a power cut may come at any of them.
 """
 
 from __future__ import annotations
@@ -33,6 +27,93 @@ from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 
+__all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_checkpoint"]
+
+
+# --- messages and values of a step --------------------------------------------------------------------------
+
+_COUNTS = ("all_gathers", "reduce_scatters", "gathered", "reduced")
+
+
+def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool) -> dict[str, int]:
+    traffic = fsdp_traffic(
+        [root, *units],
+        2,
+        reshard=reshard,
+        micro_batches=micro_batches,
+        sync_every=sync_every,
+        param_bytes=1,
+        reduce_bytes=1,
+    )
+    calls, values = traffic.calls, traffic.bytes
+    numbers = (calls["all_gather"], calls["reduce_scatter"], values["all_gather"], values["reduce_scatter"])
+    return dict(zip(_COUNTS, numbers, strict=True))
+
+
+@check
+def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> str:
+    """Judge `count_collectives(root, units, reshard, micro_batches, sync_every)` by hand, then on random models."""
+    dice = random.Random(seed)
+    cases = [(8, [], True, 1, True), (2, [4, 4], True, 1, True), (2, [4, 4], False, 1, True)]
+    cases += [(2, [4, 4], True, 3, True), (2, [4, 4], True, 3, False)]
+    for _ in range(40):
+        # Even sizes: on two ranks nothing is padded.
+        units = [2 * dice.randint(1, 10**6) for _ in range(dice.randint(0, 90))]
+        flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
+        cases.append((2 * dice.randint(1, 10**6), units, *flags))
+    for case in cases:
+        got, right = answer(*case), _counted(*case)
+        if not isinstance(got, dict) or set(got) != set(_COUNTS):
+            raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
+        for name in _COUNTS:
+            if not close(got[name], right[name], rel=0):
+                _explain_count(name, float(got[name]), *case)
+    return f"{len(cases)} steps, message by message."
+
+
+def _explain_count(
+    name: str, got: float, root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool
+) -> None:
+    case = (f"root={root:,}, units={some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
+            f"sync_every={sync_every}")  # fmt: skip
+    truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
+    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2):
+        raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
+    other = partial(_counted, root, units)
+    if name in ("all_gathers", "gathered"):
+        once = 1 if name == "all_gathers" else root
+        last = micro_batches * (1 if name == "all_gathers" else (units or [0])[-1])
+        right = _counted(root, units, reshard, micro_batches, sync_every)[name]
+        if got == other(not reshard, micro_batches, sync_every)[name]:
+            raise Wrong("A unit that was freed after forward is gathered again in backward, one that was kept is not "
+                        f"({case}).")  # fmt: skip
+        if got == right + micro_batches * once:
+            raise Wrong(f"The root is not freed after forward: backward starts with it ({case}).")
+        if reshard and units and got == right - last:
+            raise Wrong("The last unit is needed first in backward, but FSDP frees it like the others: only the root "
+                        f"is kept ({case}).")  # fmt: skip
+        if micro_batches > 1 and got == other(reshard, 1, True)[name]:
+            raise Wrong("Every micro-batch gathers again: weights are freed after each backward, whether or not "
+                        f"gradients are reduced ({case}).")  # fmt: skip
+        if got == right - micro_batches * once:
+            raise Wrong(f"The root has weights too: it is gathered once in each micro-batch ({case}).")
+        raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
+                    f"again in backward, one message each ({case}).")  # fmt: skip
+    right = _counted(root, units, reshard, micro_batches, sync_every)[name]
+    if micro_batches > 1 and got == other(reshard, micro_batches, not sync_every)[name]:
+        raise Wrong(
+            f"Gradients are reduced after every backward, or, without sync_every, after the last one only ({case})."
+        )
+    if got == right - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1):
+        raise Wrong(f"The root has gradients too, and one reduce-scatter of its own ({case}).")
+    if got == 2 * right:
+        raise Wrong(f"Gradients exist in backward only: one reduce-scatter for each unit, not two ({case}).")
+    raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
+                f"that reduces ({case}).")  # fmt: skip
+
+
+# --- units by size ------------------------------------------------------------------------------------------
+
 
 def _random_tree(dice: random.Random, depth: int = 0) -> nn.Module:
     if depth == 3 or (depth and dice.random() < 0.3):
@@ -40,7 +121,11 @@ def _random_tree(dice: random.Random, depth: int = 0) -> nn.Module:
     return nn.Sequential(*[_random_tree(dice, depth + 1) for _ in range(dice.randint(2, 4))])
 
 
-def _cases(seed: int) -> list[tuple[str, nn.Module, int]]:
+def _config() -> ModelConfig:
+    return tiny_config("llama", num_layers=3, hidden=64)
+
+
+def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
     dice = random.Random(seed)
     with torch.device("meta"):  # shapes are enough
         model = Transformer(_config())
@@ -55,20 +140,16 @@ def _cases(seed: int) -> list[tuple[str, nn.Module, int]]:
     return cases
 
 
-def _config() -> ModelConfig:
-    return tiny_config("llama", num_layers=3, hidden=64)
-
-
 @check
 def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) -> str:
     """Judge `units_by_size(model, least)` by hand, on the lab's model, and on random trees."""
-    cases = _cases(seed)
+    cases = _unit_cases(seed)
     for what, model, least in cases:
-        _judge(answer(model, least), what, model, least)
+        _judge_units(answer(model, least), what, model, least)
     return f"{len(cases)} models and sizes, inner units before outer ones."
 
 
-def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
+def _judge_units(got: object, what: str, model: nn.Module, least: int) -> None:
     case = f"{what}, least {least:,}"
     if not isinstance(got, list) or not all(isinstance(name, str) for name in got):
         raise Wrong("Return a list of module names, such as `blocks.0.mlp`.")
@@ -82,7 +163,7 @@ def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
         raise Wrong(f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case}).")
     if len(set(got)) < len(got):
         raise Wrong(f"A module is in the list twice; a name is the whole path from the root ({case}).")
-    own = _own(model, got)
+    own = _own_parameters(model, got)
     if small := [name for name in got if own[name] < least]:
         raise Wrong(f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units "
                     f"already and do not count again ({case}).")  # fmt: skip
@@ -98,7 +179,7 @@ def _judge(got: object, what: str, model: nn.Module, least: int) -> None:
                         f"inner parameters first ({case}).")  # fmt: skip
 
 
-def _own(model: nn.Module, units: list[str]) -> dict[str, int]:
+def _own_parameters(model: nn.Module, units: list[str]) -> dict[str, int]:
     """Return the parameters of every unit that no unit inside it has."""
     own = dict.fromkeys([*units, ""], 0)
     for parameter, tensor in model.named_parameters():
@@ -115,173 +196,10 @@ def _any_unit(model: nn.Module, least: int) -> bool:
     )
 
 
-_RULES = ("none", "block", "linear")
-_RANKS, _WINDOW = 2, (2, 17)
-#: Models whose answer is measured.
-_MODELS = {
-    "a small Llama": {"num_layers": 1, "hidden": 32, "ffn": 128},
-    "a model of three blocks": {"num_layers": 3, "hidden": 32, "ffn": 88},
-    "a huge MLP": {"num_layers": 1, "hidden": 32, "ffn": 1024},
-}
-
-
-def _wrap_choice_config(name: str) -> ModelConfig:
-    return tiny_config("llama", **_MODELS[name])
-
-
-def _rules(config: ModelConfig) -> dict[str, list[int]]:
-    """Return the bytes of every unit under every rule, root first; all are even, so nothing is padded."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    return {rule: [4 * unit.params for unit in calc_units(model, rule)] for rule in _RULES}
-
-
-def _truth(rules: Mapping[str, list[int]], budget: int, version: str) -> dict[str, Any]:
-    peak = {rule: peak_unsharded_bytes(units, _RANKS, param_bytes=1, torch=version) for rule, units in rules.items()}
-    messages = {rule: fsdp_traffic(units, _RANKS).calls.total() for rule, units in rules.items()}
-    fits = [rule for rule in rules if peak[rule] <= budget]
-    return {"peak": peak, "messages": messages, "best": min(fits, key=messages.__getitem__, default=None)}
-
-
-@check
-def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> str:
-    """Judge `choose_wrapping(rules, budget)` on random models, then shard three real ones as it says and measure.
-
-    What FSDP2 holds in forward depends on the version of PyTorch. The count of the installed one is right, and so is
-    that of the version which the chapter writes down.
-    """
-    here = release(torch.__version__)
-    version = _counted_as(answer, here)
-    try:
-        cases, picks = _judge_choices(answer, seed, version)
-    except Wrong as wrong:
-        if version == here:
-            raise
-        raise Wrong(f"{wrong} This is counted as torch {version} does; what {here} does passes, too.") from None
-    return f"{cases} models by formula, of torch {version}. Measured with {here}: {_measured(picks)}."
-
-
-def _counted_as(answer: Callable[..., dict[str, Any]], here: str) -> str:
-    """Return the installed version if the answer counts its bytes on a model that tells versions apart."""
-    rules = {"three": [30, 10, 6, 12]}
-    booked, own = (_truth(rules, 0, version)["peak"]["three"] for version in (PINNED, here))
-    if booked == own:
-        return here
-    got = answer({name: list(units) for name, units in rules.items()}, booked)
-    peak = got.get("peak") if isinstance(got, dict) else None
-    said = peak.get("three") if isinstance(peak, dict) else None
-    return here if said is not None and close(said, own, rel=0) else PINNED
-
-
-def _judge_choices(
-    answer: Callable[..., dict[str, Any]], seed: int, version: str
-) -> tuple[int, dict[str, tuple[str, int]]]:
-    """Judge by the count of one version; return how many models by formula, and the rule and budget of real ones."""
-    dice = random.Random(seed)
-    cases: list[tuple[dict[str, list[int]], int]] = [({"one": [32], "three": [4, 10, 6, 12]}, b) for b in (70, 40, 10)]
-    for _ in range(30):
-        layers, root, block = dice.randint(1, 24), 2 * dice.randint(1, 5000), 12 * dice.randint(1, 5000)
-        split = [block // 6, block // 6, block // 3, block // 3]
-        rules = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
-        peaks = sorted(_truth(rules, 0, version)["peak"].values())
-        cases.append((rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))))
-    for rules, budget in cases:
-        _judge_choice(answer({name: list(units) for name, units in rules.items()}, budget), rules, budget, version)
-    picks = {}
-    # All three rules fit in the first budget, two in the second, one in the third.
-    for name, fitting in zip(_MODELS, (2, 1, 0), strict=True):
-        rules = _rules(_wrap_choice_config(name))
-        budget = sorted(_truth(rules, 0, version)["peak"].values())[fitting]
-        got = answer(dict(rules), budget)
-        _judge_choice(got, rules, budget, version)
-        picks[name] = (got["best"], budget)
-    return len(cases), picks
-
-
-def _judge_choice(got: object, rules: Mapping[str, list[int]], budget: int, version: str) -> None:
-    if not isinstance(got, dict) or set(got) != {"peak", "messages", "best"}:
-        raise Wrong("Return a dictionary with the keys peak, messages and best.")
-    right = _truth(rules, budget, version)
-    for key in ("peak", "messages"):
-        if not isinstance(got[key], dict) or set(got[key]) != set(rules):
-            raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
-        for rule, truth in right[key].items():
-            if not close(got[key][rule], truth, rel=0):
-                _explain_choice(key, float(got[key][rule]), truth, rule, rules[rule])
-    best = right["best"]
-    if got["best"] is not None and not isinstance(got["best"], str):
-        raise Wrong(f"`best` is the name of a rule, or None, and not {got['best']!r}.")
-    if got["best"] == best:
-        return
-    case = f"budget {budget:,}, peaks {right['peak']}, messages {right['messages']}"
-    if best is None:
-        raise Wrong(f"Nothing fits; then `best` is None ({case}).")
-    if got["best"] not in rules or right["peak"][got["best"]] > budget:
-        raise Wrong(f"Rule {got['best']!r} does not fit in the budget ({case}).")
-    raise Wrong(f"Rule {got['best']!r} fits, and {best!r} fits too with fewer messages ({case}).")
-
-
-def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int]) -> None:
-    root, rest = units[0], units[1:]
-    case = f"rule {rule!r}, root {root:,}, units {some(rest)}"
-    if key == "messages":
-        if got in (1 + 2 * len(rest), 1 + len(rest)):
-            raise Wrong(f"Count both: all-gathers and reduce-scatters ({case}).")
-        if got == 3 * (1 + len(rest)):
-            raise Wrong(f"The root is gathered once, since it is not freed after forward ({case}).")
-        raise Wrong(f"A step has {right:,} messages, not {got:,.0f} ({case}).")
-    if rest and got in (sum(units), 2 * sum(units)):
-        raise Wrong(f"Not all units are whole at a time: one is, beside the buffers of gathers ({case}).")
-    walked = root + max((2 * unit + before for before, unit in pairwise([0, *rest])), default=0)
-    if rest and got == walked:
-        raise Wrong(f"The root is there throughout, and its buffer too while the first unit is copied ({case}).")
-    if rest and got == right - root:
-        raise Wrong(f"The root stays gathered while the units run ({case}).")
-    if got in (root + max(rest, default=0), root):
-        raise Wrong(f"A gathered unit exists twice while it is copied out of the gather's buffer ({case}).")
-    if rest and got == root + 2 * max(rest):
-        raise Wrong("The buffer of the unit before is still there while a unit is copied; the first unit comes after "
-                    f"the root ({case}).")  # fmt: skip
-    raise Wrong(f"At most {right:,} bytes are gathered at a time, not {got:,.0f}: for each unit add up what is there "
-                f"while it is copied, and take the largest sum ({case}).")  # fmt: skip
-
-
-def _measured(picks: Mapping[str, tuple[str, int]]) -> str:
-    """Shard every model as picked: messages on real ranks, memory by PyTorch's tracker."""
-    sent = run_ranks(_run_picks, _RANKS, {name: rule for name, (rule, _) in picks.items()})[0]
-    told = []
-    for name, (rule, budget) in picks.items():
-        config = _wrap_choice_config(name)
-        seen = forecast(
-            partial(Transformer, config),
-            world_size=_RANKS,
-            batch=_WINDOW[0],
-            seq=_WINDOW[1] - 1,
-            optimizer=partial(torch.optim.SGD, lr=0.1),  # has no part in what is gathered, and is soon played
-            wrap=rule,
-        )
-        truth = _truth(_rules(config), budget, torch.__version__)
-        if seen.most_gathered > budget or seen.most_gathered != truth["peak"][rule]:
-            raise AssertionError(f"{name}, {rule}: the tracker saw {seen.most_gathered:,} bytes, budget {budget:,}")
-        if sent[name] != truth["messages"][rule]:
-            raise AssertionError(f"{name}, {rule}: {sent[name]} messages were sent, not {truth['messages'][rule]}")
-        told.append(f"{name}, {rule}: {seen.most_gathered:,} of {budget:,} bytes, {sent[name]} messages")
-    return "; ".join(told)
-
-
-def _run_picks(picks: Mapping[str, str]) -> dict[str, int]:
-    sent = {}
-    for name, rule in picks.items():
-        torch.manual_seed(0)
-        model, _ = shard(Transformer(_wrap_choice_config(name)), wrap=rule)
-        tokens = torch.randint(0, 256, _WINDOW, generator=torch.Generator().manual_seed(0))
-        with record_comms() as log:
-            model.loss(tokens).backward()
-        sent[name] = log.calls.total()
-    return sent
-
+# --- a checkpoint -------------------------------------------------------------------------------------------
 
 _TORN = "torn"
+
 Files = dict[str, Any]
 
 
@@ -385,7 +303,7 @@ def write_checkpoint(answer: Callable[..., None]) -> str:
         written: set[int] = set()  # ranks whose new file has been on the disk, whole
         for files in world.moments:
             written |= (there := _on_disk(files, ranks))
-            _judge_moment(files, ranks, written - there)
+            _judge_disk(files, ranks, written - there)
         _judge_end(_published(world.moments[-1]), ranks)
     return f"{len(_CASES)} runs, {moments} moments, and a whole checkpoint to resume from at each of them."
 
@@ -396,7 +314,7 @@ def _on_disk(files: Files, ranks: int) -> set[int]:
     return {rank for rank in range(ranks) if _state(rank, 50)["model"] in models}
 
 
-def _judge_moment(files: Files, ranks: int, lost: set[int]) -> None:
+def _judge_disk(files: Files, ranks: int, lost: set[int]) -> None:
     found = _published(files)
     if early := [folder for folder in found if folder not in ("step-40", "step-50")]:
         raise Wrong(f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write "
@@ -444,86 +362,171 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
             raise Wrong("The saved step is not the one that was given.")
 
 
-#: What the lab and the tests use from here; three checks have their own modules.
-__all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_checkpoint"]
+# --- which wrapping rule ------------------------------------------------------------------------------------
 
-# --- messages and values of a step -------------------------------------------------------------------------
+_RULES = ("none", "block", "linear")
 
-_KEYS = ("all_gathers", "reduce_scatters", "gathered", "reduced")
+_RANKS, _WINDOW = 2, (2, 17)
+
+#: Models whose answer is measured.
+_MODELS = {
+    "a small Llama": {"num_layers": 1, "hidden": 32, "ffn": 128},
+    "a model of three blocks": {"num_layers": 3, "hidden": 32, "ffn": 88},
+    "a huge MLP": {"num_layers": 1, "hidden": 32, "ffn": 1024},
+}
 
 
-def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool) -> dict[str, int]:
-    traffic = fsdp_traffic(
-        [root, *units],
-        2,
-        reshard=reshard,
-        micro_batches=micro_batches,
-        sync_every=sync_every,
-        param_bytes=1,
-        reduce_bytes=1,
-    )
-    calls, values = traffic.calls, traffic.bytes
-    numbers = (calls["all_gather"], calls["reduce_scatter"], values["all_gather"], values["reduce_scatter"])
-    return dict(zip(_KEYS, numbers, strict=True))
+def _real_model(name: str) -> ModelConfig:
+    return tiny_config("llama", **_MODELS[name])
+
+
+def _rules(config: ModelConfig) -> dict[str, list[int]]:
+    """Return the bytes of every unit under every rule, root first; all are even, so nothing is padded."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {rule: [4 * unit.params for unit in calc_units(model, rule)] for rule in _RULES}
+
+
+def _right_choice(rules: Mapping[str, list[int]], budget: int, version: str) -> dict[str, Any]:
+    peak = {rule: peak_unsharded_bytes(units, _RANKS, param_bytes=1, torch=version) for rule, units in rules.items()}
+    messages = {rule: fsdp_traffic(units, _RANKS).calls.total() for rule, units in rules.items()}
+    fits = [rule for rule in rules if peak[rule] <= budget]
+    return {"peak": peak, "messages": messages, "best": min(fits, key=messages.__getitem__, default=None)}
 
 
 @check
-def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> str:
-    """Judge `count_collectives(root, units, reshard, micro_batches, sync_every)` by hand, then on random models."""
+def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> str:
+    """Judge `choose_wrapping(rules, budget)` on random models, then shard three real ones as it says and measure.
+
+    What FSDP2 holds in forward depends on the version of PyTorch. The count of the installed one is right, and so is
+    that of the version which the chapter writes down.
+    """
+    here = release(torch.__version__)
+    version = _counted_as(answer, here)
+    try:
+        cases, picks = _judge_choices(answer, seed, version)
+    except Wrong as wrong:
+        if version == here:
+            raise
+        raise Wrong(f"{wrong} This is counted as torch {version} does; what {here} does passes, too.") from None
+    return f"{cases} models by formula, of torch {version}. Measured with {here}: {_measured(picks)}."
+
+
+def _counted_as(answer: Callable[..., dict[str, Any]], here: str) -> str:
+    """Return the installed version if the answer counts its bytes on a model that tells versions apart."""
+    rules = {"three": [30, 10, 6, 12]}
+    booked, own = (_right_choice(rules, 0, version)["peak"]["three"] for version in (PINNED, here))
+    if booked == own:
+        return here
+    got = answer({name: list(units) for name, units in rules.items()}, booked)
+    peak = got.get("peak") if isinstance(got, dict) else None
+    said = peak.get("three") if isinstance(peak, dict) else None
+    return here if said is not None and close(said, own, rel=0) else PINNED
+
+
+def _judge_choices(
+    answer: Callable[..., dict[str, Any]], seed: int, version: str
+) -> tuple[int, dict[str, tuple[str, int]]]:
+    """Judge by the count of one version; return how many models by formula, and the rule and budget of real ones."""
     dice = random.Random(seed)
-    cases = [(8, [], True, 1, True), (2, [4, 4], True, 1, True), (2, [4, 4], False, 1, True)]
-    cases += [(2, [4, 4], True, 3, True), (2, [4, 4], True, 3, False)]
-    for _ in range(40):
-        # Even sizes: on two ranks nothing is padded.
-        units = [2 * dice.randint(1, 10**6) for _ in range(dice.randint(0, 90))]
-        flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
-        cases.append((2 * dice.randint(1, 10**6), units, *flags))
-    for case in cases:
-        got, right = answer(*case), _counted(*case)
-        if not isinstance(got, dict) or set(got) != set(_KEYS):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-        for name in _KEYS:
-            if not close(got[name], right[name], rel=0):
-                _explain_count(name, float(got[name]), *case)
-    return f"{len(cases)} steps, message by message."
+    cases: list[tuple[dict[str, list[int]], int]] = [({"one": [32], "three": [4, 10, 6, 12]}, b) for b in (70, 40, 10)]
+    for _ in range(30):
+        layers, root, block = dice.randint(1, 24), 2 * dice.randint(1, 5000), 12 * dice.randint(1, 5000)
+        split = [block // 6, block // 6, block // 3, block // 3]
+        rules = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
+        peaks = sorted(_right_choice(rules, 0, version)["peak"].values())
+        cases.append((rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))))
+    for rules, budget in cases:
+        _judge_choice(answer({name: list(units) for name, units in rules.items()}, budget), rules, budget, version)
+    picks = {}
+    # All three rules fit in the first budget, two in the second, one in the third.
+    for name, fitting in zip(_MODELS, (2, 1, 0), strict=True):
+        rules = _rules(_real_model(name))
+        budget = sorted(_right_choice(rules, 0, version)["peak"].values())[fitting]
+        got = answer(dict(rules), budget)
+        _judge_choice(got, rules, budget, version)
+        picks[name] = (got["best"], budget)
+    return len(cases), picks
 
 
-def _explain_count(
-    name: str, got: float, root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool
-) -> None:
-    case = (f"root={root:,}, units={some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
-            f"sync_every={sync_every}")  # fmt: skip
-    truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
-    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2):
-        raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
-    other = partial(_counted, root, units)
-    if name in ("all_gathers", "gathered"):
-        once = 1 if name == "all_gathers" else root
-        last = micro_batches * (1 if name == "all_gathers" else (units or [0])[-1])
-        right = _counted(root, units, reshard, micro_batches, sync_every)[name]
-        if got == other(not reshard, micro_batches, sync_every)[name]:
-            raise Wrong("A unit that was freed after forward is gathered again in backward, one that was kept is not "
-                        f"({case}).")  # fmt: skip
-        if got == right + micro_batches * once:
-            raise Wrong(f"The root is not freed after forward: backward starts with it ({case}).")
-        if reshard and units and got == right - last:
-            raise Wrong("The last unit is needed first in backward, but FSDP frees it like the others: only the root "
-                        f"is kept ({case}).")  # fmt: skip
-        if micro_batches > 1 and got == other(reshard, 1, True)[name]:
-            raise Wrong("Every micro-batch gathers again: weights are freed after each backward, whether or not "
-                        f"gradients are reduced ({case}).")  # fmt: skip
-        if got == right - micro_batches * once:
-            raise Wrong(f"The root has weights too: it is gathered once in each micro-batch ({case}).")
-        raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
-                    f"again in backward, one message each ({case}).")  # fmt: skip
-    right = _counted(root, units, reshard, micro_batches, sync_every)[name]
-    if micro_batches > 1 and got == other(reshard, micro_batches, not sync_every)[name]:
-        raise Wrong(
-            f"Gradients are reduced after every backward, or, without sync_every, after the last one only ({case})."
+def _judge_choice(got: object, rules: Mapping[str, list[int]], budget: int, version: str) -> None:
+    if not isinstance(got, dict) or set(got) != {"peak", "messages", "best"}:
+        raise Wrong("Return a dictionary with the keys peak, messages and best.")
+    right = _right_choice(rules, budget, version)
+    for key in ("peak", "messages"):
+        if not isinstance(got[key], dict) or set(got[key]) != set(rules):
+            raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
+        for rule, truth in right[key].items():
+            if not close(got[key][rule], truth, rel=0):
+                _explain_choice(key, float(got[key][rule]), truth, rule, rules[rule])
+    best = right["best"]
+    if got["best"] is not None and not isinstance(got["best"], str):
+        raise Wrong(f"`best` is the name of a rule, or None, and not {got['best']!r}.")
+    if got["best"] == best:
+        return
+    case = f"budget {budget:,}, peaks {right['peak']}, messages {right['messages']}"
+    if best is None:
+        raise Wrong(f"Nothing fits; then `best` is None ({case}).")
+    if got["best"] not in rules or right["peak"][got["best"]] > budget:
+        raise Wrong(f"Rule {got['best']!r} does not fit in the budget ({case}).")
+    raise Wrong(f"Rule {got['best']!r} fits, and {best!r} fits too with fewer messages ({case}).")
+
+
+def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int]) -> None:
+    root, rest = units[0], units[1:]
+    case = f"rule {rule!r}, root {root:,}, units {some(rest)}"
+    if key == "messages":
+        if got in (1 + 2 * len(rest), 1 + len(rest)):
+            raise Wrong(f"Count both: all-gathers and reduce-scatters ({case}).")
+        if got == 3 * (1 + len(rest)):
+            raise Wrong(f"The root is gathered once, since it is not freed after forward ({case}).")
+        raise Wrong(f"A step has {right:,} messages, not {got:,.0f} ({case}).")
+    if rest and got in (sum(units), 2 * sum(units)):
+        raise Wrong(f"Not all units are whole at a time: one is, beside the buffers of gathers ({case}).")
+    walked = root + max((2 * unit + before for before, unit in pairwise([0, *rest])), default=0)
+    if rest and got == walked:
+        raise Wrong(f"The root is there throughout, and its buffer too while the first unit is copied ({case}).")
+    if rest and got == right - root:
+        raise Wrong(f"The root stays gathered while the units run ({case}).")
+    if got in (root + max(rest, default=0), root):
+        raise Wrong(f"A gathered unit exists twice while it is copied out of the gather's buffer ({case}).")
+    if rest and got == root + 2 * max(rest):
+        raise Wrong("The buffer of the unit before is still there while a unit is copied; the first unit comes after "
+                    f"the root ({case}).")  # fmt: skip
+    raise Wrong(f"At most {right:,} bytes are gathered at a time, not {got:,.0f}: for each unit add up what is there "
+                f"while it is copied, and take the largest sum ({case}).")  # fmt: skip
+
+
+def _measured(picks: Mapping[str, tuple[str, int]]) -> str:
+    """Shard every model as picked: messages on real ranks, memory by PyTorch's tracker."""
+    sent = run_ranks(_run_picks, _RANKS, {name: rule for name, (rule, _) in picks.items()})[0]
+    told = []
+    for name, (rule, budget) in picks.items():
+        config = _real_model(name)
+        seen = forecast(
+            partial(Transformer, config),
+            world_size=_RANKS,
+            batch=_WINDOW[0],
+            seq=_WINDOW[1] - 1,
+            optimizer=partial(torch.optim.SGD, lr=0.1),  # has no part in what is gathered, and is soon played
+            wrap=rule,
         )
-    if got == right - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1):
-        raise Wrong(f"The root has gradients too, and one reduce-scatter of its own ({case}).")
-    if got == 2 * right:
-        raise Wrong(f"Gradients exist in backward only: one reduce-scatter for each unit, not two ({case}).")
-    raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
-                f"that reduces ({case}).")  # fmt: skip
+        truth = _right_choice(_rules(config), budget, torch.__version__)
+        if seen.most_gathered > budget or seen.most_gathered != truth["peak"][rule]:
+            raise AssertionError(f"{name}, {rule}: the tracker saw {seen.most_gathered:,} bytes, budget {budget:,}")
+        if sent[name] != truth["messages"][rule]:
+            raise AssertionError(f"{name}, {rule}: {sent[name]} messages were sent, not {truth['messages'][rule]}")
+        told.append(f"{name}, {rule}: {seen.most_gathered:,} of {budget:,} bytes, {sent[name]} messages")
+    return "; ".join(told)
+
+
+def _run_picks(picks: Mapping[str, str]) -> dict[str, int]:
+    sent = {}
+    for name, rule in picks.items():
+        torch.manual_seed(0)
+        model, _ = shard(Transformer(_real_model(name)), wrap=rule)
+        tokens = torch.randint(0, 256, _WINDOW, generator=torch.Generator().manual_seed(0))
+        with record_comms() as log:
+            model.loss(tokens).backward()
+        sent[name] = log.calls.total()
+    return sent

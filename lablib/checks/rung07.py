@@ -1,7 +1,4 @@
-"""The checks of rung 07: coordinates, a sketch by its groups, what each group sends, and three clusters to plan.
-
-The checks of a layout's groups: where a rank is, and a sketch of all groups with those that leave a node.
-"""
+"""The checks of rung 07: coordinates, a sketch by its groups, what each group sends, and three clusters to plan."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.layouts import AXES, CASES, Mesh, Score, mesh, plan_case, score
 from lablib.calc.layouts.planner import PART_NAMES, Layout
 from lablib.checks.report import Wrong, check, close
+
+__all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
 
 Sizes = dict[str, int]
 
@@ -37,7 +36,7 @@ def _shown(sizes: Sizes) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
-# --- coordinates -------------------------------------------------------------------------------------------
+# --- coordinates --------------------------------------------------------------------------------------------
 
 
 @check
@@ -81,7 +80,7 @@ def _judge_coordinates(got: object, right: Sizes, rank: int, sizes: Sizes) -> No
     )
 
 
-# --- the sketch --------------------------------------------------------------------------------------------
+# --- the sketch ---------------------------------------------------------------------------------------------
 
 
 @check
@@ -165,13 +164,9 @@ def _explain_crossing(axis: str, leaves: bool, found: Mesh, case: str) -> None:
     raise Wrong(f"{axis} leaves a node: ranks {a} and {b} are in one group and in two nodes ({case}).")
 
 
-#: What the lab and the tests use from here; the checks of groups have their own module.
-__all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
+# --- what each group sends ----------------------------------------------------------------------------------
 
 _AXES = ("tp", "pp", "dp")
-
-
-# --- what each group sends ---------------------------------------------------------------------------------
 
 
 @check
@@ -251,7 +246,7 @@ def _explain_dp(got: float, right: float, tp: int, pp: int, dp: int, m: int, cas
     raise Wrong(f"A rank sends {right:,.0f} bytes to its dp group, not {got:,.0f} ({case}).")
 
 
-# --- three clusters ----------------------------------------------------------------------------------------
+# --- three clusters -----------------------------------------------------------------------------------------
 
 #: How much slower than the published layout an answer may be: beyond it the planner can tell the two apart.
 _SLOWER = 1.10

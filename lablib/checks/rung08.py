@@ -1,7 +1,4 @@
-"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, and blocks in FP8.
-
-The checks of rung 08 that need tensors: a step with loss scaling, and a trip through FP8 block by block.
-"""
+"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, and blocks in FP8."""
 
 from __future__ import annotations
 
@@ -17,9 +14,103 @@ from lablib.calc.precision import FORMATS, Format
 from lablib.checks.report import Wrong, check
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
-# --- a loss scaler -----------------------------------------------------------------------------------------
+__all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
+
+
+# --- rounding to a format -----------------------------------------------------------------------------------
+
+_SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 3)}
+
+_BY_HAND = [
+    ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
+    ("bf16", 1.006),
+    ("bf16", 257.0),
+    ("bf16", 259.0),
+    ("bf16", -259.0),
+    ("fp16", 65519.0),
+    ("fp16", 65520.0),
+    ("fp16", -1e6),
+    ("fp16", 2.0**-24),
+    ("fp16", 1e-7),
+    ("fp16", 2.0**-25),
+    ("fp16", 0.0),
+    ("e5m2", 0.3),
+]
+
+
+def _format(name: str) -> Format:
+    exponent, mantissa = _SHAPES[name]
+    bias = 2 ** (exponent - 1) - 1
+    return Format(name=name, exponent_bits=exponent, mantissa_bits=mantissa, bias=bias)
+
+
+@check
+def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
+    """Judge `round_to(x, exponent_bits, mantissa_bits)` by hand first, then on random numbers of four formats."""
+    dice = random.Random(seed)
+    cases = list(_BY_HAND)
+    for name in _SHAPES:
+        fmt = _format(name)
+        low, high = math.log2(fmt.min_subnormal) - 2, math.log2(fmt.max) + 1
+        cases += [(name, dice.choice((-1, 1)) * 2.0 ** dice.uniform(low, high)) for _ in range(60)]
+        # Ties between neighbours, where "even" decides.
+        whole = 2**fmt.mantissa_bits
+        cases += [(name, (whole + k + 0.5) * fmt.epsilon) for k in range(min(whole - 1, 6))]
+    for name, x in cases:
+        fmt = _format(name)
+        try:
+            got = float(answer(x, fmt.exponent_bits, fmt.mantissa_bits))
+        except TypeError as error:
+            raise Wrong(
+                f"Return a number, the rounded one; here something else came back or went in ({error})."
+            ) from None
+        except OverflowError:
+            raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
+        except ValueError:
+            if x:
+                raise
+            raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
+        if got != fmt.round(x):
+            _explain_rounding(got, x, fmt)
+    return f"{len(cases)} numbers, ties and subnormals included."
+
+
+def _explain_rounding(got: float, x: float, fmt: Format) -> None:
+    right, size = fmt.round(x), abs(x)
+    where = f"{x:.6g} in {fmt.name} ({fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits)"
+    if math.isinf(right) and math.isinf(got):
+        raise Wrong(f"Infinity has the sign of the number: {where}.")
+    if math.isinf(right):
+        raise Wrong(f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity: {where}.")
+    if math.isinf(got) or math.isnan(got):
+        raise Wrong(
+            f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
+        )
+    if size < fmt.min_normal:
+        if got == 0:
+            raise Wrong(
+                f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
+            )
+        raise Wrong(f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}.")
+    gap = fmt.ulp(x)
+    down = math.copysign(math.floor(size / gap) * gap, x)
+    if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
+        raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
+    if got != down and abs(got) == round(size / (2 * gap)) * 2 * gap:
+        raise Wrong(
+            f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1 ({where})."
+        )
+    if got == down:
+        raise Wrong(f"The rest is cut off; the nearest neighbour is the one above: {where}.")
+    if abs(got - x) < abs(right - x):
+        raise Wrong(f"You keep more bits than the format has: the gap here is {gap:.3g} ({where}).")
+    raise Wrong(f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g} ({where}).")
+
+
+# --- a loss scaler ------------------------------------------------------------------------------------------
 
 _INTERVAL, _LR = 3, 0.5
+
 #: What each step's gradients are: fine, tiny, with an infinity or with a NaN, in the first or in the last tensor.
 _STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "fine")
 
@@ -115,166 +206,14 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
     raise Wrong("A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32.")
 
 
-# --- blocks in FP8 -----------------------------------------------------------------------------------------
-
-
-def _matrix(generator: torch.Generator) -> Tensor:
-    """Return a matrix whose rows and blocks differ in size, with an outlier and a row that is zero."""
-    x_MK = torch.randn(256, 256, generator=generator)
-    x_MK *= torch.logspace(-3, 1, 256).unsqueeze(1)
-    x_MK[:, 128:] *= 30
-    x_MK[17, 40] = -2e4
-    x_MK[100] = 0
-    return x_MK
-
-
-@check
-def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888) -> str:
-    """Judge `fp8_round_trip(x, rows, columns)` for one scale a tensor, a row, 1x128 and 128x128."""
-    x_MK = _matrix(torch.Generator().manual_seed(seed))
-    for scaling in ("tensor", "row", "block1x128", "block128x128"):
-        rows, columns = (size or 256 for size in SCALINGS[scaling])
-        got = answer(x_MK.clone(), rows, columns)
-        if not isinstance(got, Tensor) or got.shape != x_MK.shape or got.dtype != torch.float32:
-            raise Wrong("Return a matrix of the same shape in float32: the FP8 values times their scales.")
-        if not _agrees(got, quantize(x_MK, scaling).dequantize()):
-            _explain_trip(got, x_MK, scaling, rows, columns)
-    return "Four block shapes, an outlier and a row of zeros."
-
-
-def _agrees(got: Tensor, wanted: Tensor) -> bool:
-    # Dividing by the scale and multiplying by its inverse round differently, and put a number that lies almost
-    # halfway on the other side: a few in ten thousand, and never further than to the neighbour.
-    off = (got - wanted).abs() > 1e-5 * wanted.abs() + 1e-30
-    return bool(got.isfinite().all()) and off.double().mean().item() < 2e-3
-
-
-def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
-    block = f"blocks of {rows} x {columns}"
-    if not got.isfinite().all():
-        raise Wrong(f"There are NaN or infinite values: a block of zeros has no largest value to divide by ({block}).")
-    if torch.equal(got, x_MK):
-        raise Wrong("Nothing was rounded: cast to torch.float8_e4m3fn in between.")
-    for other in SCALINGS:
-        if other != scaling and _agrees(got, quantize(x_MK, other).dequantize()):
-            raise Wrong(f"This is what {other!r} scaling gives; {block} were asked for.")
-    if _agrees(got, quantize(x_MK.T, scaling).dequantize().T):
-        raise Wrong(f"Rows and columns are swapped: a block has {rows} rows and {columns} columns.")
-    runs = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
-    if _agrees(got, runs):
-        raise Wrong(
-            f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
-        )
-    if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()):
-        raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
-    if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
-        raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
-    if got.abs().max() <= 448 < x_MK.abs().max():
-        raise Wrong("The FP8 values were not multiplied by their scales again.")
-    if not (got[x_MK < 0] < 0).any():
-        raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
-    raise Wrong(
-        f"The scale of a block is its largest magnitude over 448, so that this one lands on the largest FP8 number ({block})."
-    )
-
-
-#: What the lab and the tests use from here; the checks that need tensors have their own module.
-__all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
-
-# --- rounding to a format ----------------------------------------------------------------------------------
-
-_SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 3)}
-_BY_HAND = [
-    ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
-    ("bf16", 1.006),
-    ("bf16", 257.0),
-    ("bf16", 259.0),
-    ("bf16", -259.0),
-    ("fp16", 65519.0),
-    ("fp16", 65520.0),
-    ("fp16", -1e6),
-    ("fp16", 2.0**-24),
-    ("fp16", 1e-7),
-    ("fp16", 2.0**-25),
-    ("fp16", 0.0),
-    ("e5m2", 0.3),
-]
-
-
-def _format(name: str) -> Format:
-    exponent, mantissa = _SHAPES[name]
-    bias = 2 ** (exponent - 1) - 1
-    return Format(name=name, exponent_bits=exponent, mantissa_bits=mantissa, bias=bias)
-
-
-@check
-def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
-    """Judge `round_to(x, exponent_bits, mantissa_bits)` by hand first, then on random numbers of four formats."""
-    dice = random.Random(seed)
-    cases = list(_BY_HAND)
-    for name in _SHAPES:
-        fmt = _format(name)
-        low, high = math.log2(fmt.min_subnormal) - 2, math.log2(fmt.max) + 1
-        cases += [(name, dice.choice((-1, 1)) * 2.0 ** dice.uniform(low, high)) for _ in range(60)]
-        # Ties between neighbours, where "even" decides.
-        whole = 2**fmt.mantissa_bits
-        cases += [(name, (whole + k + 0.5) * fmt.epsilon) for k in range(min(whole - 1, 6))]
-    for name, x in cases:
-        fmt = _format(name)
-        try:
-            got = float(answer(x, fmt.exponent_bits, fmt.mantissa_bits))
-        except TypeError as error:
-            raise Wrong(
-                f"Return a number, the rounded one; here something else came back or went in ({error})."
-            ) from None
-        except OverflowError:
-            raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
-        except ValueError:
-            if x:
-                raise
-            raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
-        if got != fmt.round(x):
-            _explain_rounding(got, x, fmt)
-    return f"{len(cases)} numbers, ties and subnormals included."
-
-
-def _explain_rounding(got: float, x: float, fmt: Format) -> None:
-    right, size = fmt.round(x), abs(x)
-    where = f"{x:.6g} in {fmt.name} ({fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits)"
-    if math.isinf(right) and math.isinf(got):
-        raise Wrong(f"Infinity has the sign of the number: {where}.")
-    if math.isinf(right):
-        raise Wrong(f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity: {where}.")
-    if math.isinf(got) or math.isnan(got):
-        raise Wrong(
-            f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
-        )
-    if size < fmt.min_normal:
-        if got == 0:
-            raise Wrong(
-                f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
-            )
-        raise Wrong(f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}.")
-    gap = fmt.ulp(x)
-    down = math.copysign(math.floor(size / gap) * gap, x)
-    if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
-        raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
-    if got != down and abs(got) == round(size / (2 * gap)) * 2 * gap:
-        raise Wrong(
-            f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1 ({where})."
-        )
-    if got == down:
-        raise Wrong(f"The rest is cut off; the nearest neighbour is the one above: {where}.")
-    if abs(got - x) < abs(right - x):
-        raise Wrong(f"You keep more bits than the format has: the gap here is {gap:.3g} ({where}).")
-    raise Wrong(f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g} ({where}).")
-
-
-# --- what breaks -------------------------------------------------------------------------------------------
+# --- what breaks --------------------------------------------------------------------------------------------
 
 _FAILURES = {"overflow", "underflow", "stall"}
+
 _ACTIVATIONS = (300.0, 6e4, 7e4, 1e6, 3e38, 4e38)
+
 _GRADIENTS = (1e-2, 1e-4, 1e-6, 4e-8, 2e-8, 1e-10, 6e-41, 3e-41, 1e-45)
+
 _Case = tuple[str, float, tuple[float, float], float, float, float, bool]
 
 
@@ -375,4 +314,67 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
     raise Wrong(
         f"An update of {update:.3g} is more than half of the gap at {weight:g} in {name}, {fmt.ulp(weight):.3g}: the "
         "weight moves."
+    )
+
+
+# --- blocks in FP8 ------------------------------------------------------------------------------------------
+
+
+def _matrix(generator: torch.Generator) -> Tensor:
+    """Return a matrix whose rows and blocks differ in size, with an outlier and a row that is zero."""
+    x_MK = torch.randn(256, 256, generator=generator)
+    x_MK *= torch.logspace(-3, 1, 256).unsqueeze(1)
+    x_MK[:, 128:] *= 30
+    x_MK[17, 40] = -2e4
+    x_MK[100] = 0
+    return x_MK
+
+
+@check
+def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888) -> str:
+    """Judge `fp8_round_trip(x, rows, columns)` for one scale a tensor, a row, 1x128 and 128x128."""
+    x_MK = _matrix(torch.Generator().manual_seed(seed))
+    for scaling in ("tensor", "row", "block1x128", "block128x128"):
+        rows, columns = (size or 256 for size in SCALINGS[scaling])
+        got = answer(x_MK.clone(), rows, columns)
+        if not isinstance(got, Tensor) or got.shape != x_MK.shape or got.dtype != torch.float32:
+            raise Wrong("Return a matrix of the same shape in float32: the FP8 values times their scales.")
+        if not _agrees(got, quantize(x_MK, scaling).dequantize()):
+            _explain_trip(got, x_MK, scaling, rows, columns)
+    return "Four block shapes, an outlier and a row of zeros."
+
+
+def _agrees(got: Tensor, wanted: Tensor) -> bool:
+    # Dividing by the scale and multiplying by its inverse round differently, and put a number that lies almost
+    # halfway on the other side: a few in ten thousand, and never further than to the neighbour.
+    off = (got - wanted).abs() > 1e-5 * wanted.abs() + 1e-30
+    return bool(got.isfinite().all()) and off.double().mean().item() < 2e-3
+
+
+def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
+    block = f"blocks of {rows} x {columns}"
+    if not got.isfinite().all():
+        raise Wrong(f"There are NaN or infinite values: a block of zeros has no largest value to divide by ({block}).")
+    if torch.equal(got, x_MK):
+        raise Wrong("Nothing was rounded: cast to torch.float8_e4m3fn in between.")
+    for other in SCALINGS:
+        if other != scaling and _agrees(got, quantize(x_MK, other).dequantize()):
+            raise Wrong(f"This is what {other!r} scaling gives; {block} were asked for.")
+    if _agrees(got, quantize(x_MK.T, scaling).dequantize().T):
+        raise Wrong(f"Rows and columns are swapped: a block has {rows} rows and {columns} columns.")
+    runs = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
+    if _agrees(got, runs):
+        raise Wrong(
+            f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
+        )
+    if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()):
+        raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
+    if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
+        raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
+    if got.abs().max() <= 448 < x_MK.abs().max():
+        raise Wrong("The FP8 values were not multiplied by their scales again.")
+    if not (got[x_MK < 0] < 0).any():
+        raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
+    raise Wrong(
+        f"The scale of a block is its largest magnitude over 448, so that this one lands on the largest FP8 number ({block})."
     )

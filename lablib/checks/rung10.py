@@ -1,9 +1,8 @@
 """The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster.
 
-The check of a ring all-reduce: any number of ranks that take turns, and every message counted.
-
-Ranks are threads that run one at a time, each to its next exchange, so a check plays always the same way and sees at
-once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose numbers are in it.
+The ranks of the ring are threads that run one at a time, each to its next exchange, so a check always plays the same
+way and sees at once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose
+numbers are in it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,11 @@ from lablib.calc.communication import chunk_sizes, collective_time, crossover, r
 from lablib.checks.report import Wrong, check, close
 from lablib.checks.turns import Turns
 
+__all__ = ["choose_algorithm", "place", "ring_all_reduce"]
+
+
+# --- a ring from exchanges ----------------------------------------------------------------------------------
+
 #: Ranks and elements: even, odd, fewer elements than ranks, two ranks, and one.
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
 
@@ -34,11 +38,7 @@ class _Message(NamedTuple):
 
 
 class World(Turns):
-    """Ranks whose only tool is an exchange: send to one rank while receiving from another.
-
-    Attributes:
-        messages: Every message, in the order in which they were sent; empty ones too.
-    """
+    """Ranks whose only tool is an exchange: send to one rank while receiving from another."""
 
     def __init__(self, ranks: int):
         super().__init__(ranks)
@@ -60,9 +60,9 @@ class World(Turns):
             raise Wrong("A message was sent that nobody received: all ranks must take the same number of steps.")
 
     def _exchange(self, rank: int, send: Tensor, to: int, receive: Tensor, source: int) -> None:
-        for name, peer in (("to", to), ("source", source)):
-            if peer not in range(self.ranks) or peer == rank:
-                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={peer}: neighbours are counted "
+        for name, other in (("to", to), ("source", source)):
+            if other not in range(self.ranks) or other == rank:
+                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={other}: neighbours are counted "
                             "round the ring, so after the last rank comes rank 0.")  # fmt: skip
         self.messages.append(_Message(rank, to, send.numel()))
         self.mail[rank, to].append(send.detach().clone().flatten())
@@ -139,12 +139,10 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
                     f"longest chunk, so cut as evenly as can be ({case}).")  # fmt: skip
 
 
-#: What the lab and the tests use from here; the ring has a module of its own.
-__all__ = ["choose_algorithm", "place", "ring_all_reduce"]
-
-# --- ring or tree ------------------------------------------------------------------------------------------
+# --- ring or tree -------------------------------------------------------------------------------------------
 
 _KEYS = ("ring", "tree", "crossover", "best")
+
 _ALGORITHM = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 
 
@@ -211,7 +209,7 @@ def _explain_time(name: str, got: float, size: int, ranks: int, bandwidth: float
     raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array ({case}).")
 
 
-# --- which axis goes inside the host -----------------------------------------------------------------------
+# --- which axis goes inside the host ------------------------------------------------------------------------
 
 Axes = Mapping[str, tuple[int, str, float]]
 

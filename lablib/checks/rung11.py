@@ -1,11 +1,8 @@
-"""The checks of rung 11: the order of samples, the noise scale, how often to save, the failure zoo, and scaling.
+"""The checks of rung 11: the order of samples, how often to save, the noise scale, the failure zoo, and scaling.
 
-The check of the failure zoo: name every fault from its symptoms, and leave the healthy twins alone.
-
-The Done-when of rung 11: say what a run on several ranks gained, what it lost, and to what.
-
-First on timelines whose answer is known, then on the learner's report of a real model on GPUs, or, where there is none,
-on a small job that runs here and now on CPU ranks.
+`diagnose` leaves healthy twins alone. `observe_scaling` is the Done-when of the rung: say what a run on several ranks
+gained, what it lost, and to what. It begins with timelines whose answer is known; then comes the learner's report of a
+real model on GPUs or, where there is none, a small job on CPU ranks.
 """
 
 from __future__ import annotations
@@ -26,208 +23,10 @@ from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import gpu_report, read_run, scaling_records, where_of
 from lablib.launch.training import TrainConfig, Trainer
 
-#: What tells a fault from the others.
-_LOOK = {
-    "forgotten zero_grad": "the gradient norm of the first step is as expected, and later ones hold all before them",
-    "skipped batch": "a rank ends one collective early, and a number is missing among its batches",
-    "wrong-dtype reduction": "the reduced vector has fewer bytes than 4 for each parameter",
-    "mismatched collectives": "the ranks wait in two different operations, as the same entry of their calls",
-    "slow rank": "one rank does several times the FLOPs of the other; all else is as expected",
-    "accumulation that communicates": "there are more all-reduces than steps, and the losses are as expected",
-    "uneven data": "a rank ends one collective early, and no number is missing among its batches",
-    "unsharded parameter": "each rank keeps far more than its half of the bytes",
-    HEALTHY: "nothing differs from what is expected but rounding",
-}
-
-
-def cases() -> list[tuple[str, bool, Setting]]:
-    """Return every program and every twin, each with a seed, a size and a culprit of its own."""
-    found = []
-    for i, (program, healthy) in enumerate((p, h) for p in FAULTS for h in (False, True)):
-        micro = 2 + i % 2 if program == "F" else 1
-        culprit = (i // 2) % 2
-        found.append((program, healthy, Setting(4 + i % 3, micro, 6 + 2 * (i % 4), culprit, seed=i)))
-    return found
-
-
-@functools.cache
-def _seen() -> list[tuple[str, Symptoms]]:
-    work = cases()
-    truths = [HEALTHY if healthy else FAULTS[program] for program, healthy, _ in work]
-    return list(zip(truths, run_programs(work), strict=True))
-
-
-@check
-def diagnose(answer: Callable[[Symptoms], str]) -> str:
-    """Judge `diagnose(symptoms)`: a name out of `zoo.FAULTS`, or "healthy", for each of sixteen runs."""
-    names = {*FAULTS.values(), HEALTHY}
-    for truth, symptoms in _seen():
-        said = answer(symptoms)
-        if said not in names:
-            raise Wrong(f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}.")
-        if said != truth and truth == HEALTHY:
-            raise Wrong(f"A healthy job is called {said!r}: a symptom must be one that the healthy twin does not show.")
-        if said != truth:
-            raise Wrong(f"A job with the fault {truth!r} is called {said!r}. Look again: {_LOOK[truth]}.")
-    return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
-
-
-_KEYS = ("speedup", "efficiency", "lost", "limit")
-_PARTS = ("communication", "imbalance", "data", "compute")
-_STEPS, _WARM_UP = 8, 3
-
-Phases = dict[str, float]
-
-
-@check
-def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> str:
-    """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happened."""
-    dice = random.Random(seed)
-    cases = [
-        (_rank(data=1, compute=7), [_rank(data=1, compute=7, communication=2)] * 2, "weak"),
-        (_rank(data=1, compute=7), [_rank(data=0.5, compute=3.5, communication=1)] * 2, "strong"),
-        (
-            _rank(data=1, compute=7),
-            [_rank(data=1, compute=7, communication=3), _rank(data=1, compute=9, communication=1)],
-            "weak",
-        ),
-        (_rank(data=1, compute=7), [_rank(data=1, compute=7), _rank(data=4, compute=7)], "weak"),
-    ]
-    for _ in range(30):
-        scaling, n = dice.choice(("weak", "strong")), dice.randint(2, 6)
-        share = 1.0 if scaling == "weak" else 1 / n
-        alone = _rank(data=dice.uniform(0.1, 1), compute=dice.uniform(5, 9))
-        ranks = [
-            _rank(
-                data=share * alone["data"] * dice.uniform(1, 3),
-                compute=share * alone["compute"] * dice.uniform(1, 1.3),
-                communication=dice.uniform(0.2, 3),
-            )
-            for _ in range(n)
-        ]
-        cases.append((alone, ranks, scaling))
-    for alone, ranks, scaling in cases:
-        _judge(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
-    report = gpu_report()
-    alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
-    found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
-    _judge(found, alone, ranks, "strong")
-    return (
-        f"{len(cases)} timelines, and a job on {where}: speedup {found['speedup']:.2f}, efficiency "
-        f"{found['efficiency']:.0%}, limited by {found['limit']}."
-    )
-
-
-def _rank(*, data: float, compute: float, communication: float = 0.0) -> Phases:
-    return {"seconds": data + compute + communication, "data": data, "compute": compute, "communication": communication}
-
-
-def _judge(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) -> None:
-    if not isinstance(found, dict) or set(found) != set(_KEYS):
-        raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    lost = found["lost"]
-    if not isinstance(lost, dict) or set(lost) != set(_PARTS):
-        raise Wrong(f"`lost` is a dictionary of seconds with the keys {', '.join(_PARTS)}.")
-    loss = scaling_loss([[alone]], [list(ranks)], scaling=scaling)
-    told = f"{scaling}, one rank {alone['seconds']:.3g} s, {len(ranks)} ranks {loss.seconds:.3g} s"
-    n = len(ranks)
-    faster = loss.efficiency * n
-    if not close(found["speedup"], faster, rel=1e-9):
-        _explain_speedup(float(found["speedup"]), faster, alone, ranks, scaling, told)
-    if not close(found["efficiency"], faster / n, rel=1e-9):
-        if close(found["efficiency"], faster, rel=1e-9):
-            raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
-        raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
-    for part in _PARTS:
-        # Parts are differences of seconds: rounding is measured against the step, not against the part.
-        if abs(float(lost[part]) - loss.parts[part]) > 1e-9 * loss.seconds:
-            _explain_part(part, float(lost[part]), loss, ranks, told)
-    largest = max(lost, key=lost.__getitem__)
-    if found["limit"] != largest and lost.get(found["limit"]) != lost[largest]:
-        raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
-
-
-def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str) -> None:
-    mean = fmean(rank["seconds"] for rank in ranks)
-    step = max(rank["seconds"] for rank in ranks)
-    n = len(ranks)
-    other = right / n if scaling == "weak" else right * n
-    if close(got, other, rel=1e-9):
-        raise Wrong("Weak scaling does n times the work in a step, strong scaling the same work: throughput over "
-                    f"throughput is n T_1/T_n for the one and T_1/T_n for the other ({told}).")  # fmt: skip
-    if mean != step and close(got, right * step / mean, rel=1e-9):
-        raise Wrong(f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told}).")
-    if close(got, 1 / right, rel=1e-9):
-        raise Wrong(f"A speedup above one is faster: it is the other way round ({told}).")
-    if close(got * alone["seconds"], step, rel=1e-9):
-        raise Wrong(f"That is a ratio of times; the speedup is one of throughputs ({told}).")
-    raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
-
-
-def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> None:
-    sent = [rank["communication"] for rank in ranks]
-    right = loss.parts[part]
-
-    def near(value: float) -> bool:
-        return abs(got - value) <= 1e-9 * loss.seconds
-
-    if part == "communication" and (near(fmean(sent)) or near(max(sent))):
-        raise Wrong("What a rank sees as communication holds its wait for those that come later. The rank that comes "
-                    f"last waits for nobody, so the transfer itself is the least that any rank spent ({told}).")  # fmt: skip
-    if part == "imbalance" and near(fmean(sent) - min(sent)):
-        raise Wrong("A rank that is done before the step ends waits too: add the time from its own end to the end of "
-                    f"the slowest one ({told}).")  # fmt: skip
-    if part == "imbalance" and near(max(sent) - min(sent)):
-        raise Wrong(f"Take the mean over the ranks of what they waited, so that the parts add up ({told}).")
-    if part in ("data", "compute") and near(fmean(rank[part] for rank in ranks)):
-        raise Wrong(f"Lost is what {part} took longer than in the ideal step, not all that it took ({told}).")
-    if part in ("data", "compute") and loss.scaling == "strong":
-        raise Wrong(f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of "
-                    f"what one rank needs: {right:.3g} s are lost there, not {got:.3g} ({told}).")  # fmt: skip
-    raise Wrong(f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
-                f"{loss.seconds - loss.ideal:.3g} s ({told}).")  # fmt: skip
-
-
-# --- a job that ran ----------------------------------------------------------------------------------------
-
-
-def _reported(folder: Path) -> tuple[Phases, list[Phases], str]:
-    """Return the mean step of one GPU and of each of the most with the same batch, and where that was."""
-    one, *_, many = [record for record in scaling_records(folder) if record["scaling"] != "weak"]
-    alone = _mean(one["samples"][0], None, one["warm_up"])
-    share = alone["compute"] / many["ranks"]
-    return alone, [_mean(lines, share, many["warm_up"]) for lines in many["samples"]], where_of(many)
-
-
-@functools.cache
-def _run_now() -> tuple[Phases, list[Phases]]:
-    """Train on one CPU rank and on two, the same global batch; return the mean step of the one and of each of the two."""
-    with tempfile.TemporaryDirectory(prefix="scaling-") as top:
-        for ranks in (1, 2):
-            run_ranks(_train, ranks, str(Path(top, str(ranks))), 16)
-        one, many = (read_run(Path(top, str(ranks))) for ranks in (1, 2))
-    alone = _mean(one[0], None, _WARM_UP)
-    return alone, [_mean(lines, alone["compute"] / 2, _WARM_UP) for lines in many]
-
-
-def _train(folder: str, batch: int) -> None:
-    settings = {"model": "tiny", "global_batch": batch, "seq": 64, "precision": "fp32"}
-    Trainer(TrainConfig(folder=folder, steps=_STEPS, **settings)).run()
-
-
-def _mean(lines: Sequence[Mapping[str, Any]], compute: float | None, warm_up: int) -> Phases:
-    """Return the mean step of a rank; what it took longer than `compute` and its data is communication and waiting."""
-    counted = lines[warm_up:]
-    data = fmean(line["data_seconds"] for line in counted)
-    rest = fmean(max(line["seconds"], line["data_seconds"]) for line in counted) - data
-    sent = 0.0 if compute is None else max(0.0, rest - compute)
-    return _rank(data=data, compute=rest - sent, communication=sent)
-
-
-#: What the lab and the tests use from here; two checks have their own modules.
 __all__ = ["checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
 
-# --- which samples a rank trains on ------------------------------------------------------------------------
+
+# --- which samples a rank trains on -------------------------------------------------------------------------
 
 Order = Callable[[int], list[int]]
 
@@ -305,69 +104,7 @@ def _explain_samples(
                 f"them ({case}).")  # fmt: skip
 
 
-# --- the gradient noise scale ------------------------------------------------------------------------------
-
-_RUNG11_KEYS = ("signal", "noise", "examples")
-
-
-@check
-def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> str:
-    """Judge `noise_scale(small, big, batch_small, batch_big)` by hand, then on random series of norms."""
-    dice = random.Random(seed)
-    cases: list[tuple[list[float], list[float], int, int]] = [([9, 5, 5, 1], [9, 4, 4, 1], 1, 2)]
-    for _ in range(30):
-        b, times, steps = dice.randint(1, 16), dice.randint(2, 8), dice.randint(2, 40)
-        signal, noise = dice.uniform(1, 4), dice.uniform(1, 60)
-        # Norms scatter by up to 20 percent, and signal stays positive: at most noise/b of the small norm is noise.
-        small = [(signal + noise / b) * dice.uniform(0.98, 1.02) for _ in range(steps)]
-        big = [(signal + noise / b / times) * dice.uniform(0.98, 1.02) for _ in range(steps)]
-        if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
-            cases.append((small, big, b, b * times))
-    for case in cases:
-        got = answer(list(case[0]), list(case[1]), *case[2:])
-        if not isinstance(got, dict) or set(got) != set(_RUNG11_KEYS):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_RUNG11_KEYS)}.")
-        truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
-        right = {"signal": truth.signal, "noise": truth.noise, "examples": truth.examples}
-        # Differences of numbers that agree in up to two digits: 1e-9 is far above rounding.
-        wrong = [key for key in _RUNG11_KEYS if not close(got[key], right[key], rel=1e-9)]
-        if wrong:
-            _explain_noise({key: float(got[key]) for key in _RUNG11_KEYS}, right, *case)
-    return f"{len(cases)} series of norms, solved for signal and noise."
-
-
-def _explain_noise(
-    got: dict[str, float],
-    right: dict[str, float],
-    small: Sequence[float],
-    big: Sequence[float],
-    batch_small: int,
-    batch_big: int,
-) -> None:
-    told = f"batches {batch_small} and {batch_big}, {len(small)} steps"
-    each = [solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)]
-    near = {key: close(got[key], right[key], rel=1e-9) for key in _RUNG11_KEYS}
-    if near["signal"] and near["noise"]:
-        if all(one.signal for one in each) and close(
-            got["examples"], fmean(one.noise / one.signal for one in each), rel=1e-9
-        ):
-            raise Wrong(
-                f"A mean of ratios is not the ratio of the means, and is wrong on average: divide last ({told})."
-            )
-        if close(got["examples"] * got["noise"], got["signal"], rel=1e-9):
-            raise Wrong(f"The noise scale is noise over signal, not signal over noise ({told}).")
-        raise Wrong(f"The noise scale is noise over signal, both as you returned them ({told}).")
-    if close(got["signal"], fmean(big), rel=1e-9):
-        raise Wrong(f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told}).")
-    if close(got["noise"], fmean(small) - fmean(big), rel=1e-9):
-        raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
-    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-9):
-        raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
-    raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
-                f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
-
-
-# --- how often to save -------------------------------------------------------------------------------------
+# --- how often to save --------------------------------------------------------------------------------------
 
 #: An answer may lose this much more time than the best one: Young's interval and Daly's both do less.
 _SLACK = 1.02
@@ -420,15 +157,281 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
     def near(seconds: float) -> bool:
         return abs(steps - seconds / step) <= 0.02 * seconds / step + 1
 
-    whole = 3600 * hours
-    if gpus > 1 and near((2 * save * whole) ** 0.5):
+    one_gpu = 3600 * hours
+    if gpus > 1 and near((2 * save * one_gpu) ** 0.5):
         raise Wrong(f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told}).")
     if near((2 * save * hours / gpus) ** 0.5):
         raise Wrong(f"The time between failures is in hours, all else in seconds ({told}).")
-    if near((2 * save * whole / gpus) ** 0.5 * step) and step != 1:
+    if near((2 * save * one_gpu / gpus) ** 0.5 * step) and step != 1:
         raise Wrong(f"That is seconds; the answer is in steps, and a step takes {step:.3g} s ({told}).")
-    if near((save * whole / gpus) ** 0.5):
+    if near((save * one_gpu / gpus) ** 0.5):
         raise Wrong(f"A failure destroys half an interval on average, not a whole one: that is where the 2 comes from "
                     f"({told}).")  # fmt: skip
     raise Wrong(f"Saving every {steps:,} steps loses more time than every {best:,}: weigh the seconds of saving in each "
                 f"interval against half an interval of work per failure ({told}).")  # fmt: skip
+
+
+# --- the gradient noise scale -------------------------------------------------------------------------------
+
+_NOISE_KEYS = ("signal", "noise", "examples")
+
+
+@check
+def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> str:
+    """Judge `noise_scale(small, big, batch_small, batch_big)` by hand, then on random series of norms."""
+    dice = random.Random(seed)
+    cases: list[tuple[list[float], list[float], int, int]] = [([9, 5, 5, 1], [9, 4, 4, 1], 1, 2)]
+    for _ in range(30):
+        b, times, steps = dice.randint(1, 16), dice.randint(2, 8), dice.randint(2, 40)
+        signal, noise = dice.uniform(1, 4), dice.uniform(1, 60)
+        # Norms scatter by up to 20 percent, and signal stays positive: at most noise/b of the small norm is noise.
+        small = [(signal + noise / b) * dice.uniform(0.98, 1.02) for _ in range(steps)]
+        big = [(signal + noise / b / times) * dice.uniform(0.98, 1.02) for _ in range(steps)]
+        if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
+            cases.append((small, big, b, b * times))
+    for case in cases:
+        got = answer(list(case[0]), list(case[1]), *case[2:])
+        if not isinstance(got, dict) or set(got) != set(_NOISE_KEYS):
+            raise Wrong(f"Return a dictionary with the keys {', '.join(_NOISE_KEYS)}.")
+        truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
+        right = {"signal": truth.signal, "noise": truth.noise, "examples": truth.examples}
+        # Differences of numbers that agree in up to two digits: 1e-9 is far above rounding.
+        wrong = [key for key in _NOISE_KEYS if not close(got[key], right[key], rel=1e-9)]
+        if wrong:
+            _explain_noise({key: float(got[key]) for key in _NOISE_KEYS}, right, *case)
+    return f"{len(cases)} series of norms, solved for signal and noise."
+
+
+def _explain_noise(
+    got: dict[str, float],
+    right: dict[str, float],
+    small: Sequence[float],
+    big: Sequence[float],
+    batch_small: int,
+    batch_big: int,
+) -> None:
+    told = f"batches {batch_small} and {batch_big}, {len(small)} steps"
+    each = [solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)]
+    near = {key: close(got[key], right[key], rel=1e-9) for key in _NOISE_KEYS}
+    if near["signal"] and near["noise"]:
+        if all(one.signal for one in each) and close(
+            got["examples"], fmean(one.noise / one.signal for one in each), rel=1e-9
+        ):
+            raise Wrong(
+                f"A mean of ratios is not the ratio of the means, and is wrong on average: divide last ({told})."
+            )
+        if close(got["examples"] * got["noise"], got["signal"], rel=1e-9):
+            raise Wrong(f"The noise scale is noise over signal, not signal over noise ({told}).")
+        raise Wrong(f"The noise scale is noise over signal, both as you returned them ({told}).")
+    if close(got["signal"], fmean(big), rel=1e-9):
+        raise Wrong(f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told}).")
+    if close(got["noise"], fmean(small) - fmean(big), rel=1e-9):
+        raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
+    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-9):
+        raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
+    raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
+                f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
+
+
+# --- the failure zoo ----------------------------------------------------------------------------------------
+
+#: What tells a fault from the others.
+_LOOK = {
+    "forgotten zero_grad": "the gradient norm of the first step is as expected, and later ones hold all before them",
+    "skipped batch": "a rank ends one collective early, and a number is missing among its batches",
+    "wrong-dtype reduction": "the reduced vector has fewer bytes than 4 for each parameter",
+    "mismatched collectives": "the ranks wait in two different operations, as the same entry of their calls",
+    "slow rank": "one rank does several times the FLOPs of the other; all else is as expected",
+    "accumulation that communicates": "there are more all-reduces than steps, and the losses are as expected",
+    "uneven data": "a rank ends one collective early, and no number is missing among its batches",
+    "unsharded parameter": "each rank keeps far more than its half of the bytes",
+    HEALTHY: "nothing differs from what is expected but rounding",
+}
+
+
+def cases() -> list[tuple[str, bool, Setting]]:
+    """Return every program and every twin, each with a seed, a size and a culprit of its own."""
+    found = []
+    for i, (program, healthy) in enumerate((p, h) for p in FAULTS for h in (False, True)):
+        micro = 2 + i % 2 if program == "F" else 1
+        culprit = (i // 2) % 2
+        found.append((program, healthy, Setting(4 + i % 3, micro, 6 + 2 * (i % 4), culprit, seed=i)))
+    return found
+
+
+@functools.cache
+def _seen() -> list[tuple[str, Symptoms]]:
+    work = cases()
+    truths = [HEALTHY if healthy else FAULTS[program] for program, healthy, _ in work]
+    return list(zip(truths, run_programs(work), strict=True))
+
+
+@check
+def diagnose(answer: Callable[[Symptoms], str]) -> str:
+    """Judge `diagnose(symptoms)`: a name out of `zoo.FAULTS`, or "healthy", for each of sixteen runs."""
+    names = {*FAULTS.values(), HEALTHY}
+    for truth, symptoms in _seen():
+        said = answer(symptoms)
+        if said not in names:
+            raise Wrong(f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}.")
+        if said != truth and truth == HEALTHY:
+            raise Wrong(f"A healthy job is called {said!r}: a symptom must be one that the healthy twin does not show.")
+        if said != truth:
+            raise Wrong(f"A job with the fault {truth!r} is called {said!r}. Look again: {_LOOK[truth]}.")
+    return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
+
+
+# --- what limits a run --------------------------------------------------------------------------------------
+
+_KEYS = ("speedup", "efficiency", "lost", "limit")
+
+_PARTS = ("communication", "imbalance", "data", "compute")
+
+_STEPS, _WARM_UP = 8, 3
+
+Phases = dict[str, float]
+
+
+@check
+def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> str:
+    """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happened."""
+    dice = random.Random(seed)
+    cases = [
+        (_rank(data=1, compute=7), [_rank(data=1, compute=7, communication=2)] * 2, "weak"),
+        (_rank(data=1, compute=7), [_rank(data=0.5, compute=3.5, communication=1)] * 2, "strong"),
+        (
+            _rank(data=1, compute=7),
+            [_rank(data=1, compute=7, communication=3), _rank(data=1, compute=9, communication=1)],
+            "weak",
+        ),
+        (_rank(data=1, compute=7), [_rank(data=1, compute=7), _rank(data=4, compute=7)], "weak"),
+    ]
+    for _ in range(30):
+        scaling, n = dice.choice(("weak", "strong")), dice.randint(2, 6)
+        share = 1.0 if scaling == "weak" else 1 / n
+        alone = _rank(data=dice.uniform(0.1, 1), compute=dice.uniform(5, 9))
+        ranks = [
+            _rank(
+                data=share * alone["data"] * dice.uniform(1, 3),
+                compute=share * alone["compute"] * dice.uniform(1, 1.3),
+                communication=dice.uniform(0.2, 3),
+            )
+            for _ in range(n)
+        ]
+        cases.append((alone, ranks, scaling))
+    for alone, ranks, scaling in cases:
+        _judge_scaling(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
+    report = gpu_report()
+    alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
+    found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
+    _judge_scaling(found, alone, ranks, "strong")
+    return (
+        f"{len(cases)} timelines, and a job on {where}: speedup {found['speedup']:.2f}, efficiency "
+        f"{found['efficiency']:.0%}, limited by {found['limit']}."
+    )
+
+
+def _rank(*, data: float, compute: float, communication: float = 0.0) -> Phases:
+    return {"seconds": data + compute + communication, "data": data, "compute": compute, "communication": communication}
+
+
+def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) -> None:
+    if not isinstance(found, dict) or set(found) != set(_KEYS):
+        raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
+    lost = found["lost"]
+    if not isinstance(lost, dict) or set(lost) != set(_PARTS):
+        raise Wrong(f"`lost` is a dictionary of seconds with the keys {', '.join(_PARTS)}.")
+    loss = scaling_loss([[alone]], [list(ranks)], scaling=scaling)
+    told = f"{scaling}, one rank {alone['seconds']:.3g} s, {len(ranks)} ranks {loss.seconds:.3g} s"
+    n = len(ranks)
+    faster = loss.efficiency * n
+    if not close(found["speedup"], faster, rel=1e-9):
+        _explain_speedup(float(found["speedup"]), faster, alone, ranks, scaling, told)
+    if not close(found["efficiency"], faster / n, rel=1e-9):
+        if close(found["efficiency"], faster, rel=1e-9):
+            raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
+        raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
+    for part in _PARTS:
+        # Parts are differences of seconds: rounding is measured against the step, not against the part.
+        if abs(float(lost[part]) - loss.parts[part]) > 1e-9 * loss.seconds:
+            _explain_part(part, float(lost[part]), loss, ranks, told)
+    largest = max(lost, key=lost.__getitem__)
+    if found["limit"] != largest and lost.get(found["limit"]) != lost[largest]:
+        raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
+
+
+def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str) -> None:
+    mean = fmean(rank["seconds"] for rank in ranks)
+    step = max(rank["seconds"] for rank in ranks)
+    n = len(ranks)
+    other = right / n if scaling == "weak" else right * n
+    if close(got, other, rel=1e-9):
+        raise Wrong("Weak scaling does n times the work in a step, strong scaling the same work: throughput over "
+                    f"throughput is n T_1/T_n for the one and T_1/T_n for the other ({told}).")  # fmt: skip
+    if mean != step and close(got, right * step / mean, rel=1e-9):
+        raise Wrong(f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told}).")
+    if close(got, 1 / right, rel=1e-9):
+        raise Wrong(f"A speedup above one is faster: it is the other way round ({told}).")
+    if close(got * alone["seconds"], step, rel=1e-9):
+        raise Wrong(f"That is a ratio of times; the speedup is one of throughputs ({told}).")
+    raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
+
+
+def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> None:
+    sent = [rank["communication"] for rank in ranks]
+    right = loss.parts[part]
+
+    def near(value: float) -> bool:
+        return abs(got - value) <= 1e-9 * loss.seconds
+
+    if part == "communication" and (near(fmean(sent)) or near(max(sent))):
+        raise Wrong("What a rank sees as communication holds its wait for those that come later. The rank that comes "
+                    f"last waits for nobody, so the transfer itself is the least that any rank spent ({told}).")  # fmt: skip
+    if part == "imbalance" and near(fmean(sent) - min(sent)):
+        raise Wrong("A rank that is done before the step ends waits too: add the time from its own end to the end of "
+                    f"the slowest one ({told}).")  # fmt: skip
+    if part == "imbalance" and near(max(sent) - min(sent)):
+        raise Wrong(f"Take the mean over the ranks of what they waited, so that the parts add up ({told}).")
+    if part in ("data", "compute") and near(fmean(rank[part] for rank in ranks)):
+        raise Wrong(f"Lost is what {part} took longer than in the ideal step, not all that it took ({told}).")
+    if part in ("data", "compute") and loss.scaling == "strong":
+        raise Wrong(f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of "
+                    f"what one rank needs: {right:.3g} s are lost there, not {got:.3g} ({told}).")  # fmt: skip
+    raise Wrong(f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
+                f"{loss.seconds - loss.ideal:.3g} s ({told}).")  # fmt: skip
+
+
+# --- a job that ran -----------------------------------------------------------------------------------------
+
+
+def _reported(folder: Path) -> tuple[Phases, list[Phases], str]:
+    """Return the mean step of one GPU and of each of the most with the same batch, and where that was."""
+    one, *_, many = [record for record in scaling_records(folder) if record["scaling"] != "weak"]
+    alone = _mean(one["samples"][0], None, one["warm_up"])
+    share = alone["compute"] / many["ranks"]
+    return alone, [_mean(lines, share, many["warm_up"]) for lines in many["samples"]], where_of(many)
+
+
+@functools.cache
+def _run_now() -> tuple[Phases, list[Phases]]:
+    """Train on one CPU rank and on two, the same global batch; return the mean step of the one and of each of the two."""
+    with tempfile.TemporaryDirectory(prefix="scaling-") as top:
+        for ranks in (1, 2):
+            run_ranks(_train, ranks, str(Path(top, str(ranks))), 16)
+        one, many = (read_run(Path(top, str(ranks))) for ranks in (1, 2))
+    alone = _mean(one[0], None, _WARM_UP)
+    return alone, [_mean(lines, alone["compute"] / 2, _WARM_UP) for lines in many]
+
+
+def _train(folder: str, batch: int) -> None:
+    settings = {"model": "tiny", "global_batch": batch, "seq": 64, "precision": "fp32"}
+    Trainer(TrainConfig(folder=folder, steps=_STEPS, **settings)).run()
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], compute: float | None, warm_up: int) -> Phases:
+    """Return the mean step of a rank; what it took longer than `compute` and its data is communication and waiting."""
+    counted = lines[warm_up:]
+    data = fmean(line["data_seconds"] for line in counted)
+    rest = fmean(max(line["seconds"], line["data_seconds"]) for line in counted) - data
+    sent = 0.0 if compute is None else max(0.0, rest - compute)
+    return _rank(data=data, compute=rest - sent, communication=sent)

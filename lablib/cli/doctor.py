@@ -1,6 +1,6 @@
-"""`rung doctor --gpu`: what a rented machine gives, measured, with a verdict and a remedy for each finding.
+"""`rung doctor`: what this machine has, what will and will not run on it, and what to do about it.
 
-`rung doctor`: what this machine has, what will and will not run on it, and what to do about it.
+With `--gpu` it measures what a rented machine gives. Each finding has a verdict and, where it is bad, a remedy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from lablib.cli.nvidia_smi import (
     pcie_bandwidth,
     worst_link,
 )
-from lablib.launch.ranks import own_line
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 RENT = "rent GPUs, then make setup-gpu there"
@@ -47,16 +46,14 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        name: What was looked at.
         verdict: "ok", "limited" (something will not run) or "missing" (the labs will not run).
-        detail: What was found.
-        mend: What to do about it; empty when there is nothing to do.
+        fix: What to do about it; empty when there is nothing to do.
     """
 
     name: str
     verdict: str
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def doctor(
@@ -66,16 +63,14 @@ def doctor(
     """Say what this machine has, what will run here, and what to do where something will not."""
     findings = examine()
     if gpu and not any(finding.verdict == MISSING for finding in findings):
-        # SAME MODULE
-
         findings += examine_gpu(Path.cwd())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         for finding in findings:
             typer.echo(f"{finding.name:<14}{finding.verdict:<9}{_wrapped(finding.detail)}")
-            if finding.mend:
-                typer.echo(f"{'':<23}-> {_wrapped(finding.mend, 26)}")
+            if finding.fix:
+                typer.echo(f"{'':<23}-> {_wrapped(finding.fix, 26)}")
     if any(finding.verdict == MISSING for finding in findings):
         raise typer.Exit(1)
 
@@ -139,17 +134,17 @@ def check_disk(folder: Path, free: int | None = None) -> Finding:
 
 def check_torch() -> Finding:
     """Judge torch: there, new enough, and importable."""
-    mend = "make book, or pip install -c constraints.txt -e '.[labs]'"
+    fix = "make book, or pip install -c constraints.txt -e '.[labs]'"
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", MISSING, "not installed: only the calculators run", mend)
+        return Finding("torch", MISSING, "not installed: only the calculators run", fix)
     try:
         import torch
     except (ImportError, OSError) as error:  # a wheel for another CUDA or another CPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Finding("torch", MISSING, f"does not import: {reason}", mend)
+        return Finding("torch", MISSING, f"does not import: {reason}", fix)
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 11):
-        return Finding("torch", MISSING, f"{torch.__version__}; the course needs 2.11", mend)
+        return Finding("torch", MISSING, f"{torch.__version__}; the course needs 2.11", fix)
     return Finding("torch", OK, torch.__version__)
 
 
@@ -212,7 +207,7 @@ def verdicts(findings: list[Finding]) -> list[Finding]:
     """Return what will and will not run here, from the findings."""
     verdict = {finding.name: finding.verdict for finding in findings}
     broken = [name for name, value in verdict.items() if value == MISSING]
-    repair = "mend " + ", ".join(broken) if broken else ""
+    repair = "fix " + ", ".join(broken) if broken else ""
     runs = [Finding("calculators", OK, "rung memory, rung models and the chapters' numbers")]
     if broken:
         runs.append(Finding("CPU labs", MISSING, "will not run", repair))
@@ -249,8 +244,8 @@ def examine_gpu(folder: Path, *, disk_bytes: int = 256 * 2**20) -> list[Finding]
     try:
         disk = judge_disk(disk_rate(folder, disk_bytes))
     except OSError as error:
-        mend = "free some room, or set LABLIB_EXPERIMENTS to a folder that can be written"
-        disk = Finding("disk speed", LIMITED, f"{folder} cannot be written: {error.strerror}", mend)
+        fix = "free some room, or set LABLIB_EXPERIMENTS to a folder that can be written"
+        disk = Finding("disk speed", LIMITED, f"{folder} cannot be written: {error.strerror}", fix)
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
@@ -318,6 +313,8 @@ def tried(name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except (RuntimeError, ValueError, OSError) as error:
+        from lablib.launch.ranks import own_line
+
         return Finding(name, MISSING, f"failed: {own_line(error)}", "return this machine, or use one GPU of it")
 
 
@@ -354,6 +351,7 @@ def all_reduces(count: int) -> dict[tuple[int, ...], float]:
 
 def compiling() -> Finding:
     """Compile one function and judge what happens; `torch.compile` calls a C compiler and needs Python's header."""
+    from lablib.launch.ranks import own_line
     from lablib.launch.records import compile_seconds, lacks_for_compile
 
     try:
@@ -368,16 +366,16 @@ def compiling() -> Finding:
 def judge_driver(driver: str | None, newest: tuple[int, int] | None, built: str | None) -> Finding:
     """Judge whether the driver runs the CUDA that torch was built for; within a major version it does."""
     if built is None:
-        mend = "make setup-gpu, with the image's own torch"
-        return Finding("driver", MISSING, "this torch is for the CPU", mend)
+        fix = "make setup-gpu, with the image's own torch"
+        return Finding("driver", MISSING, "this torch is for the CPU", fix)
     if newest is None:
         detail = f"torch wants CUDA {built}; nvidia-smi does not say what the driver runs"
         return Finding("driver", LIMITED, detail)
     wanted = tuple(int(part) for part in built.split(".")[:2])
     detail = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}; torch wants {built}"
     if newest[0] < wanted[0]:
-        mend = f"choose an image with a torch for CUDA {newest[0]}, or a machine with a newer driver"
-        return Finding("driver", MISSING, detail, mend)
+        fix = f"choose an image with a torch for CUDA {newest[0]}, or a machine with a newer driver"
+        return Finding("driver", MISSING, detail, fix)
     if newest < wanted:
         return Finding("driver", LIMITED, detail, "works within a major version; a newer driver is safer")
     return Finding("driver", OK, detail)
@@ -409,20 +407,20 @@ def judge_nccl(version: tuple[int, ...] | None, gpus: int) -> Finding:
     return Finding("NCCL", OK, ".".join(map(str, version)))
 
 
-def judge_topology(worst: str | None, peers: bool) -> Finding:
+def judge_topology(worst: str | None, reachable: bool) -> Finding:
     """Judge what connects the GPUs, by the slowest link and by whether all reach each other's memory."""
-    access = f"{'every GPU reaches every other' if peers else 'some GPUs do not reach each other'}'s memory"
+    access = f"{'every GPU reaches every other' if reachable else 'some GPUs do not reach each other'}'s memory"
     if worst is None:
         return Finding("topology", LIMITED, f"nvidia-smi shows no matrix; {access}")
     detail = f"the slowest pair is joined by {link_text(worst)} ({worst}); {access}"
     if worst.startswith("NV"):
         return Finding("topology", OK, detail)
-    mend = "expect PCIe speed: accumulate gradients, or rent GPUs with NVLink"
+    fix = "expect PCIe speed: accumulate gradients, or rent GPUs with NVLink"
     if worst == "SYS":
-        mend = "choose GPUs of one socket with CUDA_VISIBLE_DEVICES, or rent GPUs with NVLink"
-    if not peers:
-        mend = "copies go through host memory; set NCCL_P2P_DISABLE=1 if NCCL hangs, or rent another machine"
-    return Finding("topology", LIMITED, detail, mend)
+        fix = "choose GPUs of one socket with CUDA_VISIBLE_DEVICES, or rent GPUs with NVLink"
+    if not reachable:
+        fix = "copies go through host memory; set NCCL_P2P_DISABLE=1 if NCCL hangs, or rent another machine"
+    return Finding("topology", LIMITED, detail, fix)
 
 
 def judge_all_reduce(rates: Mapping[tuple[int, ...], float], line: float | None) -> Finding:
@@ -432,8 +430,8 @@ def judge_all_reduce(rates: Mapping[tuple[int, ...], float], line: float | None)
     detail = f"all-reduce works; {slowest / 1e9:.1f} GB/s between GPU {among}, the slowest"
     detail += f"; the link has {line / 1e9:.0f}" if line else ""
     if line and slowest < REDUCED * line:
-        mend = "NCCL_DEBUG=INFO says which way it goes; plan with the measured number"
-        return Finding("NCCL links", LIMITED, detail, mend)
+        fix = "NCCL_DEBUG=INFO says which way it goes; plan with the measured number"
+        return Finding("NCCL links", LIMITED, detail, fix)
     return Finding("NCCL links", OK, detail)
 
 
@@ -444,8 +442,8 @@ def judge_host(rates: Sequence[tuple[float, float]], lines: Sequence[float | Non
     detail = f"GPU {number}: {there / 1e9:.1f} GB/s to it, {back / 1e9:.1f} back"
     detail += f"; its PCIe link has {line / 1e9:.1f}" if line else ""
     if line and min(there, back) < GOOD * line:
-        mend = "offload will be slow; check the lanes with nvidia-smi -q, or rent another machine"
-        return Finding("host to GPU", LIMITED, detail, mend)
+        fix = "offload will be slow; check the lanes with nvidia-smi -q, or rent another machine"
+        return Finding("host to GPU", LIMITED, detail, fix)
     return Finding("host to GPU", OK, detail)
 
 
@@ -462,11 +460,11 @@ def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float 
     if int(row.get("ecc.errors.uncorrected.volatile.total", 0)):
         return Finding(name, MISSING, detail + "; uncorrected memory errors", "return this machine")
     if reasons or temperature >= HOT:
-        mend = "its numbers are not the GPU's: wait for it to cool, or return it"
-        return Finding(name, LIMITED, detail, mend)
+        fix = "its numbers are not the GPU's: wait for it to cool, or return it"
+        return Finding(name, LIMITED, detail, fix)
     if limit < default:
-        mend = "its owner has capped it: plan with the measured rate, or rent another machine"
-        return Finding(name, LIMITED, f"{detail}; its limit is {limit:.0f} of {default:.0f} W", mend)
+        fix = "its owner has capped it: plan with the measured rate, or rent another machine"
+        return Finding(name, LIMITED, f"{detail}; its limit is {limit:.0f} of {default:.0f} W", fix)
     if peak and reached < 0.5 * peak and not bits & POWER_LIMIT:
         return Finding(name, LIMITED, detail, "look for another job on this GPU with nvidia-smi, or return it")
     return Finding(name, OK, detail)
@@ -475,8 +473,8 @@ def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float 
 def judge_xids(log: str | None) -> Finding:
     """Judge what the driver has written about errors since the machine was started; None cannot be read."""
     if log is None:
-        mend = "where you are root on the host: dmesg | grep Xid"
-        return Finding("Xid errors", LIMITED, "the kernel's log cannot be read here, so none was seen", mend)
+        fix = "where you are root on the host: dmesg | grep Xid"
+        return Finding("Xid errors", LIMITED, "the kernel's log cannot be read here, so none was seen", fix)
     found = hardware_errors(log)
     if found:
         (address, number), times = max(found.items(), key=lambda item: item[1])
@@ -489,8 +487,8 @@ def judge_disk(rate: float) -> Finding:
     """Judge how fast the disk is written: a checkpoint waits for it."""
     detail = f"writes {rate / 1e9:.2f} GB/s; {60 * rate / 1e9:.0f} GB of checkpoint a minute"
     if rate < DISK_WRITE:
-        mend = "save in the background and less often, or set LABLIB_EXPERIMENTS to a local disk"
-        return Finding("disk speed", LIMITED, detail, mend)
+        fix = "save in the background and less often, or set LABLIB_EXPERIMENTS to a local disk"
+        return Finding("disk speed", LIMITED, detail, fix)
     return Finding("disk speed", OK, detail)
 
 
@@ -500,8 +498,8 @@ def judge_shared_memory(size: int | None) -> Finding:
         return Finding("shared memory", LIMITED, "there is no /dev/shm", "set NCCL_SHM_DISABLE=1")
     detail = f"{size / 2**30:.2f} GiB in /dev/shm"
     if size < SHARED:
-        mend = "start the container with --ipc=host or --shm-size=8g; else NCCL_SHM_DISABLE=1, and no loader workers"
-        return Finding("shared memory", LIMITED, detail, mend)
+        fix = "start the container with --ipc=host or --shm-size=8g; else NCCL_SHM_DISABLE=1, and no loader workers"
+        return Finding("shared memory", LIMITED, detail, fix)
     return Finding("shared memory", OK, detail)
 
 
@@ -514,7 +512,7 @@ def judge_files(limit: int | None) -> Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What the labs depend on.
+    """Facts about the machine that the labs depend on.
 
     Attributes:
         capabilities: Compute capability of every GPU.
@@ -541,8 +539,8 @@ def judge_labs(found: Found) -> list[Finding]:
 def _lab(lab: str, found: Found) -> Finding:
     name, gpus = f"lab {lab}", len(found.capabilities)
     if lab in ("06", "11") and found.talks is False:
-        mend = "CUDA_VISIBLE_DEVICES=0 before the command leaves one GPU, with which it runs"
-        return Finding(name, MISSING, f"fails: the {gpus} GPUs cannot reduce together", mend)
+        fix = "CUDA_VISIBLE_DEVICES=0 before the command leaves one GPU, with which it runs"
+        return Finding(name, MISSING, f"fails: the {gpus} GPUs cannot reduce together", fix)
     if lab == "08":
         return _lab_08(name, found)
     if lab in ("09", "11") and min(found.capabilities) < (8, 0):

@@ -1,7 +1,4 @@
-"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch.
-
-`rung models`: the published models that the calculators know by name.
-"""
+"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch."""
 
 from __future__ import annotations
 
@@ -104,6 +101,4 @@ app.add_typer(labs.app, name="labs")
 @app.command()
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models that the calculators know."""
-    # SAME MODULE
-
     typer.echo(model_table(as_json=as_json))

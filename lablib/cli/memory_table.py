@@ -1,12 +1,10 @@
-"""`rung memory-table`: judge the memory calculator against PyTorch, case by case.
-
-`rung memory-peers`: other memory calculators on the cases of the memory table.
-"""
+"""`rung memory-table` and `rung memory-peers`: the memory calculator, and others, against PyTorch, case by case."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,29 +26,10 @@ def memory_table(
     ] = False,
 ) -> None:
     """Measure configurations in PyTorch beside the calculator; fail where a bound breaks or a number drifted."""
-    import logging
+    from lablib.proof.headline import HELD_OUT, TABLE
 
-    if gpu:
-        if few or committed or predict or held_out or write:
-            raise ValueError("--gpu goes with --only alone; rung labs run 01 --record writes its record")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        typer.echo(_on_gpu(only))
-        return
-    from lablib.proof.grid import grid
-    from lablib.proof.grid import held_out as drawn
-    from lablib.proof.headline import HELD_OUT, TABLE, read_table
-    from lablib.proof.table import (
-        broken,
-        drifted,
-        measured_row,
-        predicted_anew,
-        representatives,
-        save_held_out,
-        save_table,
-        text,
-        versions,
-    )
-
+    if gpu and (few or committed or predict or held_out or write):
+        raise ValueError("--gpu goes with --only alone; rung labs run 01 --record writes its record")
     if write and (only or few or committed):
         raise ValueError("--write makes the whole table: leave --only, --few and --committed out")
     if few and held_out:
@@ -59,25 +38,57 @@ def memory_table(
         raise ValueError("--predict makes the whole table: leave --write, --only, --few and --committed out")
     if committed and few:
         raise ValueError("--committed prints what was measured: leave --few out, and use --only")
-    path, save = (HELD_OUT, save_held_out) if held_out else (TABLE, save_table)
-    if committed:
-        table = read_table(path)
-        rows = [row for row in table["rows"] if not only or only in row["name"]]
-        if not rows:
-            raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
-        typer.echo(text(rows))
-        typer.echo(f"measured with {_made_with(table['versions'])}")
-        return
-    if predict:
-        table = read_table(path)
-        anew = predicted_anew(table["rows"], table["versions"]["torch"])
-        typer.echo(f"wrote {save(anew, path, table['versions'])}")
-        return
-    chosen = drawn() if held_out else representatives() if few else grid()
+    path = HELD_OUT if held_out else TABLE
+    if gpu:
+        _quiet()
+        typer.echo(_on_gpu(only))
+    elif committed:
+        _print_committed(path, only)
+    elif predict:
+        _predict_anew(path)
+    else:
+        _measure(path, only, few=few, write=write)
+
+
+def _print_committed(path: Path, only: str | None) -> None:
+    from lablib.proof.headline import read_table
+    from lablib.proof.table import text
+
+    table = read_table(path)
+    rows = [row for row in table["rows"] if not only or only in row["name"]]
+    if not rows:
+        raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
+    typer.echo(text(rows))
+    typer.echo(f"measured with {_made_with(table['versions'])}")
+
+
+def _predict_anew(path: Path) -> None:
+    from lablib.proof.headline import read_table
+    from lablib.proof.table import predicted_anew
+
+    table = read_table(path)
+    anew = predicted_anew(table["rows"], table["versions"]["torch"])
+    typer.echo(f"wrote {_save(anew, path, table['versions'])}")
+
+
+def _save(rows: list[dict], path: Path, made: dict[str, str] | None = None) -> Path:
+    from lablib.proof.headline import HELD_OUT
+    from lablib.proof.table import save_held_out, save_table
+
+    return (save_held_out if path == HELD_OUT else save_table)(rows, path, made)
+
+
+def _measure(path: Path, only: str | None, *, few: bool, write: bool) -> None:
+    from lablib.proof.grid import grid
+    from lablib.proof.grid import held_out as drawn
+    from lablib.proof.headline import HELD_OUT, read_table
+    from lablib.proof.table import broken, drifted, measured_row, representatives, text, versions
+
+    chosen = drawn() if path == HELD_OUT else representatives() if few else grid()
     cases = [case for case in chosen if not only or only in case.name]
     if not cases:
         raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quiet()
     rows = []
     for number, case in enumerate(cases, start=1):
         start = time.perf_counter()
@@ -87,13 +98,23 @@ def memory_table(
     typer.echo(f"measured with {_made_with(versions())}")
     problems = broken(rows)
     if write:
-        typer.echo(f"\nwrote {save(rows)}")
+        typer.echo(f"\nwrote {_save(rows, path)}")
     else:
         problems += drifted(rows, read_table(path))
+    _fail_with(problems)
+
+
+def _fail_with(problems: list[str]) -> None:
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:
         sys.exit(1)
+
+
+def _quiet() -> None:
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def _made_with(versions: dict[str, str]) -> str:
@@ -117,10 +138,6 @@ def _on_gpu(only: str | None) -> str:
     return gpu_text(gpu_rows(measured_samples(cases, say=lambda line: typer.echo(line, err=True))))
 
 
-if __name__ == "__main__":
-    typer.run(memory_table)
-
-
 def memory_peers(
     committed: Annotated[
         bool, typer.Option("--committed", help="Print the committed comparison; compute nothing.")
@@ -128,8 +145,6 @@ def memory_peers(
     write: Annotated[bool, typer.Option("--write", help="Write the comparison anew, from the memory table.")] = False,
 ) -> None:
     """Put the cases of the memory table through the other calculators; fail where a number drifted."""
-    import logging
-
     from lablib.proof.comparison import compare, comparison_text, drifted, save_comparison
     from lablib.proof.headline import OTHERS, read_table
 
@@ -141,18 +156,10 @@ def memory_peers(
             raise ValueError("there is no committed comparison: make it with rung memory-peers --write")
         typer.echo(comparison_text(before))
         return
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quiet()
     table = compare(deepspeed=before and before["deepspeed"])
     typer.echo(comparison_text(table))
     if write:
         typer.echo(f"\nwrote {save_comparison(table)}")
         return
-    problems = drifted(table, before) if before else ["there is no committed comparison yet: use --write"]
-    for problem in problems:
-        typer.echo(problem, err=True)
-    if problems:
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(memory_peers)
+    _fail_with(drifted(table, before) if before else ["there is no committed comparison yet: use --write"])

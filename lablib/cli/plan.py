@@ -11,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
 
-FIXED = ("tp", "cp", "ep", "pp", "dp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages")
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 
 
@@ -47,12 +46,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rank the layouts that fit by predicted step time, and say why the winner wins."""
-    given = locals()
-    fixed = {name: given[name] for name in FIXED if given[name] is not None}
+    layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
+    layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
-    from lablib.calc.layouts.planner import nothing_fits
+    from lablib.calc.layouts.planner import nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
-    from lablib.calc.layouts.planner import plan_reasons as reasons
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
 
@@ -74,18 +72,16 @@ def plan(
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
-        **fixed,
+        **{name: value for name, value in layout.items() if value is not None},
     )
     if not result.candidates:
         raise ValueError(nothing_fits(result))
     if export:
         typer.echo(_export(result, export), nl=False)
     elif as_json:
-        typer.echo(json.dumps(plan_dict(result, top=top, why=reasons(result)), indent=1))
+        typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
     else:
-        typer.echo(plan_table(result, top=top))
-        if why:
-            typer.echo("\n" + "\n".join(textwrap.fill(line, 80) for line in reasons(result)))
+        typer.echo(plan_table(result, top=top, why=plan_reasons(result) if why else []))
 
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
@@ -127,8 +123,8 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
     }
 
 
-def plan_table(result: Plan, *, top: int) -> str:
-    """Return the best layouts as aligned text."""
+def plan_table(result: Plan, *, top: int, why: list[str]) -> str:
+    """Return the best layouts as aligned text, and why the winner wins."""
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
@@ -148,7 +144,7 @@ def plan_table(result: Plan, *, top: int) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
 def _export(result: Plan, framework: str) -> str:

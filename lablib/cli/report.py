@@ -64,9 +64,6 @@ def build_report(folder: str | Path) -> Path:
 
     Returns:
         The page, report.html; the figures are beside it in figures/, and rows.json has the numbers.
-
-    Raises:
-        ValueError: If there are no records, or none on one rank.
     """
     import matplotlib.pyplot as plt
 

@@ -40,11 +40,7 @@ def schedule(
 def schedule_text(
     name: str, stages: int, microbatches: int, virtual: int | None = None, *, form: str = "text", **times: float | None
 ) -> str:
-    """Return a schedule as a grid with its bubbles, as JSON, or as PyTorch's CSV.
-
-    Raises:
-        ValueError: If the schedule cannot be made or run so, or the form is unknown.
-    """
+    """Return a schedule as a grid with its bubbles, as JSON, or as PyTorch's CSV."""
     from lablib.calc.errors import one_of
     from lablib.calc.schedules import schedule as make
     from lablib.calc.schedules import simulate, to_csv

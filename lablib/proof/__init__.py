@@ -2,14 +2,16 @@
 
 Nothing below imports this room. `book/memory_calculator.md` shows what it finds, `rung memory-table` runs it.
 
-    cases      one judged configuration, and what the calculator says of it
-    grid       the configurations: chosen, covering all pairs of settings, and drawn
-    oracles    what PyTorch itself counts for a case, on fake tensors
-    gpu_rows, gpu_measure: what a GPU's allocator counts, where there is one
-    verdict    predicted against counted: within the tolerance or not
-    headline   the sentences and numbers that the page and the README quote
-    table      the whole table, measured and written
-    other_calculators, comparison: other people's calculators on the same cases
+    cases              one judged configuration, and the settings that the calculator gets
+    grid               the configurations: chosen, covering all pairs of settings, and drawn
+    oracles            bytes that PyTorch itself counts for a case, on fake tensors
+    verdict            predicted against counted: within the tolerance or not
+    table              the judged table, measured, written and compared
+    headline           the sentences and numbers that the page and the README quote
+    gpu_measure        a step on a real GPU, by its allocator
+    gpu_rows           which cases are measured there, and what a record of them says
+    other_calculators  formulas of other people's calculators, each from its source
+    comparison         those formulas on the same cases
 
 Read `cases` first, then `oracles.measurement`.
 """

@@ -127,7 +127,7 @@ class Case:
         return self.sharding.startswith("fsdp2")
 
     @property
-    def whole(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether every rank has all of the states."""
         return self.sharding in ("none", "ddp")
 
@@ -188,11 +188,7 @@ class Case:
 
 
 def case_model(family: str, size: str) -> ModelConfig:
-    """Return the model of a family in a size of `FACTORS`.
-
-    Raises:
-        ValueError: If the family has no model of this size.
-    """
+    """Return the model of a family in a size of `FACTORS`."""
     if size == "tiny":
         return ModelConfig(name=f"tiny-{family}", family=family, **_TINY | _TINY_FAMILY[family])
     if (family, size) in _CUSTOM:

@@ -1,25 +1,16 @@
-"""One training step on a GPU, weighed: what the program asks for, what the allocator gives, and what CUDA takes besides.
+"""One training step on a GPU, measured: what the program asks for, what the allocator gives, what CUDA takes besides.
 
     found = measure_on_gpu(Case(implementation="hf", size="small", seq=2048, recipe="pure-bf16", step="fused"))
     print(found.peak, found.workspaces, found.outside, found.moments)
 
-A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second
-is measured. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's
-own history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
+A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second is
+measured. The peak is read phase by phase, from counters that each phase begins anew. Beside it the allocator's own
+history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
-The same step runs on a CPU, where `lablib.launch.measure.memory` counts instead: `measure_on_gpu(case, CpuCounters())`.
-
-Counters of memory: CUDA's allocator on a GPU, every tensor that is alive on a CPU. One class each, the same words.
-
-    with counters_of("cuda") as counters:
-        counters.reset()
-        ...
-        counters.most()          # {"requested": ..., "allocated": ..., "reserved": ...}
-
-`requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by the allocator
-and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of the three:
-there `lablib.launch.measure.memory` counts tensors, and the three are the same. So a step that is measured on a GPU can be
-tested without one.
+Of the counters, `requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by
+the allocator and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of
+the three: there `LiveBytes` counts tensors, and the three are the same. So a step that is measured on a GPU can be tested
+without one: `measure_on_gpu(case, Counters())`.
 """
 
 from __future__ import annotations
@@ -29,12 +20,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lablib.calc.runs import replay_snapshot
+from lablib.calc.runs import replay
 from lablib.launch import torch_private
 from lablib.launch.measure import LiveBytes, measure_states
 from lablib.launch.records import Kept
@@ -46,45 +37,50 @@ from lablib.proof.oracles import Master, build_model, make_optimizer
 MAX_EVENTS = 2_000_000
 
 
-class Counters(Protocol):
-    """What a measurement asks of a device."""
+class Counters:
+    """Counters of memory; here of every tensor on the CPU that is made while they are on."""
 
-    device: torch.device
+    device = torch.device("cpu")
 
     def __enter__(self) -> Self:
         """Begin with nothing cached."""
+        self._live = LiveBytes().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Give back what is cached."""
+        self._live.__exit__(*error)
 
     def now(self) -> int:
         """Return the bytes that the program holds, as it asked for them."""
+        return self._live.live
 
     def most(self) -> dict[str, int]:
         """Return the most bytes "requested", "allocated" and "reserved" since `reset`."""
+        return dict.fromkeys(("requested", "allocated", "reserved"), self._live.peak)
 
     def reset(self) -> None:
         """Forget the peaks."""
+        self._live.peak = self._live.live
 
     def outside(self) -> int:
         """Return the bytes in use on the device that no tensor and no cache has: CUDA's context, kernels, others."""
+        return 0
 
     def release_workspaces(self) -> int:
         """Give back what libraries keep between calls, and return its bytes."""
+        return 0
 
     def record(self) -> None:
-        """Begin to record what the allocator does."""
+        """Begin to record every event of the allocator."""
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the snapshot since `record`, and stop; None where the device has none."""
+        """Return PyTorch's snapshot since `record`, and stop recording; None where the device has none."""
+        return None
 
 
-class CudaCounters:
-    """The counters of PyTorch's caching allocator on one GPU.
-
-    Raises:
-        ValueError: If there is no GPU, or its allocator is not PyTorch's own.
-    """
+class CudaCounters(Counters):
+    """The same counters of PyTorch's caching allocator on one GPU."""
 
     def __init__(self, device: torch.device | str = "cuda:0") -> None:
         if not torch.cuda.is_available():
@@ -144,54 +140,6 @@ class CudaCounters:
         return found
 
 
-class CpuCounters:
-    """Every tensor on the CPU that is made while the counters are on, by `LiveBytes`."""
-
-    device = torch.device("cpu")
-
-    def __enter__(self) -> Self:
-        self._live = LiveBytes().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.__exit__(*error)
-
-    def now(self) -> int:
-        """Return the bytes of all tensors."""
-        return self._live.live
-
-    def most(self) -> dict[str, int]:
-        """Return the most bytes of all tensors, by the three names."""
-        return dict.fromkeys(("requested", "allocated", "reserved"), self._live.peak)
-
-    def reset(self) -> None:
-        """Forget the peak."""
-        self._live.peak = self._live.live
-
-    def outside(self) -> int:
-        """There is nothing else to count."""
-        return 0
-
-    def release_workspaces(self) -> int:
-        """Libraries keep nothing that PyTorch would see."""
-        return 0
-
-    def record(self) -> None:
-        """There is nothing to record."""
-
-    def snapshot(self) -> None:
-        """A CPU has no snapshot."""
-
-
-def counters_of(device: str) -> CudaCounters | CpuCounters:
-    """Return the counters of a device.
-
-    Raises:
-        ValueError: If it is not there.
-    """
-    return CpuCounters() if device == "cpu" else CudaCounters(device)
-
-
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)$")
 #: How many lines of the program a record names.
 SITES = 8
@@ -223,11 +171,7 @@ class GpuMeasured:
 
 
 def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
-    """Play two training steps of a case with real tensors, and weigh the second.
-
-    Raises:
-        ValueError: If the case needs several ranks or is the papers' counting, or there is no GPU.
-    """
+    """Play two training steps of a case with real tensors, and weigh the second."""
     if not on_one_gpu(case):
         raise ValueError(
             f"{case.name}: a GPU is measured alone, with classes that exist: sharding='none', dp=tp=pp=1 and implementation "
@@ -266,7 +210,7 @@ def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int =
         "disagrees", a sentence, empty if the peaks are equal to the byte.
     """
     try:
-        history = replay_snapshot(snapshot, device)
+        history = replay(snapshot, device)
     except ValueError as error:
         return {"disagrees": f"the snapshot cannot be replayed: {error}"}
     found = {"requested": max(history.requested), "reserved": max(history.reserved)}
@@ -346,12 +290,7 @@ class _Job:
 
 
 class _Moments:
-    """Reads the counters whenever a moment of the step begins, in the model too.
-
-    Attributes:
-        requested: The most bytes in each moment.
-        peak: The most in all, by counter.
-    """
+    """Reads the counters whenever a moment of the step begins, in the model too."""
 
     def __init__(self, counters: Counters, model: nn.Module) -> None:
         self.counters, self.now, self.backward = counters, "", False

@@ -63,11 +63,7 @@ def gpu_cases(memory_bytes: int, reserve: int = RESERVE) -> list[Case]:
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One configuration of a record, and what the calculator says about it.
-
-    Attributes:
-        sample: As `lablib.proof.gpu_measure` made it.
-    """
+    """One configuration of a record, and what the calculator says about it."""
 
     sample: Mapping[str, Any]
 
@@ -141,11 +137,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def gpu_summary(rows: Sequence[GpuRow], where: str, date: str) -> str:
-    """Return the result in sentences, the worst configuration named.
-
-    Raises:
-        ValueError: If nothing was measured.
-    """
+    """Return the result in sentences, the worst configuration named."""
     measured = [row for row in rows if not row.failed]
     if not measured:
         raise ValueError("the record has no measurement: every configuration failed")

@@ -1,26 +1,20 @@
-"""Configurations that nobody chose: drawn at random, outside of the grid on which the calculator was corrected.
+"""The grid: which cases the memory calculator is judged on; and others, drawn at random.
 
-Every miss of the grid was looked at until its cause was found, so the grid says how well the causes are understood.
-What a configuration of yours will meet is better told by some that were never looked at. They are drawn by a seed;
-whoever corrects the calculator because of one of them draws anew, with another seed.
-
-    for case in held_out():
+    for case in grid():       # or held_out()
         print(case.name)
 
-Choose few configurations that bring every pair of values together that can occur together.
+The grid is few cases that bring every pair of values together that can occur together. Three switches have 8
+combinations. Four of them, (0,0,0), (0,1,1), (1,0,1), (1,1,0), already show every pair of values of every two switches.
+With many factors the saving is large: pairs grow with the square of the factors, combinations exponentially. A defect
+that needs one or two values is met; one that needs three may be missed.
 
-Three switches have 8 combinations. Four of them, (0,0,0), (0,1,1), (1,0,1), (1,1,0), already show every pair of values of
-every two switches. With many factors the saving is large: pairs grow with the square of the factors, combinations
-exponentially. A defect that needs one or two values is met; one that needs three may be missed.
+Some values exclude each other. A pair is *allowed* if some complete case contains it. The chooser begins each case with a
+pair that is still to be shown, gives every other factor the value that shows most new pairs (of equals the one that was
+used least), and goes back where a rule leaves none.
 
-Some values exclude each other. A pair is *allowed* if some whole configuration contains it. The chooser begins each
-configuration with a pair that is still to be shown, gives every other factor the value that shows most new pairs (of
-equals the one that was used least), and goes back where a rule leaves none.
-
-The grid: which cases the memory calculator is judged on, and what cannot be combined.
-
-    for case in grid():
-        print(case.name)
+Every miss of the grid was looked at until its cause was found, so the grid says how well the causes are understood. What
+a configuration of yours will meet is better told by cases that were never looked at. They are drawn by a seed; whoever
+corrects the calculator because of one of them draws anew, with another seed.
 """
 
 from __future__ import annotations
@@ -35,8 +29,13 @@ from itertools import combinations, product
 from lablib.proof.cases import FACTORS, Case, case_model, has_model
 
 Factors = Mapping[str, Sequence]
+
 Row = dict[str, object]
+
 Pair = frozenset  # of two (factor, value)
+
+
+# --- few rows that show every pair --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Rule:
 
 
 def complete(factors: Factors, rules: Sequence[Rule], row: Row, prefer: Callable | None = None) -> Row | None:
-    """Return a whole configuration that contains `row`, or None if the rules leave none."""
+    """Return a complete configuration that contains `row`, or None if the rules leave none."""
     if not all(rule.allows(row) for rule in rules):
         return None
     # The factor with the fewest values left goes first: it fails soonest.
@@ -88,7 +87,7 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def allowed_pairs(factors: Factors, rules: Sequence[Rule]) -> list[Pair]:
-    """Return the pairs that at least one whole configuration shows, in the order of the factors."""
+    """Return the pairs that at least one complete configuration shows, in the order of the factors."""
     found: dict[Pair, bool] = {}
     for (one, ones), (other, others) in combinations(factors.items(), 2):
         for first, second in product(ones, others):
@@ -110,11 +109,7 @@ def allowed_pairs(factors: Factors, rules: Sequence[Rule]) -> list[Pair]:
 def choose(
     factors: Factors, rules: Sequence[Rule], given: Iterable[Row] = (), cheap_first: Sequence[str] = ()
 ) -> list[Row]:
-    """Return configurations that together show every allowed pair, the given ones first; the same every time.
-
-    Raises:
-        ValueError: If a given one is incomplete, has an unknown value or breaks a rule.
-    """
+    """Return configurations that together show every allowed pair, the given ones first; the same every time."""
     chosen = [dict(row) for row in given]
     for row in chosen:
         _check(factors, rules, row)
@@ -156,7 +151,10 @@ def _check(factors: Factors, rules: Sequence[Rule], row: Row) -> None:
             raise ValueError(f"{values} cannot occur together: {rule.why}")
 
 
+# --- what cannot be combined --------------------------------------------------------------------------------
+
 _SIXTEEN_BITS_BY_HAND = ("fp32", "pure-bf16", "mixed-bf16")
+
 _REPLICAS = ("ddp", "zero1")
 
 
@@ -308,6 +306,9 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+
+# --- the grid -----------------------------------------------------------------------------------------------
+
 #: Cases that everybody asks for, whatever the chooser would take.
 LANDMARKS: tuple[Case, ...] = (
     Case(
@@ -387,10 +388,14 @@ def grid() -> tuple[Case, ...]:
     return (*(Case(**row) for row in rows), *EVERYDAY)
 
 
+# --- drawn at random ----------------------------------------------------------------------------------------
+
 #: The present draw. Raise it when the calculator was changed because of one of its configurations; keep the old file then.
 SEED = 13
+
 #: How many of each size: the larger ones run for minutes under fake tensors.
 COUNTS = {"tiny": 30, "small": 10}
+
 #: Papers have no peak, so their counting is drawn less often.
 IMPLEMENTATIONS = ("hf", "hf", "toy", "toy", "paper")
 
@@ -398,7 +403,7 @@ IMPLEMENTATIONS = ("hf", "hf", "toy", "toy", "paper")
 def held_out(seed: int = SEED, counts: dict[str, int] | None = None) -> tuple[Case, ...]:
     """Return configurations that are not in the grid, the same for the same seed.
 
-    Implementation, family, recipe and recomputation are drawn first, each value as likely as another; then the rest, among
+    Kernels, family, recipe and recomputation are drawn first, each value as likely as another; then the rest, among
     what the rules of the grid leave.
     """
     draw = random.Random(seed)

@@ -47,17 +47,13 @@ CAUSES: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """A row of the table: what was predicted, and what PyTorch counted.
-
-    Attributes:
-        row: As it stands in the table.
-    """
+    """A row of the table: what was predicted, and what PyTorch counted."""
 
     row: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """What distinguishes the configuration."""
+        """The name of the configuration."""
         return self.row["name"]
 
     @property
@@ -102,12 +98,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Worst:
-    """The comparison that is furthest off, and the configuration that it belongs to.
-
-    Attributes:
-        judged: The configuration.
-        number: What was compared.
-    """
+    """The comparison that is furthest off, and the configuration that it belongs to."""
 
     judged: Judged
     number: Comparison
@@ -171,20 +162,12 @@ class StepMoment:
 
 
 def read_table(path: Path = TABLE) -> Any:
-    """Return a committed file: the table has "versions", "bounds" and "rows".
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return a committed file: the table has "versions", "bounds" and "rows"."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def headline(rows: Iterable[Mapping[str, Any]]) -> Headline:
-    """Return how wrong the calculator is.
-
-    Raises:
-        ValueError: If there are no rows, or none with a peak.
-    """
+    """Return how wrong the calculator is."""
     judged = [Judged(row) for row in rows]
     peaks = [one for one in judged if one.peak]
     saved = _worst((one, one.saved) for one in judged)
@@ -218,12 +201,9 @@ def step_moments(row: Mapping[str, Any]) -> list[StepMoment]:
 
     A tracker cannot tell the reduction of the last gradients from the backward pass before it, so a moment that it does
     not name is folded into the one before: the fuller of the two was what it saw.
-
-    Raises:
-        ValueError: If the moments of this row were not kept.
     """
     if "moment_terms" not in row["predicted"]:
-        raise ValueError(f"the moments of {row['name']} are not in the table: add it to memory_grid.DRAWN")
+        raise ValueError(f"the moments of {row['name']} are not in the table: add it to DRAWN of lablib.proof.grid")
     measured = row["measured"]["moments"]
     found: list[StepMoment] = []
     for name, kinds in row["predicted"]["moment_terms"].items():

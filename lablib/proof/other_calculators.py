@@ -38,14 +38,7 @@ Limit = tuple[str, Callable[[Case], bool]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a calculator is published.
-
-    Attributes:
-        name: Of the calculator.
-        citation: In words.
-        page: Where it is, without the scheme.
-        key: Its entry in book/references.bib.
-    """
+    """Where a calculator is published: in words, its page without the scheme, its key in book/references.bib."""
 
     name: str
     citation: str
@@ -63,7 +56,6 @@ class Calculator:
     """One quantity of one calculator.
 
     Attributes:
-        source: Where it is published.
         quantity: "states", "activations" or "total".
         formula: Bytes of one rank in a case.
         limits: What it does not claim to cover, the first that holds being the reason given.
@@ -96,27 +88,16 @@ class Calculator:
 
 @dataclass(frozen=True)
 class PaperSymbols:
-    """The letters of the papers.
+    """The letters of the papers; `v` is padded to a multiple of `t`."""
 
-    Attributes:
-        s: Tokens in a sequence.
-        b: Sequences in a micro-batch.
-        h: Hidden size.
-        a: Attention heads.
-        layers: Blocks, L.
-        v: Vocabulary, padded to a multiple of t.
-        t: Tensor-parallel ranks.
-        p: Pipeline stages.
-    """
-
-    s: int
-    b: int
-    h: int
-    a: int
-    layers: int
-    v: int
-    t: int = 1
-    p: int = 1
+    s: int  # tokens in a sequence
+    b: int  # sequences in a micro-batch
+    h: int  # hidden size
+    a: int  # attention heads
+    layers: int  # L
+    v: int  # vocabulary
+    t: int = 1  # tensor-parallel ranks
+    p: int = 1  # pipeline stages
 
     @property
     def sbh(self) -> int:
@@ -142,40 +123,54 @@ def keeps_scores(case: Case) -> bool:
     return case.attention == "plain" and case.recompute == "none"
 
 
-# What calculators do not cover: the reason that is given, and when it holds.
+# What calculators do not cover.
 
 
 def _is_split(case: Case) -> bool:
     return case.tp * case.pp > 1
 
 
-def _is_published(case: Case) -> bool:
-    return case.size != "tiny"
+def _not_one_device(case: Case) -> bool:
+    return not case.unsharded or _is_split(case)
+
+
+def _not_16_bits(case: Case) -> bool:
+    return case.recipe not in (*MIXED, "pure-bf16")
+
+
+def _not_mixed(case: Case) -> bool:
+    return case.recipe not in MIXED
+
+
+def _not_mixed_or_fp32(case: Case) -> bool:
+    return case.recipe not in (*MIXED, "fp32")
+
+
+def _has_other_mlp(case: Case) -> bool:
+    return not case.model.gated_mlp and case.model.ffn != 4 * case.model.hidden
 
 
 _TINY = "it leaves out what is small in models of published sizes, and this one is tiny"
 FULL_TUNING: Limit = "it counts full fine-tuning only", lambda c: c.tuning != "full"
 ONE_MLP: Limit = "its blocks have one MLP, no experts", lambda c: c.model.is_moe
-WIDE_MLP: Limit = (
-    "it takes an MLP four times as wide as the stream for granted",
-    lambda c: not c.model.gated_mlp and c.model.ffn != 4 * c.model.hidden,
-)
-SIXTEEN_BITS: Limit = "its activations have 2 bytes a value", lambda c: c.recipe not in (*MIXED, "pure-bf16")
-ONLY_MIXED: Limit = "it counts mixed precision only", lambda c: c.recipe not in MIXED
-FP32_MOMENTS: Limit = "it keeps moments in fp32", lambda c: c.recipe not in (*MIXED, "fp32")
+WIDE_MLP: Limit = "it takes an MLP four times as wide as the stream for granted", _has_other_mlp
+SIXTEEN_BITS: Limit = "its activations have 2 bytes a value", _not_16_bits
+ONLY_MIXED: Limit = "it counts mixed precision only", _not_mixed
+FP32_MOMENTS: Limit = "it keeps moments in fp32", _not_mixed_or_fp32
 ADAM: Limit = "it has Adam only", lambda c: c.optimizer != "adamw"
-PUBLISHED: Limit = _TINY, lambda c: not _is_published(c)
-SPLIT_TINY: Limit = _TINY, lambda c: not _is_published(c) and c.tp > 1
-EVEN: Limit = ("it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors", lambda c: c.sharding == "zero1")
+PUBLISHED: Limit = _TINY, lambda c: c.size == "tiny"
+SPLIT_TINY: Limit = _TINY, lambda c: c.size == "tiny" and c.tp > 1
+EVEN: Limit = "it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors", lambda c: c.sharding == "zero1"
 SPLIT_TABLE: Limit = (
     "it divides all parameters by the tensor-parallel ranks, and PyTorch's plan leaves the embedding whole",
     lambda c: c.implementation != "paper" and c.tp > 1,
 )
 HAS_PEAK: Limit = "no peak is measured with the papers' kernels", lambda c: c.implementation == "paper"
-
-
-def _one_device(case: Case) -> bool:
-    return not case.whole or _is_split(case)
+#: EleutherAI's calculator has a number for them.
+LIVE: Limit = (
+    "its total under ZeRO-3 has live parameters, a setting of DeepSpeed that these runs have not",
+    lambda c: c.shards,
+)
 
 
 # States.
@@ -419,7 +414,7 @@ ACCELERATE = Source(
     "huggingface.co/docs/accelerate/usage_guides/model_size_estimator",
     "acceleratememory",
 )
-THIS_COURSE = Source(OWN, "lablib.calc.training_memory and lablib.calc.memory.timeline.timeline")
+THIS_COURSE = Source(OWN, "lablib.calc.memory.training_memory and lablib.calc.memory.timeline.memory_timeline")
 
 _KEPT_COPY = "2 + 2 + 4 bytes are the 4 + 4 of a recipe that keeps its weights in fp32"
 _BLOCKS_ALONE = "It counts blocks alone, and nothing of the head and the fp32 logits."
@@ -561,13 +556,7 @@ _ELEUTHER_STATES = Calculator(
     ELEUTHER,
     "states",
     _eleuther_states,
-    (
-        FULL_TUNING,
-        SPLIT_TABLE,
-        ("its optimizer keeps fp32 states", lambda c: c.recipe not in (*MIXED, "fp32")),
-        ADAM,
-        PUBLISHED,
-    ),
+    (FULL_TUNING, SPLIT_TABLE, ("its optimizer keeps fp32 states", _not_mixed_or_fp32), ADAM, PUBLISHED),
     "Without ZeRO it divides only the weights by pipeline stages and tensor-parallel ranks, and puts all gradients and "
     "moments on every rank.",
 )
@@ -581,10 +570,6 @@ _ELEUTHER_ACTIVATIONS = Calculator(
         ("it has one kind of checkpointing, which keeps 34 bytes", lambda c: c.recompute == "full"),
     ),
     _CASTS,
-)
-_LIVE: Limit = (  # EleutherAI's calculator has a number for them
-    "its total under ZeRO-3 has live parameters, a setting of DeepSpeed that these runs have not",
-    lambda c: c.shards,
 )
 
 
@@ -605,7 +590,7 @@ CALCULATORS: tuple[Calculator, ...] = (
     _KORTHIKANTI,
     _MATH_STATES,
     _MATH_ACTIVATIONS,
-    _total(_MATH_STATES, _MATH_ACTIVATIONS, _STEP, _LIVE),
+    _total(_MATH_STATES, _MATH_ACTIVATIONS, _STEP, LIVE),
     _PLAYBOOK_STATES,
     _PLAYBOOK_N,
     _PLAYBOOK_ACTIVATIONS,
@@ -632,9 +617,9 @@ CALCULATORS: tuple[Calculator, ...] = (
         lambda c: transformers_bytes(c.recipe in MIXED, c.optimizer) * parameters(c),
         (
             FULL_TUNING,
-            ("it has fp32 and mixed precision only", lambda c: c.recipe not in (*MIXED, "fp32")),
+            ("it has fp32 and mixed precision only", _not_mixed_or_fp32),
             ("it has AdamW and SGD with momentum only", lambda c: c.optimizer not in ("adamw", "sgd-momentum")),
-            ("it describes one device", _one_device),
+            ("it describes one device", _not_one_device),
         ),
         "It counts a 16-bit copy of the weights and fp32 gradients; a mixed recipe keeps 16-bit gradients, and autocast "
         "no copy.",
@@ -659,9 +644,9 @@ CALCULATORS: tuple[Calculator, ...] = (
         lambda c: max(accelerate_usage(4 * parameters(c), mixed=c.recipe in MIXED).values()),
         (
             FULL_TUNING,
-            ("it keeps fp32 weights beside 16-bit ones", lambda c: c.recipe not in (*MIXED, "fp32")),
+            ("it keeps fp32 weights beside 16-bit ones", _not_mixed_or_fp32),
             ADAM,
-            ("it estimates one device", _one_device),
+            ("it estimates one device", _not_one_device),
         ),
         "Right in fp32, but in 16 bits it takes the largest of weights, gradients and optimizer, and a step holds them "
         "together.",

@@ -1,12 +1,10 @@
-"""The drawn configurations, measured: the file that says how wrong the memory calculator is where nobody looked.
-
-    save_held_out([measured_row(case) for case in held_out()])
-
-The table of the memory calculator: every case of the grid, predicted and measured, regenerated and compared.
+"""The table of the memory calculator: every case of the grid, or drawn, predicted and measured, and compared.
 
     rows = [measured_row(case) for case in grid()]
     drifted(rows, read_table())           # [] unless something moved; `lablib.proof.headline` reads the file
     save_table(rows)
+
+`rung memory-table` does it. The table of drawn cases says how wrong the calculator is where nobody looked.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from lablib.proof.oracles import measure_case
 from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
 
 Row = dict[str, Any]
+
 KINDS = ("states", "saved", "peak")
 
 
@@ -67,6 +66,11 @@ def save_table(rows: Sequence[Row], path: Path = TABLE, made: dict[str, str] | N
     """Write the table."""
     bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
     return write_json(path, {"versions": made or versions(), "bounds": bounds, "rows": list(rows)})
+
+
+def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT, made: dict[str, str] | None = None) -> Path:
+    """Write the rows with the seed that drew them; `lablib.proof.headline.read_table` reads the file."""
+    return write_json(path, {"versions": made or versions(), "seed": SEED, "rows": list(rows)})
 
 
 def comparisons(row: Row) -> list[Comparison]:
@@ -161,8 +165,3 @@ def text(rows: Sequence[Row]) -> str:
     for kind, (name, c) in worst_by_kind(rows).items():
         lines.append(f"worst {c.what if c.error else kind}: off by {abs(c.error):.3%} ({name})")
     return "\n".join(lines)
-
-
-def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT, made: dict[str, str] | None = None) -> Path:
-    """Write the rows with the seed that drew them; `lablib.proof.headline.read_table` reads the file."""
-    return write_json(path, {"versions": made or versions(), "seed": SEED, "rows": list(rows)})

@@ -5,15 +5,11 @@
 | states, each term | exact to the byte |
 | what forward keeps, in all and in each group of modules | 1 percent of all that is kept |
 | the peak of the step, in all | 5 percent |
-| the peak by kind of memory (`lablib.proof.verdict`) | 5 percent of the whole peak |
+| the peak by kind of memory | 5 percent of the whole peak |
 
-The measurements are those of `lablib.proof.oracles.measurement`; here is arithmetic alone.
-
-The kinds of memory that PyTorch's trackers tell apart, and to which of them each term of the calculator belongs.
-
-    by_kind(memory_timeline("gpt2").peak)       # {"weights": 497759232, "activations": ...}
-
-Why the two words differ, where they do, is said in `lablib.calc.memory.terms`.
+Kinds are those that PyTorch's trackers tell apart; `lablib.calc.memory.terms` says to which each term of the calculator
+belongs, and why the two words differ where they do. The measurements are those of `lablib.proof.oracles`; here is
+arithmetic alone.
 """
 
 from __future__ import annotations
@@ -26,6 +22,17 @@ from lablib.calc.memory.timeline import MemoryMoment, memory_timeline
 from lablib.calc.torch_versions import PINNED
 from lablib.proof.cases import Case
 from lablib.proof.grid import DRAWN
+
+SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
+
+#: Terms of what forward keeps, by the modules that keep them.
+GROUPS = {
+    "norms": ("norms",),
+    "attention": ("attention", "scores"),
+    "mlp": ("mlp", "router", "experts"),
+    "embedding": ("embedding", "dropout"),
+    "head": ("head", "logits", "loss"),
+}
 
 KINDS = (
     "weights",
@@ -44,11 +51,7 @@ KINDS = (
 
 
 def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
-    """Return the kind of a term at a moment.
-
-    Raises:
-        ValueError: If no tracker was asked about this term.
-    """
+    """Return the kind of a term at a moment."""
     kind = find_term(term).kind
     if kind is None:
         raise ValueError(f"term {term!r} has no kind: none of PyTorch's trackers was asked about it")
@@ -56,26 +59,11 @@ def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: 
 
 
 def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
-    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total.
-
-    Raises:
-        ValueError: If a term has no kind.
-    """
+    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total."""
     found = dict.fromkeys(KINDS, 0)
     for term, size in moment.terms:
         found[kind_of(term, moment, recompute=recompute, fsdp2=fsdp2)] += size
     return {kind: size for kind, size in found.items() if size}
-
-
-SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
-#: Terms of what forward keeps, by the modules that keep them.
-GROUPS = {
-    "norms": ("norms",),
-    "attention": ("attention", "scores"),
-    "mlp": ("mlp", "router", "experts"),
-    "embedding": ("embedding", "dropout"),
-    "head": ("head", "logits", "loss"),
-}
 
 
 @dataclass(frozen=True)
@@ -124,9 +112,6 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
         "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
         "peak_terms_at". Implementation "paper" has no peak: no paper says what an operator needs for a moment. "moments" and
         "moment_terms" are there for the cases that are drawn.
-
-    Raises:
-        ValueError: If the timeline has no moment `at`, or the version is not known.
     """
     settings = case.settings() | {"torch": torch}
     memory = training_memory(**settings)
@@ -192,11 +177,7 @@ def compare(predicted: dict, measured: dict) -> list[Comparison]:
 
 
 def worst(comparisons: Iterable[Comparison], what: str) -> Comparison:
-    """Return the comparison of one kind that is farthest off.
-
-    Raises:
-        ValueError: If there is none of this kind.
-    """
+    """Return the comparison of one kind that is farthest off."""
     of_kind = [c for c in comparisons if c.what.partition(":")[0] == what]
     if not of_kind:
         raise ValueError(f"nothing of kind {what!r} was compared; use states, saved or peak")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 class Surroundings:
-    """What a function depends on beside its arguments: random states and autocast, of the CPU and one device."""
+    """State beside its arguments that a function depends on: random states and autocast, of the CPU and one device."""
 
     def __init__(self, args: tuple, preserve_rng_state: bool) -> None:
         devices = {arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta")}

@@ -23,14 +23,7 @@ _PROSE = Path(__file__).with_name("text.txt")
 
 
 def text(path: str | Path | None = None) -> str:
-    """Return the training text: a file's, or by default the course's own prose, the same bytes on every machine.
-
-    Args:
-        path: A UTF-8 file, or None.
-
-    Raises:
-        ValueError: If the file is missing, is not UTF-8, or is empty.
-    """
+    """Return the training text: a file's, or by default the course's own prose, the same bytes on every machine."""
     path = _PROSE if path is None else path
     try:
         content = Path(path).read_text(encoding="utf-8")
@@ -42,11 +35,7 @@ def text(path: str | Path | None = None) -> str:
 
 
 def tokens(content: str | None = None) -> Tensor:
-    """Return a text as byte-level tokens, int64, one for each byte of its UTF-8 form.
-
-    Args:
-        content: The text; `text()` if None.
-    """
+    """Return a text as byte-level tokens, int64, one for each byte of its UTF-8 form."""
     encoded = (text() if content is None else content).encode()
     if not encoded:
         return torch.empty(0, dtype=torch.int64)
@@ -54,11 +43,7 @@ def tokens(content: str | None = None) -> Tensor:
 
 
 def decode(tokens_T: Tensor) -> str:
-    """Return the text of byte-level tokens; bytes that are no UTF-8, as at a window's edge, become a mark.
-
-    Args:
-        tokens_T: Token ids, 0 to 255.
-    """
+    """Return the text of byte-level tokens; bytes that are no UTF-8, as at a window's edge, become a mark."""
     return bytes(tokens_T.tolist()).decode(errors="replace")
 
 
@@ -68,25 +53,14 @@ def windows(tokens: Tensor, seq: int) -> Tensor:
     Each window begins with the last token of the one before, so that every token is a target once.
 
     Args:
-        tokens: All tokens, 1-D.
         seq: Inputs in a window, S; a rest shorter than a window is dropped.
-
-    Raises:
-        ValueError: If `seq` is below 1 or the text is too short for one window.
     """
     _check(tokens, seq)
     return tokens.unfold(0, seq + 1, seq).contiguous()
 
 
 def sample_windows(tokens: Tensor, *, count: int, seq: int, generator: torch.Generator) -> Tensor:
-    """Return windows that begin anywhere in the text, `windows_BT`.
-
-    Args:
-        tokens: All tokens, 1-D.
-
-    Raises:
-        ValueError: If `count` or `seq` is below 1 or the text is too short for one window.
-    """
+    """Return windows that begin anywhere in the text, `windows_BT`."""
     _check(tokens, seq)
     if count < 1:
         raise ValueError(f"{count} windows: ask for at least 1")
@@ -98,12 +72,6 @@ def batches(tokens: Tensor, *, batch: int, seq: int, seed: int) -> Iterator[Tens
     """Return an endless stream of batches `windows_BT`; the same seed gives the same stream.
 
     Every rank that uses the same seed sees the same batches: splitting them over ranks is a sampler's work.
-
-    Args:
-        tokens: All tokens, 1-D.
-
-    Raises:
-        ValueError: If `batch` or `seq` is below 1 or the text is too short for one window.
     """
     _check(tokens, seq)
     if batch < 1:

@@ -48,11 +48,7 @@ def rotary(seq: int, head_dim: int, *, device: torch.device, dtype: torch.dtype)
 
 
 def rotate(x_BNSD: Tensor, rope_2SD: Tensor) -> Tensor:
-    """Turn every pair of values of every head by its position's angle.
-
-    Args:
-        rope_2SD: From `rotary`.
-    """
+    """Turn every pair of values of every head by its position's angle."""
     cos_SD, sin_SD = rope_2SD
     first, second = x_BNSD.chunk(2, dim=-1)
     return x_BNSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
@@ -157,15 +153,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model: `embed` (and `positions`), `blocks`, `norm`, `head`.
+    """The full model: `embed` (and `positions`), `blocks`, `norm`, `head`.
 
     Args:
         config: Of the gpt2 or llama family; its fields decide about positions, norms, biases, MLP and tying.
         dropout: Probability, on the embedding, on what each half adds, and on the weights of plain attention.
         attention: "fused" (PyTorch's scaled_dot_product_attention) or "plain" (written out, keeps the scores).
-
-    Raises:
-        ValueError: If the family or a feature is not one that this model has, or an argument is out of range.
     """
 
     def __init__(self, config: ModelConfig, *, dropout: float = 0.0, attention: str = "fused") -> None:
@@ -197,17 +190,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return the scores of every next token.
-
-        Args:
-            tokens_BS: Token ids, int64.
-
-        Returns:
-            logits_BSV, in the dtype of the weights.
-
-        Raises:
-            ValueError: If the sequence is longer than the table of positions.
-        """
+        """Return the scores of every next token."""
         seq = tokens_BS.shape[1]
         x_BSH = self.embed(tokens_BS)
         rope_2SD = None
@@ -238,9 +221,6 @@ def loss(logits_BSV: Tensor, tokens_BT: Tensor) -> Tensor:
     Args:
         logits_BSV: Scores made from the first S tokens of every window.
         tokens_BT: The windows, T = S + 1; position `i` is asked for token `i + 1`.
-
-    Raises:
-        ValueError: If the windows are not one token longer than the logits.
     """
     if tokens_BT.shape[1] != logits_BSV.shape[1] + 1:
         raise ValueError(
@@ -263,9 +243,6 @@ def tiny_config(family: str, **overrides: object) -> ModelConfig:
     Args:
         family: "gpt2" (learned positions, LayerNorm, GELU, biases, tied) or "llama" (rotary, RMSNorm, SwiGLU, GQA).
         **overrides: Fields of ModelConfig to change; head width and inner width follow `hidden` unless given.
-
-    Raises:
-        ValueError: If the family is another one, or the sizes contradict each other.
     """
     if family not in SUPPORTED:
         raise ValueError(f"family {family!r} has no tiny config; use {' or '.join(SUPPORTED)}")

@@ -1,12 +1,6 @@
-"""Drawings of a network: the messages of a collective round by round, and the switches of a fabric.
-
-Every function takes numbers that `lablib.calc` computed and returns a figure.
-
-Pictures of communication: what a size costs, how well a fit does, and what a link leaves of the speed.
+"""Pictures of communication: what a size costs, how well a fit does, messages round by round, a fabric's switches.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-
-`lablib.view.communication` has the drawings of messages and switches.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows
 
 _ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
@@ -54,9 +48,6 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
 
     Args:
         bars: Name to (time of the latencies, time of the bytes).
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.0 + 0.4 * len(bars))
     rows = range(len(bars))
@@ -72,9 +63,7 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
         edgecolor="white",
         label="bytes",
     )
-    ax.set_yticks(rows, labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, bars)
     ax.set_xlabel(xlabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
@@ -88,15 +77,7 @@ def time_curves(
     marks: Mapping[str, float] | None = None,
     height: float = 3.6,
 ) -> Figure:
-    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line.
-
-    Args:
-        seconds: Name to the seconds at each size.
-        points: Name to measured seconds at each size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line."""
     fig, ax = figure(height=height)
     for (name, values), role, dash in zip(seconds.items(), _ROLES, _DASHES, strict=False):
         ax.plot(sizes, [value * 1e3 for value in values], linestyle=dash, color=COLORS[role], label=name)
@@ -108,21 +89,13 @@ def time_curves(
     for text, size in (marks or {}).items():
         ax.axvline(size, color=COLORS["neutral"], linewidth=1.2)
         ax.text(size * 1.15, 0.03, text, va="bottom", fontsize=9, transform=ax.get_xaxis_transform())
-    ax.set_xlabel("size of the array")
-    ax.set_ylabel("time (ms)")
+    ax.set(xlabel="size of the array", ylabel="time (ms)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw measured times with one or more fits, and below them how far each fit is off.
-
-    Args:
-        fits: Name of the fit to its seconds at each size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured times with one or more fits, and below them how far each fit is off."""
     fig, (top, bottom) = figure(height=4.4, nrows=2, sharex=True, height_ratios=[3, 2])
     top.plot(sizes, [t * 1e3 for t in seconds], "o", color=COLORS["neutral"], markersize=5, label="measured")
     for (name, values), role, dash in zip(fits.items(), _ROLES, _DASHES, strict=False):
@@ -134,26 +107,19 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
     _plain_log(top.yaxis)
     _bytes_axis(bottom, sizes)
     top.set_ylabel("time (ms)")
-    bottom.set_ylabel("fit is off by (%)")
-    bottom.set_xlabel("size of the array")
+    bottom.set(ylabel="fit is off by (%)", xlabel="size of the array")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
 def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
-    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen."""
     fig, ax = figure(height=3.1)
     places = range(len(names))
     ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
     ax.plot(places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured")
     ax.set_xticks(places, labels=names)
-    ax.set_ylim(0, 105)
-    ax.set_xlabel("link between the hosts")
-    ax.set_ylabel("scaling efficiency (%)")
+    ax.set(ylim=(0, 105), xlabel="link between the hosts", ylabel="scaling efficiency (%)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -161,30 +127,20 @@ def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], meas
 def predicted_and_measured(
     rows: Mapping[str, tuple[float, float]], *, xlabel: str, height: float | None = None
 ) -> Figure:
-    """Draw measured values as bars, with a mark where each was predicted.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured values as bars, with a mark where each was predicted."""
     fig, ax = figure(height=height or 1.1 + 0.4 * len(rows))
     places = range(len(rows))
     predicted, measured = ([row[part] for row in rows.values()] for part in (0, 1))
     ax.barh(places, measured, 0.66, color=COLORS["forward"], label="measured")
     ax.plot(predicted, places, "D", color=COLORS["neutral"], markersize=7, label="predicted")
-    ax.set_yticks(places, labels=list(rows))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, rows)
     ax.set_xlabel(xlabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
-    """Draw ratios around a line at 1, above which the other side is faster.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw ratios around a line at 1, above which the other side is faster."""
     fig, ax = figure(height=0.9 + 0.36 * len(ratios))
     rows = range(len(ratios))
     colors = [COLORS["optimizer" if ratio <= 1 else "backward"] for ratio in ratios.values()]
@@ -192,27 +148,19 @@ def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
     for row, ratio in zip(rows, ratios.values(), strict=True):
         ax.text(ratio + 0.03, row, f"{ratio:.2f}", va="center", fontsize=9)
     ax.axvline(1, color=COLORS["neutral"], linewidth=1.4)
-    ax.set_yticks(rows, labels=list(ratios))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.15 * max(ratios.values()))
-    ax.set_xlabel(xlabel)
+    name_rows(ax, ratios)
+    ax.set(xlim=(0, 1.15 * max(ratios.values())), xlabel=xlabel)
     return fig
 
 
 def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw what the slowest of n ranks costs, over n.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what the slowest of n ranks costs, over n."""
     fig, ax = figure(height=3.2)
     for (name, line), role, dash in zip(values.items(), _ROLES, _DASHES, strict=False):
         ax.plot(ranks, line, linestyle=dash, color=COLORS[role], label=name)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="ranks", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -222,11 +170,7 @@ _HUES = ("communication", "forward", "gradients", "activations", "optimizer", "b
 
 
 def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]]]], *, ranks: int) -> Figure:
-    """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large."""
     columns = 2
     rows = -(-len(panels) // columns)
     fig, axes = figure(height=2.05 * rows, nrows=rows, ncols=columns, squeeze=False)
@@ -252,8 +196,7 @@ def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]
             ax.plot(range(len(rounds) + 1), [-rank] * (len(rounds) + 1), "o", color=COLORS["neutral"], markersize=4)
             ax.text(-0.3, -rank, str(rank), ha="right", va="center", fontsize=10)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.7, most + 0.2)
-        ax.set_ylim(-ranks + 0.6, 0.4)
+        ax.set(xlim=(-0.7, most + 0.2), ylim=(-ranks + 0.6, 0.4))
     return fig
 
 
@@ -262,9 +205,6 @@ def fabric(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
 
     Args:
         panels: Title to `leaf[node][card]`, the number of the leaf switch.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, axes = figure(height=2.5 * len(panels), nrows=len(panels), squeeze=False)
     for ax, (title, leaf) in zip(axes[:, 0], panels.items(), strict=True):
@@ -289,7 +229,6 @@ def fabric(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
                 ax.add_patch(Rectangle((x - 0.33, 0.1), 0.66, 0.65, facecolor=color))
                 ax.text(x, 0.42, str(card), ha="center", va="center", color="white", fontsize=9)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.5, width + 0.3)
-        ax.set_ylim(-1.2, 5)
+        ax.set(xlim=(-0.5, width + 0.3), ylim=(-1.2, 5))
         ax.axis("off")
     return fig

@@ -21,9 +21,6 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
     Args:
         states: Title of the panel to `counts[rank][chunk]`, the number of ranks summed in that chunk. The
             first is the start and has a row for itself; each half of the ring has a row of n - 1 steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     ranks = len(next(iter(states.values())))
     columns = max(ranks - 1, 1)
@@ -45,21 +42,13 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
         for rank in range(ranks):
             ax.text(-0.15, ranks - 0.56 - rank, str(rank), ha="right", va="center", fontsize=11)
         ax.set_title(title, fontsize=11)
-        ax.set_xlim(-0.7, ranks)
-        ax.set_ylim(0, ranks)
+        ax.set(xlim=(-0.7, ranks), ylim=(0, ranks))
         ax.set_aspect("equal")
     return fig
 
 
 def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the time of one all-reduce over the number of ranks, one line per algorithm.
-
-    Args:
-        seconds: Name of the algorithm to its seconds at each number of ranks.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the time of one all-reduce over the number of ranks, one line per algorithm."""
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(seconds.items(), _LINES, strict=False):
         ax.plot(ranks, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
@@ -67,52 +56,36 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
     ax.set_yscale("log")
     ticks = ranks[::2]
     ax.set_xticks(ticks, labels=[f"{n}" for n in ticks])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("one all-reduce (ms)")
+    ax.set(xlabel="ranks", ylabel="one all-reduce (ms)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
 
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw communication over backward time, over the tokens of one rank, one line per link.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw communication over backward time, over the tokens of one rank, one line per link."""
     fig, ax = figure(height=3.8)
     for (name, values), (role, dash) in zip(ratios.items(), _LINES, strict=False):
         ax.plot(tokens, values, dash, color=COLORS[role], label=name)
     ax.axhline(1, color=COLORS["neutral"], linewidth=1.2)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
     ax.text(0.02, 0.05, "all of it can hide", ha="left", va="bottom", fontsize=9, transform=ax.transAxes)
-    ax.set_xlabel("tokens per rank and step")
-    ax.set_ylabel("all-reduce / backward")
+    ax.set(xlabel="tokens per rank and step", ylabel="all-reduce / backward")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
 
 def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *, default: float) -> Figure:
-    """Draw the exposed communication of one step over the bucket size.
-
-    Args:
-        exposed: Name of the line to exposed seconds at each bucket size.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the exposed communication of one step over the bucket size."""
     fig, ax = figure(height=3.3)
     for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
         ax.plot(mib, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
     ax.axvline(default, color=COLORS["neutral"], linewidth=1.2)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ax.text(default * 1.15, ax.get_ylim()[1] * 0.8, f"{default:g} MiB", va="top", fontsize=9)
     ticks = [size for size in (0.1, 1, 10, 100, 1000) if mib[0] <= size <= mib[-1]]
     ax.set_xticks(ticks, labels=[f"{size:g}" for size in ticks])
-    ax.set_xlabel("bucket size (MiB)")
-    ax.set_ylabel("exposed communication (ms)")
+    ax.set(xlabel="bucket size (MiB)", ylabel="exposed communication (ms)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -120,16 +93,7 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
 def step_split(
     labels: Sequence[str], compute: Sequence[float], exposed: Sequence[float], predicted: Sequence[float]
 ) -> Figure:
-    """Draw measured steps as compute plus exposed communication, with a mark where each was predicted.
-
-    Args:
-        compute: Measured seconds without communication.
-        exposed: Measured seconds that communication adds.
-        predicted: Predicted seconds of the whole step.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured steps as compute plus exposed communication, with a mark where each was predicted."""
     fig, ax = figure(height=0.9 + 0.34 * len(labels))
     rows = range(len(labels) - 1, -1, -1)
     compute_ms, exposed_ms = [1e3 * x for x in compute], [max(1e3 * x, 0) for x in exposed]
@@ -153,11 +117,7 @@ def step_split(
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw training losses over steps; later lines are thinner, so that lines that agree both show.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw training losses over steps; later lines are thinner, so that lines that agree both show."""
     fig, ax = figure(height=2.9)
     for i, ((name, values), (role, dash)) in enumerate(zip(losses.items(), _LINES, strict=False)):
         ax.plot(
@@ -169,7 +129,6 @@ def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
             alpha=0.45 if i == 0 else 1,
             label=name,
         )
-    ax.set_xlabel("optimizer step")
-    ax.set_ylabel("loss of the global batch (nats)")
+    ax.set(xlabel="optimizer step", ylabel="loss of the global batch (nats)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig

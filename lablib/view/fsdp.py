@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, note
 
 #: One colour and one dash for each case that shares a picture with others.
 _HUES = ("weights", "gradients", "optimizer", "activations", "communication")
@@ -21,11 +21,7 @@ _TENSORS = ("weights", "gradients", "optimizer", "activations")
 
 
 def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) -> Figure:
-    """Draw what each rank holds, a cell for a number, one picture for each way to cut.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what each rank holds, a cell for a number, one picture for each way to cut."""
     ranks = max(len(rows) for rows in pictures.values())
     fig, axes = figure(height=0.7 + 0.36 * ranks, ncols=len(pictures), squeeze=False)
     most = max(len(row) for rows in pictures.values() for row in rows)
@@ -39,30 +35,21 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
                 ax.add_patch(Rectangle((place, rank), 0.92, 0.9, edgecolor=color, **look))
                 if text:
                     ax.text(place + 0.46, rank + 0.45, text, ha="center", va="center", color="white", fontsize=9)
-        ax.set_xlim(-1.6, most)
-        ax.set_ylim(ranks, -0.1)
+        ax.set(xlim=(-1.6, most), ylim=(ranks, -0.1))
         ax.set_title(title, fontsize=10)
         ax.axis("off")
     return fig
 
 
 def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str) -> Figure:
-    """Draw the whole parameters that a rank holds over a step, one stepped line per case.
-
-    Args:
-        xlabel: Quantity and unit of the times.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the unsharded parameters that a rank holds over a step, one stepped line per case."""
     fig, ax = figure(height=3.2)
     for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
         times, amounts = zip(*points, strict=True)
         ax.step(times, amounts, where="post", color=COLORS[role], linestyle=dash, label=name, linewidth=1.8)
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(f"gathered ({unit})")
+    ax.set(xlabel=xlabel, ylabel=f"gathered ({unit})")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -75,40 +62,25 @@ def unit_size(
     computing: float,
     names: Mapping[int, str],
 ) -> Figure:
-    """Draw step time and gathered memory over the number of units, one above the other.
-
-    Args:
-        seconds: Step time with so many units.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw step time and gathered memory over the number of units, one above the other."""
     fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
     top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
     top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
     top.text(counts[0], computing, "computing alone", ha="left", va="bottom", fontsize=9)
-    top.set_ylim(0, 1.25 * max(seconds))
-    top.set_ylabel("step (s)")
+    top.set(ylim=(0, 1.25 * max(seconds)), ylabel="step (s)")
     bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
-    bottom.set_ylim(0, 1.1 * max(gigabytes))
-    bottom.set_ylabel("gathered (GB)")
-    bottom.set_xlabel("units in the model")
-    bottom.set_xscale("log")
+    bottom.set(ylim=(0, 1.1 * max(gigabytes)), ylabel="gathered (GB)", xlabel="units in the model", xscale="log")
     bottom.set_xticks(counts, labels=[str(count) for count in counts])
     bottom.set_xticks([], minor=True)
     for count, text in names.items():
         place = counts.index(count)
         side = "left" if place == 0 else "right" if place == len(counts) - 1 else "center"
-        top.annotate(text, (count, seconds[place]), (0, 7), textcoords="offset points", ha=side, fontsize=9)
+        note(top, text, (count, seconds[place]), (0, 7), ha=side)
     return fig
 
 
 def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
-    """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw a 2-d mesh of ranks: those of a row share the model, those of a column hold the same shard."""
     wide, tall = len(shards[0]), len(shards)
     fig, ax = figure(height=1.0 + 0.62 * tall)
     for y, row in enumerate(shards):
@@ -126,7 +98,6 @@ def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
             )
     ax.text(wide / 2, -0.12, rows, ha="center", va="bottom", fontsize=10)
     ax.text(-0.1, tall / 2, columns, ha="right", va="center", rotation=90, fontsize=10)
-    ax.set_xlim(-0.55, wide)
-    ax.set_ylim(tall, -0.55)
+    ax.set(xlim=(-0.55, wide), ylim=(tall, -0.55))
     ax.axis("off")
     return fig

@@ -1,12 +1,6 @@
-"""Pictures of a mesh and of a plan: ranks in their nodes, one axis's groups, and where a step's time goes.
+"""Pictures of a layout: a mesh in its nodes, what each axis sends, the parts of a step, and what each parallelism cuts.
 
-Every function takes what `lablib.calc` computed and returns a figure.
-
-A map of the kinds of parallelism: what each one cuts, for four ranks.
-
-Pictures of a layout: what sits on which node, what each axis sends, and a rule of thumb with its price.
-
-Every function takes what `lablib.calc` computed, or what a run measured, and returns a figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -51,9 +45,6 @@ def parallelism_map() -> Figure:
     Tokens are drawn as sequences (rows) of positions (columns).
     The model is drawn as layers (rows), each as wide as the hidden size (columns).
     A piece marked "all" is held by every rank.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     every: list[int | None] = [None]
     ranks: list[int | None] = [0, 1, 2, 3]
@@ -78,8 +69,7 @@ def parallelism_map() -> Figure:
         _grid(ax, 0.0, *tokens, label="tokens")
         _grid(ax, 2.35, *model, label="model")
         ax.set_title(f"{kind} {notes[kind]}", fontsize=10)
-        ax.set_xlim(-0.25, 4.6)
-        ax.set_ylim(-0.75, 2.1)
+        ax.set(xlim=(-0.25, 4.6), ylim=(-0.75, 2.1))
         ax.set_aspect("equal")
         ax.axis("off")
     return fig
@@ -90,11 +80,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
-    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for."""
     rows = max(-(-len(nodes) // columns) for nodes in panels.values())
     fig, axes = figure(height=(0.62 * rows + 0.35) * len(panels), nrows=len(panels), squeeze=False)
     for ax, (title, nodes) in zip(axes[:, 0], panels.items(), strict=True):
@@ -104,18 +90,13 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
             ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.94, 0.86, facecolor=fill))
             ax.text(x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white")
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(0, columns)
-        ax.set_ylim(1 - rows, 1)
+        ax.set(xlim=(0, columns), ylim=(1 - rows, 1))
         ax.axis("off")
     return fig
 
 
 def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number: str = "{:,.3g}") -> Figure:
-    """Draw one number for every axis of every layout, on a log scale, each bar with its value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw one number for every axis of every layout, on a log scale, each bar with its value."""
     known = list(dict.fromkeys(axis for parts in values.values() for axis in parts))
     fig, ax = figure(height=0.9 + 0.29 * sum(len(parts) + 0.6 for parts in values.values()))
     row, ticks = 0.0, []
@@ -136,8 +117,7 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
         if len(values) > 1:
             ax.text(0.0, height, name, transform=ax.get_yaxis_transform(), va="center", fontsize=9, style="italic")
     ax.set_yticks([at for at, _ in ticks], labels=[axis for _, axis in ticks])
-    ax.set_ylim(row - 0.9, -1.05)
-    ax.set_xscale("log")
+    ax.set(ylim=(row - 0.9, -1.05), xscale="log")
     present = [v for parts in values.values() for v in parts.values() if v > 0]
     ax.set_xlim(min(present) / 3, max(present) * 9)
     ax.grid(axis="y", visible=False)
@@ -146,11 +126,7 @@ def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number:
 
 
 def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel: str) -> Figure:
-    """Draw two bars for every group of ranks: what was predicted, and what was counted.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw two bars for every group of ranks: what was predicted, and what was counted."""
     fig, ax = figure(height=2.9)
     for i, (name, role, hatch) in enumerate(
         (("predicted", "forward", None), ("measured", "communication", HATCHES["communication"]))
@@ -173,11 +149,7 @@ def curves(
     ylabel: str,
     rule: tuple[float, str] | None = None,
 ) -> Figure:
-    """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line."""
     fig, ax = figure(height=3.2)
     for (name, values), role, dash in zip(lines.items(), _ROLES, _DASHES, strict=False):
         ax.plot(x, [100 * value for value in values], dash, color=COLORS[role], label=name)
@@ -187,18 +159,13 @@ def curves(
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, labels=[f"{value:g}" for value in x])
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
-    """Draw, for every cluster, one bar a layout: yours, the published one, the planner's.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw, for every cluster, one bar a layout: yours, the published one, the planner's."""
     who = list(dict.fromkeys(name for bars in clusters.values() for name in bars))
     fig, ax = figure(height=1.3 + 0.27 * sum(len(bars) + 1 for bars in clusters.values()))
     row, ticks = 0.0, []
@@ -237,11 +204,7 @@ _PARTS = {
 
 
 def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node: int) -> Figure:
-    """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw all ranks once for every axis, coloured and lettered by the group they belong to; a row is a node."""
     ranks = sum(len(group) for group in next(iter(groups.values())))
     rows = -(-ranks // gpus_per_node)
     fig, axes = figure(height=(0.42 * rows + 0.45) * len(groups), nrows=len(groups), squeeze=False)
@@ -252,8 +215,7 @@ def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node:
         for node in range(rows):
             ax.text(-0.15, -node + 0.45, f"node {node}", ha="right", va="center", fontsize=9)
         ax.set_title(f"{axis}: {len(found)} groups of {len(found[0])}", loc="left", fontsize=10)
-        ax.set_xlim(-1.3, min(ranks, gpus_per_node))
-        ax.set_ylim(-rows + 0.95, 1.0)
+        ax.set(xlim=(-1.3, min(ranks, gpus_per_node)), ylim=(-rows + 0.95, 1.0))
         ax.axis("off")
     return fig
 
@@ -266,14 +228,7 @@ def _cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
 
 
 def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Draw predicted steps as stacked bars, one a layout, parts in the order of `plan_time.PARTS`.
-
-    Args:
-        steps: Label of a layout to its seconds by part.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw predicted steps as stacked bars, one a layout, the parts in their usual order."""
     fig, ax = figure(height=0.5 * len(steps) + 1.9)
     for row, parts in enumerate(steps.values()):
         start = 0.0
@@ -294,11 +249,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
-    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent."""
     fig, ax = figure(height=3.6)
     rates = [rate for _, *pair in rows for rate in pair]
     ends = [min(rates) / 1.25, max(rates) * 1.25]
@@ -309,15 +260,13 @@ def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Fig
     for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
         points = [(published, predicted) for name, published, predicted in rows if name == paper]
         ax.plot(*zip(*points, strict=True), "os^D"[number % 4], color=_FILLS[number % 4], label=paper, markersize=5)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(xscale="log", yscale="log")
     ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
     ax.set_xlim(ends)
     ax.set_ylim(ends)
-    ax.set_xlabel("published TFLOP/s per device")
-    ax.set_ylabel("predicted")
+    ax.set(xlabel="published TFLOP/s per device", ylabel="predicted")
     ax.legend(loc="upper left")
     return fig

@@ -1,12 +1,6 @@
-"""How far off memory calculators are: one line per calculator, from its lowest to its highest ratio.
+"""Pictures of memory: bars by term, curves, the largest model of a device, and the judged memory calculator.
 
-Pictures of memory: stacked bars by term, activation curves, and the largest model that a card holds.
-
-Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
-
-Pictures of the judged memory calculator: all of its errors, one training step, and a peak by term.
-
-Every function takes numbers that `lablib.calc` computed, or that PyTorch counted, and returns a matplotlib figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
 
 #: What a bar's segment is called in the legend, in drawing order.
 TERMS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations"}
@@ -34,14 +28,7 @@ def stacked_bars(
     number: str = "{:.0f}",
     terms: Mapping[str, str] = TERMS,
 ) -> Figure:
-    """Draw one horizontal bar per case, its segments the terms of the memory.
-
-    Args:
-        limit: Where a dashed line is drawn, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw one horizontal bar per case, its segments the terms of the memory."""
     fig, ax = figure(height=1.35 + 0.42 * len(bars))
     totals = []
     for row, parts in enumerate(bars.values()):
@@ -51,24 +38,20 @@ def stacked_bars(
             if value:
                 ax.barh(row, value, left=left, height=0.62, color=COLORS[role])
                 left += value
-        ax.annotate(number.format(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, number.format(left), (left, row), (4, 0), va="center")
         totals.append(left)
-    ax.set_yticks(range(len(bars)), labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.14 * max([*totals, limit or 0.0]))
-    ax.set_xlabel(xlabel)
+    name_rows(ax, bars)
+    ax.set(xlim=(0, 1.14 * max([*totals, limit or 0.0])), xlabel=xlabel)
     if limit is not None:
         ax.axvline(limit, color=COLORS["backward"], linestyle="--", linewidth=1.5)
-        ax.annotate(
+        note(
+            ax,
             limit_label,
             (limit, 1),
             (0, 2),
             xycoords=("data", "axes fraction"),
-            textcoords="offset points",
             ha="center",
             color=COLORS["backward"],
-            fontsize=9,
         )
     used = [role for role in terms if any(parts.get(role) for parts in bars.values())]
     fig.legend(
@@ -90,11 +73,7 @@ def curves(
     points: Mapping[str, tuple[Sequence[float], Sequence[float], str]] | None = None,
     xticks: Mapping[float, str] | None = None,
 ) -> Figure:
-    """Draw named curves over one axis, with measured points on top where there are any.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw named curves over one axis, with measured points on top where there are any."""
     fig, ax = figure(height=3.4)
     dashes, seen = ("-", "--", ":", "-."), {}
     for name, (y, role) in lines.items():
@@ -114,17 +93,8 @@ def curves(
         ax.minorticks_off()
     if level:
         ax.axhline(level[0], color=COLORS["backward"], linestyle="--", linewidth=1.3)
-        ax.annotate(
-            level[1],
-            (0.01, level[0]),
-            (0, -11),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=COLORS["backward"],
-            fontsize=9,
-        )
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+        note(ax, level[1], (0.01, level[0]), (0, -11), xycoords=("axes fraction", "data"), color=COLORS["backward"])
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -139,9 +109,6 @@ def capacity_curve(
     Args:
         capacities: GB of device memory, shared by the lines.
         cards: Name to (GB, billions of parameters): one point each.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.9)
     dashes = ("-", "--", ":", "-.")
@@ -150,13 +117,10 @@ def capacity_curve(
     for name, (capacity, size) in cards.items():
         ax.plot(capacity, size, "o", color=COLORS["weights"], markersize=5)
         # The names hang below the lowest line, where nothing else is drawn.
-        ax.annotate(
-            name, (capacity, size), (0, -7), textcoords="offset points", rotation=90, ha="center", va="top", fontsize=9
-        )
+        note(ax, name, (capacity, size), (0, -7), rotation=90, ha="center", va="top")
     ax.set_yscale("log")
     ax.set_ylim(bottom=0.3)
-    ax.set_xlabel("device memory (GB)")
-    ax.set_ylabel("largest model (billion parameters)")
+    ax.set(xlabel="device memory (GB)", ylabel="largest model (billion parameters)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -194,11 +158,7 @@ def error_strips(
     named: Mapping[str, tuple[float, str]] | None = None,
     floor: float = 1e-10,
 ) -> Figure:
-    """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw one dot for each configuration, by how far it is off; those that are exact stand at the left."""
     fig, ax = figure(height=0.9 + 0.95 * len(strips))
     decade = 12  # dots that have room beside each other in a factor of ten
     for row, (name, errors) in enumerate(strips.items()):
@@ -215,22 +175,19 @@ def error_strips(
         ax.plot(xs, ys, "o", color=COLORS["activations"], markersize=4, markeredgewidth=0)
         if bounds[name]:
             ax.plot([bounds[name]] * 2, [row - 0.66, row + 0.12], color=COLORS["backward"], linewidth=1.6)
-            ax.annotate(
+            note(
+                ax,
                 f"allowed: {bounds[name]:.0%}",
                 (bounds[name], row - 0.66),
                 (-4, -1),
-                textcoords="offset points",
                 ha="right",
                 va="top",
                 color=COLORS["backward"],
-                fontsize=9,
             )
         if named and name in named:
             error, text = named[name]
             ax.annotate(text, (max(error, floor), row), (0, -6), textcoords="offset points", ha="right", va="top")
-    ax.set_xscale("log")
-    ax.set_xlim(floor / 10**3.4, 0.3)
-    ax.set_ylim(len(strips) - 0.6, -0.9)
+    ax.set(xscale="log", xlim=(floor / 10**3.4, 0.3), ylim=(len(strips) - 0.6, -0.9))
     ax.set_yticks(range(len(strips)), labels=list(strips))
     ax.grid(axis="y", visible=False)
     ticks = [floor / 10**2.75, 1e-9, 1e-6, 1e-3, 1e-2]
@@ -249,14 +206,7 @@ def step_memory(
     ylabel: str,
     notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> Figure:
-    """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If the numbers are not one for each moment.
-    """
+    """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots."""
     moments = sum(count for _, count in phases)
     if any(len(numbers) != moments for numbers in (*layers.values(), measured)):
         raise ValueError(f"the phases have {moments} moments: give as many numbers in every layer and measured")
@@ -283,8 +233,7 @@ def step_memory(
         arrowprops={"arrowstyle": "->", "color": COLORS["backward"], "linewidth": 1.4},
         color=COLORS["backward"],
     )
-    ax.set_ylim(0, 1.22 * top)
-    ax.set_xlim(-0.5, moments - 0.5)
+    ax.set(ylim=(0, 1.22 * top), xlim=(-0.5, moments - 0.5))
     starts = [sum(count for _, count in phases[:i]) for i in range(len(phases) + 1)]
     for start in starts[1:-1]:
         ax.axvline(start - 0.5, color=COLORS["neutral"], linewidth=0.8, linestyle=":")
@@ -317,16 +266,7 @@ def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this cou
     fig, ax = figure(height=1.3 + 0.235 * lines)
     places, labels, at = [], [], 0.0
     for quantity, found in groups.items():
-        ax.annotate(
-            TITLES[quantity],
-            (0, at),
-            (4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-        )
+        note(ax, TITLES[quantity], (0, at), (4, 0), xycoords=("axes fraction", "data"), va="center", fontweight="bold")
         for row in found:
             at += 1
             color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]

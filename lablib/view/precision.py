@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, note
 
 #: Told apart by colour and by dash, in this order.
 _HUES = ("neutral", "backward", "weights", "optimizer", "gradients", "activations")
@@ -25,17 +25,13 @@ def _power(exponent: float) -> str:
 
 
 def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: Sequence[int]) -> Figure:
-    """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw where formats lie on an axis of powers of two: full precision, and below it the subnormals."""
     fig, ax = figure(height=1.3 + 0.38 * len(rows))
     solid, light = COLORS["weights"], COLORS["gradients"]
     for row, (subnormal, normal, top, bits) in enumerate(rows.values()):
         ax.barh(row, top - normal, 0.6, normal, color=solid)
         ax.barh(row, normal - subnormal, 0.6, subnormal, color=light, alpha=0.75)
-        ax.annotate(f"{bits} bits", (top, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, f"{bits} bits", (top, row), (4, 0), va="center")
     ax.set_yticks(range(len(rows)), labels=list(rows))
     ax.set_xticks(list(ticks), labels=[_power(tick) for tick in ticks])
     ax.set_xlim(min(row[0] for row in rows.values()) - 4, max(row[2] for row in rows.values()) + 50)
@@ -48,19 +44,13 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
 
 
 def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw how many significant bits each format keeps of a number, over its magnitude.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many significant bits each format keeps of a number, over its magnitude."""
     fig, ax = figure(height=3.0)
     for (name, bits), hue, dash in zip(curves.items(), _HUES[1:], _DASHES, strict=False):
         ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
     ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set_xlabel("magnitude of a number")
-    ax.set_ylabel("significant bits kept")
-    ax.set_ylim(0, None)
+    ax.set(xlabel="magnitude of a number", ylabel="significant bits kept", ylim=(0, None))
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
@@ -68,11 +58,7 @@ def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) ->
 def gradient_histogram(
     counts: Mapping[int, int], *, floor: float, normal: float, name: str, top: float | None = None
 ) -> Figure:
-    """Draw how many values lie in each power of two, and where a format loses them.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many values lie in each power of two, and where a format loses them."""
     fig, ax = figure(height=3.0)
     spans = {
         "backward": (f"zero in {name}", [p for p in counts if p < floor]),
@@ -90,19 +76,13 @@ def gradient_histogram(
     left, right = min(*seen, floor) - 2, max(*seen, normal) + 3
     ticks = [p for p in range(-160, 160, 8) if left <= p <= right]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set_xlim(left, right)
-    ax.set_xlabel("magnitude of a gradient")
-    ax.set_ylabel("how many")
+    ax.set(xlim=(left, right), xlabel="magnitude of a gradient", ylabel="how many")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
 
 def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
-    """Draw shares side by side, a group of bars for each name, in percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw shares side by side, a group of bars for each name, in percent."""
     names = list(next(iter(bars.values())))
     fig, ax = figure(height=1.2 + (0.16 + 0.16 * len(bars)) * len(names))
     tall = 0.8 / len(bars)
@@ -121,11 +101,7 @@ def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
 
 
 def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel: str = "loss") -> Figure:
-    """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value."""
     fig, ax = figure(height=3.1)
     for k, (name, values) in enumerate(lines.items()):
         style = {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
@@ -135,18 +111,13 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
             cross = {"markersize": 9, "markeredgewidth": 2.5}
             ax.plot(finite[-1:], [values[finite[-1]]], "x", color=COLORS[_HUES[k]], **cross)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
-    """Draw the loss scale of each step as a power of two, and the steps that were skipped.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the loss scale of each step as a power of two, and the steps that were skipped."""
     fig, ax = figure(height=2.6)
     steps = range(len(exponents))
     ax.step(steps, exponents, where="mid", color=COLORS["weights"], label="loss scale")
@@ -162,8 +133,7 @@ def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
     ticks = sorted({round(e) for e in exponents})[:: max(1, len(set(exponents)) // 5)]
     ax.set_yticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("step")
-    ax.set_ylabel("scale")
+    ax.set(xlabel="step", ylabel="scale")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -171,18 +141,13 @@ def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
 def sum_errors(
     ranks: Sequence[int], measured: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Draw the error of a sum over ranks, measured as points and expected as lines, in percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the error of a sum over ranks, measured as points and expected as lines, in percent."""
     fig, ax = figure(height=3.1)
     for (name, values), hue, dash in zip(measured.items(), _HUES[1:], _DASHES, strict=False):
         ax.plot(ranks, [100 * e for e in expected[name]], color=COLORS[hue], linestyle=dash, label=name)
         ax.plot(ranks, [100 * e for e in values], "o", color=COLORS[hue])
     _log_axes(ax, ranks)
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("error of the sum (%)")
+    ax.set(xlabel="ranks", ylabel="error of the sum (%)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -198,11 +163,7 @@ def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
 
 
 def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0) -> Figure:
-    """Draw values of every step on a logarithmic axis, and single out some steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw values of every step on a logarithmic axis, and single out some steps."""
     fig, ax = figure(height=3.0)
     for k, (name, values) in enumerate(lines.items()):
         steps = range(start, start + len(values))
@@ -211,7 +172,6 @@ def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequenc
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=":")
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("step")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="step", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, name_rows, note
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
 KINDS = {
@@ -31,20 +31,15 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
-    """Draw what one block keeps, one bar a tensor, from the first operator to the last.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what one block keeps, one bar a tensor, from the first operator to the last."""
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
         ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
-        ax.annotate(number.format(size), (size, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        note(ax, number.format(size), (size, row), (3, 0), va="center")
     ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.15 * max(size for _, _, size in tensors))
-    ax.set_xlabel(xlabel)
+    ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
     handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -54,11 +49,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
 def kept_over_time(
     lines: Mapping[str, Sequence[float]], *, forward: int, ylabel: str, xlabel: str = "blocks run"
 ) -> Figure:
-    """Draw how much is kept after each block's run, forward and then backward; runs again count as runs.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how much is kept after each block's run, forward and then backward; runs again count as runs."""
     fig, ax = figure(height=3.5)
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.step(range(len(values)), values, where="post", color=COLORS[role], linestyle=dash, label=name)
@@ -66,20 +57,13 @@ def kept_over_time(
     top = 1.2 * max(max(values) for values in lines.values())
     for text, side in (("forward ", "right"), (" backward", "left")):
         ax.text(forward, top, text, ha=side, va="top", fontsize=9)
-    ax.set_ylim(0, top)
-    ax.set_xlim(0, None)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(ylim=(0, top), xlim=(0, None), xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=min(3, len(lines)))
     return fig
 
 
 def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
-    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part."""
     blocks = len(next(iter(strategies.values())))
     step, wide = len(parts) + 0.8, 0.92
     fig, ax = figure(height=1.1 + 0.42 * len(strategies))
@@ -103,8 +87,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
                 )
     for block in range(blocks):
         ax.text(block * step + len(parts) / 2, 0.85, f"block {block}", ha="center", va="bottom", fontsize=9)
-    ax.set_xlim(-0.42 * blocks * step, blocks * step - 0.7)
-    ax.set_ylim(-len(strategies) + 0.9, 1.4)
+    ax.set(xlim=(-0.42 * blocks * step, blocks * step - 0.7), ylim=(-len(strategies) + 0.9, 1.4))
     ax.axis("off")
     used = {fate for cells in strategies.values() for block in cells for fate in block.values()}
     handles = [
@@ -134,11 +117,6 @@ def frontier_plot(
 
     Args:
         points: (name, bytes saved, extra FLOPs, uses the host, is beaten) of each strategy.
-        xlabel: What is saved, and its unit.
-        ylabel: What is paid, and its unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=3.9)
     for name, saved, paid, host, beaten in points:
@@ -147,14 +125,13 @@ def frontier_plot(
                 markerfacecolor="none" if beaten else color, markeredgewidth=1.6)  # fmt: skip
         right, above = (places or {}).get(name, (8, 0))
         far = abs(above) > 16 or abs(right) > 16
-        ax.annotate(
+        note(
+            ax,
             name,
             (saved, paid),
             (right, above),
-            textcoords="offset points",
             ha="left" if right > 4 else "right" if right < -4 else "center",
             va="center",
-            fontsize=9,
             arrowprops={"arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.7, "shrinkB": 4} if far else None,
         )
     if measured:
@@ -164,8 +141,7 @@ def frontier_plot(
     most = max(paid for _, _, paid, _, _ in points)
     ax.set_ylim(-0.12 * most, 1.65 * most)
     ax.margins(x=0.12)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     signs = [
         ("o", "activations", None, "device alone"),
         ("s", "communication", None, "needs the host"),
@@ -184,11 +160,7 @@ def frontier_plot(
 
 
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(peaks.items(), _LINES, _DASHES, strict=False):
         ax.plot(lengths, values, linestyle=dash, color=COLORS[role], label=name)
@@ -203,18 +175,13 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
     inside = [rung for rung in rungs if low <= rung <= high]
     ax.set_yticks(inside, labels=[f"{rung:g}" for rung in inside])
     ax.minorticks_off()
-    ax.set_xlabel("blocks in a segment")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="blocks in a segment", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
-    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line."""
     fig, ax = figure(height=1.2 + 0.36 * len(milliseconds))
     for row, (name, samples) in enumerate(milliseconds.items()):
         ordered = sorted(samples)
@@ -222,9 +189,7 @@ def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[s
         ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
         if name in predicted:
             ax.plot([predicted[name]] * 2, [row - 0.36, row + 0.36], color=COLORS["activations"], linewidth=3)
-    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, milliseconds)
     ax.set_xlabel("one step (ms)")
     handles = [
         Patch(color=COLORS["forward"], alpha=0.55, label="median"),

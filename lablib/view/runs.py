@@ -1,15 +1,6 @@
-"""Pictures and page of a scaling report: step times beside their prediction, what was lost, every single step.
-
-Every function takes numbers that somebody else measured or computed.
-
-Pictures of a real run: what every rank did, what a restart changed, what it held, and when it should save.
+"""Pictures of a run: what every rank did, restarts, checkpoints, scaling, and the page of a scaling report.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
-What of its efficiency a run lost is drawn by `lablib.view.runs`.
-
-Pictures of scaling: Amdahl's curves and the cost of a compute-optimal run.
-
-Every function takes numbers that `lablib.calc` computed and returns a matplotlib figure.
 """
 
 from __future__ import annotations
@@ -19,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
 from lablib.view.timeline import Span
 
 #: One colour and one dash for each line that shares a picture with others.
@@ -28,14 +19,7 @@ _DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
 def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms") -> Figure:
-    """Draw what every rank did over the same time axis, and at the right how its time splits.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If there is nothing to draw.
-    """
+    """Draw what every rank did over the same time axis, and at the right how its time splits."""
     if not spans:
         raise ValueError("a timeline needs at least one span")
     lanes = list(dict.fromkeys(span.lane for span in spans))
@@ -58,8 +42,7 @@ def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: s
         row = len(lanes) - 1 - lanes.index(lane)
         ax.text(1.37 * longest, row, text, ha="right", va="center", fontsize=9)
     ax.set_yticks(range(len(lanes)), labels=list(reversed(lanes)))
-    ax.set_xlim(0, longest * (1.38 if shares else 1.01))
-    ax.set_ylim(-0.55, len(lanes) - 0.45)
+    ax.set(xlim=(0, longest * (1.38 if shares else 1.01)), ylim=(-0.55, len(lanes) - 0.45))
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(f"time ({unit})")
     roles = dict.fromkeys(span.role for span in spans)
@@ -78,11 +61,7 @@ def _said(role: str) -> str:
 def loss_curves(
     runs: Mapping[str, Sequence[tuple[float, float]]], marks: Mapping[str, float], *, xlabel: str = "step"
 ) -> Figure:
-    """Draw losses over steps, one line per run, and where something happened.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw losses over steps, one line per run, and where something happened."""
     fig, ax = figure(height=3.2)
     for number, (name, points) in enumerate(runs.items()):
         steps, losses = zip(*points, strict=True)
@@ -91,9 +70,8 @@ def loss_curves(
     top = max(loss for points in runs.values() for _, loss in points)
     for text, step in marks.items():
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-        ax.annotate(text, (step, top), (4, -2), textcoords="offset points", fontsize=9, va="top")
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel("loss (nats)")
+        note(ax, text, (step, top), (4, -2), va="top")
+    ax.set(xlabel=xlabel, ylabel="loss (nats)")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -101,14 +79,7 @@ def loss_curves(
 def memory_bars(
     predicted: Mapping[str, float], measured: Mapping[str, float | None], *, capacity: float, unit: str = "GB"
 ) -> Figure:
-    """Draw predicted and measured memory side by side, and where the device ends.
-
-    Args:
-        capacity: Of the device, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw predicted and measured memory side by side, and where the device ends."""
     fig, ax = figure(height=0.9 + 0.62 * len(predicted))
     for place, (name, value) in enumerate(predicted.items()):
         ax.barh(place - 0.19, value, 0.34, color=COLORS["neutral"])
@@ -118,10 +89,8 @@ def memory_bars(
         else:
             ax.barh(place + 0.19, got, 0.34, color=COLORS["weights"])
     ax.axvline(capacity, color=COLORS["backward"], linewidth=1.2, linestyle="--")
-    ax.annotate("device", (capacity, len(predicted) - 0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9)
-    ax.set_yticks(range(len(predicted)), labels=list(predicted))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    note(ax, "device", (capacity, len(predicted) - 0.6), (-4, 0), ha="right")
+    name_rows(ax, predicted)
     ax.set_xlabel(f"peak memory ({unit})")
     handles = [
         ax.barh([0], [0], color=COLORS["neutral"], label="predicted"),
@@ -134,11 +103,7 @@ def memory_bars(
 def checkpoint_interval(
     minutes: Sequence[float], shares: Mapping[str, Sequence[float]], marks: Mapping[str, float]
 ) -> Figure:
-    """Draw the share of time that is lost over the interval between checkpoints, by cause.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of time that is lost over the interval between checkpoints, by cause."""
     fig, ax = figure(height=3.3)
     roles = {"checkpoints": "optimizer", "work done again": "backward", "restarts": "idle"}
     ax.stackplot(
@@ -152,15 +117,14 @@ def checkpoint_interval(
     for row, (text, place) in enumerate(marks.items()):
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.2, linestyle="--")
         spot = (place, top * (0.97 - 0.1 * row))
-        ax.annotate(text, spot, (4, 0), textcoords="offset points", fontsize=9, va="top")
+        note(ax, text, spot, (4, 0), va="top")
     ax.set_xscale("log")
     ticks = [m for m in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if minutes[0] <= m <= minutes[-1]]
     ax.set_xticks(ticks, labels=[f"{m:g}" for m in ticks])
     ax.set_xticks([], minor=True)
     ax.set_xlim(minutes[0], minutes[-1])
     ax.set_ylim(0, top)
-    ax.set_xlabel("minutes of work between checkpoints")
-    ax.set_ylabel("lost time (%)")
+    ax.set(xlabel="minutes of work between checkpoints", ylabel="lost time (%)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
@@ -175,11 +139,7 @@ def curves(
     log: str = "x",
     bottom: float | None = None,
 ) -> Figure:
-    """Draw several lines over a quantity that grows by factors, such as a batch.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw several lines over a quantity that grows by factors, such as a batch."""
     fig, ax = figure(height=3.3)
     for (name, values), role, dash in zip(lines.items(), _HUES, _DASHES, strict=False):
         ax.plot(xs, values, color=COLORS[role], linestyle=dash, label=name)
@@ -193,9 +153,8 @@ def curves(
         ax.set_ylim(bottom=bottom)
     for text, place in (marks or {}).items():
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-        ax.annotate(text, (place, ax.get_ylim()[1]), (4, -3), textcoords="offset points", fontsize=9, va="top")
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+        note(ax, text, (place, ax.get_ylim()[1]), (4, -3), va="top")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -208,25 +167,20 @@ def _short(x: float) -> str:
 
 
 def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw speedup over ranks, one line per case, each named at its right end.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw speedup over ranks, one line per case, each named at its right end."""
     fig, ax = figure(height=3.4)
     ax.plot(ranks, ranks, "--", color=COLORS["neutral"], linewidth=1.3)
-    ax.annotate("ideal", (ranks[-1], ranks[-1]), (5, 1), textcoords="offset points", fontsize=9)
+    note(ax, "ideal", (ranks[-1], ranks[-1]), (5, 1))
     roles = ("forward", "optimizer", "gradients", "backward", "activations")
     for role, (text, values) in zip(roles, speedups.items(), strict=False):
         ax.plot(ranks, values, color=COLORS[role])
-        ax.annotate(text, (ranks[-1], values[-1]), (5, -5), textcoords="offset points", color=COLORS[role], fontsize=9)
+        note(ax, text, (ranks[-1], values[-1]), (5, -5), color=COLORS[role])
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ticks = [rank for rank in ranks if rank & (rank - 1) == 0][::2]
     ax.set_xticks(ticks, labels=[f"{rank}" for rank in ticks])
     ax.set_yticks(ticks, labels=[f"{rank}" for rank in ticks])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("speedup")
+    ax.set(xlabel="ranks", ylabel="speedup")
     # Room for the names at the right end.
     ax.set_xlim(1, ranks[-1] * 3.2)
     return fig
@@ -235,22 +189,16 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
 def cost_curves(
     params: Sequence[float], years: Mapping[str, Sequence[float]], marks: Mapping[str, tuple[float, float]]
 ) -> Figure:
-    """Draw the time one device would need over model size, with named models as points.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the time one device would need over model size, with named models as points."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(years.items(), ("forward", "gradients"), ("-", "--"), strict=False):
         ax.plot(params, values, dash, color=COLORS[role], label=name)
     for name, (size, value) in marks.items():
         ax.plot(size, value, "o", color=COLORS["neutral"], markersize=5)
-        ax.annotate(name, (size, value), (-5, 4), textcoords="offset points", ha="right", fontsize=9)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+        note(ax, name, (size, value), (-5, 4), ha="right")
+    ax.set(xscale="log", yscale="log")
     ax.set_xticks([1e9, 1e10, 1e11, 1e12], labels=["1B", "10B", "100B", "1T"])
-    ax.set_xlabel("parameters")
-    ax.set_ylabel("years on one device")
+    ax.set(xlabel="parameters", ylabel="years on one device")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -270,9 +218,6 @@ def step_times(rows: Sequence[Mapping[str, object]]) -> Figure:
 
     Args:
         rows: With run, seconds (median, low, high) and predicted, in seconds or None.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.1 + 0.45 * len(rows))
     for place, row in enumerate(reversed(rows)):
@@ -299,9 +244,6 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
     """Draw for every run on several ranks its efficiency and what took the rest, as parts of one bar.
 
     A part that was gained, not lost, is left out of the bar, which is then longer than 100 percent.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
     """
     fig, ax = figure(height=1.3 + 0.45 * len(rows))
     for place, row in enumerate(reversed(rows)):
@@ -324,14 +266,7 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
 
 
 def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
-    """Draw the time of every step of every run, the warm-up in grey.
-
-    Args:
-        runs: Name of a run to the seconds of its steps, from the first one on.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the time of every step of every run, the warm-up in grey."""
     fig, ax = figure(height=2.6)
     for (name, seconds), role in zip(runs.items(), COLORS, strict=False):
         steps = range(1, len(seconds) + 1)
@@ -339,8 +274,7 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
     if warm_up:
         ax.axvspan(0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up")
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("step")
-    ax.set_ylabel("ms")
+    ax.set(xlabel="step", ylabel="ms")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 

@@ -1,10 +1,6 @@
-"""More pictures of pipelines: measured over simulated, what ranks hold over time, bubbles as curves.
+"""Pictures of pipelines: one lane a rank, one bar an action, the bubble in grey; what ranks hold; bubbles as curves.
 
-Every function takes numbers that somebody else computed or measured and returns a matplotlib figure.
-
-Pipelines over time: one lane a rank, one bar an action, the bubble in grey.
-
-Every function takes events that somebody else computed or measured and returns a matplotlib figure.
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, figure
+from lablib.view.style import COLORS, figure, note
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
 KINDS = {
@@ -35,7 +31,7 @@ _DIGIT, _AXES_WIDTH = 5.8, 318
 
 
 class Event(Protocol):
-    """What `simulate` returns and what an executor records: an action of a rank, from start to end."""
+    """An action that `simulate` returns or an executor records, of a rank, from start to end."""
 
     rank: int
     action: Step
@@ -44,7 +40,7 @@ class Event(Protocol):
 
 
 class Message(Protocol):
-    """What is on the wire from one rank to another, from start to end."""
+    """A message on the wire from one rank to another, from start to end."""
 
     sender: int
     receiver: int
@@ -72,12 +68,6 @@ def pipeline(
 
     A bar carries the number of its micro-batch where there is room for it. On a rank with several stages, the later
     ones are darker. What no bar covers is idle, up to the panel's last end.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If there is nothing to draw, or there are messages for a panel that does not exist.
     """
     drawn = {title: list(events) for title, events in panels.items()}
     if not drawn or not all(drawn.values()):
@@ -163,12 +153,6 @@ def overlay(
 
     Args:
         simulated: The same titles to the events of the simulation, in the same unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If the titles differ.
     """
     if set(measured) != set(simulated):
         raise ValueError(f"measured has {sorted(measured)}, simulated has {sorted(simulated)}: give the same")
@@ -193,11 +177,7 @@ def overlay(
 def held_over_time(
     panels: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, unit: str = "forward times"
 ) -> Figure:
-    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank."""
     fig, axes = figure(height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
         for rank, (points, (role, dash)) in enumerate(zip(ranks, _LINES, strict=False)):
@@ -217,11 +197,7 @@ def held_over_time(
 
 
 def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:
-    """Draw a bubble over the number of micro-batches, one line a pipeline.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw a bubble over the number of micro-batches, one line a pipeline."""
     fig, ax = figure(height=3.2)
     for (name, values), (role, dash) in zip(bubbles.items(), _LINES, strict=False):
         ax.plot(microbatches, values, dash, color=COLORS[role], label=name)
@@ -229,35 +205,22 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
     ax.set_xticks(microbatches[::2], labels=[f"{m}" for m in microbatches[::2]])
     ax.set_ylim(0, None)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set_xlabel("micro-batches m")
-    ax.set_ylabel(what)
+    ax.set(xlabel="micro-batches m", ylabel=what)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:
-    """Draw every schedule as a point: what its fullest rank holds, and how long it idles.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw every schedule as a point: what its fullest rank holds, and how long it idles."""
     fig, ax = figure(height=3.2)
     for name, (held, bubble) in points.items():
         ax.plot([held], [bubble], "o", color=COLORS["backward"], markersize=8)
         left = name in right
-        ax.annotate(
-            name,
-            (held, bubble),
-            (-8 if left else 8, 4),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=9,
-        )
+        note(ax, name, (held, bubble), (-8 if left else 8, 4), ha="right" if left else "left")
     ax.set_xlim(0, 1.15 * max(held for held, _ in points.values()))
     ax.set_ylim(0, 1.2 * max(bubble for _, bubble in points.values()))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.yaxis.set_major_locator(MultipleLocator(0.05))
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set_xlabel("micro-batches held by the fullest rank")
-    ax.set_ylabel("idle over ideal time")
+    ax.set(xlabel="micro-batches held by the fullest rank", ylabel="idle over ideal time")
     return fig

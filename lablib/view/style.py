@@ -10,6 +10,7 @@ import html
 import io
 import itertools
 import re
+from collections.abc import Collection
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -74,13 +75,21 @@ _numbers = itertools.count(1)
 
 
 def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple[Figure, Axes]:
-    """Open a figure in the house style.
-
-    Returns:
-        The figure and its axes (an array of axes when `nrows` or `ncols` is given).
-    """
+    """Open a figure in the house style."""
     with mpl.rc_context(_RC):
         return plt.subplots(figsize=(width, height), **subplots)
+
+
+def note(ax: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: object) -> None:
+    """Write a small text at a place, moved by some points."""
+    ax.annotate(text, at, offset, textcoords="offset points", fontsize=9, **look)
+
+
+def name_rows(ax: Axes, names: Collection[str]) -> None:
+    """Name the rows of a horizontal chart, the first at the top, without lines between them."""
+    ax.set_yticks(range(len(names)), labels=list(names))
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
 
 
 def themed_svg(fig: Figure, alt: str) -> str:
@@ -113,7 +122,7 @@ def themed_svg(fig: Figure, alt: str) -> str:
 
 
 class _Page:
-    """What `show` displays: HTML where there is a page, one line of text elsewhere."""
+    """The object that `show` displays: HTML where there is a page, one line of text elsewhere."""
 
     def __init__(self, markup: str, text: str) -> None:
         self.markup, self.text = markup, text
@@ -126,11 +135,7 @@ class _Page:
 
 
 def show(fig: Figure, *, caption: str, alt: str) -> None:
-    """Show a figure with its caption, once, in the theme of the page.
-
-    Raises:
-        ValueError: If the caption or the alternative text is empty.
-    """
+    """Show a figure with its caption, once, in the theme of the page."""
     if not caption.strip() or not alt.strip():
         raise ValueError("a figure needs a caption (its one message) and an alt text (what is drawn)")
     from IPython.display import display

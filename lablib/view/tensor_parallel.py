@@ -32,14 +32,7 @@ def _matrix(ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequ
 
 
 def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial: Sequence[Matrix]) -> Figure:
-    """Draw a column-parallel product, its inner values and a row-parallel product on the ranks that own them.
-
-    Args:
-        down: The second matrix, whose rows are split.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw a column-parallel product, its inner values and a row-parallel product on the ranks that own them."""
     ranks, width = len(partial), len(up[0])
     owner = [_RANKS[j * ranks // width] for j in range(width)]
     fig, ax = figure(height=3.1)
@@ -54,19 +47,14 @@ def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial:
         left = end + 0.8
     total = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*partial, strict=True)]
     _matrix(ax, left, total, "one all-reduce", [[COLORS["idle"]] * len(total[0])] * len(total), -5.6)
-    ax.set_xlim(-0.2, len(x[0]) + 2 * width + len(down[0]) + 2.3)
-    ax.set_ylim(-5.8 - len(total), 1.2)
+    ax.set(xlim=(-0.2, len(x[0]) + 2 * width + len(down[0]) + 2.3), ylim=(-5.8 - len(total), 1.2))
     ax.set_aspect("equal")
     ax.axis("off")
     return fig
 
 
 def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int = 2) -> Figure:
-    """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how half a layer lies on the ranks, one panel per variant, forward from left to right."""
     look = {"whole": COLORS["idle"], "tokens": COLORS["optimizer"], "inner": COLORS["weights"]}
     fig, axes = figure(height=1.35 * len(variants) + 0.5, nrows=len(variants), squeeze=False)
     for ax, (title, steps) in zip(axes[:, 0], variants.items(), strict=True):
@@ -91,8 +79,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
         for rank in range(ranks):
             ax.text(-0.08, ranks - rank - 0.55, f"{rank}", ha="right", va="center", fontsize=9)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.3, len(steps))
-        ax.set_ylim(-0.05, ranks)
+        ax.set(xlim=(-0.3, len(steps)), ylim=(-0.05, ranks))
         ax.axis("off")
     names = {"whole": "the same on every rank", "tokens": "this rank's tokens", "inner": "this rank's columns"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=look[kind]) for kind in names]
@@ -101,11 +88,7 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
 
 
 def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Figure:
-    """Draw which query heads and which key and value heads every rank holds, one panel per degree.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw which query heads and which key and value heads every rank holds, one panel per degree."""
     fig, axes = figure(height=1.0 * len(layouts) + 0.4, nrows=len(layouts), squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], layouts.items(), strict=True):
         heads = sum(len(queries) for queries, _ in ranks)
@@ -124,18 +107,13 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
             if rank + 1 < len(ranks):
                 ax.plot([at, at], [-0.1, 2.0], color=COLORS["neutral"], linewidth=1.6)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlim(-0.1, heads + 0.1)
-        ax.set_ylim(-0.15, 2.05)
+        ax.set(xlim=(-0.1, heads + 0.1), ylim=(-0.15, 2.05))
         ax.axis("off")
     return fig
 
 
 def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], *, domain: int) -> Figure:
-    """Draw the share of communication in a layer over the tensor parallel degree, one line per link.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of communication in a layer over the tensor parallel degree, one line per link."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(shares.items(), _LINES, _DASHES, strict=False):
         ax.plot(degrees, [100 * value for value in values], dash, color=COLORS[role], label=name)
@@ -143,9 +121,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
     ax.text(domain * 1.06, 97, "end of the node", va="top", fontsize=9)
     ax.set_xscale("log", base=2)
     ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
-    ax.set_ylim(0, 100)
-    ax.set_xlabel("tensor parallel degree")
-    ax.set_ylabel("communication in a layer (%)")
+    ax.set(ylim=(0, 100), xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig
 
@@ -153,11 +129,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
 def kept_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, measured: Sequence[float] = ()
 ) -> Figure:
-    """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what a rank keeps for backward as stacked bars, with a mark where it was measured."""
     roles = ("activations", "weights", "gradients", "optimizer")
     fig, ax = figure(height=0.9 + 0.32 * len(labels))
     rows = range(len(labels) - 1, -1, -1)
@@ -175,15 +147,10 @@ def kept_bars(
 
 
 def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw losses, or differences of losses, over optimizer steps.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw losses, or differences of losses, over optimizer steps."""
     fig, ax = figure(height=3.0)
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.plot(steps, values, dash, color=COLORS[role], label=name)
-    ax.set_xlabel("optimizer steps")
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel="optimizer steps", ylabel=ylabel)
     fig.legend(loc="outside lower center", ncols=1)
     return fig

@@ -51,14 +51,7 @@ def _draw(ax: Axes, spans: Sequence[Span], lanes: Sequence[str], longest: float)
 
 
 def timeline(panels: Mapping[str, Sequence[Span]], *, unit: str = "ms", height: float | None = None) -> Figure:
-    """Draw one panel per case over a common time axis.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-
-    Raises:
-        ValueError: If there is nothing to draw.
-    """
+    """Draw one panel per case over a common time axis."""
     if not panels or not all(panels.values()):
         raise ValueError("a timeline needs at least one panel, and a span in each")
     lanes = {title: list(dict.fromkeys(span.lane for span in spans)) for title, spans in panels.items()}

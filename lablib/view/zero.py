@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, name_rows
 
 #: Rows of a stage's picture, from top to bottom.
 _ROLES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
@@ -36,11 +36,7 @@ def _cells(ax: Axes, left: float, row: float, held: Sequence[bool], color: str, 
 
 
 def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> Figure:
-    """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw which parts of the states each rank holds, one row per stage: full is held, outlined is elsewhere."""
     ranks = len(next(iter(stages.values())))
     parts = len(next(iter(stages.values()))[0]["weights"])
     fig, ax = figure(height=0.75 + 1.0 * len(stages))
@@ -53,8 +49,7 @@ def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> 
                 _cells(ax, rank * step, top + 2.2 - 1.1 * row, held[role], COLORS[role], 0.9)
     for rank in range(ranks):
         ax.text(rank * step + parts / 2, 3.6, f"rank {rank}", ha="center", va="bottom", fontsize=10)
-    ax.set_xlim(-5.6, ranks * step - 1)
-    ax.set_ylim(-tall * (len(stages) - 1) - 0.4, 4.8)
+    ax.set(xlim=(-5.6, ranks * step - 1), ylim=(-tall * (len(stages) - 1) - 0.4, 4.8))
     ax.axis("off")
     fig.legend(
         handles=[Patch(color=COLORS[role], label=label) for role, label in _ROLES.items()],
@@ -67,11 +62,7 @@ def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> 
 def reduction_curves(
     ranks: Sequence[int], factors: Mapping[str, Sequence[float]], limits: Mapping[str, float]
 ) -> Figure:
-    """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to."""
     fig, ax = figure(height=3.3)
     for (name, values), role, dash in zip(factors.items(), _HUES, _DASHES, strict=False):
         ax.plot(ranks, values, dash, color=COLORS[role], label=name)
@@ -83,18 +74,13 @@ def reduction_curves(
     ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
     heights = [2**k for k in range(0, 11, 2)]
     ax.set_yticks(heights, labels=[f"{height}x" for height in heights])
-    ax.set_xlabel("ranks")
-    ax.set_ylabel("states: times less than DDP")
+    ax.set(xlabel="ranks", ylabel="states: times less than DDP")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
 def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel: str) -> Figure:
-    """Draw what a rank sends in a step, one bar per case, its segments the collectives in order.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw what a rank sends in a step, one bar per case, its segments the collectives in order."""
     fig, ax = figure(height=0.9 + 0.5 * len(bars))
     for row, segments in enumerate(bars.values()):
         left = 0.0
@@ -104,22 +90,13 @@ def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel
             plate = {"facecolor": COLORS[role], "edgecolor": "none", "pad": 1.2}
             ax.text(left + amount / 2, row, text, ha="center", va="center", color="white", fontsize=9, bbox=plate)
             left += amount
-    ax.set_yticks(range(len(bars)), labels=list(bars))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, bars)
     ax.set_xlabel(xlabel)
     return fig
 
 
 def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure:
-    """Draw both ways to shard a model: whole layers with an owner, or a piece of every layer on every rank.
-
-    Args:
-        layers: Parameters of each layer, in any unit.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw both ways to shard a model: whole layers with an owner, or a piece of every layer on every rank."""
     fig, axes = figure(height=3.0, ncols=2, sharey=True)
     most = 0.0
     for ax, title in zip(axes, ("a layer has an owner", "every layer is cut"), strict=True):
@@ -142,36 +119,24 @@ def sharding(layers: Sequence[int], owners: Sequence[int], ranks: int) -> Figure
 
 
 def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw measured step times, one row per case: every sample a dot, the median a bar.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw measured step times, one row per case: every sample a dot, the median a bar."""
     fig, ax = figure(height=0.9 + 0.45 * len(milliseconds))
     for row, samples in enumerate(milliseconds.values()):
         ordered = sorted(samples)
         ax.barh(row, ordered[len(ordered) // 2], 0.6, color=COLORS["forward"], alpha=0.55)
         ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
-    ax.set_yticks(range(len(milliseconds)), labels=list(milliseconds))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, milliseconds)
     ax.set_xlabel("one step (ms)")
     return fig
 
 
 def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str) -> Figure:
-    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case.
-
-    Returns:
-        The figure, for `lablib.view.style.show`.
-    """
+    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case."""
     fig, ax = figure(height=3.4)
     for (name, values), role, dash in zip(efficiencies.items(), _HUES, _DASHES, strict=False):
         ax.plot(tokens, [100 * value for value in values], dash, color=COLORS[role], label=name)
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
-    ax.set_ylim(0, 104)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel("device computes (% of the step)")
+    ax.set(ylim=(0, 104), xlabel=xlabel, ylabel="device computes (% of the step)")
     fig.legend(loc="outside lower center", ncols=1)
     return fig

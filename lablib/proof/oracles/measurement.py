@@ -1,6 +1,6 @@
-"""Measure a case of the memory grid in PyTorch: states, what forward keeps, and the peak of every moment of a step.
+"""Measure a case of the memory grid in PyTorch: states, what forward keeps, and the peak of every phase of a step.
 
-    found = measure(Case(implementation="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
+    found = measure_case(Case(implementation="hf", family="llama", size="8b", sharding="fsdp2", dp=8))
     print(found.states, found.saved, found.peak, found.peak_at)
 
 Small cases run on real tensors. Others run under FakeTensorMode, which computes shapes and no values, and a fake
@@ -8,18 +8,10 @@ process group, which answers every collective at once: one process plays a rank 
 The bytes are counted by PyTorch's MemTracker and FSDPMemTracker in either way; nothing here is lablib's arithmetic.
 Kernels are those of the CPU, and what an allocator rounds up and caches is in no count.
 
-PyTorch's own memory trackers, asked one thing more: when in the step was how much held.
-
-MemTracker and FSDPMemTracker see every operator, count each storage once and say of what kind it is. They keep one
-peak. Here the fullest instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the
-optimizer's step. The bytes are PyTorch's; only the labels are ours.
-
-Both trackers are private parts of PyTorch, found by `lablib.launch.torch_private`.
-
-What the oracles change in PyTorch so that they can measure at all, each change in one place.
-
-A real run makes neither the mask nor the copies that these three avoid, and a real all-reduce of a bucket works in
-place. What no oracle can see is said in `lablib.proof.oracles.measurement`.
+The trackers see every operator, count each storage once, say of what kind it is, and keep one peak. Here the fullest
+instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the optimizer's step. They are
+private parts of PyTorch, found by `lablib.launch.torch_private`. Three functions change PyTorch so that it can be
+measured at all; a real run makes neither the mask nor the copies that they avoid.
 """
 
 from __future__ import annotations
@@ -38,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lablib.calc.torch_versions import torch_facts
-from lablib.launch.fsdp import KINDS as fsdp_memory_KINDS
+from lablib.launch.fsdp import KINDS as FSDP_KINDS
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import (
@@ -49,7 +41,7 @@ from lablib.launch.torch_private import (
     dispatch_has_kernel,
     must_have,
 )
-from lablib.proof import verdict as memory_kinds
+from lablib.proof import verdict
 from lablib.proof.cases import Case
 from lablib.proof.oracles.models import (
     Master,
@@ -62,7 +54,7 @@ from lablib.proof.oracles.models import (
 )
 
 #: Names of kinds in both trackers, and those of `lablib.proof.verdict`. FSDPMemTracker's come first.
-KINDS = fsdp_memory_KINDS | {
+KINDS = FSDP_KINDS | {
     "Sharded Param": "weights",
     "Unsharded Param": "gathered weights",
     "Parameter": "weights",
@@ -131,7 +123,7 @@ class _Moments:
         if self._after_step and not self._in_opt and found.get("activations"):
             # Between backward and the step nothing is made but gradients in fp32, for the master weights.
             found["gradients"] = found.get("gradients", 0) + found.pop("activations")
-        return {kind: found[kind] for kind in memory_kinds.KINDS if found.get(kind)}
+        return {kind: found[kind] for kind in verdict.KINDS if found.get(kind)}
 
     def note(self, moment: str) -> None:
         """Take the present instant into a moment."""
@@ -293,9 +285,6 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
 
     Args:
         real: Real tensors or fake ones; None: real ones for size "tiny".
-
-    Raises:
-        ValueError: If a process group is there already.
     """
     real = case.size == "tiny" if real is None else real
     fake = nullcontext() if real else FakeTensorMode()

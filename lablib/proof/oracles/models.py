@@ -1,15 +1,13 @@
-"""What a case of the memory grid is made of: the model by its implementation, its loss, its optimizer.
+"""The parts of a case of the memory grid: the model by its implementation, its loss, its optimizer.
 
-Tensor parallelism as PyTorch has it, for the oracles of the memory calculator: `parallelize_module` and DTensor.
+Tensor parallelism is PyTorch's, `parallelize_module` and DTensor. The plan is the one that Hugging Face ships with
+Llama, Qwen2 and Mistral: q, k, v, gate and up column-wise, output and down row-wise, the head column-wise with its
+logits gathered. Embedding and norms stay unsplit on every rank. The course's transformer gets the same plan under its
+own names.
 
-The plan is the one that Hugging Face ships with Llama, Qwen2 and Mistral: q, k, v, gate and up column-wise, output and
-down row-wise, the head column-wise with its logits gathered. Embedding and norms stay whole on every rank. The
-course's transformer gets the same plan under its own names.
-
-ZeRO stage 1 as PyTorch has it, for the oracles of the memory calculator: ZeroRedundancyOptimizer behind DDP.
-
-It divides the optimizer by whole parameters, so ranks hold different numbers of bytes. The calculator answers for the
-fullest, and `fullest_rank` asks PyTorch which one that is. `states_of_every_rank` counts all of them.
+ZeRO stage 1 is PyTorch's too: ZeroRedundancyOptimizer behind DDP. It divides the optimizer by whole parameters, so ranks
+hold different numbers of bytes. The calculator answers for the fullest, and `fullest_rank` asks PyTorch which one that
+is. `states_of_every_rank` counts all of them.
 """
 
 from __future__ import annotations
@@ -29,125 +27,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lablib.calc.models import ModelConfig
+from lablib.launch.finetuning import add_lora
 from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
-from lablib.launch.training import add_lora
 from lablib.proof.cases import Case
 from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
 
-COLUMNS = {
-    "toy": (
-        "blocks.*.attention.q",
-        "blocks.*.attention.k",
-        "blocks.*.attention.v",
-        "blocks.*.mlp.gate",
-        "blocks.*.mlp.up",
-    ),
-    "hf": tuple(
-        f"model.layers.*.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-    ),
-}
-ROWS = {
-    "toy": ("blocks.*.attention.out", "blocks.*.mlp.down"),
-    "hf": ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
-}
-HEAD = {"toy": "head", "hf": "lm_head"}
-
-
-def split_model(model: nn.Module, mesh: DeviceMesh, implementation: str) -> None:
-    """Split a model over the ranks of a mesh, in place.
-
-    Call it outside of FakeTensorMode: it reads the mesh, which is a real tensor.
-
-    Raises:
-        ValueError: If the head is the embedding's table, which this plan splits in one place and not in the other.
-    """
-    embedding = model.get_input_embeddings() if implementation == "hf" else model.embed
-    if model.get_submodule(HEAD[implementation]).weight is embedding.weight:
-        raise ValueError("the plan splits the head and not the embedding, and here both are one table")
-    plan = {name: ColwiseParallel() for name in COLUMNS[implementation]}
-    plan |= {name: RowwiseParallel() for name in ROWS[implementation]}
-    plan[HEAD[implementation]] = ColwiseParallel(output_layouts=Replicate())
-    # Values do not matter here: without a source each rank cuts its own part.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-
-
-def optimizer_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trained parameters as two groups, split ones first: PyTorch's foreach and fused steps take no mixture."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    split = [parameter for parameter in trained if isinstance(parameter, DTensor)]
-    whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-    return [{"params": split}, {"params": whole}]
-
-
-if TYPE_CHECKING:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+LORA_RANK = 16
 
 Constructor = Callable[..., torch.optim.Optimizer]
 
-
-def shard_optimizer(constructor: Constructor, model: nn.Module, **settings: object) -> ZeroRedundancyOptimizer:
-    """Return an optimizer whose states are divided over all ranks of the process group."""
-    with warnings.catch_warnings():
-        # Its module compiles a few functions with torch.jit.script, which is deprecated.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return ZeroRedundancyOptimizer(trained, optimizer_class=constructor, **settings)
-
-
-@contextmanager
-def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of many in a fake process group, which answers every collective at once."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def fullest_rank(model: nn.Module, world_size: int) -> int:
-    """Return the rank to which PyTorch gives most parameters, the first if several have as many.
-
-    Call it in a process without a process group.
-    """
-    with pretended(0, world_size):
-        optimizer = shard_optimizer(torch.optim.SGD, model, lr=0.0)
-        must_have(optimizer, "_partition_parameters")
-        parts = optimizer._partition_parameters()
-    sizes = [sum(p.numel() for group in groups for p in group["params"]) for groups in parts]
-    return sizes.index(max(sizes))
-
-
-def states_of_every_rank(constructor: Constructor, model: nn.Module, world_size: int) -> list[int]:
-    """Return the bytes of optimizer states that each rank holds behind a first step, counters of one value left out.
-
-    Call it in a process without a process group.
-    """
-    found = []
-    for rank in range(world_size):
-        with pretended(rank, world_size):
-            optimizer = shard_optimizer(constructor, model)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(
-            sum(
-                value.nbytes
-                for parameter, state in optimizer.optim.state.items()
-                for value in state.values()
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            )
-        )
-    return found
-
-
-LORA_RANK = 16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "sgd": partial(torch.optim.SGD, lr=1e-3),
@@ -211,11 +102,14 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad], **how)
 
 
+# --- the three implementations ------------------------------------------------------------------------------
+
+
 def _loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     # Through forward, which is where DDP and FSDP hook in.
-    whole = getattr(model, "module", model)
-    if isinstance(whole, PaperTransformer):
-        return whole.loss(tokens_BT)
+    inner = getattr(model, "module", model)
+    if isinstance(inner, PaperTransformer):
+        return inner.loss(tokens_BT)
     from lablib.toys.transformer import loss
 
     return loss(model(tokens_BT[:, :-1]), tokens_BT)
@@ -305,3 +199,114 @@ def hugging_face_fields(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         **({"sliding_window": None} if config.family == "mistral" else {}),
     }
+
+
+# --- tensor parallelism -------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "toy": (
+        "blocks.*.attention.q",
+        "blocks.*.attention.k",
+        "blocks.*.attention.v",
+        "blocks.*.mlp.gate",
+        "blocks.*.mlp.up",
+    ),
+    "hf": tuple(
+        f"model.layers.*.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    ),
+}
+
+ROWS = {
+    "toy": ("blocks.*.attention.out", "blocks.*.mlp.down"),
+    "hf": ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
+}
+
+HEAD = {"toy": "head", "hf": "lm_head"}
+
+
+def split_model(model: nn.Module, mesh: DeviceMesh, implementation: str) -> None:
+    """Split a model over the ranks of a mesh, in place.
+
+    Call it outside of FakeTensorMode: it reads the mesh, which is a real tensor.
+    """
+    embedding = model.get_input_embeddings() if implementation == "hf" else model.embed
+    if model.get_submodule(HEAD[implementation]).weight is embedding.weight:
+        raise ValueError("the plan splits the head and not the embedding, and here both are one table")
+    plan = {name: ColwiseParallel() for name in COLUMNS[implementation]}
+    plan |= {name: RowwiseParallel() for name in ROWS[implementation]}
+    plan[HEAD[implementation]] = ColwiseParallel(output_layouts=Replicate())
+    # Values do not matter here: without a source each rank cuts its own part.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def optimizer_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the trained parameters as two groups, split ones first: PyTorch's foreach and fused steps take no mixture."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    split = [parameter for parameter in trained if isinstance(parameter, DTensor)]
+    replicated = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+    return [{"params": split}, {"params": replicated}]
+
+
+# --- ZeRO stage 1 -------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def shard_optimizer(constructor: Constructor, model: nn.Module, **settings: object) -> ZeroRedundancyOptimizer:
+    """Return an optimizer whose states are divided over all ranks of the process group."""
+    with warnings.catch_warnings():
+        # Its module compiles a few functions with torch.jit.script, which is deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return ZeroRedundancyOptimizer(trained, optimizer_class=constructor, **settings)
+
+
+@contextmanager
+def pretended(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of many in a fake process group, which answers every collective at once."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fullest_rank(model: nn.Module, world_size: int) -> int:
+    """Return the rank to which PyTorch gives most parameters, the first if several have as many.
+
+    Call it in a process without a process group.
+    """
+    with pretended(0, world_size):
+        optimizer = shard_optimizer(torch.optim.SGD, model, lr=0.0)
+        must_have(optimizer, "_partition_parameters")
+        parts = optimizer._partition_parameters()
+    sizes = [sum(p.numel() for group in groups for p in group["params"]) for groups in parts]
+    return sizes.index(max(sizes))
+
+
+def states_of_every_rank(constructor: Constructor, model: nn.Module, world_size: int) -> list[int]:
+    """Return the bytes of optimizer states that each rank holds behind a first step, counters of one value left out.
+
+    Call it in a process without a process group.
+    """
+    found = []
+    for rank in range(world_size):
+        with pretended(rank, world_size):
+            optimizer = shard_optimizer(constructor, model)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(
+            sum(
+                value.nbytes
+                for parameter, state in optimizer.optim.state.items()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            )
+        )
+    return found

@@ -217,7 +217,7 @@ class PaperAttention(nn.Module):
 
 
 class PaperMLP(nn.Module):
-    """One MLP, split over the ranks by its inner values; without a group: whole."""
+    """One MLP, split over the ranks by its inner values; not split without a group."""
 
     def __init__(self, config: ModelConfig, ffn: int, group: dist.ProcessGroup, variant: str | bool) -> None:
         super().__init__()

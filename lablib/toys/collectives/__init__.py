@@ -8,7 +8,8 @@
     naive_all_reduce                2(n-1)              rank 0: (n-1) · S        nothing: what not to do
     hierarchical_all_reduce         2(g-1) + 2(n/g-1)   across nodes: 2(n/g-1)/(n/g) · S/g   nodes of g ranks
 
-The module of each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
+Read `ring` first, then `wire`, which sends and counts. `tree` has the algorithms of log2 n rounds, `hierarchy` what
+knows about nodes, and all-to-all. Each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
 
 Tensors have any shape, the same on all ranks, and are contiguous: a ValueError refuses others before anything is sent.
 `group` is the process group, None for all ranks, and a root is a rank in it. Every function returns the `Traffic` that
@@ -18,13 +19,7 @@ this rank sent.
 from __future__ import annotations
 
 from lablib.calc.communication import Traffic
-from lablib.toys.collectives.hierarchy import (
-    NodeGroups,
-    NodeTraffic,
-    hierarchical_all_reduce,
-    node_groups,
-    pairwise_all_to_all,
-)
+from lablib.toys.collectives.hierarchy import NodeGroups, hierarchical_all_reduce, node_groups, pairwise_all_to_all
 from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lablib.toys.collectives.tree import (
     halving_doubling_all_reduce,
@@ -38,7 +33,6 @@ from lablib.toys.collectives.wire import Wire
 
 __all__ = [
     "NodeGroups",
-    "NodeTraffic",
     "Traffic",
     "Wire",
     "halving_doubling_all_reduce",

@@ -1,17 +1,17 @@
-"""All-to-all: rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it.
+"""An all-reduce that knows about nodes, and all-to-all.
 
-In step k every rank sends to the rank k places to its right and receives from the one k places to its left: nobody
-gets two messages at once, and every piece goes straight to where it belongs.
-
-Paper: Thakur, Rabenseifner and Gropp 2005.
-
-An all-reduce that knows about nodes: most bytes stay on the fast links inside, few cross the slow ones.
-
-With g ranks a node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
+Most bytes of an all-reduce should stay on the fast links inside a node, and few cross the slow ones. With g ranks a
+node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
 
     reduce-scatter inside   rank i of every node has chunk i of its node's sum
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
+
+In an all-to-all rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it. In step k every
+rank sends to the rank k places to its right and receives from the one k places to its left: nobody gets two messages at
+once, and every piece goes straight to where it belongs.
+
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations
@@ -40,18 +40,14 @@ class NodeGroups(NamedTuple):
 
 
 class NodeTraffic(NamedTuple):
-    """What one rank sent to its own node, and to others."""
+    """Bytes that one rank sent to its own node, and to others."""
 
     inside: Traffic
     across: Traffic
 
 
 def node_groups(ranks_per_node: int) -> NodeGroups:
-    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once.
-
-    Raises:
-        ValueError: If g does not divide the number of ranks.
-    """
+    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks")
@@ -66,16 +62,6 @@ def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
     """Replace the tensor by its sum over all ranks of all nodes.
 
     Inside a rank sends 2(g-1)/g · S bytes, across 2(m-1)/m · S/g for m nodes.
-
-    Args:
-        tensor: Any shape, contiguous, the same on all ranks.
-        groups: As `node_groups` returns them.
-
-    Returns:
-        What this rank sent inside its node and across nodes.
-
-    Raises:
-        ValueError: If the tensor is not contiguous.
     """
     row, place = flat(tensor), Wire(groups.inside).rank
     own = chunks(row, dist.get_world_size(groups.inside))[place]
@@ -101,13 +87,6 @@ def pairwise_all_to_all(
         output_sizes: Elements of each piece that comes; None cuts `output` as evenly as can be. Where the pieces
             differ, give both: what rank i calls `input_sizes[j]` rank j must call `output_sizes[i]`.
         input_sizes: The same for `input`.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If the sizes do not fit the tensors, or a tensor is not contiguous.
     """
     wire = Wire(group)
     coming = _pieces(output, output_sizes, wire.size, "output")

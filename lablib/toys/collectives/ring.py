@@ -28,13 +28,6 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup 
         output: This rank's chunk, `input.numel() / n` elements; where that is no whole number, the first ranks have
             one element more.
         input: The unsharded array, contiguous; not changed.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If `output` has another size or dtype than its chunk, or a tensor is not contiguous.
     """
     wire = Wire(group)
     pieces = chunks(flat(input).clone(), wire.size)  # where the sums grow
@@ -49,13 +42,6 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
 
     Args:
         input: This rank's chunk of it, cut as in `ring_reduce_scatter`; may be the view inside `output`.
-        group: The process group; None is all ranks.
-
-    Returns:
-        What this rank sent.
-
-    Raises:
-        ValueError: If `input` has another size or dtype than its chunk, or a tensor is not contiguous.
     """
     wire = Wire(group)
     pieces = chunks(flat(output), wire.size)

@@ -1,6 +1,12 @@
-"""All-reduce in log2(n) rounds: recursive doubling, and halving-doubling, Rabenseifner's algorithm.
+"""All-reduce in log2(n) rounds: along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm).
 
-In round k every rank meets the rank whose number differs from its own in bit k.
+First what you would write first: everything through one rank.
+
+A binomial tree counts ranks from the root. In round k of a broadcast the 2^k ranks that have the data send it to the
+next 2^k: after ⌈log2 n⌉ rounds all have it. A reduction is the same tree, walked from the leaves to the root. A tree
+sends whole arrays, so it is the choice for short messages, where the number of rounds is all that counts.
+
+In round k of the other two every rank meets the rank whose number differs from its own in bit k.
 
     recursive doubling   both send all they have and add: log2(n) messages of S bytes. Few messages, many bytes.
     halving-doubling     both send the half that the other one keeps, then a quarter of the array, and so on, until
@@ -11,15 +17,6 @@ Where n is no power of two, the first 2·(n - power) ranks pair up: the even one
 wait, and get the result.
 
 Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
-
-Broadcast and reduction along a binomial tree, and what you would write first: everything through one rank.
-
-Ranks are counted from the root. In round k of a broadcast the 2^k ranks that have the data send it to the next 2^k:
-after ⌈log2 n⌉ rounds all have it. A reduction is the same tree, walked from the leaves to the root.
-
-A tree sends whole arrays, so it is the choice for short messages, where the number of rounds is all that counts.
-
-Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations
@@ -32,6 +29,34 @@ from torch import Tensor
 
 from lablib.calc.communication import Traffic
 from lablib.toys.collectives.wire import Wire, chunks, flat
+
+
+def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
+    """Replace the tensor by its sum over the ranks: rank 0 receives all arrays in turn, and sends the sum to all.
+
+    Every byte passes through rank 0: 2(n-1) steps of S bytes, while the other ranks wait.
+    """
+    row, wire = flat(tensor), Wire(group)
+    theirs = torch.empty_like(row) if wire.rank == 0 else None
+    for turn in range(1, wire.size):
+        if wire.rank == 0:
+            wire.exchange(receive=theirs, source=turn)
+            row.add_(theirs)
+        elif wire.rank == turn:
+            wire.exchange(send=row, to=0)
+        else:
+            wire.exchange()
+    for turn in range(1, wire.size):
+        if wire.rank == 0:
+            wire.exchange(send=row, to=turn)
+        elif wire.rank == turn:
+            wire.exchange(receive=row, source=0)
+        else:
+            wire.exchange()
+    return wire.traffic
+
+
+# --- along a binomial tree ----------------------------------------------------------------------------------
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> Traffic:
@@ -69,31 +94,6 @@ def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     return tree_reduce(tensor, 0, group) + tree_broadcast(tensor, 0, group)
 
 
-def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: rank 0 receives all arrays in turn, and sends the sum to all.
-
-    Every byte passes through rank 0: 2(n-1) steps of S bytes, while the other ranks wait.
-    """
-    row, wire = flat(tensor), Wire(group)
-    theirs = torch.empty_like(row) if wire.rank == 0 else None
-    for turn in range(1, wire.size):
-        if wire.rank == 0:
-            wire.exchange(receive=theirs, source=turn)
-            row.add_(theirs)
-        elif wire.rank == turn:
-            wire.exchange(send=row, to=0)
-        else:
-            wire.exchange()
-    for turn in range(1, wire.size):
-        if wire.rank == 0:
-            wire.exchange(send=row, to=turn)
-        elif wire.rank == turn:
-            wire.exchange(receive=row, source=0)
-        else:
-            wire.exchange()
-    return wire.traffic
-
-
 def _powers(n: int) -> list[int]:
     """Return the powers of two below n."""
     return [1 << k for k in range((n - 1).bit_length())]
@@ -104,6 +104,9 @@ def _place(wire: Wire, root: int) -> int:
     if not 0 <= root < wire.size:
         raise ValueError(f"root={root} is not a rank of the group; use 0 to {wire.size - 1}")
     return (wire.rank - root) % wire.size
+
+
+# --- between pairs ------------------------------------------------------------------------------------------
 
 
 def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:

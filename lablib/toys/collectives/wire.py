@@ -11,16 +11,10 @@ from lablib.calc.communication import Traffic, chunk_sizes
 class Wire:
     """The messages of one collective on one rank.
 
-    Args:
-        group: The process group; None is all ranks.
-
     Attributes:
         rank: This rank's number in the group.
         size: n, the ranks in the group.
         traffic: What this rank has sent so far, and in how many steps.
-
-    Raises:
-        ValueError: If this rank is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -41,10 +35,6 @@ class Wire:
 
         Both start together. One after the other they would be a deadlock when all ranks send first, and NCCL needs
         them in one call.
-
-        Args:
-            to: The rank in the group that gets it.
-            source: The rank in the group that it comes from.
         """
         ops, messages, sent = [], 0, 0
         if receive is not None and receive.numel():
@@ -58,11 +48,7 @@ class Wire:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as one row of numbers that shares its memory, apart from autograd.
-
-    Raises:
-        ValueError: If it is not contiguous, so that a row would be a copy.
-    """
+    """Return a tensor as one row of numbers that shares its memory, apart from autograd."""
     if not tensor.is_contiguous():
         raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is not contiguous; pass t.contiguous()")
     return tensor.detach().view(-1)
@@ -74,11 +60,7 @@ def chunks(row: Tensor, parts: int) -> list[Tensor]:
 
 
 def same_size(tensor: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Refuse a tensor that does not fit into another one, by the names that the caller knows them by.
-
-    Raises:
-        ValueError: If they differ in elements, dtype or device.
-    """
+    """Refuse a tensor that does not fit into another one, by the names that the caller knows them by."""
     for fact in ("numel", "dtype", "device"):
         mine, theirs = (t.numel() if fact == "numel" else getattr(t, fact) for t in (tensor, other))
         if mine != theirs:

@@ -33,9 +33,6 @@ class NaiveDDP(nn.Module):
     Attributes:
         timeline: The last step as (event, message, time.perf_counter()). Events: "forward" (returned),
             "gradient" (ready; OverlappedDDP only), "sync" (called), "launch" and "reduced".
-
-    Raises:
-        ValueError: As `lablib.toys.data_parallel.check_replica`.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, find_unused: bool = False):

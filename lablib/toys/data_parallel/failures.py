@@ -58,21 +58,13 @@ class _Sampler(DistributedSampler):
 
 @dataclass(frozen=True)
 class Patient:
-    """A way to wrap a model and a way to share out samples, both with the usual interface.
-
-    Attributes:
-        name: The letter.
-    """
+    """A way to wrap a model and a way to share out samples, both with the usual interface."""
 
     name: str
     _case: int = field(repr=False)
 
     def wrap(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Return the module as a replica, used as in `lablib.toys.data_parallel.ddp`: forward, backward, `sync`.
-
-        Args:
-            module: Any module, of the same shapes on every rank.
-        """
+        """Return the module as a replica, used as in `lablib.toys.data_parallel.ddp`: forward, backward, `sync`."""
         return _Model(module, group, factor=self._case == 1, start=self._case == 2)
 
     def sampler(self, length: int, *, ranks: int, rank: int, seed: int = 0) -> DistributedSampler:
@@ -81,11 +73,7 @@ class Patient:
 
 
 def patient(name: str) -> Patient:
-    """Return a patient by letter.
-
-    Raises:
-        ValueError: For another name.
-    """
+    """Return a patient by letter."""
     if name not in _WARD:
         raise ValueError(f"there is no patient {name!r}; there are {', '.join(_WARD)}")
     return Patient(name, _WARD[name])
@@ -98,7 +86,7 @@ def diagnosis(name: str) -> str:
 
 @dataclass
 class Chart:
-    """What one rank noted down during `train`; one entry per step.
+    """Measurements of one rank during `train`; one entry per step.
 
     Attributes:
         losses: Mean loss over this rank's own samples.
@@ -136,9 +124,6 @@ def train_regression(
         global_batch: Samples of one step, over all ranks; a multiple of the number of ranks.
         seed: Of the data and the shuffle.
         make_model: Builds a model from 8 numbers to 1.
-
-    Raises:
-        ValueError: If the ranks do not divide the global batch, or there is no such patient.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if global_batch % ranks:

@@ -1,4 +1,4 @@
-"""What data parallelism asks of a module, before it wraps it and while it trains: the same on every rank.
+"""Requirements of data parallelism: every rank wraps the same module, and it stays the same while it trains.
 
 A message has no names. If two ranks hold different modules, their messages still meet, by their order alone, and the
 sums are of things that have nothing to do with each other; or one rank sends more of them, and the others wait.
@@ -19,16 +19,7 @@ def describe_replica(module: nn.Module) -> list[tuple]:
 
 
 def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Refuse what data parallelism would get wrong; every rank of the group must call it.
-
-    Args:
-        module: What this rank is about to wrap.
-        group: The replicas; None is all ranks.
-
-    Raises:
-        ValueError: If this rank is not in the group, the modules of the ranks differ, gradients would be sparse, or
-            forward changes weights, by what this rank has seen.
-    """
+    """Refuse what data parallelism would get wrong; every rank of the group must call it."""
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; wrap only on the group's ranks")
     for name, m in module.named_modules():
@@ -53,12 +44,7 @@ def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite tensors with the values that the group's first rank has.
-
-    Args:
-        tensors: The same number of the same shapes on every rank.
-        group: The ranks; None is all of them.
-    """
+    """Overwrite tensors with the values that the group's first rank has."""
     for tensor in tensors:
         message = tensor.contiguous()  # a copy only where the layout is not plain
         dist.broadcast(message, group=group, group_src=0)

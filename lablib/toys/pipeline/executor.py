@@ -30,7 +30,7 @@ from lablib.toys.pipeline.stages import DeferWeights, Stage
 
 
 class _Held(NamedTuple):
-    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """Tensors of a micro-batch that a stage keeps from its forward to the end of its backward."""
 
     x: Tensor
     y: Tensor | None  # the loss on the last stage; None after the input half, which frees the graph
@@ -55,10 +55,6 @@ class PipelineExecutor:
         events: The last step: every action of this rank with its start and end, in `time.perf_counter()` seconds.
         peak_in_flight: Most micro-batches held at once in the last step, from F until B or W; one of v stages on a
             rank counts 1/v, as in `lablib.calc.schedules.peak_activations`.
-
-    Raises:
-        ValueError: If stages, schedule and group do not fit each other.
-        ScheduleError: If the schedule could not run to its end.
     """
 
     def __init__(
@@ -99,10 +95,6 @@ class PipelineExecutor:
 
         Returns:
             The mean loss over all windows on the rank of the last stage, None on the others.
-
-        Raises:
-            ValueError: If there are not as many micro-batches as in the schedule, one is empty, or their T differ.
-            RuntimeError: Without gradients; or under autocast, if the schedule cuts backward in halves.
         """
         if len(microbatches) != (m := self.schedule.num_microbatches):
             raise ValueError(f"{len(microbatches)} micro-batches for a schedule of num_microbatches={m}")

@@ -29,7 +29,7 @@ class _Sent(NamedTuple):
 
 
 class Mailbox:
-    """What one rank sends and receives in one step of a schedule.
+    """The messages that one rank sends and receives in one step of a schedule.
 
     Args:
         empty: Returns a tensor to receive into, of the shape that a stage reads, for a micro-batch's number.

@@ -52,9 +52,6 @@ class Stage(nn.Module):
 
         Returns:
             x_BSH, or logits_BSV from the last stage.
-
-        Raises:
-            ValueError: If the sequence is longer than the table of positions.
         """
         seq = x.shape[1]
         if self.embed is not None:
@@ -77,13 +74,10 @@ def split_stages(model: Transformer, num_stages: int, layers: Sequence[int] | No
     """Cut a transformer by depth.
 
     Args:
-        model: The whole model; the stages share its weights.
+        model: The full model; the stages share its weights.
         num_stages: How many stages, all ranks together.
         layers: Number of layers of each stage; by default as equal as can be. The head costs time too, so fewer on
             the last stage often balance better, as Llama 3 did (arXiv 2407.21783, section 3.3.2).
-
-    Raises:
-        ValueError: If the layers cannot be divided so.
     """
     total = len(model.blocks)
     if num_stages < 1:

@@ -1,4 +1,4 @@
-"""What keeps 16 and 8 bits training.
+"""Training in 16 and 8 bits: what keeps it stable.
 
     master   a loss scaler, a master copy, stochastic rounding
     fp8      a linear layer whose three products read eight bits

@@ -1,15 +1,7 @@
-"""A linear layer in FP8: its three matmuls read eight bits, and everything else stays as it was.
+"""FP8: scale a tensor into the range of eight bits, multiply there, and scale back; and a linear layer that does so.
 
-Scaling is in `fp8_scaling`, and its names are here too. Shapes: M rows (tokens), K columns (the dim that the forward
-sums over), N outputs.
-
-Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3
-(arXiv 2412.19437), section 3.3.
-
-FP8: scale a tensor into the range of eight bits, multiply there, and scale back.
-
-E4M3 has full precision over 15 powers of two and E5M2 over 30, bf16 over 254. So every tensor is first divided
-by a scale that brings its largest value to the largest value of the format:
+E4M3 has full precision over 15 powers of two and E5M2 over 30, bf16 over 254. So every tensor is first divided by a
+scale that brings its largest value to the largest value of the format:
 
     scale = max |x| / max of the format        q = cast(x / scale)        x ~ q * scale
 
@@ -24,8 +16,11 @@ One value that is far too large costs all others that share its scale their bits
 | mx32 | 32 values of a row, and a power of two | MXFP8 (OCP Microscaling Formats): the scale is E8M0 |
 
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
+The three matmuls of the linear layer read eight bits; everything else stays as it was.
 
-Shapes: M rows (tokens), K columns (the dim summed over), N outputs.
+Shapes: M rows (tokens), K columns (the dim that the forward sums over), N outputs.
+
+Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3 (arXiv 2412.19437), section 3.3.
 """
 
 from __future__ import annotations
@@ -40,6 +35,7 @@ from torch import Tensor, nn
 from lablib.calc.errors import one_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
 # Rows and columns that share a scale; None for all of them.
 SCALINGS: dict[str, tuple[int | None, int | None]] = {
     "tensor": (None, None),
@@ -48,6 +44,9 @@ SCALINGS: dict[str, tuple[int | None, int | None]] = {
     "block128x128": (128, 128),
     "mx32": (1, 32),
 }
+
+
+# --- a matrix in FP8 ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,7 @@ def quantize(
     """Return a matrix in FP8, each block scaled so that its largest value is the largest of the format.
 
     Args:
-        x_MK: A matrix of any float dtype.
-        scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         scale: A scale from elsewhere, a scalar, as in delayed scaling; what is too large for it saturates.
-
-    Raises:
-        ValueError: If the scaling is unknown, `x_MK` is not a matrix, or a scale is given to blocks.
     """
     rows, columns = SCALINGS[one_of("scaling", scaling, SCALINGS)]
     if x_MK.dim() != 2:
@@ -113,8 +106,8 @@ def block_maxima(x_MK: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of every block, `largest_RC`."""
     rows, columns = block
     short, narrow = -x_MK.shape[0] % rows, -x_MK.shape[1] % columns
-    whole = F.pad(x_MK.abs(), (0, narrow, 0, short))  # zeros are no maximum
-    return whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
+    padded = F.pad(x_MK.abs(), (0, narrow, 0, short))  # zeros are no maximum
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
 
 
 def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,11 +135,7 @@ class DelayedScaling:
     and the history learns of it one step too late (Transformer Engine's DelayedScaling recipe).
 
     Args:
-        dtype: A float8 dtype.
         margin: Powers of two that are left free above the history's largest value.
-
-    Raises:
-        ValueError: If the history is empty.
     """
 
     def __init__(self, dtype: torch.dtype = E4M3, *, history: int = 16, margin: int = 0) -> None:
@@ -168,6 +157,34 @@ class DelayedScaling:
         if largest < float("inf"):  # neither infinite nor NaN: such a step is skipped, not remembered
             self.maxima.append(largest)
         return quantized
+
+
+# --- a linear layer -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear layer goes to FP8.
+
+    Attributes:
+        activations: Scaling of inputs and gradients.
+        weights: Scaling of weights.
+        dtype: Of inputs and weights.
+        gradient_dtype: Of gradients: they need range more than precision.
+    """
+
+    activations: str = "tensor"
+    weights: str = "tensor"
+    dtype: torch.dtype = E4M3
+    gradient_dtype: torch.dtype = E5M2
+
+
+RECIPES = {
+    "tensor": Recipe(),
+    "row": Recipe("row", "row"),
+    "deepseek-v3": Recipe("block1x128", "block128x128", gradient_dtype=E4M3),
+    "mxfp8": Recipe("mx32", "mx32", gradient_dtype=E4M3),
+}
 
 
 def fp8_matmul(
@@ -199,31 +216,6 @@ class _Fp8Linear(torch.autograd.Function):
         g_MK = fp8_matmul(g_MN, w_NK.T, (recipe.activations, recipe.weights), dtypes)
         g_NK = fp8_matmul(g_MN.T, x_MK.T, (recipe.activations, recipe.activations), dtypes)
         return g_MK.to(x_MK.dtype), g_NK.to(w_NK.dtype), None
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a linear layer goes to FP8.
-
-    Attributes:
-        activations: Scaling of inputs and gradients.
-        weights: Scaling of weights.
-        dtype: Of inputs and weights.
-        gradient_dtype: Of gradients: they need range more than precision.
-    """
-
-    activations: str = "tensor"
-    weights: str = "tensor"
-    dtype: torch.dtype = E4M3
-    gradient_dtype: torch.dtype = E5M2
-
-
-RECIPES = {
-    "tensor": Recipe(),
-    "row": Recipe("row", "row"),
-    "deepseek-v3": Recipe("block1x128", "block128x128", gradient_dtype=E4M3),
-    "mxfp8": Recipe("mx32", "mx32", gradient_dtype=E4M3),
-}
 
 
 class Fp8Linear(nn.Linear):

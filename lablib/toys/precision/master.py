@@ -1,4 +1,4 @@
-"""What keeps 16-bit training alive: a loss scaler, a master copy, and rounding by chance.
+"""Training in 16 bits: a loss scaler, a master copy, and rounding by chance.
 
 fp16 has enough precision and too little range: gradients below 2^-25 become zero. Multiplying the loss by S multiplies
 every gradient by S, by the chain rule, and dividing them by S again in fp32 gives them back (`LossScaler`).
@@ -27,9 +27,6 @@ class LossScaler:
         growth: What S is multiplied by after `interval` good steps in a row, more than 1.
         backoff: What it is multiplied by after a step with an infinite or NaN gradient, between 0 and 1.
         interval: Good steps in a row before S grows.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     def __init__(
@@ -108,9 +105,6 @@ def stochastic_round_bf16(x: Tensor, *, generator: torch.Generator | None = None
     next has q * 2^16 in its lower half. Adding a random 16-bit number carries into the upper half with chance q.
 
         P(up) = (x - below) / (above - below)        E[round(x)] = x
-
-    Raises:
-        ValueError: If `x` is not fp32.
     """
     if x.dtype != torch.float32:
         raise ValueError(f"stochastic_round_bf16 takes float32, not {x.dtype}: it reads the bits")

@@ -1,4 +1,4 @@
-"""What tensor parallel ranks say to each other: Megatron's f and g, and their sequence parallel relatives.
+"""Communication between tensor-parallel ranks: Megatron's f and g, and their sequence parallel relatives.
 
     function          forward          backward         Megatron's name
     copy_to_tp        nothing          all-reduce       f
@@ -7,7 +7,7 @@
     scatter_to_sp     reduce-scatter   all-gather       its conjugate
 
 In each pair, forward of the one is backward of the other.
-The whole sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
+The full sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
 
 Papers: Shoeybi et al. 2019 (1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), section 4.2.
 """
@@ -33,7 +33,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole sequence from every rank's part, x_BSH."""
+    """Return the full sequence from every rank's part, x_BSH."""
     parts = x_BsH.new_empty(group.size() * len(x_BsH), *x_BsH.shape[1:])  # one after the other in dim 0
     collective_names.all_gather(parts, x_BsH.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), dim=1)
@@ -138,19 +138,12 @@ def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_from_sp(x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole sequence; the gradient is summed and cut again. What follows keeps the whole input."""
+    """Return the full sequence; the gradient is summed and cut again. What follows keeps the full input."""
     return _GatherFromSP.apply(x_BsH, group)
 
 
 def scatter_to_sp(x_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum of `x_BSH` over the ranks.
-
-    Args:
-        x_BSH: Each rank's partial sum; tp must divide S.
-
-    Raises:
-        ValueError: If tp does not divide the sequence.
-    """
+    """Return this rank's part of the sum of `x_BSH` over the ranks."""
     return _ScatterToSP.apply(x_BSH, group)
 
 
@@ -160,7 +153,6 @@ def gathered_linears(
     """Return `gather(x) W^T + b` for each weight and bias, keeping only the shard of x for backward.
 
     Args:
-        x_BsH: This rank's part of the sequence.
         parameters: (weight, bias or None) of each product.
     """
     return _GatheredLinears.apply(x_BsH, group, *(p for pair in parameters for p in pair))

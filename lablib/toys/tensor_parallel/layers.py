@@ -1,14 +1,10 @@
-"""The two ends of the model split over the vocabulary: embedding and cross-entropy.
+"""Layers split over tensor-parallel ranks: column- and row-parallel products, and the vocabulary at the model's two ends.
 
-Rank r holds the rows `first ... first + v - 1` of the table and the same columns of the logits.
-No rank ever holds all the logits, which are the largest activation of a small model.
+`y = x W^T`. Column-parallel splits the output dim, row-parallel the input dim: for PyTorch's weight of shape (out, in)
+that is dim 0 and dim 1. The names are those of the matrix W^T, which stands to the right of x.
 
-Paper: Shoeybi et al. 2019 (1909.08053), section 3.
-
-Column- and row-parallel linear layers, and the record of who holds which slice.
-
-`y = x W^T`. Column-parallel splits the output dim, row-parallel the input dim: for PyTorch's weight of shape
-(out, in) that is dim 0 and dim 1. The names are those of the matrix W^T, which stands to the right of x.
+Of the vocabulary, rank r holds the rows `first ... first + v - 1` of the table and the same columns of the logits. No
+rank ever holds all the logits, which are the largest activation of a small model.
 
 Paper: Shoeybi et al. 2019 (1909.08053), section 3.
 """
@@ -33,6 +29,9 @@ from lablib.toys.tensor_parallel.functions import (
 )
 
 VARIANTS = (False, "keep", "shard")
+
+
+# --- who holds which slice ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,25 @@ def head_split(heads: int, head_dim: int, ranks: int) -> Split:
     return Split(tuple((start, start + per_rank * head_dim) for start in starts))
 
 
+def local(full: nn.Parameter, dim: int, split: Split, group: dist.ProcessGroup) -> nn.Parameter:
+    """Return a copy of this rank's slice of a parameter."""
+    piece = split.cut(full.detach(), dim, group.rank()).clone()
+    return nn.Parameter(piece, requires_grad=full.requires_grad)
+
+
+def copied(full: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter that every rank holds in full."""
+    return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
+
+
+# --- linear layers ------------------------------------------------------------------------------------------
+
+
 class ColumnParallelLinear(nn.Module):
     """Some of the outputs of a linear layer, from all of its inputs.
 
     Args:
-        linear: The whole layer; its slice is copied.
+        linear: The full layer; its slice is copied.
         sequence_parallel: False (f), "keep" or "shard".
         replicas: The ranks that hold the same slice, if there are others.
     """
@@ -97,10 +110,10 @@ class ColumnParallelLinear(nn.Module):
             sum_gradient(parameter, replicas)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's outputs, of the whole sequence.
+        """Return this rank's outputs, of the full sequence.
 
         Args:
-            x: The whole input x_BSH, the same on every rank; with sequence parallelism this rank's x_BsH.
+            x: The full input x_BSH, the same on every rank; with sequence parallelism this rank's x_BsH.
         """
         return columns(x, self)[0]
 
@@ -124,7 +137,7 @@ class RowParallelLinear(nn.Module):
     """All outputs of a linear layer, each rank adding the part that its inputs make.
 
     Args:
-        linear: The whole layer; its slice is copied.
+        linear: The full layer; its slice is copied.
         sequence_parallel: Return this rank's part of the sequence only.
     """
 
@@ -150,15 +163,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # after the sum, or it would count t times
 
 
-def local(full: nn.Parameter, dim: int, split: Split, group: dist.ProcessGroup) -> nn.Parameter:
-    """Return a copy of this rank's slice of a parameter."""
-    piece = split.cut(full.detach(), dim, group.rank()).clone()
-    return nn.Parameter(piece, requires_grad=full.requires_grad)
-
-
-def copied(full: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter that every rank holds whole."""
-    return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
+# --- the vocabulary -----------------------------------------------------------------------------------------
 
 
 def owned(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every layer of the transformer split over the ranks of one process group.
+"""The transformer split over the ranks of one process group: attention by heads, MLP by inner values.
 
     model = parallelize(Transformer(config), group)   # or sequence_parallel="keep" or "shard"
     model.loss(tokens).backward()                     # the same tokens on every rank
@@ -10,13 +10,7 @@ Between columns and row the ranks have nothing to say to each other.
 Per block f and g cost 2 all-reduces forward and 2 backward, 8·B·S·H·(t-1)/t numbers sent by each rank.
 Sequence parallelism also splits norms and stream; "keep" sends as much, "shard" 10·B·S·H·(t-1)/t.
 
-Papers: Shoeybi et al. 2019 (1909.08053); Korthikanti et al. 2022 (2205.05198).
-
-One block of the transformer, split over the ranks: attention by heads, MLP by inner values.
-
-Both halves are columns, then work that each rank does alone, then a row.
-
-Paper: Shoeybi et al. 2019 (1909.08053), figure 3.
+Papers: Shoeybi et al. 2019 (1909.08053), figure 3; Korthikanti et al. 2022 (2205.05198).
 """
 
 from __future__ import annotations
@@ -50,7 +44,6 @@ class Plan:
     """How a model is split; the same for every part of every block.
 
     Attributes:
-        config: Of the model.
         group: The tensor parallel ranks.
         sequence_parallel: False, "keep" or "shard".
         replicas: The ranks with the same KV heads, when there are more ranks than KV heads.
@@ -65,18 +58,18 @@ class Plan:
 class ParallelAttention(Attention):
     """Attention over this rank's heads: heads never mix before the output projection."""
 
-    def __init__(self, whole: Attention, plan: Plan) -> None:
-        nn.Module.__init__(self)  # Attention's own would make whole projections
+    def __init__(self, full: Attention, plan: Plan) -> None:
+        nn.Module.__init__(self)  # Attention's own would make the full projections
         config, group, variant = plan.config, plan.group, plan.sequence_parallel
         t, width = group.size(), config.head_dim
-        self.head_dim, self.fused, self.dropout = width, whole.fused, copy.deepcopy(whole.dropout)
+        self.head_dim, self.fused, self.dropout = width, full.fused, copy.deepcopy(full.dropout)
         self.queries_per_key = (config.num_heads // t) // max(1, config.num_kv_heads // t)
         q_split = head_split(config.num_heads, width, t)
         kv_split = head_split(config.num_kv_heads, width, t)
-        self.q = ColumnParallelLinear(whole.q, q_split, group, variant)
-        self.k = ColumnParallelLinear(whole.k, kv_split, group, variant, plan.replicas)
-        self.v = ColumnParallelLinear(whole.v, kv_split, group, variant, plan.replicas)
-        self.out = RowParallelLinear(whole.out, q_split, group, variant)
+        self.q = ColumnParallelLinear(full.q, q_split, group, variant)
+        self.k = ColumnParallelLinear(full.k, kv_split, group, variant, plan.replicas)
+        self.v = ColumnParallelLinear(full.v, kv_split, group, variant, plan.replicas)
+        self.out = RowParallelLinear(full.out, q_split, group, variant)
 
     def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None) -> Tensor:
         """Return what attention adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -89,14 +82,14 @@ class ParallelAttention(Attention):
 class ParallelMLP(nn.Module):
     """The MLP over this rank's inner values: GELU and SwiGLU act on each value alone."""
 
-    def __init__(self, whole: MLP, plan: Plan) -> None:
+    def __init__(self, full: MLP, plan: Plan) -> None:
         super().__init__()
         group, variant = plan.group, plan.sequence_parallel
         split = even_split(plan.config.ffn, group.size())
-        self.up = ColumnParallelLinear(whole.up, split, group, variant)
-        gate = whole.gate
+        self.up = ColumnParallelLinear(full.up, split, group, variant)
+        gate = full.gate
         self.gate = gate and ColumnParallelLinear(gate, split, group, variant)
-        self.down = RowParallelLinear(whole.down, split, group, variant)
+        self.down = RowParallelLinear(full.down, split, group, variant)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return what the MLP adds to the stream (to this rank's part of it with sequence parallelism)."""
@@ -107,32 +100,23 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelBlock(Block):
-    """One layer with both halves split; the norms see what the stream holds: all tokens, or this rank's.
+    """One layer with both halves split; the norms see what the stream holds: all tokens, or this rank's."""
 
-    Args:
-        whole: The block to split; its weights are copied.
-    """
-
-    def __init__(self, whole: Block, plan: Plan) -> None:
+    def __init__(self, full: Block, plan: Plan) -> None:
         nn.Module.__init__(self)
         # In the order of Block, since optimizers number the parameters by it.
-        self.norm1 = copy.deepcopy(whole.norm1)
-        self.attention = ParallelAttention(whole.attention, plan)
-        self.norm2 = copy.deepcopy(whole.norm2)
-        self.mlp = ParallelMLP(whole.mlp, plan)
-        self.dropout = copy.deepcopy(whole.dropout)
+        self.norm1 = copy.deepcopy(full.norm1)
+        self.attention = ParallelAttention(full.attention, plan)
+        self.norm2 = copy.deepcopy(full.norm2)
+        self.mlp = ParallelMLP(full.mlp, plan)
+        self.dropout = copy.deepcopy(full.dropout)
         if plan.sequence_parallel:
             for parameter in (*self.norm1.parameters(), *self.norm2.parameters()):
                 sum_gradient(parameter, plan.group)  # they see this rank's tokens only
 
 
 def check_tp(config: ModelConfig, tp: int) -> None:
-    """Raise if the model cannot be split so.
-
-    Raises:
-        ValueError: If tp does not divide the heads, or neither divides nor is a multiple of the KV heads, or
-            leaves a rank without a part of the MLP or of the vocabulary.
-    """
+    """Raise if the model cannot be split so."""
     heads, kv, ffn, vocab = config.num_heads, config.num_kv_heads, config.ffn, config.vocab
     possible = [t for t in range(1, min(heads, ffn, vocab) + 1) if heads % t == 0 and not (kv % t and t % kv)]
     if tp in possible:
@@ -148,7 +132,7 @@ def check_tp(config: ModelConfig, tp: int) -> None:
 
 
 class ParallelTransformer(nn.Module):
-    """The transformer, split. Parameters have the names of the whole model's; see `parallelize`."""
+    """The transformer, split. Parameters have the names of the full model's; see `parallelize`."""
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup, variant: bool | str) -> None:
         super().__init__()
@@ -161,7 +145,7 @@ class ParallelTransformer(nn.Module):
         self.embed.splits = {"weight": (0, vocab)}
         self.positions = copy.deepcopy(model.positions)
         plan = Plan(config, group, variant, _kv_replicas(config, group))
-        self.blocks = nn.ModuleList(ParallelBlock(whole, plan) for whole in model.blocks)
+        self.blocks = nn.ModuleList(ParallelBlock(full, plan) for full in model.blocks)
         self.norm = copy.deepcopy(model.norm)
         self.head = ColumnParallelLinear(model.head, vocab, group, variant)
         if config.tied:
@@ -172,14 +156,7 @@ class ParallelTransformer(nn.Module):
                     sum_gradient(parameter, group)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, logits_BSv.
-
-        Args:
-            tokens_BS: Token ids, the same on every rank; any length.
-
-        Raises:
-            ValueError: If a token is outside the vocabulary, or the sequence longer than the positions.
-        """
+        """Return this rank's columns of the logits, logits_BSv."""
         seq, t, rank = tokens_BS.shape[1], self.group.size(), self.group.rank()
         if tokens_BS.numel() and not 0 <= int(tokens_BS.min()) <= int(tokens_BS.max()) < self.config.vocab:
             raise ValueError(f"token ids must lie in 0 ... {self.config.vocab - 1} (vocab={self.config.vocab})")
@@ -211,11 +188,7 @@ class ParallelTransformer(nn.Module):
         return vocab_parallel_cross_entropy(logits_BSv, tokens_BT[:, 1:], self.first, self.group).mean()
 
     def gather(self, name: str, piece: Tensor) -> Tensor:
-        """Return a whole parameter, or its gradient, from the pieces of all ranks. Every rank must call it.
-
-        Args:
-            piece: This rank's slice of it, or of its gradient.
-        """
+        """Return a full parameter, or its gradient, from the pieces of all ranks. Every rank must call it."""
         owner, _, leaf = name.rpartition(".")
         dim, split = getattr(self.get_submodule(owner), "splits", {}).get(leaf, (0, None))
         if split is None:
@@ -238,14 +211,10 @@ def parallelize(
     """Return the model split over the ranks of a group, with copies of its weights.
 
     Args:
-        model: The whole model, with the same weights on every rank. It stays as it is.
+        model: The full model, with the same weights on every rank. It stays as it is.
         group: The tensor parallel ranks; `dist.group.WORLD` for all.
         sequence_parallel: False, "keep" (keeps the gathered input for backward) or "shard" (keeps this rank's
             part and gathers once more).
-
-    Raises:
-        ValueError: If the variant is unknown, the model cannot be split so, or it has dropout: the stream
-            would need the same mask on every rank and the split parts different ones.
     """
     if not any(sequence_parallel is v or sequence_parallel == v != 0 for v in VARIANTS):
         raise ValueError(f"sequence_parallel={sequence_parallel!r} must be False, 'keep' or 'shard'")
@@ -256,17 +225,13 @@ def parallelize(
 
 
 def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, the same on every rank. Every rank must call it."""
+    """Return the state dict of the full model, the same on every rank. Every rank must call it."""
     return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
-    """Copy this rank's slices out of the state dict of the whole model.
-
-    Raises:
-        ValueError: If names or shapes are not those of the whole model.
-    """
+    """Copy this rank's slices out of the state dict of the full model."""
     mine = model.state_dict()
     if wrong := sorted(mine.keys() ^ state.keys()):
         raise ValueError(f"these names are only in one of model and state dict: {', '.join(wrong)}")

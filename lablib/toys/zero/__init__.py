@@ -10,7 +10,7 @@ What each rank holds of N, and sends, for ψ parameters with gradients and optim
     stage 2    all weights    1/N               1/N                 2ψ(N-1)/N
     stage 3    1/N            1/N               1/N                 3ψ(N-1)/N
 
-Read `flat_shards` first, then `zero1`, `zero2` and `zero3` with `zero3_units`; `zero_state` is for checkpoints.
+Read `flat_shards` first, then `stages_1_2` and `stage_3`.
 
 Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5 and 7.
 """

@@ -26,7 +26,7 @@ class FlatShards:
 
     Attributes:
         width: Values of a shard, ceil(ψ / N).
-        full: The whole array, N · width values; without memory while released.
+        full: The full array, N · width values; without memory while released.
         shard: This rank's piece of the weights; a view of `full` until `detach_shard`.
         updated: What the optimizer updates: the shard, or its master copy.
         grads: The gradients of this rank's samples, N · width values; None before the first one.
@@ -58,7 +58,7 @@ class FlatShards:
     # Weights
 
     def detach_shard(self) -> None:
-        """Give the shard memory of its own, so that the whole array can be released."""
+        """Give the shard memory of its own, so that the full array can be released."""
         self.shard = self.shard.clone()
         if self.master is None:
             self.updated = nn.Parameter(self.shard, self.trained)
@@ -71,7 +71,7 @@ class FlatShards:
 
     @property
     def released(self) -> bool:
-        """Whether the whole array has no memory now."""
+        """Whether the full array has no memory now."""
         return not self.full.untyped_storage().nbytes()
 
     @property
@@ -81,14 +81,14 @@ class FlatShards:
         return all(p.untyped_storage().data_ptr() in ours and p.requires_grad == self.trained for p in self.params)
 
     def release(self) -> None:
-        """Free the memory of the whole array, and let the parameters read as NaN, which needs none."""
+        """Free the memory of the full array, and let the parameters read as NaN, which needs none."""
         self.wait()
         for p in self.params:
             p.data = self.nothing.expand(p.shape)
         self.full.untyped_storage().resize_(0)
 
     def gather(self) -> None:
-        """Start to fill the whole array from the shards of all ranks, unless it is there or on its way."""
+        """Start to fill the full array from the shards of all ranks, unless it is there or on its way."""
         if self.released:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.refill()
@@ -98,7 +98,7 @@ class FlatShards:
         self._gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        """Wait until the whole array is there."""
+        """Wait until the full array is there."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None

@@ -1,6 +1,6 @@
 """ZeRO stage 3: every rank keeps a shard of everything, and gathers the weights of one unit at a time.
 
-A unit is a module that is gathered as a whole, such as a transformer block; the root unit is what is left over.
+A unit is a module whose weights are gathered together, such as a transformer block; the root unit is what is left over.
 
     forward    gather unit k -> run it -> release
     backward   gather unit k -> run it -> reduce-scatter its gradients -> release
@@ -12,20 +12,21 @@ Autograd keeps the weights that it needs by reference. Releasing therefore frees
 leaves the tensor in place; gathering again puts the same values under it. Hooks on a unit's inputs and outputs say when
 backward comes and goes. Where autograd takes another way, it finds its weight released, and has it gathered then.
 
+Read `Unit` and `ZeRO3.forward` first; `default_units` and `assign` choose the units and whose parameters are whose.
+
 Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
 Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
-
-Units of ZeRO stage 3: which modules are gathered as a whole, and whose parameters those are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.toys.zero.flat_shards import FlatShards, group_flat
@@ -33,7 +34,7 @@ from lablib.toys.zero.stages_1_2 import ZeRO1
 
 
 class Unit:
-    """What is gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
         flats: Its shards, one for each kind of parameter; none if all its parameters belong to others.
@@ -43,6 +44,9 @@ class Unit:
 
     def __init__(self, flats: list[FlatShards]):
         self.flats, self.inputs_left, self.reduced = flats, 0, False
+        for flat in flats:
+            flat.detach_shard()
+        self.release()
 
     def gather(self) -> None:
         """Start to gather what is released."""
@@ -55,7 +59,7 @@ class Unit:
             flat.wait()
 
     def release(self) -> None:
-        """Free the memory of the whole weights."""
+        """Free the memory of the unsharded weights."""
         for flat in self.flats:
             flat.release()
 
@@ -110,9 +114,6 @@ class ZeRO3(ZeRO1):
         units: Modules to gather one by one; by default every child of an nn.ModuleList, nn.ModuleDict or
             nn.Sequential that has a forward.
         prefetch: Units to gather ahead of the one in use.
-
-    Raises:
-        ValueError: As in ZeRO1; or a unit is not part of the module, or has no forward; or prefetch is negative.
     """
 
     stage = 3
@@ -120,10 +121,12 @@ class ZeRO3(ZeRO1):
     def __init__(
         self,
         module: nn.Module,
-        *args: object,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        master: torch.dtype | None = None,
         units: Iterable[nn.Module] | None = None,
         prefetch: int = 1,
-        **options: object,
     ):
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} must not be negative; use 0 to gather nothing ahead")
@@ -132,11 +135,15 @@ class ZeRO3(ZeRO1):
             raise ValueError(f"units {', '.join(strangers)} are not in the module; choose from module.modules()")
         if containers := [type(unit).__name__ for unit in chosen if not has_forward(unit)]:
             raise ValueError(f"units {', '.join(containers)} have no forward; choose the modules inside")
-        # The constructor below makes a unit of each of them.
-        self._chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]
+        chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]  # the root first
+        self._wrap(module, group, master)
         self.prefetch = prefetch
-        super().__init__(module, *args, **options)
-        for unit_module, unit in zip(self._chosen, self.units, strict=True):
+        home = assign(module, chosen)
+        self.units = [
+            Unit(group_flat([p for p, m in home.items() if m is unit_module], group, master)) for unit_module in chosen
+        ]
+        self._shard([flat for unit in self.units for flat in unit.flats], optimizer)
+        for unit_module, unit in zip(chosen, self.units, strict=True):
             # First of all hooks, as old-style weight_norm computes its weight in one.
             unit_module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
             unit_module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
@@ -145,17 +152,6 @@ class ZeRO3(ZeRO1):
         self._homes = {storage._cdata: flat for storage, flat in memory}  # by the address of the storage object
         self._begun, self._ended = [], []  # units in the order of this forward
         self._next, self._previous = {}, {}  # what followed whom in the last one, forward and backward
-
-    def _make_flats(self) -> list[FlatShards]:
-        home = assign(self.module, self._chosen)
-        self.units = []
-        for unit_module in self._chosen:
-            flats = group_flat([p for p, m in home.items() if m is unit_module], self.group, self.master)
-            for flat in flats:
-                flat.detach_shard()
-            self.units.append(Unit(flats))
-            self.units[-1].release()
-        return [flat for unit in self.units for flat in unit.flats]
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module."""
@@ -223,10 +219,24 @@ class ZeRO3(ZeRO1):
                 other.release()
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward, as in ZeRO1, unless the loss is NaN: a released weight makes it so."""
+        """Run backward, as in stage 1, unless the loss is NaN: a released weight makes it so."""
         if loss.isnan():
             raise RuntimeError("the loss is NaN: weights are, or one was read where its unit's forward does not run")
         super().backward(loss)
+        with torch.no_grad():
+            for unit in self.units:  # what is left: units without inputs that have a gradient, such as embeddings
+                unit.release()
+                if not unit.reduced or any(flat.grads is not None for flat in unit.flats):
+                    self._leave(unit)
+                unit.reduced = False
+            self._finish()
+
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> Tensor | None:
+        """As in stage 1, but the gradients have left already, and the next forward gathers what it needs."""
+        for unit in self.units:
+            unit.inputs_left = 0  # forward passes without a backward
+        return self._update_shards(max_norm)
 
     @torch.no_grad()
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
@@ -246,30 +256,11 @@ class ZeRO3(ZeRO1):
         unit.reduced = True
         self._reduce(flat for flat in unit.flats if flat.trained)
 
-    def _after_backward(self) -> None:
-        """Send what is left: units without inputs that have a gradient, such as embeddings."""
-        for unit in self.units:
-            unit.release()
-            if not unit.reduced or any(flat.grads is not None for flat in unit.flats):
-                self._leave(unit)
-            unit.reduced = False
-        self._finish()
-
-    def _reduce_rest(self) -> None:
-        for unit in self.units:
-            unit.inputs_left = 0  # forward passes without a backward
-
-    def _publish(self) -> None:
-        """Nothing to send: the next forward gathers what it needs."""
-        for flat in self.trained:
-            if flat.master is not None:
-                flat.shard.copy_(flat.updated)
-
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the unsharded module, with its own names, on every rank.
 
-        Units are gathered one by one; only the result is as large as the whole model.
+        Units are gathered one by one; only the result is as large as the full model.
         """
         by_name = dict(self.module.named_parameters(remove_duplicate=False))
         copies: dict[nn.Parameter, Tensor] = {}
@@ -286,11 +277,7 @@ class ZeRO3(ZeRO1):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank.
-
-        Args:
-            state: As from `full_state_dict`.
-        """
+        """Load a state dict of the unsharded module, the same on every rank."""
         for unit in self.units:
             self._use(unit, {})
         self.module.load_state_dict(state)

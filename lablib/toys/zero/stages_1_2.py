@@ -1,23 +1,17 @@
-"""ZeRO stage 1: every rank keeps all weights, and updates only its shard of them.
+"""ZeRO stages 1 and 2: every rank keeps all weights, and updates only its shard of them.
 
 DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two:
 
     reduce-scatter of gradients  ->  each rank updates its shard  ->  all-gather of weights
 
-The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state.
+The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state. Stage 1 has the full gradient on
+every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward has filled it, and what comes back
+is this rank's piece.
 
-Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1 and 7.
+Below the classes is what a checkpoint needs: the optimizer's state by parameter name. Shards depend on the number of
+ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
 
-The optimizer's state of a ZeRO model, whole and by parameter name, as checkpoints want it.
-
-Shards depend on the number of ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
-
-ZeRO stage 2: as stage 1, and no two ranks hold the same gradients either.
-
-Stage 1 has the whole gradient on every rank until its step. Here a bucket leaves as soon as backward has filled it, and
-what comes back is this rank's piece.
-
-Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.2.
+Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 """
 
 from __future__ import annotations
@@ -32,71 +26,9 @@ from lablib.toys.data_parallel import check_replica, take_from_first
 from lablib.toys.torch_names import all_gather
 from lablib.toys.zero.flat_shards import FlatShards, group_flat
 
-MASTER = "master"
-
-
-@torch.no_grad()
-def gather(
-    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    """Return the state of every parameter, on every rank."""
-    names = {p: name for name, p in module.named_parameters()}
-    states: dict[str, dict[str, Tensor]] = {}
-    for flat in flats:
-        mine = dict(optimizer.state.get(flat.updated, {}))
-        if flat.master is not None:
-            flat.adopt()
-            mine[MASTER] = flat.updated.detach()
-        for key, value in mine.items():
-            parts = [value] * len(flat.params)  # one for all, such as the number of steps
-            if isinstance(value, Tensor) and value.shape == flat.updated.shape:
-                whole = value.new_empty(flat.world_size * flat.width)
-                all_gather(whole, value, group=flat.group)
-                parts = flat.split(whole)
-            for p, part in zip(flat.params, parts, strict=True):
-                states.setdefault(names[p], {})[key] = part.clone() if isinstance(part, Tensor) else part
-    return states
-
-
-def _is_per_element(value: object, p: Tensor) -> bool:
-    """Whether a piece of state has a number for each of a parameter's; NAdam's `mu_product` is one for all."""
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-@torch.no_grad()
-def scatter(
-    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer, states: dict[str, dict[str, Tensor]]
-) -> None:
-    """Give every shard its piece of the state of the parameters.
-
-    Raises:
-        ValueError: If a parameter that is trained has no state, or not that of its neighbours; nothing is changed then.
-    """
-    names = {p: name for name, p in module.named_parameters()}
-    for flat in flats:
-        keys = {frozenset(states.get(names[p], {})) for p in flat.params}
-        if len(keys) > 1 or (flat.master is not None) != (MASTER in next(iter(keys))):
-            raise ValueError(
-                f"the state of {names[flat.params[0]]} and its neighbours is not of this model: load what "
-                "full_optimizer_state returned for the same module and master dtype"
-            )
-    for flat in flats:
-        mine = {}
-        for key, value in states.get(names[flat.params[0]], {}).items():
-            mine[key] = value
-            if key != "step" and all(_is_per_element(states[names[p]][key], p) for p in flat.params):
-                whole = value.new_zeros(flat.world_size * flat.width)
-                for p, part in zip(flat.params, flat.split(whole), strict=True):
-                    part.copy_(states[names[p]][key])
-                mine[key] = whole.chunk(flat.world_size)[flat.rank]
-            mine[key] = mine[key].clone() if isinstance(value, Tensor) else value
-        if flat.master is not None:
-            flat.updated.copy_(mine.pop(MASTER))
-        optimizer.state[flat.updated] = mine
-
 
 class ZeRO1(nn.Module):
-    """Shard the optimizer: gradients add up on every rank, and are reduce-scattered once a step.
+    """Stage 1, shard the optimizer: gradients add up on every rank, and are reduce-scattered once a step.
 
     To accumulate, call `backward` several times before `step`, each time with its part of the mean loss.
     A parameter that no rank used has a zero gradient, where one process leaves it None.
@@ -109,10 +41,6 @@ class ZeRO1(nn.Module):
             shard does not know which of its values are a norm's.
         group: The process group of the replicas; None is all ranks.
         master: Dtype of the optimizer's copy of its shard: torch.float32 for a module in bf16. None for no copy.
-
-    Raises:
-        ValueError: As `lablib.toys.data_parallel.check_replica`; or nothing is to be trained, the master dtype cannot hold
-            the weights, or the optimizer does not have all shards.
     """
 
     stage = 1
@@ -125,6 +53,12 @@ class ZeRO1(nn.Module):
         *,
         master: torch.dtype | None = None,
     ):
+        self._wrap(module, group, master)
+        # Frozen parameters are never updated: nothing of them to shard.
+        self._shard(group_flat([p for p in module.parameters() if p.requires_grad], group, master), optimizer)
+
+    def _wrap(self, module: nn.Module, group: dist.ProcessGroup | None, master: torch.dtype | None) -> None:
+        """Take a module over, with rank 0's weights."""
         super().__init__()
         check_replica(module, group)
         if not (trained := _trained(module)):
@@ -135,7 +69,10 @@ class ZeRO1(nn.Module):
         self.module, self.group, self.master = module, group, master
         with torch.no_grad():
             take_from_first([*module.parameters(), *module.buffers()], group)
-            self.flats = self._make_flats()
+
+    def _shard(self, flats: list[FlatShards], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        """Make the optimizer of the shards, and listen to the gradients."""
+        self.flats = flats
         self.trained = [flat for flat in self.flats if flat.trained]
         self.home = {p: flat for flat in self.trained for p in flat.params}
         for p in self.home:
@@ -147,10 +84,6 @@ class ZeRO1(nn.Module):
         self.optimizer.register_step_pre_hook(self._before_step)
         self._in_backward, self._any_backward = False, False
         self._on_the_wire: list[FlatShards] = []
-
-    def _make_flats(self) -> list[FlatShards]:
-        # Frozen parameters are never updated: nothing of them to shard.
-        return group_flat([p for p in self.module.parameters() if p.requires_grad], self.group, self.master)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module."""
@@ -185,7 +118,6 @@ class ZeRO1(nn.Module):
                 for p in self.home:
                     if p.grad is not None:  # made without autograd, as a zero-bubble pipeline's W does
                         self._put(p)
-                self._after_backward()
         finally:
             self._in_backward = False
 
@@ -198,9 +130,6 @@ class ZeRO1(nn.Module):
 
     def _put(self, p: nn.Parameter) -> None:
         self.home[p].put(p)
-
-    def _after_backward(self) -> None:
-        pass
 
     def _reduce(self, flats: Iterable[FlatShards]) -> None:
         """Send gradients; never more than one message in flight, so that few are in memory."""
@@ -224,7 +153,14 @@ class ZeRO1(nn.Module):
         Returns:
             The norm before clipping, if `max_norm` is given.
         """
-        self._reduce_rest()
+        if self._any_backward:
+            self._reduce(self.trained)
+        norm = self._update_shards(max_norm)
+        self._gather_weights()
+        return norm
+
+    def _update_shards(self, max_norm: float | None) -> Tensor | None:
+        """Let the optimizer step on this rank's shards; return the norm of the gradient, if it is clipped."""
         self._finish()
         norm = None if max_norm is None else self._clip(max_norm)
         for flat in self.trained:
@@ -232,16 +168,21 @@ class ZeRO1(nn.Module):
             flat.adopt()
         self.optimizer.step()
         self.zero_grad()
-        self._publish()
+        for flat in self.trained:
+            if flat.master is not None:
+                flat.shard.copy_(flat.updated)
         return norm
+
+    def _gather_weights(self) -> None:
+        """Bring the updated shards to all ranks."""
+        for flat in self.trained:
+            flat.refill()
+        for flat in self.trained:
+            flat.wait()
 
     def _before_step(self, *_: object) -> None:
         if self._any_backward and all(flat.updated.grad is None for flat in self.trained):
             raise RuntimeError("call model.step(), not optimizer.step(), which has no gradients to use")
-
-    def _reduce_rest(self) -> None:
-        if self._any_backward:
-            self._reduce(self.trained)
 
     def _clip(self, max_norm: float) -> Tensor:
         """Every value is on one rank only, so squares add up over the ranks: |g|² = Σ_r |g_r|²."""
@@ -255,15 +196,6 @@ class ZeRO1(nn.Module):
                 flat.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(flat.grad.dtype))
         return norm
 
-    def _publish(self) -> None:
-        """Bring the updated shards to all ranks."""
-        for flat in self.trained:
-            if flat.master is not None:
-                flat.shard.copy_(flat.updated)
-            flat.refill()
-        for flat in self.trained:
-            flat.wait()
-
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the unsharded module, with its own names, on every rank."""
@@ -271,11 +203,7 @@ class ZeRO1(nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank.
-
-        Args:
-            state: As from `full_state_dict`.
-        """
+        """Load a state dict of the unsharded module, the same on every rank."""
         self.module.load_state_dict(state)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -283,7 +211,7 @@ class ZeRO1(nn.Module):
 
         With a master copy, that is part of it, as "master": the weights alone are rounded.
         """
-        return gather(self.module, self.trained, self.optimizer)
+        return gather_state(self.module, self.trained, self.optimizer)
 
     def load_full_optimizer_state(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Load the optimizer's state, the same on every rank; with the weights, training goes on where it was.
@@ -291,15 +219,11 @@ class ZeRO1(nn.Module):
         Args:
             state: As from `full_optimizer_state`, of any number of ranks and any stage.
         """
-        scatter(self.module, self.trained, self.optimizer, state)
-
-
-def _trained(module: nn.Module) -> set[nn.Parameter]:
-    return {p for p in module.parameters() if p.requires_grad and p.numel()}
+        scatter_state(self.module, self.trained, self.optimizer, state)
 
 
 class ZeRO2(ZeRO1):
-    """Shard gradients too: reduce-scatter each bucket from within backward, and keep only this rank's piece.
+    """Stage 2, shard gradients too: reduce-scatter each bucket from within backward, and keep only this rank's piece.
 
     Accumulating costs a reduce-scatter for every backward, where stage 1 needs one for every step.
 
@@ -309,19 +233,24 @@ class ZeRO2(ZeRO1):
 
     stage = 2
 
-    def __init__(self, *args: object, bucket_bytes: int = 25 * 2**20, **options: object):
-        self.bucket_bytes = bucket_bytes  # the constructor below makes the buckets
-        super().__init__(*args, **options)
-        self._sent = 0
-
-    def _make_flats(self) -> list[FlatShards]:
-        flats, filling = [], []
-        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):  # backward's order
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        master: torch.dtype | None = None,
+        bucket_bytes: int = 25 * 2**20,
+    ):
+        self._wrap(module, group, master)
+        buckets, filling = [], []
+        for p in reversed([p for p in module.parameters() if p.requires_grad]):  # backward's order
             filling.append(p)
-            if sum(q.nbytes for q in filling) >= self.bucket_bytes:
-                flats += group_flat(filling, self.group, self.master)
+            if sum(q.nbytes for q in filling) >= bucket_bytes:
+                buckets += group_flat(filling, group, master)
                 filling = []
-        return flats + group_flat(filling, self.group, self.master)
+        self._shard(buckets + group_flat(filling, group, master), optimizer)
+        self._sent = 0  # buckets that have left in this backward
 
     def _put(self, p: nn.Parameter) -> None:
         if self.home[p] in self.trained[: self._sent]:
@@ -337,11 +266,83 @@ class ZeRO2(ZeRO1):
         self._reduce([self.trained[self._sent]])
         self._sent += 1
 
-    def _after_backward(self) -> None:
-        while self._sent < len(self.trained):
-            self._send_next()
-        self._finish()
+    def backward(self, loss: Tensor) -> None:
+        """Run backward, and send the buckets that it has not filled."""
+        super().backward(loss)
+        with torch.no_grad():
+            while self._sent < len(self.trained):
+                self._send_next()
+            self._finish()
         self._sent = 0
 
-    def _reduce_rest(self) -> None:
-        pass
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> Tensor | None:
+        """As in stage 1, but the gradients have left already."""
+        norm = self._update_shards(max_norm)
+        self._gather_weights()
+        return norm
+
+
+def _trained(module: nn.Module) -> set[nn.Parameter]:
+    return {p for p in module.parameters() if p.requires_grad and p.numel()}
+
+
+# --- the optimizer's state by parameter name ----------------------------------------------------------------
+
+MASTER = "master"
+
+
+@torch.no_grad()
+def gather_state(
+    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of every parameter, on every rank."""
+    names = {p: name for name, p in module.named_parameters()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for flat in flats:
+        mine = dict(optimizer.state.get(flat.updated, {}))
+        if flat.master is not None:
+            flat.adopt()
+            mine[MASTER] = flat.updated.detach()
+        for key, value in mine.items():
+            parts = [value] * len(flat.params)  # one for all, such as the number of steps
+            if isinstance(value, Tensor) and value.shape == flat.updated.shape:
+                full = value.new_empty(flat.world_size * flat.width)
+                all_gather(full, value, group=flat.group)
+                parts = flat.split(full)
+            for p, part in zip(flat.params, parts, strict=True):
+                states.setdefault(names[p], {})[key] = part.clone() if isinstance(part, Tensor) else part
+    return states
+
+
+def _is_per_element(value: object, p: Tensor) -> bool:
+    """Whether a piece of state has a number for each of a parameter's; NAdam's `mu_product` is one for all."""
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+@torch.no_grad()
+def scatter_state(
+    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer, states: dict[str, dict[str, Tensor]]
+) -> None:
+    """Give every shard its piece of the state of the parameters."""
+    names = {p: name for name, p in module.named_parameters()}
+    for flat in flats:
+        keys = {frozenset(states.get(names[p], {})) for p in flat.params}
+        if len(keys) > 1 or (flat.master is not None) != (MASTER in next(iter(keys))):
+            raise ValueError(
+                f"the state of {names[flat.params[0]]} and its neighbours is not of this model: load what "
+                "full_optimizer_state returned for the same module and master dtype"
+            )
+    for flat in flats:
+        mine = {}
+        for key, value in states.get(names[flat.params[0]], {}).items():
+            mine[key] = value
+            if key != "step" and all(_is_per_element(states[names[p]][key], p) for p in flat.params):
+                full = value.new_zeros(flat.world_size * flat.width)
+                for p, part in zip(flat.params, flat.split(full), strict=True):
+                    part.copy_(states[names[p]][key])
+                mine[key] = full.chunk(flat.world_size)[flat.rank]
+            mine[key] = mine[key].clone() if isinstance(value, Tensor) else value
+        if flat.master is not None:
+            flat.updated.copy_(mine.pop(MASTER))
+        optimizer.state[flat.updated] = mine
