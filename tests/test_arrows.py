@@ -123,20 +123,10 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-#: Modules that still import each other, and are to be cured.
-KNOWN = {
-    f"lablib.{name}"
-    for name in (
-        "calc.tape", "calc.tape_player", "calc.tape_blocks", "calc.tape_paper", "calc.tape_tensor",
-        "cli.doctor", "cli.doctor_gpu", "cli.doctor_judges", "cli.doctor_labs", "cli.memory", "cli.memory_moment",
-    )
-}  # fmt: skip
-
-
 def test_no_modules_import_each_other():
     graph = imports(LABLIB)
     assert len(graph) > 100
-    assert [group for group in cycles(graph) if not KNOWN.issuperset(group)] == []
+    assert cycles(graph) == []
 
 
 def test_every_kind_of_cycle_is_seen(tmp_path):

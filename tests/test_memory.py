@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lablib.calc.hardware import accelerator
 from lablib.calc.memory import MemoryBreakdown, training_memory
 from lablib.calc.memory.activations import layer_activations
-from lablib.calc.memory.states import nf4_bytes
+from lablib.calc.memory.formulas import nf4_bytes
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe

@@ -18,15 +18,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lablib.calc.memory import Stage, autocast_activations, run_config, training_memory
-from lablib.calc.memory.activations import (
-    block_tensors,
-    find_implementation,
-    head_activations,
-    layer_activations,
-    recompute_cost,
-)
-from lablib.calc.memory.tape import BlockSetting, Tape, eager_block, eager_head
+from lablib.calc.memory import Stage, autocast_activations, find_implementation, run_config, training_memory
+from lablib.calc.memory.activations import block_tensors, head_activations, layer_activations, recompute_cost
+from lablib.calc.memory.tape import BlockSetting, Tape, write_tape
 from lablib.calc.memory.tape.tape import NONE, SHARED
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.memory.timeline.explain import explain_memory
@@ -337,10 +331,10 @@ def compare(implementation, config, layer, tp, split, attention, dropout, recomp
         sequence_parallel=split,
         layer=layer,
     )
-    found = by_kind(setting.implementation.block_tape(setting))
+    found = by_kind(write_tape("block", setting))
     assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
     head = {k: v for k, v in head_activations(config, **sizes).items() if v}
-    assert by_kind(setting.implementation.head_tape(setting)) == head, config.name
+    assert by_kind(write_tape("head", setting)) == head, config.name
 
 
 def by_kind(tape: Tape) -> dict[str, int]:
@@ -444,7 +438,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
         gradient=4,
         lora_rank=5,
     )
-    tape, ran = eager_block(setting), ("A of down projection", "down projection", "B of down projection")
+    tape, ran = write_tape("block", setting), ("A of down projection", "down projection", "B of down projection")
     events = tape.play(out_of_place=True)
     for direction, order in (("forward", ran), ("backward", ran[::-1])):
         names = [event.operator for event in events if event.direction == direction]
@@ -462,7 +456,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
         gradient=4,
         lora_rank=10,
     )
-    most = [max(e.total - e.weights for e in eager_block(s).play(out_of_place=True)) for s in (setting, more)]
+    most = [max(e.total - e.weights for e in write_tape("block", s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
     assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4
 
@@ -473,7 +467,9 @@ def test_variables_of_hugging_face_s_loss() -> None:
     how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
 
     def held(implementation: str, rank: int) -> dict[str, int]:
-        tape = eager_head(BlockSetting(implementation=find_implementation(implementation), lora_rank=rank, **how))
+        tape = write_tape(
+            "head", BlockSetting(implementation=find_implementation(implementation), lora_rank=rank, **how)
+        )
         loss = next(i for i, event in enumerate(tape.play()) if event.operator == "log-softmax")
         return {item.name: item.bytes for item in tape.alive(loss) if item.group == "passing"}
 
@@ -500,7 +496,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     }
 
     def cached(low: int, rank: int) -> int:
-        return Piece(eager_block(BlockSetting(low=low, lora_rank=rank, **how))).cached
+        return Piece(write_tape("block", BlockSetting(low=low, lora_rank=rank, **how))).cached
 
     # q, k, v, gate and up read a norm; attention's output and the MLP's inner values are in 16 bits already.
     outputs = config.q_width + 2 * config.kv_width + 2 * config.ffn

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lablib.calc.memory import Stage, run_config, training_memory
-from lablib.calc.memory.states import greedy_partition, parts_of_ranks
+from lablib.calc.memory.formulas import greedy_partition, parts_of_ranks
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.proof.cases import Case
 from lablib.proof.oracles import build_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
 from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
-from lablib.calc.memory.activations import Implementation, current_names, find_implementation
+from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES

@@ -40,8 +40,9 @@ from functools import cached_property
 
 from lablib.calc.flops import forward_flops, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
-from lablib.calc.memory.activations.implementations import accepts_old_names, find_implementation
-from lablib.calc.memory.activations.saved_tensors import FP32, MASK, SavedTensor, block_tensors
+from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
+from lablib.calc.memory.activations.share import FP32, MASK
+from lablib.calc.memory.implementation import accepts_old_names, find_implementation
 from lablib.calc.models import ModelConfig
 
 FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")

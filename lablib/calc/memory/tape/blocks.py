@@ -26,15 +26,12 @@ of the stream of its own, and sums it up over the ranks before it meets the othe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lablib.calc.memory.config import RunConfig
+from lablib.calc.memory.implementation import Implementation
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 from lablib.calc.models import ModelConfig
-
-if TYPE_CHECKING:
-    from lablib.calc.memory.activations import Implementation
-    from lablib.calc.memory.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from lablib.calc.memory.formulas import all_reduces, fullest_part, weights_are_sharded
 from lablib.calc.memory.stage import Stage, in_order, shard_params, unit_shapes
-from lablib.calc.memory.states import all_reduces, fullest_part, weights_are_sharded
 from lablib.calc.memory.terms import MemoryBreakdown
 from lablib.calc.parallel import Unit, gathered_timeline, padded, shard_size
 

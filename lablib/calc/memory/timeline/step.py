@@ -14,9 +14,18 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.states import fixed_activations, gradients_meet, stage_memory
-from lablib.calc.memory.tape import LOSS_OPERATORS, LOSS_TERMS, BlockSetting, Event, Item, Tape, block_setting
+from lablib.calc.memory.tape import (
+    LOSS_OPERATORS,
+    LOSS_TERMS,
+    BlockSetting,
+    Event,
+    Item,
+    Tape,
+    block_setting,
+    write_tape,
+)
 from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -45,7 +54,7 @@ def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
     The stages of a pipeline run the same blocks; so do runs that differ in ranks or in ZeRO. A tape is written and
     played once for all of them.
     """
-    return Piece(getattr(setting.implementation, f"{which}_tape")(setting), **how)
+    return Piece(write_tape(which, setting), **how)
 
 
 class Piece:

@@ -21,8 +21,8 @@ from os import PathLike
 
 from lablib.calc.errors import check_flag, check_stage, one_of
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.formulas import gradients_meet
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.states import gradients_meet
 from lablib.calc.memory.timeline.step import Step
 from lablib.calc.models import ModelConfig
 
