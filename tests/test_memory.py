@@ -583,6 +583,8 @@ def test_implementation_is_still_accepted_under_its_old_name() -> None:
     with pytest.warns(DeprecationWarning, match="kernels= is now called implementation=") as seen:
         assert training_memory(TINY, kernels="toy") == training_memory(TINY, implementation="toy")
     assert seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="'whole' is now called 'per-tensor'"):
+        assert training_memory(TINY, zero=1, sharding="whole").total == training_memory(TINY, zero=1).total
     with pytest.warns(DeprecationWarning, match="implementation="):
         old = layer_activations(TINY, kernels="toy", **how)
     assert old == layer_activations(TINY, implementation="toy", **how)

@@ -179,7 +179,7 @@ def predicted(config: ModelConfig, implementation: str, **how: object) -> tuple[
     settings.setdefault("step", "for-loop")
     timeline = memory_timeline(config, implementation=implementation, out_of_place=True, **settings)
     phases = {"forward": ("forward", "loss"), "backward": ("backward", "reduction"), "optimizer": ("optimizer",)}
-    peaks = {phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()}
+    peaks = {phase: max(m.total for m in timeline.instants if m.phase in parts) for phase, parts in phases.items()}
     return peaks, sum(timeline.saved.values())
 
 
@@ -395,7 +395,7 @@ def test_a_term_vanishes_with_its_cause(term: str, cause: dict, without: dict) -
     def most(settings: dict) -> int:
         settings = BASE | settings
         timeline = memory_timeline(settings.pop("model", small("llama")), **settings)
-        return max(moment.term(term) for moment in timeline.moments)
+        return max(moment.term(term) for moment in timeline.instants)
 
     assert most(cause) > 0
     assert most(without) == 0
@@ -405,8 +405,8 @@ def test_accumulation_and_pipelines_meet_their_gradients() -> None:
     config = small("llama")
     one = memory_timeline(config, **BASE)
     two = memory_timeline(config, **BASE, num_microbatches=2)
-    assert one.moment("forward of block 0").term("gradients") == 0
-    assert two.moment("forward of block 0").term("gradients") == one.moment("optimizer step").term("gradients")
+    assert one.instant("forward of block 0").term("gradients") == 0
+    assert two.instant("forward of block 0").term("gradients") == one.instant("optimizer step").term("gradients")
     # With as many micro-batches as are in flight, all forwards come first: no gradient meets the last forward.
     gpipe = {"pp": 3, "schedule": "gpipe", "stage": 0}
     few = memory_timeline(config, **BASE, **gpipe, num_microbatches=2)
@@ -420,7 +420,7 @@ def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
     timeline = memory_timeline(config, **BASE, **run)
     one = 2 * 32 * config.hidden * 4  # micro-batch, sequence, hidden, bytes of a value
     waiting = [
-        timeline.moment(f"{way} of block {n}").term("stage_outputs")
+        timeline.instant(f"{way} of block {n}").term("stage_outputs")
         for way, n in (("forward", 0), ("forward", 1), ("backward", 1))
     ]
     # Three are in flight at the first stage of three (Narayanan et al. 2021, section 2.2.1): two wait, one is made.
@@ -520,7 +520,7 @@ def test_settings_that_cannot_be() -> None:
         lambda: memory_timeline("llama-3-8b", implementation="hf", recipe="fp32", tp=2, cp=2, seq=64),
     )
     raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, implementation="hf"))
-    raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))
+    raises("unknown instant 'noon'", lambda: memory_timeline("gpt2").instant("noon"))
 
 
 def test_a_tape_by_hand() -> None:
@@ -562,7 +562,7 @@ def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
     ):
         timeline = memory_timeline("gpt2", **settings)
-        for moment in timeline.moments:
+        for moment in timeline.instants:
             lines = explain_memory("gpt2", at=moment.name, **settings)
             assert sum(line.bytes for line in lines) == moment.total
             assert all(line.formula and line.numbers and line.source for line in lines)

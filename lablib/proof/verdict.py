@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lablib.calc.memory import When, find_term, training_memory
-from lablib.calc.memory.timeline import MemoryMoment, memory_timeline
+from lablib.calc.memory.timeline import MemoryInstant, memory_timeline
 from lablib.calc.torch_versions import PINNED
 from lablib.proof.cases import Case
 from lablib.proof.grid import DRAWN
@@ -43,7 +43,7 @@ KINDS = (
 )
 
 
-def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
+def kind_of(term: str, moment: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> str:
     """Return the kind of a term at a moment.
 
     Raises:
@@ -55,7 +55,7 @@ def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: 
     return kind if isinstance(kind, str) else kind(When(moment.phase, moment.at, recompute, fsdp2))
 
 
-def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
+def by_kind(moment: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
     """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total.
 
     Raises:
@@ -142,10 +142,10 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     timeline = memory_timeline(step=case.step, out_of_place=True, **settings)
     how = {"recompute": case.recompute, "fsdp2": case.shards}
     if case in DRAWN:
-        moments = _as_tracked(timeline.moments)
+        moments = _as_tracked(timeline.instants)
         found["moments"] = {name: moment.total for name, moment in moments.items()}
         found["moment_terms"] = {name: by_kind(moment, **how) for name, moment in moments.items()}
-    moment = timeline.moment(at or "peak")
+    moment = timeline.instant(at or "peak")
     # With autocast's casts, and without what the upper bounds of `training_memory` have too much.
     return found | {
         "saved": sum(timeline.saved.values()),
@@ -156,9 +156,9 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     }
 
 
-def _as_tracked(moments: Iterable[MemoryMoment]) -> dict[str, MemoryMoment]:
+def _as_tracked(moments: Iterable[MemoryInstant]) -> dict[str, MemoryInstant]:
     """The moments that a tracker tells apart: to it the last reduction is the end of the embedding's backward."""
-    found: dict[str, MemoryMoment] = {}
+    found: dict[str, MemoryInstant] = {}
     for moment in moments:
         name = "backward of the embedding" if moment.phase == "reduction" else moment.name
         if name not in found or moment.total > found[name].total:

@@ -69,7 +69,7 @@ def stage_memory(stage: Stage) -> MemoryBreakdown:
         ValueError: If the layers cannot be divided into stages.
     """
     run = stage.run
-    states = {"flat": flat_states, "fsdp2": fsdp2_states, "whole": per_tensor_states}[run.sharding](stage)
+    states = {"flat": flat_states, "fsdp2": fsdp2_states, "per-tensor": per_tensor_states}[run.sharding](stage)
     stays = ON_DEVICE.get(run.offload, tuple(states))
     return MemoryBreakdown(
         model=run.model.name,
@@ -136,7 +136,7 @@ def all_reduces(run: RunConfig) -> bool:
 
     ZeRO's flat arrays get theirs by reduce-scatter; `ZeroRedundancyOptimizer` works behind DDP.
     """
-    return run.zero == 0 or run.sharding == "whole"
+    return run.zero == 0 or run.sharding == "per-tensor"
 
 
 def nf4_bytes(params: int) -> tuple[int, int]:

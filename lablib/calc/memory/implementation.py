@@ -76,11 +76,15 @@ def find_implementation(name: str) -> Implementation:
 
 
 def current_names(settings: dict[str, object], level: int = 3) -> dict[str, object]:
-    """Return settings under their present names: `kernels` is `implementation`, with a DeprecationWarning."""
-    if "kernels" not in settings:
-        return settings
-    warnings.warn("kernels= is now called implementation=", DeprecationWarning, stacklevel=level)
-    return {"implementation" if name == "kernels" else name: value for name, value in settings.items()}
+    """Return settings under the names of this version; an old one gives a DeprecationWarning."""
+    found = dict(settings)
+    if "kernels" in found:
+        warnings.warn("kernels= is now called implementation=", DeprecationWarning, stacklevel=level)
+        found["implementation"] = found.pop("kernels")
+    if found.get("sharding") == "whole":
+        warnings.warn("sharding='whole' is now called 'per-tensor'", DeprecationWarning, stacklevel=level)
+        found["sharding"] = "per-tensor"
+    return found
 
 
 def accepts_old_names(function: Callable) -> Callable:

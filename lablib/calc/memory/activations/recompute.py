@@ -84,7 +84,7 @@ class RecomputeCost:
         return max(unit.transient for unit in self.units)
 
     @property
-    def moments(self) -> list[tuple[str, int]]:
+    def instants(self) -> list[tuple[str, int]]:
         """Bytes kept at the end of forward and at each unit's backward, in the order of time."""
         found = [("end of forward", self.saved_bytes)]
         stored = self.embedding + self.blocks_bytes
@@ -96,12 +96,12 @@ class RecomputeCost:
     @property
     def peak_bytes(self) -> int:
         """The most that is ever kept."""
-        return max(size for _, size in self.moments)
+        return max(size for _, size in self.instants)
 
     @property
     def peak_at(self) -> str:
         """When that is: "end of forward" or "backward of block 3"."""
-        return max(self.moments, key=lambda moment: moment[1])[0]
+        return max(self.instants, key=lambda pair: pair[1])[0]
 
     @property
     def extra_flops(self) -> int:

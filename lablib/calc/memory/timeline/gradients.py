@@ -258,7 +258,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
     tensors, which foreach and fused kernels take in separate groups only; with FSDP2 all of them are split.
     """
     run = stage.run
-    if run.sharding == "whole":
+    if run.sharding == "per-tensor":
         return [fullest_part(stage)]
     if run.tp == 1 or not run.implementation.eager or run.sharding == "fsdp2":
         return []

@@ -145,7 +145,7 @@ TOKENS = "activations.tokens"
 
 
 class Instant(NamedTuple):
-    """What a rank holds at one instant, as `lablib.calc.memory.timeline.MemoryMoment` names it."""
+    """What a rank holds at one instant, as `lablib.calc.memory.timeline.MemoryInstant` names it."""
 
     name: str
     phase: str

@@ -1,4 +1,4 @@
-"""Memory over one training step: what a rank holds at every moment, by named term, and the moment of the peak.
+"""Memory over one training step: what a rank holds at every instant, by named term, and the instant of the peak.
 
 `training_memory` adds everything at its full size. This module walks through the step instead:
 
@@ -9,7 +9,7 @@
     gradient reduction         buckets of DDP and of ZeRO
     optimizer step             temporaries of the implementation
 
-Each moment is described at its own fullest: the bytes of every term when the sum is largest. No constant is fitted;
+Each instant is described at its own fullest: the bytes of every term when the sum is largest. No constant is fitted;
 a term is there because an operator makes a tensor, and it is gone when that operator is.
 """
 
@@ -30,8 +30,8 @@ STEPS = ("foreach", "for-loop", "fused")
 
 
 @dataclass(frozen=True)
-class MemoryMoment:
-    """What a rank holds at one moment of a step, when that moment is at its fullest.
+class MemoryInstant:
+    """What a rank holds at one instant of a step, when that instant is at its fullest.
 
     Attributes:
         name: "states", "forward of block 3", "loss", "backward of block 3", "optimizer step", ...
@@ -49,17 +49,17 @@ class MemoryMoment:
 
     @property
     def total(self) -> int:
-        """All bytes of the moment."""
+        """All bytes of the instant."""
         return sum(size for _, size in self.terms)
 
     def term(self, name: str) -> int:
-        """Return the bytes of one term, 0 if the moment has none."""
+        """Return the bytes of one term, 0 if the instant has none."""
         return dict(self.terms).get(name, 0)
 
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """The moments of one training step on one rank, in the order of time.
+    """The instants of one training step on one rank, in the order of time.
 
     Attributes:
         model: Name of the model.
@@ -67,7 +67,7 @@ class MemoryTimeline:
         stage: Pipeline stage that it describes, from 0.
         ranks: Ranks of the whole run.
         seq: Tokens in a sequence.
-        moments: From "states" to "optimizer step".
+        instants: From "states" to "optimizer step".
         saved_terms: What forward keeps for backward when it has ended, for all micro-batches in flight.
     """
 
@@ -76,7 +76,7 @@ class MemoryTimeline:
     stage: int
     ranks: int
     seq: int
-    moments: tuple[MemoryMoment, ...]
+    instants: tuple[MemoryInstant, ...]
     saved_terms: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -85,28 +85,28 @@ class MemoryTimeline:
         return dict(self.saved_terms)
 
     @property
-    def peak(self) -> MemoryMoment:
-        """The moment that holds most; the first one if several do."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> MemoryInstant:
+        """The instant that holds most; the first one if several do."""
+        return max(self.instants, key=lambda instant: instant.total)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the peak."""
         return self.peak.total
 
-    def moment(self, name: str) -> MemoryMoment:
-        """Return a moment by its name.
+    def instant(self, name: str) -> MemoryInstant:
+        """Return an instant by its name.
 
         Args:
-            name: As in `MemoryMoment.name`; "peak" is the fullest one.
+            name: As in `MemoryInstant.name`; "peak" is the fullest one.
 
         Raises:
             ValueError: If there is none of this name.
         """
         if name == "peak":
             return self.peak
-        names = [moment.name for moment in self.moments]
-        return self.moments[names.index(one_of("moment", name, names))]
+        names = [instant.name for instant in self.instants]
+        return self.instants[names.index(one_of("instant", name, names))]
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain dictionaries and numbers."""
@@ -121,7 +121,7 @@ class MemoryTimeline:
             "moments": [
                 {"name": m.name, "phase": m.phase, "block": m.block, "at": m.at, "total": m.total}
                 | {"terms": dict(m.terms)}
-                for m in self.moments
+                for m in self.instants
             ],
         }
 
@@ -135,7 +135,7 @@ def memory_timeline(
     out_of_place: bool = False,
     **settings: object,
 ) -> MemoryTimeline:
-    """Return the moments of a steady training step: optimizer states exist, gradients were set to None after the last.
+    """Return the instants of a steady training step: optimizer states exist, gradients were set to None after the last.
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
@@ -170,11 +170,11 @@ def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
 
 def _walked(step: Step) -> MemoryTimeline:
     run = step.run
-    moments = tuple(
-        MemoryMoment(name, phase, block, _listed(terms), at) for name, phase, block, terms, at in step.instants()
+    instants = tuple(
+        MemoryInstant(name, phase, block, _listed(terms), at) for name, phase, block, terms, at in step.instants()
     )
     return MemoryTimeline(
-        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, moments, _listed(step.saved)
+        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, instants, _listed(step.saved)
     )
 
 
