@@ -18,8 +18,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lablib.calc.memory import Stage, autocast_activations, find_implementation, run_config, training_memory
+from lablib.calc.memory import Stage, autocast_activations, run_config, training_memory
 from lablib.calc.memory.activations import block_tensors, head_activations, layer_activations, recompute_cost
+from lablib.calc.memory.implementation import find_implementation
 from lablib.calc.memory.tape import BlockSetting, Tape, write_tape
 from lablib.calc.memory.tape.tape import NONE, SHARED
 from lablib.calc.memory.timeline import memory_timeline
