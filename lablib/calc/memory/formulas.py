@@ -33,7 +33,7 @@ from lablib.calc.errors import check_stage
 from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
 from lablib.calc.memory.stage import Stage, shard_params, unit_shapes
-from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown
+from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
 from lablib.calc.models import ModelConfig, layer_tensors
 from lablib.calc.parallel import shard_size, state_terms
 
@@ -77,16 +77,11 @@ def stage_memory(stage: Stage) -> MemoryBreakdown:
         stage=stage.number,
         ranks=run.ranks,
         seq=run.seq,
-        state_terms=_listed({name: size for name, size in states.items() if name in stays}),
-        activation_terms=_listed(activation_terms(stage)),
-        buffer_terms=_listed(rank_buffers(stage) | recomputed_layer(stage)),
-        host_terms=_listed({name: size for name, size in states.items() if name not in stays}),
+        state_terms=listed({name: size for name, size in states.items() if name in stays}),
+        activation_terms=listed(activation_terms(stage)),
+        buffer_terms=listed(rank_buffers(stage) | recomputed_layer(stage)),
+        host_terms=listed({name: size for name, size in states.items() if name not in stays}),
     )
-
-
-def _listed(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    # A term that this run does not have is left out.
-    return tuple((name, size) for name, size in terms.items() if size)
 
 
 def flat_states(stage: Stage) -> dict[str, int]:

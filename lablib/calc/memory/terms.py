@@ -12,7 +12,7 @@ collective gets them. The calculator names what a tensor is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -260,6 +260,11 @@ WEIGHT_TERMS, GRADIENT_TERMS = (
 )
 
 
+def listed(terms: Mapping[str, int]) -> Terms:
+    """Return terms as pairs; one that a run does not have is left out."""
+    return tuple((name, size) for name, size in terms.items() if size)
+
+
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Bytes of device memory on one rank at the peak of a training step.
@@ -272,7 +277,7 @@ class MemoryBreakdown:
         seq: Tokens in a sequence.
         state_terms: What lives from step to step: weights, gradients, optimizer.
         activation_terms: What forward keeps for backward, by kind, for all micro-batches in flight.
-        buffer_terms: What exists for a moment: gathered weights, buckets, one recomputed layer. Estimates.
+        buffer_terms: What exists for a part of the step: gathered weights, buckets, one recomputed layer. Estimates.
         host_terms: What offload moved to the CPU; not in the total.
     """
 

@@ -10,9 +10,9 @@ Which number is compared with a GPU's memory depends on whose implementation is 
 
 The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
 
-What a setup costs beside memory: the predicted step, and the states that it surely holds.
+The module also says what a setup costs beside memory: the predicted step, and the states that it surely holds.
 
-The step is the planner's: `plan_time` with the constants of `plan_fit`, for the same sequences in every step. What the
+The step is the one of `lablib.calc.layouts.planner`, with its constants, for the same sequences in every step. What the
 planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
 host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
 """

@@ -1,7 +1,7 @@
 """One block as the papers count it: norms, activation functions and dropout are one operator each.
 
 What it keeps is Korthikanti et al. 2022 (arXiv 2205.05198), section 4, as `lablib.calc.memory.activations.paper` sums it up.
-What lives for a moment follows from the same operators: each makes its output, and in backward a gradient for each
+What lives for less than that follows from the same operators: each makes its output, and in backward a gradient for each
 input. No GPU has confirmed it yet.
 
 Tensor parallelism: a column-parallel matrix reads the whole stream, a row-parallel one leaves a sum that every rank

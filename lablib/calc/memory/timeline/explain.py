@@ -20,8 +20,8 @@ from os import PathLike
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import AUTOGRAD, KORTHIKANTI, Term, find_term
-from lablib.calc.memory.timeline.step import Step
-from lablib.calc.memory.timeline.timeline import MemoryInstant, MemoryTimeline, memory_timeline
+from lablib.calc.memory.timeline.step import MemoryInstant, Step
+from lablib.calc.memory.timeline.timeline import MemoryTimeline, memory_timeline
 from lablib.calc.models import ModelConfig
 
 

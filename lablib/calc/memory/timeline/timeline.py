@@ -15,7 +15,6 @@ a term is there because an operator makes a tensor, and it is gone when that ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 
@@ -23,38 +22,11 @@ from lablib.calc.errors import check_flag, check_stage, one_of
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
 from lablib.calc.memory.formulas import gradients_meet
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.timeline.step import Step
+from lablib.calc.memory.terms import listed
+from lablib.calc.memory.timeline.step import MemoryInstant, Step
 from lablib.calc.models import ModelConfig
 
 STEPS = ("foreach", "for-loop", "fused")
-
-
-@dataclass(frozen=True)
-class MemoryInstant:
-    """What a rank holds at one instant of a step, when that instant is at its fullest.
-
-    Attributes:
-        name: "states", "forward of block 3", "loss", "backward of block 3", "optimizer step", ...
-        phase: "states", "forward", "loss", "backward", "reduction" or "optimizer".
-        block: Number of the block in this stage, from 0; None outside of blocks.
-        terms: Bytes by named term, as pairs; they sum to `total`.
-        at: The operator that runs then, with its direction.
-    """
-
-    name: str
-    phase: str
-    block: int | None
-    terms: tuple[tuple[str, int], ...]
-    at: str = ""
-
-    @property
-    def total(self) -> int:
-        """All bytes of the instant."""
-        return sum(size for _, size in self.terms)
-
-    def term(self, name: str) -> int:
-        """Return the bytes of one term, 0 if the instant has none."""
-        return dict(self.terms).get(name, 0)
 
 
 @dataclass(frozen=True)
@@ -164,19 +136,7 @@ def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
     meet = gradients_meet(stage)
     # All forwards first: either the first backward is fullest, or one behind it.
     accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[meet]
-    found = [_walked(Step(stage, step, out_of_place, earlier)) for earlier in accumulates]
+    steps = [Step(stage, step, out_of_place, earlier) for earlier in accumulates]
+    of = stage.run.model.name, stage.run.recipe.name, stage.number, stage.run.ranks, stage.run.seq
+    found = [MemoryTimeline(*of, tuple(one.instants()), listed(one.saved)) for one in steps]
     return max(found, key=lambda timeline: timeline.peak_bytes)
-
-
-def _walked(step: Step) -> MemoryTimeline:
-    run = step.run
-    instants = tuple(
-        MemoryInstant(name, phase, block, _listed(terms), at) for name, phase, block, terms, at in step.instants()
-    )
-    return MemoryTimeline(
-        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, instants, _listed(step.saved)
-    )
-
-
-def _listed(terms: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((term, size) for term, size in terms.items() if size)
