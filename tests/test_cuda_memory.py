@@ -105,8 +105,8 @@ def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
     said = memory_timeline(step=case.step, out_of_place=True, **case.settings())
     assert found.snapshot is None
     assert (found.workspaces, found.outside) == (0, 0)
-    states = {name: size for name, size in dict(said.moment("states").terms).items() if size}
-    assert sum(found.states.values()) == said.moment("states").total == sum(states.values())
+    states = {name: size for name, size in dict(said.instant("states").terms).items() if size}
+    assert sum(found.states.values()) == said.instant("states").total == sum(states.values())
     # What else is there are the tokens, of 8 bytes, and a step number of 4 for each tensor where the kernel is fused.
     tokens = case.micro_batch * (case.seq + (case.implementation == "toy")) * 8
     counters = 4 * len(list(build_model(case).model.parameters())) if case.step == "fused" else 0
@@ -114,11 +114,11 @@ def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
     assert found.peak["requested"] == max(found.moments.values())
     assert abs(found.peak["requested"] / said.peak_bytes - 1) < 1e-3
     assert max(found.moments, key=found.moments.__getitem__) == said.peak.name
-    for moment in said.moments:
+    for moment in said.instants:
         if moment.phase in ("backward", "optimizer") and moment.name in found.moments:
             assert abs(found.moments[moment.name] / moment.total - 1) < 0.01, moment.name
-    assert set(found.moments) <= {moment.name for moment in said.moments}
-    assert len(found.moments) >= len(said.moments) - 1  # LoRA's embedding has no backward
+    assert set(found.moments) <= {moment.name for moment in said.instants}
+    assert len(found.moments) >= len(said.instants) - 1  # LoRA's embedding has no backward
 
 
 def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:

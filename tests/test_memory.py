@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lablib.calc.hardware import accelerator
 from lablib.calc.memory import MemoryBreakdown, training_memory
 from lablib.calc.memory.activations import layer_activations
-from lablib.calc.memory.states import nf4_bytes
+from lablib.calc.memory.formulas import nf4_bytes
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -583,6 +583,8 @@ def test_implementation_is_still_accepted_under_its_old_name() -> None:
     with pytest.warns(DeprecationWarning, match="kernels= is now called implementation=") as seen:
         assert training_memory(TINY, kernels="toy") == training_memory(TINY, implementation="toy")
     assert seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="'whole' is now called 'per-tensor'"):
+        assert training_memory(TINY, zero=1, sharding="whole").total == training_memory(TINY, zero=1).total
     with pytest.warns(DeprecationWarning, match="implementation="):
         old = layer_activations(TINY, kernels="toy", **how)
     assert old == layer_activations(TINY, implementation="toy", **how)

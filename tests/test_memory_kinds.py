@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lablib.calc.memory.tape import Tape
-from lablib.calc.memory.timeline import MemoryMoment, MemoryTimeline, memory_timeline
+from lablib.calc.memory.timeline import MemoryInstant, MemoryTimeline, memory_timeline
 from lablib.proof.cases import Case
 from lablib.proof.grid import grid
 from lablib.proof.oracles import measure_case
@@ -31,7 +31,7 @@ def test_every_byte_of_every_moment_has_a_kind() -> None:
     for case in grid():
         if case.implementation == "paper":
             continue
-        for moment in timeline_of(case).moments:
+        for moment in timeline_of(case).instants:
             found = by_kind(moment, recompute=case.recompute, fsdp2=case.shards)
             assert sum(found.values()) == moment.total, (case.name, moment.name)
             assert set(found) <= set(KINDS)
@@ -39,7 +39,7 @@ def test_every_byte_of_every_moment_has_a_kind() -> None:
 
 
 def test_a_term_that_nobody_measured_has_no_kind() -> None:
-    moment = MemoryMoment("states", "states", None, (("dequantized_weights", 8),))
+    moment = MemoryInstant("states", "states", None, (("dequantized_weights", 8),))
     with pytest.raises(ValueError, match="'dequantized_weights' has no kind"):
         by_kind(moment)
 
@@ -52,8 +52,8 @@ def test_a_prediction_is_split_at_the_moment_that_is_asked_for() -> None:
     assert sum(own["peak_terms"].values()) == own["peak"]
     assert other["peak_terms_at"] == "backward of block 2"
     assert other["peak"] == own["peak"]
-    assert sum(other["peak_terms"].values()) == timeline.moment("backward of block 2").total
-    with pytest.raises(ValueError, match="unknown moment 'noon'"):
+    assert sum(other["peak_terms"].values()) == timeline.instant("backward of block 2").total
+    with pytest.raises(ValueError, match="unknown instant 'noon'"):
         predict(case, "noon")
 
 
@@ -68,12 +68,12 @@ def test_the_gradient_of_a_tied_table_is_nobody_s_while_it_waits() -> None:
         for model in (tied.model, free)
     )
     for name in ("backward of block 3", "backward of block 0"):
-        assert with_it.moment(name).term("tied_gradient") == table
-        assert without.moment(name).term("tied_gradient") == 0
-        assert with_it.moment(name).term("gradients") == without.moment(name).term("gradients") - table
-    assert with_it.moment("backward of the embedding").term("tied_gradient") == 3 * table
+        assert with_it.instant(name).term("tied_gradient") == table
+        assert without.instant(name).term("tied_gradient") == 0
+        assert with_it.instant(name).term("gradients") == without.instant(name).term("gradients") - table
+    assert with_it.instant("backward of the embedding").term("tied_gradient") == 3 * table
     in_place = memory_timeline(step=tied.step, **settings)
-    assert in_place.moment("backward of the embedding").term("tied_gradient") == 2 * table
+    assert in_place.instant("backward of the embedding").term("tied_gradient") == 2 * table
 
 
 def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
@@ -121,7 +121,7 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
     # Counters of the optimizer, 4 bytes a tensor, buffers of a model, loss and its gradient: below two kilobytes.
     slack = 2048
     compared = 0
-    for moment in timeline.moments:
+    for moment in timeline.instants:
         # With FSDP2 the embedding's backward ends in a reduction, which the tracker does not tell apart.
         joined = case.shards and moment.name == "backward of the embedding"
         if moment.phase not in ("backward", "optimizer") or joined:
@@ -136,7 +136,7 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
 
 def test_a_loss_over_frozen_weights_holds_what_hugging_face_has_variables_for() -> None:
     case = Case(implementation="hf", family="qwen2", recipe="autocast-bf16", recompute="full", tuning="lora")
-    loss = timeline_of(case).moment("loss").total
+    loss = timeline_of(case).instant("loss").total
     # Counters of 56 adapters, two tables of frequencies, and the loss.
     assert 0 <= measure_case(case).totals["loss"] - loss <= 4 * 56 + 24 + 8
 
@@ -158,9 +158,9 @@ def test_a_pipeline_holds_the_gradient_that_it_received() -> None:
     stream = 64 * 48 * 4
     timeline = timeline_of(case)
     for name in ("backward of block 1", "backward of block 0", "backward of the embedding"):
-        assert timeline.moment(name).term("received_gradient") == stream
-    assert timeline.moment("forward of block 1").term("received_gradient") == 0
+        assert timeline.instant(name).term("received_gradient") == stream
+    assert timeline.instant("forward of block 1").term("received_gradient") == 0
     alone = timeline_of(replace(case, pp=1))
-    assert all(moment.term("received_gradient") == 0 for moment in alone.moments)
+    assert all(moment.term("received_gradient") == 0 for moment in alone.instants)
     # The token ids of the whole step are there from its first moment to its last.
-    assert timeline.moment("optimizer step").term("activations.tokens") == 3 * 65 * 8
+    assert timeline.instant("optimizer step").term("activations.tokens") == 3 * 65 * 8

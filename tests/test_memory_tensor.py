@@ -37,7 +37,7 @@ def test_it_holds_what_the_calculator_says(case: Case) -> None:
     assert sum(step.saved.values()) == pytest.approx(found.saved, rel=SAVED_BOUND)
     if case.recipe != "autocast-bf16" and not case.shards:  # where the quick sum counts casts and buffers apart
         assert states.activations == pytest.approx(found.saved, rel=SAVED_BOUND)
-    for moment in step.moments:
+    for moment in step.instants:
         if moment.name == "forward of the embedding" or moment.name not in found.totals:
             # Nothing of it is split, and what makes rotary tables and masks is in no term, on one rank or many.
             # The last reduction of FSDP2 belongs to the embedding's backward for a tracker.
@@ -78,8 +78,8 @@ def test_its_terms_vanish_with_one_rank() -> None:
     """Nothing is gathered, no sum is waited for: one rank is the model without tensor parallelism."""
     settings = Case(implementation="hf").settings()
     alone, two = (memory_timeline(**settings | {"tp": tp}) for tp in (1, 2))
-    names = {moment.at for moment in two.moments if "all-" in moment.at}
-    assert not any("all-" in moment.at for moment in alone.moments)
+    names = {moment.at for moment in two.instants if "all-" in moment.at}
+    assert not any("all-" in moment.at for moment in alone.instants)
     # A block's fullest operator of forward on two ranks is the sum over ranks of what the MLP adds, the loss's is the
     # gathering of the logits: three times as large as they are, for a moment.
     assert names == {"all-reduce of the down projection", "all-gather of the logits"}

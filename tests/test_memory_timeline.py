@@ -19,14 +19,9 @@ import torch
 from typer.testing import CliRunner
 
 from lablib.calc.memory import Stage, autocast_activations, run_config, training_memory
-from lablib.calc.memory.activations import (
-    block_tensors,
-    find_implementation,
-    head_activations,
-    layer_activations,
-    recompute_cost,
-)
-from lablib.calc.memory.tape import BlockSetting, Tape, eager_block, eager_head
+from lablib.calc.memory.activations import block_tensors, head_activations, layer_activations, recompute_cost
+from lablib.calc.memory.implementation import find_implementation
+from lablib.calc.memory.tape import BlockSetting, Tape, write_tape
 from lablib.calc.memory.tape.tape import NONE, SHARED
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.memory.timeline.explain import explain_memory
@@ -185,7 +180,7 @@ def predicted(config: ModelConfig, implementation: str, **how: object) -> tuple[
     settings.setdefault("step", "for-loop")
     timeline = memory_timeline(config, implementation=implementation, out_of_place=True, **settings)
     phases = {"forward": ("forward", "loss"), "backward": ("backward", "reduction"), "optimizer": ("optimizer",)}
-    peaks = {phase: max(m.total for m in timeline.moments if m.phase in parts) for phase, parts in phases.items()}
+    peaks = {phase: max(m.total for m in timeline.instants if m.phase in parts) for phase, parts in phases.items()}
     return peaks, sum(timeline.saved.values())
 
 
@@ -337,10 +332,10 @@ def compare(implementation, config, layer, tp, split, attention, dropout, recomp
         sequence_parallel=split,
         layer=layer,
     )
-    found = by_kind(setting.implementation.block_tape(setting))
+    found = by_kind(write_tape("block", setting))
     assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
     head = {k: v for k, v in head_activations(config, **sizes).items() if v}
-    assert by_kind(setting.implementation.head_tape(setting)) == head, config.name
+    assert by_kind(write_tape("head", setting)) == head, config.name
 
 
 def by_kind(tape: Tape) -> dict[str, int]:
@@ -401,7 +396,7 @@ def test_a_term_vanishes_with_its_cause(term: str, cause: dict, without: dict) -
     def most(settings: dict) -> int:
         settings = BASE | settings
         timeline = memory_timeline(settings.pop("model", small("llama")), **settings)
-        return max(moment.term(term) for moment in timeline.moments)
+        return max(moment.term(term) for moment in timeline.instants)
 
     assert most(cause) > 0
     assert most(without) == 0
@@ -411,8 +406,8 @@ def test_accumulation_and_pipelines_meet_their_gradients() -> None:
     config = small("llama")
     one = memory_timeline(config, **BASE)
     two = memory_timeline(config, **BASE, num_microbatches=2)
-    assert one.moment("forward of block 0").term("gradients") == 0
-    assert two.moment("forward of block 0").term("gradients") == one.moment("optimizer step").term("gradients")
+    assert one.instant("forward of block 0").term("gradients") == 0
+    assert two.instant("forward of block 0").term("gradients") == one.instant("optimizer step").term("gradients")
     # With as many micro-batches as are in flight, all forwards come first: no gradient meets the last forward.
     gpipe = {"pp": 3, "schedule": "gpipe", "stage": 0}
     few = memory_timeline(config, **BASE, **gpipe, num_microbatches=2)
@@ -426,7 +421,7 @@ def test_a_stages_output_is_there_from_the_end_of_its_forward() -> None:
     timeline = memory_timeline(config, **BASE, **run)
     one = 2 * 32 * config.hidden * 4  # micro-batch, sequence, hidden, bytes of a value
     waiting = [
-        timeline.moment(f"{way} of block {n}").term("stage_outputs")
+        timeline.instant(f"{way} of block {n}").term("stage_outputs")
         for way, n in (("forward", 0), ("forward", 1), ("backward", 1))
     ]
     # Three are in flight at the first stage of three (Narayanan et al. 2021, section 2.2.1): two wait, one is made.
@@ -444,7 +439,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
         gradient=4,
         lora_rank=5,
     )
-    tape, ran = eager_block(setting), ("A of down projection", "down projection", "B of down projection")
+    tape, ran = write_tape("block", setting), ("A of down projection", "down projection", "B of down projection")
     events = tape.play(out_of_place=True)
     for direction, order in (("forward", ran), ("backward", ran[::-1])):
         names = [event.operator for event in events if event.direction == direction]
@@ -462,7 +457,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
         gradient=4,
         lora_rank=10,
     )
-    most = [max(e.total - e.weights for e in eager_block(s).play(out_of_place=True)) for s in (setting, more)]
+    most = [max(e.total - e.weights for e in write_tape("block", s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
     assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4
 
@@ -473,7 +468,9 @@ def test_variables_of_hugging_face_s_loss() -> None:
     how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
 
     def held(implementation: str, rank: int) -> dict[str, int]:
-        tape = eager_head(BlockSetting(implementation=find_implementation(implementation), lora_rank=rank, **how))
+        tape = write_tape(
+            "head", BlockSetting(implementation=find_implementation(implementation), lora_rank=rank, **how)
+        )
         loss = next(i for i, event in enumerate(tape.play()) if event.operator == "log-softmax")
         return {item.name: item.bytes for item in tape.alive(loss) if item.group == "passing"}
 
@@ -500,7 +497,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
     }
 
     def cached(low: int, rank: int) -> int:
-        return Piece(eager_block(BlockSetting(low=low, lora_rank=rank, **how))).cached
+        return Piece(write_tape("block", BlockSetting(low=low, lora_rank=rank, **how))).cached
 
     # q, k, v, gate and up read a norm; attention's output and the MLP's inner values are in 16 bits already.
     outputs = config.q_width + 2 * config.kv_width + 2 * config.ffn
@@ -524,7 +521,7 @@ def test_settings_that_cannot_be() -> None:
         lambda: memory_timeline("llama-3-8b", implementation="hf", recipe="fp32", tp=2, cp=2, seq=64),
     )
     raises("walked through", lambda: recompute_cost(small("gpt2"), "full", batch=1, seq=8, implementation="hf"))
-    raises("unknown moment 'noon'", lambda: memory_timeline("gpt2").moment("noon"))
+    raises("unknown instant 'noon'", lambda: memory_timeline("gpt2").instant("noon"))
 
 
 def test_a_tape_by_hand() -> None:
@@ -566,7 +563,7 @@ def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
     ):
         timeline = memory_timeline("gpt2", **settings)
-        for moment in timeline.moments:
+        for moment in timeline.instants:
             lines = explain_memory("gpt2", at=moment.name, **settings)
             assert sum(line.bytes for line in lines) == moment.total
             assert all(line.formula and line.numbers and line.source for line in lines)

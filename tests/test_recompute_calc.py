@@ -151,7 +151,7 @@ def test_three_layers_by_hand():
     assert full.transient_bytes == layer - edge
     assert pairwise.transient_bytes == 2 * layer - edge
     start = ends["embedding"]
-    assert full.moments == [
+    assert full.instants == [
         ("end of forward", outside + 3 * edge),
         ("backward of block 2", start + 2 * edge + layer),
         ("backward of block 1", start + edge + layer),
@@ -208,7 +208,7 @@ def test_the_ideal_segment_is_within_one_of_the_best_by_trial():
         ideal = ideal_segment(config.num_layers, boundary, inside)
         costs = {k: recompute_cost(config, f"every:{k}", **how) for k in range(1, config.num_layers + 1)}
         # The blocks' share alone: behind a large head the peak is at the end of forward.
-        during = {k: max(size for when, size in cost.moments[1:]) for k, cost in costs.items()}
+        during = {k: max(size for when, size in cost.instants[1:]) for k, cost in costs.items()}
         best = min(during, key=during.get)
         assert best in (max(1, math.floor(ideal)), math.ceil(ideal)), (name, ideal, best)
         assert costs[best_segment(config, **how)].peak_bytes == min(c.peak_bytes for c in costs.values())

@@ -17,7 +17,7 @@ def test_what_a_job_keeps_is_what_the_calculator_says_without_embedding_and_head
 
     def moments(strategy):
         cost = recompute_cost(preset(model), strategy, batch=2, seq=seq, attention=attention)
-        return (cost.blocks_bytes, max(size for when, size in cost.moments[1:]) - cost.embedding, cost.extra_flops)
+        return (cost.blocks_bytes, max(size for when, size in cost.instants[1:]) - cost.embedding, cost.extra_flops)
 
     forward, backward, extra = moments("selective")
     assert selective_peak(job) == max(forward, backward)

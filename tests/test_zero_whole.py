@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lablib.calc.memory import Stage, run_config, training_memory
-from lablib.calc.memory.states import greedy_partition, parts_of_ranks
+from lablib.calc.memory.formulas import greedy_partition, parts_of_ranks
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.proof.cases import Case
 from lablib.proof.oracles import build_model
@@ -32,7 +32,7 @@ def test_every_rank_holds_what_the_partition_says(implementation: str, family: s
     case = Case(implementation=implementation, family=family, recipe=recipe)
     model = build_model(case).model
     theirs = states_of_every_rank(ADAMW, model, ranks)
-    settings = case.settings() | {"dp": ranks, "zero": 1, "sharding": "whole"}
+    settings = case.settings() | {"dp": ranks, "zero": 1, "sharding": "per-tensor"}
     del settings["stage"]
     run = run_config(settings.pop("model"), **settings)
     parts = parts_of_ranks(Stage(run, 0))
@@ -68,9 +68,9 @@ def test_what_differs_from_ddp_is_the_optimizer_alone() -> None:
     """On one rank nothing is divided; on four, weights, gradients and DDP's buckets are what they were."""
     settings = {"implementation": "hf", "recipe": "fp32", "seq": 256}
     alone = training_memory("gpt2", **settings)
-    assert training_memory("gpt2", zero=1, sharding="whole", **settings).terms == alone.terms
+    assert training_memory("gpt2", zero=1, sharding="per-tensor", **settings).terms == alone.terms
     ddp = training_memory("gpt2", dp=4, **settings).terms
-    whole = training_memory("gpt2", dp=4, zero=1, sharding="whole", **settings).terms
+    whole = training_memory("gpt2", dp=4, zero=1, sharding="per-tensor", **settings).terms
     assert {t for t in ddp if ddp[t] != whole[t]} == {"momentum", "variance"}
     # The token table is 38.6 of 124 million parameters: more than a quarter, so a fourth rank does not help.
     table = 50257 * 768
@@ -78,20 +78,20 @@ def test_what_differs_from_ddp_is_the_optimizer_alone() -> None:
     # The fullest instants differ by the moments, and in the step by their root: it is taken of the own part.
     steps = [
         memory_timeline("gpt2", dp=4, zero=zero, sharding=sharding, **settings)
-        for zero, sharding in ((0, "flat"), (1, "whole"))
+        for zero, sharding in ((0, "flat"), (1, "per-tensor"))
     ]
     moments = 2 * (ddp["momentum"] - whole["momentum"])
     at = "backward of the loss"
-    assert steps[0].moment(at).total - steps[1].moment(at).total == moments
-    assert steps[1].moment("optimizer step").term("optimizer_temporaries") == 4 * table
+    assert steps[0].instant(at).total - steps[1].instant(at).total == moments
+    assert steps[1].instant("optimizer step").term("optimizer_temporaries") == 4 * table
 
 
 def test_bad_input() -> None:
     for how, message in (
-        ({"zero": 2}, "sharding='whole' contradicts zero=2: ZeroRedundancyOptimizer shards the optimizer alone"),
-        ({"zero": 1, "tuning": "qlora"}, "sharding='whole' is not known with tuning='qlora'"),
+        ({"zero": 2}, "sharding='per-tensor' contradicts zero=2: ZeroRedundancyOptimizer shards the optimizer alone"),
+        ({"zero": 1, "tuning": "qlora"}, "sharding='per-tensor' is not known with tuning='qlora'"),
         ({"zero": 1, "offload": "optimizer"}, "is not known with .* offload='optimizer'"),
         ({"zero": 1, "optimizer": "adamw-8bit"}, "is not known with optimizer='adamw-8bit'"),
     ):
         with pytest.raises(ValueError, match=message):
-            training_memory("gpt2", dp=4, sharding="whole", **how)
+            training_memory("gpt2", dp=4, sharding="per-tensor", **how)

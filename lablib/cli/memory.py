@@ -99,7 +99,7 @@ def memory(
         str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
     ] = "foreach",
     at: Annotated[
-        str | None, typer.Option(help='A moment of the step: peak, "backward of block 3", ...; all lists them.')
+        str | None, typer.Option(help='An instant of the step: peak, "backward of block 3", ...; all lists them.')
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print formula, numbers and source of each term, at the peak.")
@@ -120,7 +120,7 @@ def memory(
     device = None if gpu is None else accelerator(gpu)
     if at is not None or explain:
         if explain and at == "all":
-            raise ValueError("--explain is about one moment: leave --at all out, or name a moment")
+            raise ValueError("--explain is about one instant: leave --at all out, or name an instant")
         at = "peak" if at is None else at
         how = {"step": step, "stage": stage, "at": at, "explain": explain}
         _print_instant(run, **how, device=device, unit=unit, as_json=as_json)
@@ -151,7 +151,7 @@ def _print_instant(
 ) -> None:
     """Print one instant of the step, or a line for each of them; a device is compared with the peak."""
     from lablib.calc.errors import one_of
-    from lablib.calc.memory.timeline import explain_moment, memory_timeline
+    from lablib.calc.memory.timeline import explain_instant, memory_timeline
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
@@ -162,31 +162,31 @@ def _print_instant(
             typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
             return
         typer.echo(_heading(timeline))
-        for moment in timeline.moments:
-            mark = "  <- peak" if moment is timeline.peak else ""
-            typer.echo(f"{moment.name:<32}{moment.total / size:>20,.{digits}f}{mark}")
+        for instant in timeline.instants:
+            mark = "  <- peak" if instant is timeline.peak else ""
+            typer.echo(f"{instant.name:<32}{instant.total / size:>20,.{digits}f}{mark}")
         _compare(timeline, device)
         return
-    moment = timeline.moment(at)
-    lines = explain_moment(timeline, at, run, step)
+    instant = timeline.instant(at)
+    lines = explain_instant(timeline, at, run, step)
     if as_json:
-        found = {"moment": moment.name, "operator": moment.at, "total": moment.total}
+        found = {"moment": instant.name, "operator": instant.at, "total": instant.total}
         found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
         typer.echo(json.dumps(found, indent=1))
         return
     typer.echo(_heading(timeline))
-    typer.echo(f"{'at ' + moment.name:<32}{unit:>20}{'share':>9}")
+    typer.echo(f"{'at ' + instant.name:<32}{unit:>20}{'share':>9}")
     for line in lines:
-        share = line.bytes / moment.total
+        share = line.bytes / instant.total
         name = line.term.removeprefix("activations.").replace("_", " ")
         name = f"kept: {name}" if line.term.startswith("activations.") else name
         typer.echo(f"  {name:<30}{line.bytes / size:>20,.{digits}f}{share:>9.1%}")
         if explain:
             for text in (line.formula, line.numbers, f"{line.proof}; {line.source}"):
                 typer.echo(textwrap.fill(text, 96, initial_indent="      ", subsequent_indent="        "))
-    typer.echo(f"{'total':<32}{moment.total / size:>20,.{digits}f}")
-    if moment.at:
-        typer.echo(f"\nFullest while this operator runs: {moment.at}.")
+    typer.echo(f"{'total':<32}{instant.total / size:>20,.{digits}f}")
+    if instant.at:
+        typer.echo(f"\nFullest while this operator runs: {instant.at}.")
     _compare(timeline, device)
 
 

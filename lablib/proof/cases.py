@@ -174,7 +174,7 @@ class Case:
             "seq": self.seq,
             "dp": self.dp,
             "zero": zero,
-            "sharding": "fsdp2" if self.shards else "whole" if self.sharding == "zero1" else "flat",
+            "sharding": "fsdp2" if self.shards else "per-tensor" if self.sharding == "zero1" else "flat",
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "pp": self.pp,

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lablib.calc.runs import replay
+from lablib.calc.runs import replay_snapshot
 from lablib.launch import torch_private
 from lablib.launch.measure import LiveBytes, measure_states
 from lablib.launch.records import Kept
@@ -210,7 +210,7 @@ def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int =
         "disagrees", a sentence, empty if the peaks are equal to the byte.
     """
     try:
-        history = replay(snapshot, device)
+        history = replay_snapshot(snapshot, device)
     except ValueError as error:
         return {"disagrees": f"the snapshot cannot be replayed: {error}"}
     found = {"requested": max(history.requested), "reserved": max(history.reserved)}

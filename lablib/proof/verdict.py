@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lablib.calc.memory import When, find_term, training_memory
-from lablib.calc.memory.timeline import MemoryMoment, memory_timeline
+from lablib.calc.memory.timeline import MemoryInstant, memory_timeline
 from lablib.calc.torch_versions import PINNED
 from lablib.proof.cases import Case
 from lablib.proof.grid import DRAWN
@@ -50,19 +50,19 @@ KINDS = (
 )
 
 
-def kind_of(term: str, moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> str:
-    """Return the kind of a term at a moment."""
+def kind_of(term: str, instant: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> str:
+    """Return the kind of a term at an instant."""
     kind = find_term(term).kind
     if kind is None:
         raise ValueError(f"term {term!r} has no kind: none of PyTorch's trackers was asked about it")
-    return kind if isinstance(kind, str) else kind(When(moment.phase, moment.at, recompute, fsdp2))
+    return kind if isinstance(kind, str) else kind(When(instant.phase, instant.at, recompute, fsdp2))
 
 
-def by_kind(moment: MemoryMoment, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
-    """Return the bytes of a moment by kind, in the order of `KINDS`; they sum to the moment's total."""
+def by_kind(instant: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
+    """Return the bytes of an instant by kind, in the order of `KINDS`; they sum to the instant's total."""
     found = dict.fromkeys(KINDS, 0)
-    for term, size in moment.terms:
-        found[kind_of(term, moment, recompute=recompute, fsdp2=fsdp2)] += size
+    for term, size in instant.terms:
+        found[kind_of(term, instant, recompute=recompute, fsdp2=fsdp2)] += size
     return {kind: size for kind, size in found.items() if size}
 
 
@@ -127,10 +127,10 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     timeline = memory_timeline(step=case.step, out_of_place=True, **settings)
     how = {"recompute": case.recompute, "fsdp2": case.shards}
     if case in DRAWN:
-        moments = _as_tracked(timeline.moments)
+        moments = _as_tracked(timeline.instants)
         found["moments"] = {name: moment.total for name, moment in moments.items()}
         found["moment_terms"] = {name: by_kind(moment, **how) for name, moment in moments.items()}
-    moment = timeline.moment(at or "peak")
+    moment = timeline.instant(at or "peak")
     # With autocast's casts, and without what the upper bounds of `training_memory` have too much.
     return found | {
         "saved": sum(timeline.saved.values()),
@@ -141,9 +141,9 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     }
 
 
-def _as_tracked(moments: Iterable[MemoryMoment]) -> dict[str, MemoryMoment]:
+def _as_tracked(moments: Iterable[MemoryInstant]) -> dict[str, MemoryInstant]:
     """The moments that a tracker tells apart: to it the last reduction is the end of the embedding's backward."""
-    found: dict[str, MemoryMoment] = {}
+    found: dict[str, MemoryInstant] = {}
     for moment in moments:
         name = "backward of the embedding" if moment.phase == "reduction" else moment.name
         if name not in found or moment.total > found[name].total:

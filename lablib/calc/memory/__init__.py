@@ -3,22 +3,22 @@
 `training_memory` answers for the model's states, activations and buffers of one rank; `memory_timeline`, in `timeline`,
 follows one training step from instant to instant; `explain_memory` names the formula behind each term.
 
-    config        the settings of a run: defaults, ranges, help
-    calculator    `training_memory`: which stage of the pipeline needs the most
-    stage         what a stage holds: layers, tensors, units, and how they are sharded
-    states        weights, gradients, optimizer states and activations of a stage: the formulas
-    terms         every term: name, formula, source; and what comes back, with its totals
-    activations   what one block keeps for its backward, by implementation, and recomputation
-    tape          autograd's lifetimes in five rules, playable without a tensor
-    timeline      the step, instant by instant, and its peak
+    formulas        `training_memory`: weights, gradients, optimizer states, activations and buffers of a stage
+    config          the settings of a run: defaults, ranges, help
+    stage           what a stage holds: layers, tensors, units, and how they are sharded
+    implementation  whose operators are counted: the papers', this course's, Hugging Face's
+    terms           every term: name, formula, source; and what comes back, with its totals
+    activations     what one block keeps for its backward, by implementation, and recomputation
+    tape            autograd's lifetimes in five rules, playable without a tensor
+    timeline        the step, instant by instant, and its peak
 
-Read `states` for the formulas, then `activations.block`. Chapters 01 and 09.
+Read `formulas` first, then `activations.paper`. Chapters 01 and 09.
 """
 
-from lablib.calc.memory.calculator import autocast_activations, training_memory
 from lablib.calc.memory.config import ATTENTION, OFFLOADS, RECOMPUTE, SETTINGS, RunConfig, resolve_model, run_config
+from lablib.calc.memory.formulas import autocast_activations, stage_memory, training_memory, weights_are_sharded
+from lablib.calc.memory.implementation import current_names
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.states import stage_memory, weights_are_sharded
 from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, When, find_term
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Stage",
     "When",
     "autocast_activations",
+    "current_names",
     "find_term",
     "resolve_model",
     "run_config",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
 from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
-from lablib.calc.memory.activations import Implementation, current_names, find_implementation
+from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES
@@ -19,7 +19,7 @@ TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("fused", "plain")
-SHARDINGS = ("flat", "fsdp2", "whole")
+SHARDINGS = ("flat", "fsdp2", "per-tensor")
 MOST_LAYERS = 100_000  # as of a config.json
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 
@@ -133,7 +133,7 @@ class RunConfig:
         default="flat",
         metadata=_about(
             "flat: a shard is ceil(n / ranks) of one flat array; fsdp2: each tensor by its rows (fully_shard), with zero 3 "
-            "(reshards after forward) or 2 (does not); whole: each tensor's optimizer states on one rank "
+            "(reshards after forward) or 2 (does not); per-tensor: each tensor's optimizer states on one rank "
             "(ZeroRedundancyOptimizer), with zero 1, and the fullest rank is described.",
             choices=SHARDINGS,
         ),
@@ -263,12 +263,12 @@ class RunConfig:
     def _check_sharding(self) -> None:
         if self.sharding == "flat":
             return
-        zero = {"fsdp2": (2, 3), "whole": (1,)}[self.sharding]
+        zero = {"fsdp2": (2, 3), "per-tensor": (1,)}[self.sharding]
         if self.zero not in zero:
             why = {
                 "fsdp2": "FSDP2 shards weights, gradients and optimizer; "
                 "use zero=3 (reshards after forward) or zero=2 (keeps the gathered weights until backward)",
-                "whole": "ZeroRedundancyOptimizer shards the optimizer alone, by whole parameters; use zero=1",
+                "per-tensor": "ZeroRedundancyOptimizer shards the optimizer alone, by whole parameters; use zero=1",
             }[self.sharding]
             raise ValueError(f"sharding={self.sharding!r} contradicts zero={self.zero}: {why}")
         if self.tuning == "qlora" or self.offload != "none" or self.ep > 1:
@@ -276,9 +276,9 @@ class RunConfig:
                 f"sharding={self.sharding!r} is not known with tuning={self.tuning!r}, offload={self.offload!r} and "
                 f"ep={self.ep}; use tuning='full' or 'lora', offload='none' and ep=1"
             )
-        if self.sharding == "whole" and self.optimizer.quantized:
+        if self.sharding == "per-tensor" and self.optimizer.quantized:
             raise ValueError(
-                f"sharding='whole' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
+                f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
             )
 
 

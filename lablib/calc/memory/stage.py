@@ -1,14 +1,12 @@
-"""What one pipeline stage of a run holds, derived once: its layers, tensors, parameters, and micro-batches in flight.
+"""One pipeline stage of a run, derived once: its layers, tensors, parameters, and micro-batches in flight.
 
 The parameters of a rank come in units: the embedding, each block, the head. A unit is what FSDP gathers at a time.
 Units of one kind are equal: "embedding", "block", "block with experts" and "head". In a unit each parameter is trained,
-frozen (LoRA) or quantized (QLoRA), and belongs to a routed expert or not.
+frozen (LoRA) or quantized (QLoRA), and belongs to a routed expert or not. Read `Stage` first.
 
-The tensors of a run as FSDP2 meets them: shapes, unit by unit, and what rank 0 keeps of each.
-
-A tensor of 10 x 3 on 4 ranks: each keeps ceil(10 / 4) = 3 rows, and the last one has 1. ZeRO's one flat array would
-give ceil(30 / 4) = 8 numbers to each. Sums over a model differ by a row a tensor at most, and states are exact only
-if it is counted.
+The functions above it give the shapes of tensors as FSDP2 and the optimizer meet them. A tensor of 10 x 3 on 4 ranks:
+each keeps ceil(10 / 4) = 3 rows, and the last one has 1. ZeRO's one flat array would give ceil(30 / 4) = 8 numbers to
+each. Sums over a model differ by a row a tensor at most, and states are exact only if it is counted.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""What `training_memory` returns: bytes by term, in three groups that sum to the total.
+"""Every term of the calculator, once: its name, its role, its formula, its source, and how it is confirmed.
 
-Every term of the calculator, once: its name, what it is for, its formula, its source, and who can confirm it.
+A term is computed in `formulas`, in `timeline` or on a tape. Whoever lists, explains, compares or draws terms reads
+them here. A name may have a part behind a dot: "activations.norms", "recomputed.mlp". `MemoryBreakdown`, which
+`training_memory` returns, holds bytes by term, in three groups that sum to the total.
 
-A term is computed in `rank_memory`, `run_activations`, `step_buffers` or on a tape. Whoever lists, explains, compares or
-draws terms reads them here. A name may have a part behind a dot: "activations.norms", "recomputed.mlp".
-
-Kinds are those that PyTorch's trackers tell apart (`torch.distributed._tools`, MemTracker and FSDPMemTracker; source:
-mem_tracker.py and fsdp2_mem_tracker.py). They label a tensor when it is made, by who is running then: forward makes
-activations, backward makes temporaries, the optimizer makes optimizer states. Hooks relabel a few: a gradient once a
-parameter has it, FSDP2's buffers once a collective gets them. The calculator names what a tensor is for.
+Kinds are the labels of PyTorch's trackers (`torch.distributed._tools`, mem_tracker.py and fsdp2_mem_tracker.py). They
+label a tensor when it is made, by who is running then: forward makes activations, backward makes temporaries, the
+optimizer makes optimizer states. Hooks relabel a few: a gradient once a parameter has it, FSDP2's buffers once a
+collective gets them. The calculator names what a tensor is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,223 +84,167 @@ def _made_now(when: When) -> str:
     return "activations" if when.phase in ("forward", "loss") else "temporary"
 
 
-_TERMS = (
-    # States.
-    Term("weights", "weights", "bytes of a weight × ψ (/ N where weights are sharded)", ZERO, "weights", "exact"),
-    Term("quantized_weights", "weights", "ψ / 2", DETTMERS, proof="exact"),
-    Term("quantization_constants", "weights", "ψ / 64 + 4 ψ / (64 × 256)", DETTMERS, proof="exact"),
-    Term(
-        "gradients",
-        "gradients",
-        "bytes of a gradient × parameters whose backward is done (/ N where sharded)",
-        ZERO,
-        "gradients",
-        "exact",
+def _terms(role: str, source: str, *terms: tuple, **how: object) -> dict[str, Term]:
+    """Terms of one role and source: (name, formula, kind) each, the kind left out where no tracker was asked."""
+    return {name: Term(name, role, formula, source, *kind, **how) for name, formula, *kind in terms}
+
+
+ADAM_PAPER = "Kingma and Ba 2014 (arXiv 1412.6980)"
+TERMS: dict[str, Term] = {
+    # States. The master copy is a module of parameters like any other.
+    **_terms(
+        "weights", ZERO, ("weights", "bytes of a weight × ψ (/ N where weights are sharded)", "weights"), proof="exact"
     ),
-    Term("gradient_accumulation", "gradients", "4 ψ", "The Ultra-Scale Playbook (Hugging Face)", proof="exact"),
-    Term("gradient_copy", "optimizer", "4 ψ / N", "Megatron-LM documentation, distributed optimizer", proof="exact"),
-    # The master copy is a module of parameters like any other.
-    Term("master_weights", "optimizer", "4 ψ (/ N where the optimizer is sharded)", ZERO, "weights", "exact"),
-    *(
-        Term(
-            moment,
-            "optimizer",
-            "bytes of a moment × ψ (/ N)",
-            "Kingma and Ba 2014 (arXiv 1412.6980)",
-            "optimizer",
-            "exact",
-        )
-        for moment in ("momentum", "variance")
+    **_terms(
+        "weights",
+        DETTMERS,
+        ("quantized_weights", "ψ / 2"),
+        ("quantization_constants", "ψ / 64 + 4 ψ / (64 × 256)"),
+        proof="exact",
+    ),
+    **_terms(
+        "gradients",
+        ZERO,
+        ("gradients", "bytes of a gradient × parameters whose backward is done (/ N where sharded)", "gradients"),
+        proof="exact",
+    ),
+    **_terms("gradients", "The Ultra-Scale Playbook (Hugging Face)", ("gradient_accumulation", "4 ψ"), proof="exact"),
+    **_terms(
+        "optimizer", "Megatron-LM documentation, distributed optimizer", ("gradient_copy", "4 ψ / N"), proof="exact"
+    ),
+    **_terms(
+        "optimizer", ZERO, ("master_weights", "4 ψ (/ N where the optimizer is sharded)", "weights"), proof="exact"
+    ),
+    **_terms(
+        "optimizer",
+        ADAM_PAPER,
+        ("momentum", "bytes of a moment × ψ (/ N)", "optimizer"),
+        ("variance", "bytes of a moment × ψ (/ N)", "optimizer"),
+        proof="exact",
     ),
     # What forward keeps. The batch was there before forward began.
-    Term("activations", "activations", "what operators of a block keep for backward", KORTHIKANTI, "activations"),
-    Term("activations.tokens", "activations", "token ids", AUTOGRAD, "inputs"),
-    Term(
-        "weight_casts",
+    **_terms("activations", KORTHIKANTI, ("activations", "what operators of a block keep for backward", "activations")),
+    **_terms("activations", AUTOGRAD, ("activations.tokens", "token ids", "inputs")),
+    **_terms(
         "buffers",
-        "bytes of a cast × matrices used so far, until their backward",
         "PyTorch, torch.amp",
-        "activations",
+        ("weight_casts", "bytes of a cast × matrices used so far, until their backward", "activations"),
     ),
-    Term("logits", "activations", "bytes of a value × n V", LOSS, "activations"),
-    Term("logits_fp32", "activations", "4 n V: cross-entropy reads fp32", LOSS, "activations"),
-    Term("attention_mask", "activations", "bytes of a value × b s²", "transformers, masking_utils", "activations"),
-    Term("stage_outputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING, "activations"),
-    Term("stage_inputs", "activations", "bytes of a value × n h × micro-batches in flight", PIPELINING),
-    # Made in forward, kept or not.
-    Term(
-        "forward_values",
+    **_terms(
         "activations",
-        "what forward holds and backward will not need",
-        AUTOGRAD,
-        "activations",
-        running=True,
+        LOSS,
+        ("logits", "bytes of a value × n V", "activations"),
+        ("logits_fp32", "4 n V: cross-entropy reads fp32", "activations"),
+        ("logits_gradients", "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back", "temporary"),
     ),
-    Term(
-        "recomputed",
-        "activations",
-        "what the replay of the block has made again for its backward",
-        AUTOGRAD,
-        _recomputed,
-        running=True,
+    **_terms(
+        "activations", "transformers, masking_utils", ("attention_mask", "bytes of a value × b s²", "activations")
     ),
-    Term(
-        "recomputed_values",
+    # A received gradient is outside of backward, before it begins: it is what the next stage sent.
+    **_terms(
         "activations",
-        "what the replay holds and backward will not need",
-        AUTOGRAD,
-        _recomputed,
-        running=True,
-    ),
-    Term(
-        "recomputed_stream",
-        "activations",
-        "the stream behind attention, which the replay of the block made",
-        AUTOGRAD,
-        "temporary",
-        running=True,
-    ),
-    Term(
-        "operator_temporaries",
-        "buffers",
-        "what one operator's backward makes for itself",
-        AUTOGRAD,
-        _made_now,
-        running=True,
-    ),
-    # Outside of backward, before it begins: it is what the next stage sent.
-    Term(
-        "received_gradient",
-        "activations",
-        "bytes of a value × n h: held until the stage's backward ends",
         PIPELINING,
+        ("stage_outputs", "bytes of a value × n h × micro-batches in flight", "activations"),
+        ("stage_inputs", "bytes of a value × n h × micro-batches in flight"),
+        ("received_gradient", "bytes of a value × n h: held until the stage's backward ends", "activations"),
+    ),
+    # Made in forward, or when it runs again; kept or not.
+    **_terms(
         "activations",
+        AUTOGRAD,
+        ("forward_values", "what forward holds and backward will not need", "activations"),
+        ("recomputed", "what the replay of the block has made again for its backward", _recomputed),
+        ("recomputed_values", "what the replay holds and backward will not need", _recomputed),
+        ("recomputed_stream", "the stream behind attention, which the replay of the block made", "temporary"),
+        running=True,
+    ),
+    **_terms(
+        "buffers",
+        AUTOGRAD,
+        ("operator_temporaries", "what one operator's backward makes for itself", _made_now),
+        running=True,
     ),
     # Made in backward.
-    Term(
-        "logits_gradients",
+    **_terms(
         "activations",
-        "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back",
-        LOSS,
-        "temporary",
-    ),
-    Term(
-        "activation_gradients",
-        "activations",
-        "gradients of activations that wait for an operator",
         ENGINE,
-        "temporary",
-        running=True,
-    ),
-    Term(
-        "adapter_gradients",
-        "activations",
-        "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
-        ENGINE,
-        "temporary",
+        ("activation_gradients", "gradients of activations that wait for an operator", "temporary"),
+        (
+            "adapter_gradients",
+            "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
+            "temporary",
+        ),
         running=True,
     ),
     # A gradient gets its label when a parameter gets it. Until then it was made in backward like any other tensor:
     # while the operator that makes it runs, and while the first of two gradients of a tied table waits.
-    Term(
-        "new_gradients",
+    **_terms(
         "gradients",
-        "gradients of parameters that the running operator makes",
         ENGINE,
-        "temporary",
+        ("new_gradients", "gradients of parameters that the running operator makes", "temporary"),
         running=True,
     ),
-    Term(
-        "tied_gradient",
+    **_terms(
         "gradients",
-        "bytes of a gradient × V h: the head's, the embedding's and their sum",
         ENGINE,
-        "temporary",
+        ("tied_gradient", "bytes of a gradient × V h: the head's, the embedding's and their sum", "temporary"),
     ),
-    # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer.
-    Term(
-        "gathered_weights",
+    # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer. Buffers of a
+    # reduce-scatter get theirs with the collective; fullest is the instant when gradients have been copied into them.
+    **_terms(
         "buffers",
-        "root and unit in use, whole, at the bytes of a gathered value",
         FSDP,
-        "gathered weights",
-        "fsdp2",
-    ),
-    Term(
-        "arriving_weights",
-        "buffers",
-        "the unit that is copied out of its buffer, at the bytes of a gathered value",
-        FSDP,
-        "activations",
-        "fsdp2",
-    ),
-    Term(
-        "all_gather_buffers",
-        "buffers",
-        "buffers of the unit in use and of the next, as large as they are",
-        FSDP,
-        "all-gather buffers",
-        "fsdp2",
+        ("gathered_weights", "root and unit in use, whole, at the bytes of a gathered value", "gathered weights"),
+        (
+            "arriving_weights",
+            "the unit that is copied out of its buffer, at the bytes of a gathered value",
+            "activations",
+        ),
+        (
+            "all_gather_buffers",
+            "buffers of the unit in use and of the next, as large as they are",
+            "all-gather buffers",
+        ),
+        (
+            "reduce_scatter_buffers",
+            "the last unit's gradients, padded, in the dtype of the reduction",
+            _reducing("temporary", "reduce-scatter buffers"),
+        ),
+        proof="fsdp2",
     ),
     # FSDP2's gradients are labelled by the tracker when their unit's reduction begins, the root's at the very end.
-    Term(
-        "unsharded_gradients",
+    **_terms(
         "gradients",
-        "whole gradients of the unit in use",
         FSDP,
-        _reducing("unsharded gradients", "temporary"),
-        "fsdp2",
+        ("unsharded_gradients", "whole gradients of the unit in use", _reducing("unsharded gradients", "temporary")),
+        ("root_gradients", "whole gradients of the root, which wait for the end of backward", "temporary"),
+        proof="fsdp2",
     ),
-    Term(
-        "root_gradients",
-        "gradients",
-        "whole gradients of the root, which wait for the end of backward",
-        FSDP,
-        "temporary",
-        "fsdp2",
-    ),
-    # Its label comes with the collective; fullest is the instant when gradients have been copied into it.
-    Term(
-        "reduce_scatter_buffers",
+    **_terms(
         "buffers",
-        "the last unit's gradients, padded, in the dtype of the reduction",
-        FSDP,
-        _reducing("temporary", "reduce-scatter buffers"),
-        "fsdp2",
-    ),
-    Term(
-        "gradient_buckets",
-        "buffers",
-        "DDP's buckets, as large as all gradients",
         "PyTorch, DistributedDataParallel",
-        "gradient buckets",
+        ("gradient_buckets", "DDP's buckets, as large as all gradients", "gradient buckets"),
     ),
-    Term("communication_buckets", "buffers", "two buckets of ZeRO, or the largest unit", ZERO, proof="unproven"),
-    Term(
-        "dequantized_weights",
+    **_terms("buffers", ZERO, ("communication_buckets", "two buckets of ZeRO, or the largest unit"), proof="unproven"),
+    **_terms(
         "buffers",
-        "the largest matrix in the compute dtype",
         "arXiv 2305.14314, section 3",
+        ("dequantized_weights", "the largest matrix in the compute dtype"),
         proof="unproven",
     ),
-    Term("recomputed_layer", "buffers", "what the largest layer computes again", KORTHIKANTI, proof="unproven"),
+    **_terms("buffers", KORTHIKANTI, ("recomputed_layer", "what the largest layer computes again"), proof="unproven"),
     # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
-    Term(
-        "master_gradients",
+    **_terms(
         "gradients",
-        "4 ψ / N: an fp32 copy for the optimizer",
         "torch.optim: one dtype a parameter",
-        "gradients",
+        ("master_gradients", "4 ψ / N: an fp32 copy for the optimizer", "gradients"),
     ),
-    Term(
-        "optimizer_temporaries",
+    **_terms(
         "optimizer",
-        "√variance of all tensors (foreach), or of the largest ones (for-loop)",
         ADAM,
-        "optimizer",
+        ("optimizer_temporaries", "√variance of all tensors (foreach), or of the largest ones (for-loop)", "optimizer"),
     ),
-)
-TERMS = {term.name: term for term in _TERMS}
+}
 ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -317,6 +260,11 @@ WEIGHT_TERMS, GRADIENT_TERMS = (
 )
 
 
+def listed(terms: Mapping[str, int]) -> Terms:
+    """Return terms as pairs; one that a run does not have is left out."""
+    return tuple((name, size) for name, size in terms.items() if size)
+
+
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Bytes of device memory on one rank at the peak of a training step.
@@ -329,7 +277,7 @@ class MemoryBreakdown:
         seq: Tokens in a sequence.
         state_terms: What lives from step to step: weights, gradients, optimizer.
         activation_terms: What forward keeps for backward, by kind, for all micro-batches in flight.
-        buffer_terms: What exists for a moment: gathered weights, buckets, one recomputed layer. Estimates.
+        buffer_terms: What exists for a part of the step: gathered weights, buckets, one recomputed layer. Estimates.
         host_terms: What offload moved to the CPU; not in the total.
     """
 

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lablib.calc.models import ModelConfig
-from lablib.launch.finetuning import add_lora
 from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
+from lablib.launch.training import add_lora
 from lablib.proof.cases import Case
 from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.precision import MasterWeights

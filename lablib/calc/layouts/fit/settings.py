@@ -27,12 +27,12 @@ from lablib.calc.memory import (
     WEIGHT_TERMS,
     RunConfig,
     Stage,
+    current_names,
     run_config,
     stage_memory,
     training_memory,
     weights_are_sharded,
 )
-from lablib.calc.memory.activations import current_names
 from lablib.calc.memory.timeline import STEPS, memory_timeline
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms

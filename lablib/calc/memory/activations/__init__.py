@@ -1,9 +1,8 @@
 """What a transformer block keeps between its forward and its backward, and what recomputation saves.
 
 `layer_activations` answers for one block; the formulas stand in `paper` (Korthikanti et al. 2022), `toy` (this course's
-transformer) and `hf` (Hugging Face's classes). `recompute` has the strategies, their cost and their frontier, and
-`saved_tensors` names every tensor.
-`implementations` makes each an object that answers.
+transformer) and `hf` (Hugging Face's classes). `saved_tensors` names every tensor; `recompute` has the strategies of
+recomputation, their cost and their frontier.
 
 Read `paper` first, then `block`. Chapters 01 and 09.
 """
@@ -16,7 +15,6 @@ from lablib.calc.memory.activations.block import (
     paper_activations,
     toy_activations,
 )
-from lablib.calc.memory.activations.implementations import Implementation, current_names, find_implementation
 from lablib.calc.memory.activations.recompute import (
     RecomputeCost,
     RecomputeUnit,
@@ -31,12 +29,11 @@ from lablib.calc.memory.activations.recompute import (
     sqrt_segment,
 )
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors, differences
-from lablib.calc.memory.activations.toy import FP32, INT64, check_config
+from lablib.calc.memory.activations.share import FP32, INT64, check_config
 
 __all__ = [
     "FP32",
     "INT64",
-    "Implementation",
     "RecomputeCost",
     "RecomputeUnit",
     "SavedTensor",
@@ -44,10 +41,8 @@ __all__ = [
     "block_tensors",
     "check_config",
     "chen_cost",
-    "current_names",
     "differences",
     "embedding_activations",
-    "find_implementation",
     "frontier",
     "head_activations",
     "ideal_segment",

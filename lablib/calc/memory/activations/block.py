@@ -1,85 +1,38 @@
 """Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
 
-Two ways of counting, chosen by `implementation`:
+Three implementations are counted: "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`) and "hf" (Hugging
+Face's eager GPT-2, Llama, Qwen2 and Mistral). Their formulas are in the modules `paper`, `toy` and `hf`.
 
-**"paper"**: Korthikanti et al. 2022 (arXiv 2205.05198), section 4: every operator of a block keeps its input, values
-have 2 bytes, dropout masks 1; norm statistics and indices are too small to count. For a GPT block (s tokens, b
-sequences, h hidden, a heads, t-way tensor parallelism), equations 1, 2, 4 and 6 and table 2:
-
-| what | bytes of one layer |
-|---|---|
-| nothing done | sbh (34 + 5as/h): attention 11sbh + 5as²b, MLP 19sbh, norms 4sbh |
-| tensor parallelism | sbh (10 + 24/t + 5as/(ht)) |
-| + sequence parallelism | sbh (34 + 5as/h) / t |
-| + selective recomputation | the same without the term in as |
-| full recomputation | 2sbh |
-
-The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once
-(2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
-projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
-keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
-the full q, k, v. Routing is taken as balanced.
-
-**"toy"**: what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; see `lablib.calc.memory.activations.toy`.
-
-**"hf"**: what Hugging Face's eager GPT-2, Llama, Qwen2 and Mistral keep; see `lablib.calc.memory.activations.hf`.
-
-With t ranks these two are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided, the
-stream, its norms and the gathered logits are not.
-
-What one tensor parallel rank keeps for backward, in the paper's counting and in the toy's.
-
-**Paper** (Korthikanti et al. 2022, arXiv 2205.05198, equations 2 and 4), bytes of one GPT layer in 16 bits with dropout:
-
-    tensor parallel              sbh (10 + 24/t + 5as/(ht))
-    + sequence parallel "shard"  sbh (34 + 5as/h) / t
-    + sequence parallel "keep"   the same and 4sbh (1 - 1/t): the two gathered inputs
-
-**Toy**: `lablib.toys.tensor_parallel.model` under eager PyTorch on a CPU with fused attention and no dropout, as
-`lablib.calc.memory.activations.toy` counts one process. With n = bs tokens, h hidden, a heads of width d, f inner values and V
-words, what belongs to heads, inner values and words is divided by t. What belongs to the stream is divided by t only
-with sequence parallelism; the input of the first matrices only with "shard".
+With t ranks "toy" and "hf" are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided,
+the stream, its norms and the gathered logits are not. `toy_activations` counts `lablib.toys.tensor_parallel` instead.
 """
 
 from __future__ import annotations
 
-from lablib.calc.memory.activations.implementations import IMPLEMENTATIONS, accepts_old_names, find_implementation
-from lablib.calc.memory.activations.paper import Share
-from lablib.calc.memory.activations.toy import FP32, INT64, check_config, norm
+from lablib.calc.errors import one_of
+from lablib.calc.memory.activations import hf, paper, toy
+from lablib.calc.memory.activations.share import FP32, INT64, Share, check_config
+from lablib.calc.memory.activations.toy import norm
+from lablib.calc.memory.implementation import accepts_old_names
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import split_heads, variant
+
+FORMULAS = {"paper": paper, "toy": toy, "hf": hf}
+BOOL = 1
 
 
 @accepts_old_names
 def layer_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    cp: int = 1,
-    recompute: str = "none",
-    attention: str = "fused",
-    dropout: float | None = None,
-    layer: int | None = None,
+    config: ModelConfig, *, recompute: str = "none", attention: str = "fused", layer: int | None = None, **sizes: object
 ) -> dict[str, int]:
     """Return the bytes that one layer keeps for backward, for one micro-batch on one rank, by kind.
 
     Args:
-        seq: Tokens in a sequence, s, before context parallelism divides it.
-        implementation: "paper", "toy" or "hf".
-        bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
-        sequence_parallel: Whether norms, dropout and the stream are split over the tensor parallel ranks too.
-        cp: Context parallel ranks; each holds `s / cp` tokens and sees every key.
         recompute: "none"; "selective": q, k, v are kept and the attention core is run again; "full": only the
             layer's input is kept (split by t with sequence parallelism, where the layer receives a shard).
         attention: "plain" keeps the scores of every pair of tokens, "fused" their statistics.
-        dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
-            GPT blocks and none in later families; none with the toy and Hugging Face's classes.
         layer: Which layer, from 0; it matters where some layers have experts. None: the last one.
+        **sizes: Fields of `Share`: batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout.
 
     Returns:
         Bytes by kind: "norms", "attention", "scores" and "mlp", with experts "router" and "experts" too;
@@ -88,176 +41,74 @@ def layer_activations(
     Raises:
         ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
     """
-    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout)
-    _choose("recompute", recompute, ("none", "selective", "full"))
-    _choose("attention", attention, ("plain", "fused"))
+    share = Share(config, **sizes)
+    one_of("recompute", recompute, ("none", "selective", "full"))
+    one_of("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
-    how = {"experts": experts, "recompute": recompute, "attention": attention}
-    return find_implementation(implementation).layer(share, **how)
+    return FORMULAS[share.implementation].layer(share, experts=experts, recompute=recompute, attention=attention)
 
 
 @accepts_old_names
-def embedding_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    cp: int = 1,
-    dropout: float | None = None,
-) -> dict[str, int]:
+def embedding_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that the embedding keeps, by kind: a dropout mask, sbh/t in the paper (section 4.3).
 
     The toy keeps token and position indices or rotary tables as well, which the paper leaves out as too small.
 
     Args:
-        implementation: "paper", "toy" or "hf".
-        bytes_per_value: 2 or 4.
-        sequence_parallel: Whether the stream is split over them; without it the mask is not divided.
-        dropout: As in `layer_activations`.
+        **sizes: As in `layer_activations`.
 
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout)
-    return find_implementation(implementation).embedding(share)
+    share = Share(config, **sizes)
+    return FORMULAS[share.implementation].embedding(share)
 
 
 @accepts_old_names
-def head_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    cp: int = 1,
-) -> dict[str, int]:
+def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that the end keeps, by kind: inputs of final norm and head, and fp32 logits for the loss.
 
     The paper's sum with sequence parallelism (section 4.3) is `4sbh/t (1 + v/h)`.
     A vocabulary that t does not divide is rounded up: the largest shard counts.
 
     Args:
-        implementation: "paper", "toy" or "hf".
-        bytes_per_value: 2 or 4.
-        sequence_parallel: Whether the stream is split over them.
+        **sizes: As in `layer_activations`.
 
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = _share(config, batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, None)
-    return find_implementation(implementation).head(share)
+    share = Share(config, **sizes)
+    return FORMULAS[share.implementation].head(share)
 
 
 @accepts_old_names
 def model_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    recompute: str = "none",
-    attention: str = "fused",
-    dropout: float | None = None,
+    config: ModelConfig, *, recompute: str = "none", attention: str = "fused", **sizes: object
 ) -> dict[str, int]:
     """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.
 
     Args:
-        implementation: "paper", "toy" or "hf".
-        bytes_per_value: 2 or 4.
         recompute: As in `layer_activations`.
         attention: As in `layer_activations`.
-        dropout: As in `layer_activations`.
+        **sizes: As in `layer_activations`.
 
     Raises:
         ValueError: As `layer_activations`.
     """
-    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
-    how = {"recompute": recompute, "attention": attention, "dropout": dropout}
+    how = {"recompute": recompute, "attention": attention, **sizes}
     # At most two kinds of layer exist: the first ones, dense, and the rest.
     dense = config.num_dense_layers if config.is_moe else config.num_layers
     layers = sum(
-        count * sum(layer_activations(config, layer=first, **sizes, **how).values())
+        count * sum(layer_activations(config, layer=first, **how).values())
         for first, count in ((0, dense), (dense, config.num_layers - dense))
         if count
     )
     return {
-        "embedding": sum(embedding_activations(config, dropout=dropout, **sizes).values()),
+        "embedding": sum(embedding_activations(config, **sizes).values()),
         "layers": layers,
         "head": sum(head_activations(config, **sizes).values()),
     }
-
-
-def _share(
-    config: ModelConfig,
-    batch: int,
-    seq: int,
-    implementation: str,
-    value: int,
-    tp: int,
-    sequence_parallel: bool,
-    cp: int,
-    dropout: float | None,
-) -> Share:
-    """Check every factor and return what one rank holds."""
-    _choose("implementation", implementation, tuple(IMPLEMENTATIONS))
-    _choose("bytes_per_value", value, (2, 4))
-    for name, number in (("batch", batch), ("seq", seq), ("tp", tp), ("cp", cp)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
-    whose = find_implementation(implementation)
-    if dropout is None:
-        dropout = whose.default_dropout(config)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
-    if whose.eager:
-        if cp > 1 or sequence_parallel:
-            raise ValueError(
-                f"implementation={implementation!r} knows tp alone: cp={cp} must be 1 and sequence_parallel={sequence_parallel} "
-                "False; use implementation='paper' for more"
-            )
-        whose.check(config)
-    widths = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn": config.ffn}
-    if config.is_moe:
-        widths["expert_ffn"] = config.expert_ffn
-    for name, width in widths.items():
-        _divides("tp", tp, name, width)
-    _divides("cp", cp, "seq", seq)
-    if sequence_parallel:
-        _divides("tp", tp, "seq / cp", seq // cp)
-    return Share(
-        config=config,
-        seq=seq,
-        tokens=batch * seq // cp,
-        value=value,
-        tp=tp,
-        stream_split=tp if sequence_parallel else 1,
-        dropout=dropout > 0,
-    )
-
-
-def _divides(name: str, factor: int, of: str, number: int) -> None:
-    if number % factor == 0:
-        return
-    usable = [str(n) for n in range(1, min(number, factor) + 1) if number % n == 0]
-    choices = f"{', '.join(usable[:-1])} or {usable[-1]}" if len(usable) > 1 else "1"
-    raise ValueError(f"{name}={factor} does not divide {of}={number}; use {choices}")
-
-
-def _choose(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-
-
-BOOL = 1
 
 
 def paper_activations(

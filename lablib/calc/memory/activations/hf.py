@@ -19,55 +19,29 @@ says 0.1). Checked with transformers 5; names are those of the classes.
 from __future__ import annotations
 
 from lablib.calc.memory.activations import toy
-from lablib.calc.models import ModelConfig
-
-FAMILIES = ("gpt2", "llama", "qwen2", "mistral")
-INT64 = toy.INT64
-FP32 = toy.FP32
+from lablib.calc.memory.activations.share import FP32, INT64, Share
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise a ValueError unless the model is one of those that are counted here.
-
-    Raises:
-        ValueError: If the family, or a feature of this config, is not known here.
-    """
-    if config.family not in FAMILIES:
-        raise ValueError(
-            f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
-            f"{config.family!r}; use implementation='paper'"
-        )
-    toy.refuse_extras(config, f"Hugging Face's {config.family} classes have")
-    gpt = config.family == "gpt2"
-    if (config.norm == "layernorm", config.learned_positions, not config.gated_mlp) != (gpt, gpt, gpt):
-        raise ValueError(
-            f"{config.name}: norm={config.norm!r}, learned_positions={config.learned_positions} and gated_mlp="
-            f"{config.gated_mlp} are not those of Hugging Face's {config.family} classes"
-        )
-
-
-def layer(
-    config: ModelConfig, batch: int, seq: int, value: int, recompute: str, attention: str, dropout: bool
-) -> dict[str, int]:
+def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dict[str, int]:
     """Return one layer's bytes by kind."""
-    kinds = toy.layer(config, batch, seq, value, recompute, attention, dropout)
+    config, n, value = share.one_rank, share.tokens, share.value
+    kinds = toy.layer(share, experts=experts, recompute=recompute, attention=attention)
     if recompute == "full":
         return kinds
     if config.family == "gpt2":
         # x/2, tanh, 1 + tanh beside GELU's input and output.
-        kinds["mlp"] += 3 * batch * seq * config.ffn * value
+        kinds["mlp"] += 3 * n * config.ffn * value
     elif kinds["scores"] and value != FP32:
         # The softmax in fp32; its copy in the model's dtype is kept too, unless dropout reads it and makes another.
-        pairs = batch * config.num_heads * seq * seq
-        kinds["scores"] += pairs * (FP32 - (value if dropout else 0))
+        kinds["scores"] += config.num_heads * n * share.seq * (FP32 - (value if share.drops else 0))
     return kinds
 
 
-def embedding(config: ModelConfig, batch: int, seq: int, value: int, dropout: bool) -> dict[str, int]:
+def embedding(share: Share) -> dict[str, int]:
     """Return the bytes before the first layer: token ids, and position ids or rotary tables."""
-    return toy.embedding(config, batch, seq, value, dropout) | {"tokens": batch * seq * INT64}
+    return toy.embedding(share) | {"tokens": share.tokens * INT64}
 
 
-def head(config: ModelConfig, batch: int, seq: int, value: int) -> dict[str, int]:
+def head(share: Share) -> dict[str, int]:
     """Return the bytes of final norm, head and loss."""
-    return toy.head(config, batch, seq, value) | {"loss": batch * seq * INT64 + FP32}
+    return toy.head(share) | {"loss": share.tokens * INT64 + FP32}

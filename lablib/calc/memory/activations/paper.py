@@ -1,6 +1,25 @@
-"""What a block keeps for backward as Korthikanti et al. count it, for every family; see `lablib.calc.memory.activations.block`.
+"""What a block keeps for backward as Korthikanti et al. (2022, arXiv 2205.05198, section 4) count it, for every family.
 
-Every operator keeps its input. Two kinds of values, by what divides them:
+Every operator keeps its input, values have 2 bytes, dropout masks 1; norm statistics and indices are too small to
+count. For a GPT block (s tokens, b sequences, h hidden, a heads, t-way tensor parallelism), equations 1, 2, 4 and 6 and
+table 2:
+
+| what | bytes of one layer |
+|---|---|
+| nothing done | sbh (34 + 5as/h): attention 11sbh + 5as²b, MLP 19sbh, norms 4sbh |
+| tensor parallelism | sbh (10 + 24/t + 5as/(ht)) |
+| + sequence parallelism, inputs sharded | sbh (34 + 5as/h) / t |
+| + sequence parallelism, inputs gathered | the same and 4sbh (1 - 1/t) |
+| + selective recomputation | the same without the term in as |
+| full recomputation | 2sbh |
+
+The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once
+(2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
+projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
+keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
+the full q, k, v. Routing is taken as balanced.
+
+Two kinds of values, by what divides them:
 
 - the **stream**: inputs of norms and of the first matrices, and dropout masks of what is added. Tensor parallelism
   leaves a full copy on each rank; sequence parallelism divides them by t.
@@ -9,60 +28,8 @@ Every operator keeps its input. Two kinds of values, by what divides them:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+from lablib.calc.memory.activations.share import FP32, MASK, Share
 from lablib.calc.models import ModelConfig
-
-MASK = 1  # bytes of one value of a dropout mask on a GPU
-FP32 = 4
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank holds of one micro-batch.
-
-    Attributes:
-        config: The model.
-        seq: Tokens in a whole sequence, s: what the keys span.
-        tokens: Tokens of this rank, `b s / cp`.
-        value: Bytes of a value.
-        tp: What divides inner values.
-        stream_split: What divides the stream: tp with sequence parallelism, else 1.
-        dropout: Whether there are dropout masks.
-    """
-
-    config: ModelConfig
-    seq: int
-    tokens: int
-    value: int
-    tp: int
-    stream_split: int
-    dropout: bool
-
-    @property
-    def batch(self) -> int:
-        """Sequences, where context parallelism divides none."""
-        return self.tokens // self.seq
-
-    @property
-    def one_rank(self) -> ModelConfig:
-        """A layer's sizes on one tensor-parallel rank: its heads, its part of the MLP; the stream is not divided."""
-        if self.tp == 1:
-            return self.config
-        c, t = self.config, self.tp
-        return replace(c, num_heads=c.num_heads // t, num_kv_heads=c.num_kv_heads // t, ffn=c.ffn // t)
-
-    def stream(self, width: int, size: int | None = None) -> int:
-        """Return the bytes of so many values a token in the stream, of `size` bytes each."""
-        return self.tokens * width * (self.value if size is None else size) // self.stream_split
-
-    def inner(self, width: int, size: int | None = None) -> int:
-        """Return the bytes of so many inner values a token, of `size` bytes each."""
-        return self.tokens * width * (self.value if size is None else size) // self.tp
-
-    def mask(self) -> int:
-        """Return the bytes of the dropout mask of something that is added to the stream."""
-        return self.stream(self.config.hidden, MASK) if self.dropout else 0
 
 
 def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dict[str, int]:
@@ -114,7 +81,7 @@ def _attention(share: Share, statistics: bool) -> int:
 def _scores(share: Share) -> int:
     """Softmax output; with dropout also its mask and its output."""
     pairs = share.config.num_heads * share.tokens * share.seq // share.tp
-    return pairs * (share.value + (MASK + share.value if share.dropout else 0))
+    return pairs * (share.value + (MASK + share.value if share.drops else 0))
 
 
 def _inner_values(config: ModelConfig, ffn: int) -> int:

@@ -1,4 +1,4 @@
-"""Strategies of activation recomputation, each as a list of units: which blocks, and what happens to them.
+"""What a strategy of activation recomputation keeps, needs during backward, computes again and moves to the host.
 
 | strategy | what is kept of the blocks | known as |
 |---|---|---|
@@ -13,23 +13,18 @@
 | offload | everything, in the host's memory | `torch.autograd.graph.save_on_cpu` |
 | full+offload | the input of every block, in the host's memory | both together |
 
-What a strategy of activation recomputation keeps, needs for a moment, computes again and moves to the host.
-
-Backward starts with everything that forward stored, and walks back. A unit (see `recompute_plan`) that runs again
-adds what its blocks keep, until backward has passed it. So the most that is ever kept is
+A strategy is a list of units (`recompute_units`): which blocks, and what happens to them. Backward starts with
+everything that forward stored, and walks back. A unit that runs again adds what its blocks keep, until backward has
+passed it. So the most that is ever kept is
 
     peak = max( embedding + Σ stored + head,  max over units i of  embedding + Σ_{j ≤ i} stored_j + transient_i - released_i )
 
 The head is gone once the last block's backward starts. Forward passes under no_grad, gradients of activations and
-the workspaces of kernels are not in it: this is what autograd keeps.
+workspaces are not in it: this is what autograd keeps, summed over the tensors of `saved_tensors`.
 
 FLOPs are those of `lablib.calc.flops`, matrix products alone: "full" runs every block's forward again.
 PyTorch stops a replay as soon as it has all that backward asks for (`early_stop`), and the last product of a unit,
 the down projection, is then not needed unless dropout follows it: `2 n f h` FLOPs less.
-
-What one unit of a recomputation strategy stores, adds, computes again and moves; `recompute` adds units up.
-
-Bytes are sums over the tensors of `saved_tensors`; FLOPs are one layer's share of `flops.forward_flops`.
 """
 
 from __future__ import annotations
@@ -40,11 +35,92 @@ from functools import cached_property
 
 from lablib.calc.flops import forward_flops, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
-from lablib.calc.memory.activations.implementations import accepts_old_names, find_implementation
-from lablib.calc.memory.activations.saved_tensors import FP32, MASK, SavedTensor, block_tensors
+from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
+from lablib.calc.memory.activations.share import FP32, MASK
+from lablib.calc.memory.implementation import accepts_old_names, find_implementation
 from lablib.calc.models import ModelConfig
 
 FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")
+
+
+STRATEGIES = ("none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload")
+WITH_NUMBER = ("every", "first", "one-in")
+
+
+@dataclass(frozen=True)
+class RecomputeUnit:
+    """Consecutive blocks that are treated alike and, if they run again, run again together.
+
+    Attributes:
+        first: The first block, from 0.
+        length: How many blocks.
+        kind: "none", "selective", "matmuls", "full", "offload" or "full+offload".
+    """
+
+    first: int
+    length: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Its blocks in words: "block 3" or "blocks 3 to 5"."""
+        last = self.first + self.length - 1
+        return f"block {self.first}" if self.length == 1 else f"blocks {self.first} to {last}"
+
+
+def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
+    """Return the units of a strategy, from the first block to the last; a last segment may be shorter.
+
+    Args:
+        strategy: One of the table above; "every:3", "first:2" and "one-in:2" carry their number.
+
+    Raises:
+        ValueError: If the strategy is unknown, or its number is missing, not positive or more than L.
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers={num_layers} must be at least 1")
+    name, _, number = strategy.partition(":")
+    if name not in WITH_NUMBER:
+        if strategy not in STRATEGIES:
+            known = ", ".join([*STRATEGIES, *(f"{name}:NUMBER" for name in WITH_NUMBER)])
+            raise ValueError(f"strategy={strategy!r} is not known; use one of {known}")
+        if strategy == "sqrt":
+            return segments(sqrt_segment(num_layers), num_layers)
+        return [RecomputeUnit(block, 1, strategy) for block in range(num_layers)]
+    if not (number.isdecimal() and 1 <= int(number) <= num_layers):
+        raise ValueError(f"strategy={strategy!r} needs a number from 1 to the {num_layers} layers: {name}:2")
+    k = int(number)
+    if name == "every":
+        return segments(k, num_layers)
+    again = {block for block in range(num_layers) if (block < k if name == "first" else block % k == 0)}
+    return [RecomputeUnit(block, 1, "full" if block in again else "none") for block in range(num_layers)]
+
+
+def segments(k: int, num_layers: int) -> list[RecomputeUnit]:
+    """Cut the blocks into segments of k, the last one of what is left."""
+    return [RecomputeUnit(first, min(k, num_layers - first), "full") for first in range(0, num_layers, k)]
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit's share.
+
+    Attributes:
+        unit: Which blocks.
+        stored: Bytes that it keeps on the device from forward to backward.
+        transient: Bytes that it adds while its backward runs.
+        released: Bytes of `stored` that backward has let go of by then: selective recomputation starts in the
+            middle of a block, when its MLP is done with.
+        extra_flops: FLOPs that it computes again.
+        host: Bytes that go to the host in forward and come back in backward.
+    """
+
+    unit: RecomputeUnit
+    stored: int
+    transient: int = 0
+    extra_flops: int = 0
+    host: int = 0
+    released: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +159,7 @@ class RecomputeCost:
         return max(unit.transient for unit in self.units)
 
     @property
-    def moments(self) -> list[tuple[str, int]]:
+    def instants(self) -> list[tuple[str, int]]:
         """Bytes kept at the end of forward and at each unit's backward, in the order of time."""
         found = [("end of forward", self.saved_bytes)]
         stored = self.embedding + self.blocks_bytes
@@ -95,12 +171,12 @@ class RecomputeCost:
     @property
     def peak_bytes(self) -> int:
         """The most that is ever kept."""
-        return max(size for _, size in self.moments)
+        return max(size for _, size in self.instants)
 
     @property
     def peak_at(self) -> str:
         """When that is: "end of forward" or "backward of block 3"."""
-        return max(self.moments, key=lambda moment: moment[1])[0]
+        return max(self.instants, key=lambda pair: pair[1])[0]
 
     @property
     def extra_flops(self) -> int:
@@ -128,190 +204,7 @@ class RecomputeCost:
         return None if self.bandwidth is None else 2 * self.host_bytes / self.bandwidth
 
 
-@accepts_old_names
-def recompute_cost(
-    config: ModelConfig,
-    strategy: str,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    attention: str = "fused",
-    dropout: float | None = None,
-    early_stop: bool = False,
-    reentrant: bool = False,
-    bandwidth: float | None = None,
-) -> RecomputeCost:
-    """Return what a strategy keeps, needs for a moment, computes again and moves, for one micro-batch.
-
-    Args:
-        strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
-            "full+offload"; see `recompute_plan`.
-        implementation: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
-        bytes_per_value: 2 or 4.
-        attention: "plain" or "fused".
-        dropout: As in `layer_activations`.
-        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
-            False: a replay is a whole forward pass, as papers and `step_flops` count it. Replays of experts are
-            counted whole in either case.
-        reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
-        bandwidth: Bytes per second to the host, per direction.
-
-    Raises:
-        ValueError: As `layer_activations` and `plan`; if the bandwidth is not positive; or if "matmuls" or "offload"
-            meet experts or latent attention, whose tensors are not listed one by one.
-    """
-    if bandwidth is not None and bandwidth <= 0:
-        raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
-    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
-    if implementation == "hf":
-        raise ValueError(
-            "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
-        )
-    if dropout is None:
-        dropout = find_implementation(implementation).default_dropout(config)
-    how = {**sizes, "attention": attention, "dropout": dropout}
-    block = Blocks(config, how, early_stop and not reentrant, reentrant)
-    units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
-    embedding = embedding_activations(config, dropout=dropout, **sizes)
-    if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
-        embedding["positions"] = 0  # blocks alone keep the rotary tables, and they keep them on the host
-    return RecomputeCost(
-        strategy=strategy,
-        units=units,
-        embedding=sum(embedding.values()),
-        head=sum(head_activations(config, **sizes).values()),
-        model_flops=step_flops(config, batch=batch, seq=seq).model,
-        bandwidth=bandwidth,
-    )
-
-
-@dataclass(frozen=True)
-class FrontierPoint:
-    """One strategy on the plane of bytes saved and FLOPs paid.
-
-    Attributes:
-        cost: What it costs.
-        bytes_saved: Peak bytes less than without recomputation.
-        extra_flops: FLOPs that it computes again.
-        dominated_by: A strategy that saves at least as much for no more FLOPs and no more bytes to the host, and
-            is better in one of them; "" if there is none.
-    """
-
-    cost: RecomputeCost
-    bytes_saved: int
-    extra_flops: int
-    dominated_by: str = ""
-
-    @property
-    def strategy(self) -> str:
-        """Its name."""
-        return self.cost.strategy
-
-
-def frontier(
-    config: ModelConfig, strategies: Iterable[str] = FRONTIER, *, batch: int, seq: int, **how: object
-) -> list[FrontierPoint]:
-    """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
-
-    Args:
-        strategies: Which ones; those whose number is larger than the model's layers are an error.
-        **how: As in `recompute_cost`.
-
-    Raises:
-        ValueError: As `recompute_cost`.
-    """
-    nothing = recompute_cost(config, "none", batch=batch, seq=seq, **how).peak_bytes
-    costs = [recompute_cost(config, strategy, batch=batch, seq=seq, **how) for strategy in strategies]
-    price = {c.strategy: (c.peak_bytes, c.extra_flops, c.host_bytes) for c in costs}
-    points = []
-    for cost in costs:
-        own = price[cost.strategy]
-        better = (
-            name
-            for name, other in price.items()
-            if other != own and all(theirs <= mine for theirs, mine in zip(other, own, strict=True))
-        )
-        points.append(FrontierPoint(cost, nothing - cost.peak_bytes, cost.extra_flops, next(better, "")))
-    return points
-
-
-def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
-    """Return the k for which "every:k" has the least peak, by trying all of them; the smallest of equals.
-
-    Args:
-        **how: As in `recompute_cost`.
-    """
-    return min(
-        range(1, config.num_layers + 1),
-        key=lambda k: recompute_cost(config, f"every:{k}", batch=batch, seq=seq, **how).peak_bytes,
-    )
-
-
-def largest_batch(
-    budget_bytes: int, config: ModelConfig, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: object
-) -> int:
-    """Return the largest batch whose peak fits the budget, 0 if not even one sequence does.
-
-    Args:
-        strategy: As in `recompute_cost`.
-        fixed_bytes: What is there whatever the batch: weights, gradients, optimizer.
-        **how: As in `recompute_cost`.
-
-    Raises:
-        ValueError: As `recompute_cost`, or if a number of bytes is negative.
-    """
-    if min(budget_bytes, fixed_bytes) < 0:
-        raise ValueError(f"budget_bytes={budget_bytes} and fixed_bytes={fixed_bytes} must not be negative")
-
-    def fits(batch: int) -> bool:
-        cost = recompute_cost(config, strategy, batch=batch, seq=seq, **how)
-        return fixed_bytes + cost.peak_bytes <= budget_bytes
-
-    return largest_that_fits(fits)
-
-
-def largest_that_fits(fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 on for which `fits` holds, by doubling and halving; 0 if it fails at 1.
-
-    Args:
-        fits: A function of a whole number that holds up to some number and fails from there on.
-    """
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-@dataclass(frozen=True)
-class UnitCost:
-    """One unit's share.
-
-    Attributes:
-        unit: Which blocks.
-        stored: Bytes that it keeps on the device from forward to backward.
-        transient: Bytes that it adds while its backward runs.
-        released: Bytes of `stored` that backward has let go of by then: selective recomputation starts in the
-            middle of a block, when its MLP is done with.
-        extra_flops: FLOPs that it computes again.
-        host: Bytes that go to the host in forward and come back in backward.
-    """
-
-    unit: RecomputeUnit
-    stored: int
-    transient: int = 0
-    extra_flops: int = 0
-    host: int = 0
-    released: int = 0
-
-
-class Blocks:
+class _Blocks:
     """Costs of a model's units; blocks of one kind, dense or with experts, cost the same."""
 
     def __init__(self, config: ModelConfig, how: dict, early_stop: bool, reentrant: bool) -> None:
@@ -445,62 +338,165 @@ class Blocks:
         return flops - (2 * self.n * c.ffn * c.hidden if self.early_stop and last else 0)
 
 
-STRATEGIES = ("none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload")
-WITH_NUMBER = ("every", "first", "one-in")
+@accepts_old_names
+def recompute_cost(
+    config: ModelConfig,
+    strategy: str,
+    *,
+    batch: int,
+    seq: int,
+    implementation: str = "paper",
+    bytes_per_value: int = 2,
+    attention: str = "fused",
+    dropout: float | None = None,
+    early_stop: bool = False,
+    reentrant: bool = False,
+    bandwidth: float | None = None,
+) -> RecomputeCost:
+    """Return what a strategy keeps, needs during backward, computes again and moves, for one micro-batch.
+
+    Args:
+        strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
+            "full+offload".
+        implementation: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
+        bytes_per_value: 2 or 4.
+        attention: "plain" or "fused".
+        dropout: As in `layer_activations`.
+        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
+            False: a replay is a whole forward pass, as papers and `step_flops` count it. Replays of experts are
+            counted whole in either case.
+        reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
+        bandwidth: Bytes per second to the host, per direction.
+
+    Raises:
+        ValueError: As `layer_activations` and `recompute_units`; if the bandwidth is not positive; or if "matmuls" or "offload"
+            meet experts or latent attention, whose tensors are not listed one by one.
+    """
+    if bandwidth is not None and bandwidth <= 0:
+        raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
+    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
+    if implementation == "hf":
+        raise ValueError(
+            "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
+        )
+    if dropout is None:
+        dropout = find_implementation(implementation).default_dropout(config)
+    how = {**sizes, "attention": attention, "dropout": dropout}
+    block = _Blocks(config, how, early_stop and not reentrant, reentrant)
+    units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
+    embedding = embedding_activations(config, dropout=dropout, **sizes)
+    if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
+        embedding["positions"] = 0  # blocks alone keep the rotary tables, and they keep them on the host
+    return RecomputeCost(
+        strategy=strategy,
+        units=units,
+        embedding=sum(embedding.values()),
+        head=sum(head_activations(config, **sizes).values()),
+        model_flops=step_flops(config, batch=batch, seq=seq).model,
+        bandwidth=bandwidth,
+    )
 
 
 @dataclass(frozen=True)
-class RecomputeUnit:
-    """Consecutive blocks that are treated alike and, if they run again, run again together.
+class FrontierPoint:
+    """One strategy on the plane of bytes saved and FLOPs paid.
 
     Attributes:
-        first: The first block, from 0.
-        length: How many blocks.
-        kind: "none", "selective", "matmuls", "full", "offload" or "full+offload".
+        cost: What it costs.
+        bytes_saved: Peak bytes less than without recomputation.
+        extra_flops: FLOPs that it computes again.
+        dominated_by: A strategy that saves at least as much for no more FLOPs and no more bytes to the host, and
+            is better in one of them; "" if there is none.
     """
 
-    first: int
-    length: int
-    kind: str
+    cost: RecomputeCost
+    bytes_saved: int
+    extra_flops: int
+    dominated_by: str = ""
 
     @property
-    def name(self) -> str:
-        """Its blocks in words: "block 3" or "blocks 3 to 5"."""
-        last = self.first + self.length - 1
-        return f"block {self.first}" if self.length == 1 else f"blocks {self.first} to {last}"
+    def strategy(self) -> str:
+        """Its name."""
+        return self.cost.strategy
 
 
-def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
-    """Return the units of a strategy, from the first block to the last; a last segment may be shorter.
+def frontier(
+    config: ModelConfig, strategies: Iterable[str] = FRONTIER, *, batch: int, seq: int, **how: object
+) -> list[FrontierPoint]:
+    """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
 
     Args:
-        strategy: One of the table above; "every:3", "first:2" and "one-in:2" carry their number.
+        strategies: Which ones; those whose number is larger than the model's layers are an error.
+        **how: As in `recompute_cost`.
 
     Raises:
-        ValueError: If the strategy is unknown, or its number is missing, not positive or more than L.
+        ValueError: As `recompute_cost`.
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1")
-    name, _, number = strategy.partition(":")
-    if name not in WITH_NUMBER:
-        if strategy not in STRATEGIES:
-            known = ", ".join([*STRATEGIES, *(f"{name}:NUMBER" for name in WITH_NUMBER)])
-            raise ValueError(f"strategy={strategy!r} is not known; use one of {known}")
-        if strategy == "sqrt":
-            return segments(sqrt_segment(num_layers), num_layers)
-        return [RecomputeUnit(block, 1, strategy) for block in range(num_layers)]
-    if not (number.isdecimal() and 1 <= int(number) <= num_layers):
-        raise ValueError(f"strategy={strategy!r} needs a number from 1 to the {num_layers} layers: {name}:2")
-    k = int(number)
-    if name == "every":
-        return segments(k, num_layers)
-    again = {block for block in range(num_layers) if (block < k if name == "first" else block % k == 0)}
-    return [RecomputeUnit(block, 1, "full" if block in again else "none") for block in range(num_layers)]
+    nothing = recompute_cost(config, "none", batch=batch, seq=seq, **how).peak_bytes
+    costs = [recompute_cost(config, strategy, batch=batch, seq=seq, **how) for strategy in strategies]
+    price = {c.strategy: (c.peak_bytes, c.extra_flops, c.host_bytes) for c in costs}
+    points = []
+    for cost in costs:
+        own = price[cost.strategy]
+        better = (
+            name
+            for name, other in price.items()
+            if other != own and all(theirs <= mine for theirs, mine in zip(other, own, strict=True))
+        )
+        points.append(FrontierPoint(cost, nothing - cost.peak_bytes, cost.extra_flops, next(better, "")))
+    return points
 
 
-def segments(k: int, num_layers: int) -> list[RecomputeUnit]:
-    """Cut the blocks into segments of k, the last one of what is left."""
-    return [RecomputeUnit(first, min(k, num_layers - first), "full") for first in range(0, num_layers, k)]
+def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
+    """Return the k for which "every:k" has the least peak, by trying all of them; the smallest of equals.
+
+    Args:
+        **how: As in `recompute_cost`.
+    """
+    return min(
+        range(1, config.num_layers + 1),
+        key=lambda k: recompute_cost(config, f"every:{k}", batch=batch, seq=seq, **how).peak_bytes,
+    )
+
+
+def largest_batch(
+    budget_bytes: int, config: ModelConfig, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: object
+) -> int:
+    """Return the largest batch whose peak fits the budget, 0 if not even one sequence does.
+
+    Args:
+        strategy: As in `recompute_cost`.
+        fixed_bytes: What is there whatever the batch: weights, gradients, optimizer.
+        **how: As in `recompute_cost`.
+
+    Raises:
+        ValueError: As `recompute_cost`, or if a number of bytes is negative.
+    """
+    if min(budget_bytes, fixed_bytes) < 0:
+        raise ValueError(f"budget_bytes={budget_bytes} and fixed_bytes={fixed_bytes} must not be negative")
+
+    def fits(batch: int) -> bool:
+        cost = recompute_cost(config, strategy, batch=batch, seq=seq, **how)
+        return fixed_bytes + cost.peak_bytes <= budget_bytes
+
+    return largest_that_fits(fits)
+
+
+def largest_that_fits(fits: Callable[[int], bool]) -> int:
+    """Return the largest number from 1 on for which `fits` holds, by doubling and halving; 0 if it fails at 1.
+
+    Args:
+        fits: A function of a whole number that holds up to some number and fails from there on.
+    """
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def chen_cost(num_layers: int, k: int) -> int:

@@ -17,11 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.memory.activations.block import layer_activations
-from lablib.calc.memory.activations.implementations import accepts_old_names, find_implementation
+from lablib.calc.memory.activations.share import FP32, MASK
+from lablib.calc.memory.implementation import accepts_old_names, find_implementation
 from lablib.calc.models import ModelConfig
-
-MASK = 1  # bytes of one value of a dropout mask on a GPU
-FP32 = 4
 
 
 @dataclass(frozen=True)

@@ -26,59 +26,24 @@ Formulas below: b sequences, s tokens, n = bs, h hidden, a heads of width d, f i
 
 from __future__ import annotations
 
+from lablib.calc.memory.activations.share import FP32, INT64, Share
 from lablib.calc.models import ModelConfig
 
-INT64 = 8
-FP32 = 4
 
-
-def check_config(config: ModelConfig) -> None:
-    """Raise a ValueError that names what the toy transformer does not have.
-
-    Raises:
-        ValueError: If the family, or a feature of this config, is not one of its own.
-    """
-    if config.family not in ("gpt2", "llama"):
-        raise ValueError(
-            f"{config.name}: the toy transformer is built from gpt2 or llama, not from family {config.family!r}"
-        )
-    refuse_extras(config, "the toy transformer has")
-    if not config.learned_positions and config.head_dim % 2:
-        raise ValueError(
-            f"head_dim={config.head_dim} must be even: rotary positions turn pairs; use {config.head_dim + 1}"
-        )
-
-
-def refuse_extras(config: ModelConfig, whose: str) -> None:
-    """Raise a ValueError if a model has more than blocks of attention and MLP with two norms.
-
-    Raises:
-        ValueError: If it has experts, latent attention, norms on q and k, or another number of norms a layer.
-    """
-    extras = {
-        "experts": config.is_moe,
-        "latent attention": config.is_mla,
-        "norms on q and k": config.qk_norm,
-        f"{config.norms_per_layer} norms a layer, only 2": config.norms_per_layer != 2,
-    }
-    for extra, present in extras.items():
-        if present:
-            raise ValueError(f"{config.name}: {whose} no {extra}")
-
-
-def layer(
-    config: ModelConfig, batch: int, seq: int, value: int, recompute: str, attention: str, dropout: bool
-) -> dict[str, int]:
+def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dict[str, int]:
     """Return one layer's bytes by kind; arguments as in `lablib.calc.memory.activations.layer_activations`."""
-    n, h = batch * seq, config.hidden
+    config, n, value = share.one_rank, share.tokens, share.value
+    stream = n * config.hidden * value
     if recompute == "full":
-        return {"input": n * h * value}
-    mask = n * h * value if dropout else 0
+        return {"input": stream}
+    mask = stream if share.drops else 0
+    plain = attention == "plain" and recompute == "none"
     return {
         "norms": 2 * norm(config, n, value),
-        "attention": n * h * value + _core(config, n, value, recompute, attention) + mask,
-        "scores": _scores(config, batch, seq, value, dropout) if attention == "plain" and recompute == "none" else 0,
-        "mlp": n * h * value + n * config.ffn * value * (4 if config.gated_mlp else 2) + mask,
+        "attention": stream + _core(config, n, value, recompute, attention) + mask,
+        # The softmax output `a b s²`; with dropout its mask and its output too.
+        "scores": config.num_heads * n * share.seq * value * (3 if share.drops else 1) if plain else 0,
+        "mlp": stream + n * config.ffn * value * (4 if config.gated_mlp else 2) + mask,
     }
 
 
@@ -97,29 +62,24 @@ def _core(config: ModelConfig, n: int, value: int, recompute: str, attention: st
     return n * (2 * config.q_width + 2 * keys) * value + statistics
 
 
-def _scores(config: ModelConfig, batch: int, seq: int, value: int, dropout: bool) -> int:
-    """Softmax output `a b s²`; with dropout its mask and its output too."""
-    return batch * config.num_heads * seq * seq * value * (3 if dropout else 1)
-
-
-def embedding(config: ModelConfig, batch: int, seq: int, value: int, dropout: bool) -> dict[str, int]:
+def embedding(share: Share) -> dict[str, int]:
     """Return the bytes before the first layer.
 
     The model reads a view of windows of s + 1 tokens, and a view keeps the whole storage.
     """
-    positions = seq * INT64 if config.learned_positions else 2 * seq * config.head_dim * value
+    config, seq, value = share.config, share.seq, share.value
     return {
-        "tokens": batch * (seq + 1) * INT64,
-        "positions": positions,
-        "dropout": batch * seq * config.hidden * value if dropout else 0,
+        "tokens": share.batch * (seq + 1) * INT64,
+        "positions": seq * INT64 if config.learned_positions else 2 * seq * config.head_dim * value,
+        "dropout": share.tokens * config.hidden * value if share.drops else 0,
     }
 
 
-def head(config: ModelConfig, batch: int, seq: int, value: int) -> dict[str, int]:
+def head(share: Share) -> dict[str, int]:
     """Return the bytes of final norm, head and loss: tying changes nothing, as weights are no activations."""
-    n = batch * seq
+    config, n, value = share.config, share.tokens, share.value
     # The targets are flattened: a copy, except where one row or one column can be a view of the windows.
-    targets = n * INT64 if batch > 1 and seq > 1 else 0
+    targets = n * INT64 if share.batch > 1 and share.seq > 1 else 0
     return {
         "norms": norm(config, n, value),
         "head": n * config.hidden * value,

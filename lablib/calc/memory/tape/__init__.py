@@ -1,35 +1,14 @@
 """Autograd's memory without a tensor: operators that keep their inputs or outputs until their backward has run.
 
 `Tape` states the five rules and plays them; `operators` has what each operator of PyTorch keeps; `blocks` writes the tape
-of a transformer block in an eager implementation, `paper` the one that the papers count.
+of a transformer block in an eager implementation, `paper` the one that the papers count, `ends` those of embedding, head
+and loss. `write_tape` writes whichever is asked for.
 
 Read `tape` first: the rules stand in its docstring. Chapter 09.
 """
 
-from lablib.calc.memory.tape.blocks import BlockSetting, block_setting, eager_block
-from lablib.calc.memory.tape.paper import (
-    LOSS_OPERATORS,
-    LOSS_TERMS,
-    eager_embedding,
-    eager_head,
-    paper_block,
-    paper_embedding,
-    paper_head,
-)
+from lablib.calc.memory.tape.blocks import BlockSetting, block_setting
+from lablib.calc.memory.tape.ends import LOSS_OPERATORS, LOSS_TERMS, write_tape
 from lablib.calc.memory.tape.tape import Event, Item, Tape
 
-__all__ = [
-    "LOSS_OPERATORS",
-    "LOSS_TERMS",
-    "BlockSetting",
-    "Event",
-    "Item",
-    "Tape",
-    "block_setting",
-    "eager_block",
-    "eager_embedding",
-    "eager_head",
-    "paper_block",
-    "paper_embedding",
-    "paper_head",
-]
+__all__ = ["LOSS_OPERATORS", "LOSS_TERMS", "BlockSetting", "Event", "Item", "Tape", "block_setting", "write_tape"]

@@ -1,22 +1,19 @@
-"""One block of a transformer as a tape, in three implementations: the papers, our transformer, Hugging Face.
+"""One block of a transformer as a tape, in eager PyTorch: our transformer, and Hugging Face's classes.
 
-| `implementation` | norms | rotary | MLP | what it is |
+| | norms | rotary | MLP | what it is |
 |---|---|---|---|---|
-| paper | one operator | in place | activation function and product are one operator | Korthikanti et al. 2022 |
 | toy | RMSNorm in five operators, in fp32 | four products | two operators | `lablib.toys.transformer` |
 | hf | the same | the same | the same; GPT-2's GELU in eight operators | Hugging Face's eager classes |
 
-What a tape keeps is what `lablib.calc.memory.activations.block` counts in closed form; the tests hold both to each other, and to
-PyTorch. The tape knows more: what is alive at every operator, forward and backward.
+What a tape keeps is what `lablib.calc.memory.activations` counts in closed form; the tests hold both to each other, and
+to PyTorch. The tape knows more: what is alive at every operator, forward and backward.
 
-How a piece of a model is put on a tape.
-
-What PyTorch's tensor parallelism adds to a tape: `parallelize_module` with Hugging Face's plan.
+Tensor parallelism is PyTorch's, `parallelize_module` with Hugging Face's plan:
 
     q, k, v, gate, up    column-wise: every rank reads the whole stream and makes its part of the outputs
     output, down         row-wise: every rank makes a part of every output's sum, and an all-reduce adds them up
     head                 column-wise, and its logits are gathered: the loss sees the whole vocabulary
-    embedding, norms     whole on every rank
+    embedding, norms     the same on every rank
 
 A collective of DTensor is a function: it reads one tensor and makes another, so both are there while it runs.
 Forward, of n tokens: the sums of this rank, `n h`, and those of all. Backward: each column-wise matrix has a gradient
@@ -26,15 +23,12 @@ of the stream of its own, and sums it up over the ranks before it meets the othe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lablib.calc.memory.config import RunConfig
+from lablib.calc.memory.implementation import Implementation
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 from lablib.calc.models import ModelConfig
-
-if TYPE_CHECKING:
-    from lablib.calc.memory.activations import Implementation
-    from lablib.calc.memory.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +148,7 @@ def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Val
 
 
 def eager_block(setting: BlockSetting) -> Tape:
-    """Return the tape of one block as eager PyTorch runs it; the papers' is `tape_paper.paper_block`."""
+    """Return the tape of one block as eager PyTorch runs it."""
     return _EagerBlock(setting).tape
 
 

@@ -1,4 +1,4 @@
-"""Operators of eager PyTorch as lines of a tape: what each makes, keeps for backward, and needs for a moment.
+"""Operators of eager PyTorch as lines of a tape: what each makes, keeps for backward, and needs while it runs.
 
 `Eager` writes on a `Tape` as a model's forward would, and knows the dtypes: `add` of fp32 and bf16 is fp32, `linear`
 under autocast casts its input first. What each operator keeps is the table of `lablib.calc.memory.activations.toy`.

@@ -1,20 +1,7 @@
-"""The two ends of a transformer as tapes: the embedding, and final norm, head and loss.
-
-The loss is where memory is lost with large vocabularies. In 16 bits, with n tokens and V words:
-
-    logits                    2 n V    until the loss has read them
-    logits in fp32            4 n V    until log-softmax has read them
-    log-probabilities         4 n V    kept for backward
-    gradient of these         4 n V    made by the loss's backward
-    gradient of fp32 logits   4 n V    made by log-softmax's backward, while the two above are there
-    gradient of logits        2 n V    what the head gets
-
-The paper's kernel is Megatron-LM's: one operator, which keeps fp32 probabilities and turns them into the gradient.
-
-One block as the papers' kernels run it: norms, activation functions and dropout are one operator each.
+"""One block as the papers count it: norms, activation functions and dropout are one operator each.
 
 What it keeps is Korthikanti et al. 2022 (arXiv 2205.05198), section 4, as `lablib.calc.memory.activations.paper` sums it up.
-What lives for a moment follows from the same operators: each makes its output, and in backward a gradient for each
+What lives for less than that follows from the same operators: each makes its output, and in backward a gradient for each
 input. No GPU has confirmed it yet.
 
 Tensor parallelism: a column-parallel matrix reads the whole stream, a row-parallel one leaves a sum that every rank
@@ -23,9 +10,9 @@ adds to. With sequence parallelism the stream is gathered before, and again in b
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting, gathered_logits, read_by_all
+from lablib.calc.memory.tape.blocks import BlockSetting
 from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
+from lablib.calc.memory.tape.tape import NEW, NONE, Tape, Value
 
 MASK = 1
 
@@ -45,58 +32,41 @@ def paper_norm(e: Eager, s: BlockSetting, x: Value, name: str) -> Value:
     )
 
 
-def gathered_linear(
-    e: Eager,
-    s: BlockSetting,
-    outputs: list[tuple[Value, int, str, bool]],
-    inputs: int,
-    kind: str,
-    labels: list[str],
-    tokens: int = 0,
-) -> list[Value]:
-    """Return column-parallel layers of one input; with sequence parallelism they gather it, and keep the shard."""
-    tokens, item = tokens or s.tokens, s.value
-    x = outputs[0][0]
-    split = s.sequence_parallel and s.tp > 1
-    whole = e.make("all-gather", [x], tokens * inputs, item, label="gathered stream") if split else x
-    results = []
-    for (_, width, name, bias), label in zip(outputs, labels, strict=True):
-        trained = not e.frozen
-        results.append(
-            e.make(
-                name,
-                [whole, x] if split else [x],
-                tokens * width,
-                item,
-                gradient=[NEW, NONE] if split else NEW,
-                keeps=[x] if trained else [],
-                kind=kind,
-                label=label,
-                weight_gradient=(inputs * width + (width if bias else 0)) * e.gradient if trained else 0,
-                backward_temporary=tokens * inputs * item if split and trained else 0,
-            )
-        )
-    return results
-
-
-def row_linear(
-    e: Eager, s: BlockSetting, x: Value, inputs: int, kind: str, name: str, bias: bool, width: int = 0
+def matrix(
+    e: Eager, x: Value, tokens: int, width: int, out: int, *, name: str, kind: str, bias: bool = False, **how: object
 ) -> Value:
-    """Return a row-parallel layer: the sum over ranks is whole, or with sequence parallelism a shard."""
-    width = width or s.config.hidden
-    tokens = e.numbers(x) // inputs
-    trained = not e.frozen
-    y = e.make(
-        name,
-        [x],
-        tokens * width,
-        e.item[x],
-        keeps=[x] if trained else [],
-        kind=kind,
-        weight_gradient=(inputs * width + (width if bias else 0)) * e.gradient if trained else 0,
-    )
+    """Return a matrix of so many tokens: trained, it keeps its input."""
+    trained = 0 if e.frozen else e.gradient
+    weights = (width * out + (out if bias else 0)) * trained
+    reads = {"inputs": [x], "item": e.value, "keeps": [x] if trained else [], "weight_gradient": weights} | how
+    return e.make(name, numbers=tokens * out, kind=kind, **reads)
+
+
+def gathered_linear(
+    e: Eager, s: BlockSetting, x: Value, layers: dict[str, tuple[str, int]], kind: str, bias: bool
+) -> list[Value]:
+    """Return column-parallel layers of one input; with sequence parallelism they gather it, and keep the shard.
+
+    Args:
+        layers: Label and width of each output, by the layer's name.
+    """
+    hidden, how = s.config.hidden, {}
     if s.sequence_parallel and s.tp > 1:
-        y = e.make("reduce-scatter", [y], tokens * width // s.tp, e.item[x])
+        gathered = e.make("all-gather", [x], s.tokens * hidden, s.value, label="gathered stream")
+        again = 0 if e.frozen else s.tokens * hidden * s.value
+        how = {"inputs": [gathered, x], "gradient": [NEW, NONE], "backward_temporary": again}
+    return [
+        matrix(e, x, s.tokens, hidden, width, name=name, kind=kind, bias=bias, label=label, **how)
+        for name, (label, width) in layers.items()
+    ]
+
+
+def row_linear(e: Eager, s: BlockSetting, x: Value, inputs: int, kind: str, name: str, bias: bool) -> Value:
+    """Return a row-parallel layer: every rank gets the full sum, or with sequence parallelism a shard of it."""
+    tokens, hidden = e.numbers(x) // inputs, s.config.hidden
+    y = matrix(e, x, tokens, inputs, hidden, name=name, kind=kind, bias=bias)
+    if s.sequence_parallel and s.tp > 1:
+        y = e.make("reduce-scatter", [y], tokens * hidden // s.tp, e.item[x])
     return y
 
 
@@ -130,8 +100,8 @@ class _PaperBlock:
 
     def columns(self, x: Value, layers: list[tuple[str, int]], kind: str, bias: bool) -> list[Value]:
         """Column-parallel layers of one input; each may have an adapter."""
-        outputs = [(x, width, f"{name} projection", bias) for name, width in layers]
-        made = gathered_linear(self.e, self.s, outputs, self.c.hidden, kind, labels=[name for name, _ in layers])
+        outputs = {f"{name} projection": (name, width) for name, width in layers}
+        made = gathered_linear(self.e, self.s, x, outputs, kind, bias)
         return [
             self.adapted(y, x, self.c.hidden, width, kind, name) for y, (name, width) in zip(made, layers, strict=True)
         ]
@@ -176,35 +146,26 @@ class _PaperBlock:
         """DeepSeek's projections into latents, which every rank computes, and out of them by heads."""
         c, e, s = self.c, self.e, self.s
 
-        def matrix(y: Value, inputs: int, outputs: int, name: str, tokens: int) -> Value:
-            return e.make(
-                name,
-                [y],
-                tokens * outputs,
-                s.value,
-                keeps=[] if e.frozen else [y],
-                kind="attention",
-                weight_gradient=0 if e.frozen else inputs * outputs * e.gradient,
-                label=f"output of {name}",
-            )
+        def latent_matrix(y: Value, inputs: int, outputs: int, name: str, tokens: int) -> Value:
+            return matrix(e, y, tokens, inputs, outputs, name=name, kind="attention", label=f"output of {name}")
 
         rank, rope = c.kv_lora_rank, c.qk_rope_head_dim
         queries = x
         if c.q_lora_rank:
-            queries = matrix(x, c.hidden, c.q_lora_rank, "q into its latent", s.stream)
+            queries = latent_matrix(x, c.hidden, c.q_lora_rank, "q into its latent", s.stream)
             queries = e.function("norm of q's latent", queries, kind="attention")
-        latent = matrix(x, c.hidden, rank, "k and v into their latent", s.stream)
-        key = matrix(x, c.hidden, rope, "rotary key", s.stream)
+        latent = latent_matrix(x, c.hidden, rank, "k and v into their latent", s.stream)
+        key = latent_matrix(x, c.hidden, rope, "rotary key", s.stream)
         normed = e.function("norm of the latent", latent, kind="attention")
         heads = c.num_heads // s.tp
-        q = matrix(queries, c.q_lora_rank or c.hidden, heads * c.head_dim, "q out of its latent", s.tokens)
-        k = matrix(normed, rank, heads * c.qk_nope_head_dim, "k out of the latent", s.tokens)
-        v = matrix(normed, rank, heads * c.value_dim, "v out of the latent", s.tokens)
+        q = latent_matrix(queries, c.q_lora_rank or c.hidden, heads * c.head_dim, "q out of its latent", s.tokens)
+        k = latent_matrix(normed, rank, heads * c.qk_nope_head_dim, "k out of the latent", s.tokens)
+        v = latent_matrix(normed, rank, heads * c.value_dim, "v out of the latent", s.tokens)
         # The rotary part is the same for all heads; attention reads keys of whole width.
         k = e.make("join k", [k, key], s.tokens * heads * c.head_dim, s.value, keeps=[key], kind="attention", label="k")
         return [q, k, v]
 
-    def inner(self, x: Value, made: list[Value], width: int, kind: str) -> Value:
+    def inner(self, x: Value, made: list[Value], kind: str) -> Value:
         e = self.e
         if self.c.gated_mlp:
             return e.make("SwiGLU", made, e.numbers(made[0]), e.item[x], keeps=made, kind=kind, label="SiLU(gate) × up")
@@ -215,7 +176,7 @@ class _PaperBlock:
         f = (ffn or c.ffn) // s.tp
         layers = [("gate", f), ("up", f)] if c.gated_mlp else [("up", f)]
         made = self.columns(x, layers, "mlp", c.mlp_bias)
-        inner = self.inner(x, made, f, "mlp")
+        inner = self.inner(x, made, "mlp")
         y = row_linear(e, s, inner, f, "mlp", "down projection", c.mlp_bias)
         return self.adapted(y, inner, f, c.hidden, "mlp", "down")
 
@@ -223,143 +184,27 @@ class _PaperBlock:
         """Router, a copy of each token for each expert it visits, experts, and the weighted sum."""
         c, e, s = self.c, self.e, self.s
         k, f, h = c.experts_per_token, c.expert_ffn // s.tp, c.hidden
-        router = e.make(
-            "router",
-            [x],
-            s.stream * c.num_experts,
-            FP32,
-            keeps=[] if e.frozen else [x],
-            kind="mlp",
-            weight_gradient=0 if e.frozen else h * c.num_experts * e.gradient,
-        )
+        router = matrix(e, x, s.stream, h, c.num_experts, name="router", kind="mlp", item=FP32)
         chosen = e.function("softmax of the router", router, kind="router", keeps_output=True)
-        own = max(1, c.num_experts)
         copies = e.make("dispatch", [x], s.stream * k * h, s.value, label="copies of tokens")
-        trained = 0 if e.frozen else e.gradient
+        trained = 0 if e.frozen else h * f * c.num_experts * e.gradient
+        own = {"kind": "experts", "weight_gradient": trained}
         made = [
-            e.make(
-                f"{name} projection of the experts",
-                [copies],
-                s.tokens * k * f,
-                s.value,
-                keeps=[copies] if trained else [],
-                kind="experts",
-                weight_gradient=h * f * own * trained,
+            matrix(
+                e,
+                copies,
+                s.tokens * k,
+                h,
+                f,
+                name=f"{name} projection of the experts",
                 label=f"{name} of the experts",
+                **own,
             )
             for name in (("gate", "up") if c.gated_mlp else ("up",))
         ]
-        inner = self.inner(x, made, f, "experts")
-        out = e.make(
-            "down projection of the experts",
-            [inner],
-            s.stream * k * h,
-            s.value,
-            keeps=[inner] if trained else [],
-            kind="experts",
-            weight_gradient=h * f * own * trained,
-        )
-        y = e.make(
-            "weighted sum", [out, chosen], s.stream * h, s.value, keeps=[out, chosen], kind="experts",
-            gradient="new",
-        )  # fmt: skip
+        inner = self.inner(x, made, "experts")
+        out = matrix(e, inner, s.stream * k, f, h, name="down projection of the experts", **own)
+        y = e.make("weighted sum", [out, chosen], s.stream * h, s.value, keeps=[out, chosen], kind="experts")
         if c.num_shared_experts:
             y = e.add(y, self.mlp(x, c.num_shared_experts * c.expert_ffn), "add shared experts")
         return y
-
-
-INT64 = 8
-#: Labels of the head's tensors that are terms of their own.
-LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
-#: Operators behind the logits.
-LOSS_OPERATORS = ("cast", "log-softmax", "negative log-likelihood", "cross-entropy")
-
-
-def paper_head(setting: BlockSetting) -> Tape:
-    """Return the tape of final norm, head and loss with the papers' kernels."""
-    s, c = setting, setting.config
-    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
-    words = -(-c.vocab // s.tp)
-    x = e.input("stream behind the last block", s.stream * c.hidden)
-    x = paper_norm(e, s, x, "final norm")
-    logits = gathered_linear(e, s, [(x, words, "head", False)], c.hidden, "head", labels=["logits"])[0]
-    e.tape.hold(logits)
-    probabilities = s.tokens * words * FP32  # which become the gradient in place
-    e.make("cross-entropy", [logits], 1, FP32, extra=probabilities, kind="logits")
-    return e.tape
-
-
-def eager_head(setting: BlockSetting) -> Tape:
-    """Return the tape of final norm, head and loss in eager PyTorch; layer and recomputation do not matter."""
-    s, c = setting, setting.config
-    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
-    words = -(-c.vocab // s.tp)
-    x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
-    norm = {"kind": "norms", "name": "final norm"}
-    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
-    if s.implementation.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
-        e.tape.hold(x)
-    if s.tp == 1:
-        logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
-    else:
-        own = e.linear(read_by_all(e, s, x), c.hidden, words, kind="head", name="head", label="logits of this rank")
-        logits = gathered_logits(e, s, own, words)
-    e.tape.hold(logits)
-    full = e.cast(logits, FP32, "logits in fp32")
-    if s.implementation.holds_variables:
-        # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
-        e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
-    scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
-    targets = s.tokens * INT64 if s.implementation.holds_variables or (s.batch > 1 and s.seq > 1) else 0
-    e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
-    return e.tape
-
-
-def paper_embedding(setting: BlockSetting) -> Tape:
-    """Return the tape of the embeddings with the papers' kernels: the table is split, a mask has 1 byte a value."""
-    return _embedding(setting, -(-setting.config.vocab // setting.tp), NEW)
-
-
-def eager_embedding(setting: BlockSetting) -> Tape:
-    """Return the tape of the embeddings in eager PyTorch."""
-    # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
-    same = setting.implementation.holds_variables and setting.batch == 1
-    return _embedding(setting, setting.config.vocab, SHARED if same else NEW)
-
-
-def _embedding(s: BlockSetting, words: int, position_gradient: str) -> Tape:
-    """The tape of token and position embeddings and the dropout behind them."""
-    c = s.config
-    e = Eager(value=s.value, gradient=s.gradient, low=0, frozen=s.lora_rank > 0)
-    item = FP32 if s.low else s.value
-    trained = 0 if e.frozen else s.gradient
-    indices = e.input("tokens", 1, 1, needs_grad=False, given=True)
-    numbers = s.stream * c.hidden
-    x = e.make(
-        "embedding",
-        [indices],
-        numbers,
-        item,
-        gradient=NONE,
-        weight_gradient=words * c.hidden * trained,
-        # The head's gradient of the same table is there already, and this one is added to it.
-        label="token embeddings",
-    )
-    if c.learned_positions:
-        places = e.make(
-            "positions",
-            [indices],
-            s.seq // s.cp * c.hidden,
-            item,
-            gradient=NONE,
-            weight_gradient=c.max_positions * c.hidden * trained,
-            label="position embeddings",
-        )
-        how = [SHARED, position_gradient]
-        x = e.make("add positions", [x, places], numbers, item, gradient=how)
-    if s.dropout:
-        if s.implementation.eager:
-            e.dropout(x, kind="embedding")
-        else:
-            e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")
-    return e.tape

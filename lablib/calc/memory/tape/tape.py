@@ -63,11 +63,11 @@ class Operator:
         outputs: What it makes.
         keeps: What its derivative needs.
         gradients: For each input NEW (a tensor of its own), SHARED (the received gradient's storage) or NONE.
+        recomputed: Whether it runs again in backward, with its neighbours that do.
         temporary: Bytes it needs for itself in forward, beside its outputs.
         backward_temporary: The same in backward, beside the gradients it makes.
         weight_gradient: Bytes of the gradients of its own parameters.
         low_gradient: Bytes of those in another dtype, in which they are made before they are cast.
-        recomputed: Whether it runs again in backward, with its neighbours that do.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Operator:
     outputs: tuple[Value, ...]
     keeps: tuple[Value, ...]
     gradients: tuple[str, ...]
-    temporary: int
-    backward_temporary: int
-    weight_gradient: int
     recomputed: bool
+    temporary: int = 0
+    backward_temporary: int = 0
+    weight_gradient: int = 0
     low_gradient: int = 0
 
 
@@ -162,12 +162,9 @@ class Tape:
         extra: int = 0,
         gradient: str | Sequence[str] = NEW,
         view: bool = False,
-        temporary: int = 0,
-        backward_temporary: int = 0,
-        weight_gradient: int = 0,
-        low_gradient: int = 0,
         kind: str = "",
         label: str = "",
+        **needs: int,
     ) -> Value:
         """Add an operator with one output; return it.
 
@@ -175,12 +172,13 @@ class Tape:
             extra: Bytes of a second output that is kept, such as statistics.
             gradient: NEW, SHARED or NONE, one for all inputs or one each.
             view: Whether the output is a view of the first input.
-            weight_gradient: Bytes of gradients of its own parameters.
-            low_gradient: Bytes of these in another dtype, in which they are made before they are cast.
             kind: Under which term what it keeps counts.
+            **needs: Bytes as in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient.
         """
         how = (gradient,) * len(inputs) if isinstance(gradient, str) else tuple(gradient)
-        asked = any(value.needs_grad for value in inputs) or weight_gradient > 0
+        asked = any(value.needs_grad for value in inputs) or needs.get("weight_gradient", 0) > 0
+        if not asked:
+            needs.pop("backward_temporary", None)
         output = Value(label or f"output of {name}", size, asked, inputs[0] if view else None)
         kept = [value for value in keeps if asked]
         outputs = [output]
@@ -199,11 +197,8 @@ class Tape:
                 outputs=tuple(outputs),
                 keeps=tuple(kept),
                 gradients=tuple(h if v.needs_grad else NONE for h, v in zip(how, inputs, strict=True)),
-                temporary=temporary,
-                backward_temporary=backward_temporary if asked else 0,
-                weight_gradient=weight_gradient,
                 recomputed=self.recomputing,
-                low_gradient=low_gradient,
+                **needs,
             )
         )
         return output
@@ -212,12 +207,12 @@ class Tape:
         """Add an operator that cuts a tensor into views; backward puts their gradients together in a new tensor."""
         outputs = tuple(Value(f"{value.name}, part {i}", size, value.needs_grad, value) for i, size in enumerate(parts))
         gradient = NEW if value.needs_grad else NONE
-        self.operators.append(Operator(name, (value,), outputs, (), (gradient,), 0, 0, 0, self.recomputing))
+        self.operators.append(Operator(name, (value,), outputs, (), (gradient,), self.recomputing))
         return list(outputs)
 
     def use(self, value: Value) -> None:
         """Keep a value of forward alive up to here, as a variable of the program does."""
-        self.operators.append(Operator("use", (value,), (), (), (NONE,), 0, 0, 0, self.recomputing))
+        self.operators.append(Operator("use", (value,), (), (), (NONE,), self.recomputing))
 
     def alive(self, index: int, **how: bool) -> list[Item]:
         """Return the tensors that are alive during one event of `play`, gradients of parameters left out.

@@ -1,4 +1,4 @@
-"""Where every byte of a moment comes from: each term with its formula, its numbers, its source and its proof.
+"""Where every byte of an instant comes from: each term with its formula, its numbers, its source and its proof.
 
     for line in explain_memory("gpt2", implementation="hf", micro_batch=8, seq=1024):
         print(line.term, line.bytes, line.formula, line.numbers, line.source)
@@ -20,14 +20,14 @@ from os import PathLike
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import AUTOGRAD, KORTHIKANTI, Term, find_term
-from lablib.calc.memory.timeline.step import Step
-from lablib.calc.memory.timeline.timeline import MemoryMoment, MemoryTimeline, memory_timeline
+from lablib.calc.memory.timeline.step import MemoryInstant, Step
+from lablib.calc.memory.timeline.timeline import MemoryTimeline, memory_timeline
 from lablib.calc.models import ModelConfig
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One term of one moment.
+    """One term of one instant.
 
     Attributes:
         term: Its name.
@@ -56,37 +56,37 @@ def explain_memory(
     out_of_place: bool = False,
     **settings: object,
 ) -> list[Explained]:
-    """Return the terms of a moment, the largest first; their bytes sum to the moment's total.
+    """Return the terms of an instant, the largest first; their bytes sum to its total.
 
     Raises:
-        ValueError: As `memory_timeline`, and if there is no such moment.
+        ValueError: As `memory_timeline`, and if there is no such instant.
     """
     run = run_config(model, **settings)
-    return explain_moment(memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step)
+    return explain_instant(memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step)
 
 
-def explain_moment(timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach") -> list[Explained]:
-    """Return the terms of a moment of a timeline, the largest first.
+def explain_instant(timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach") -> list[Explained]:
+    """Return the terms of an instant of a timeline, the largest first.
 
     Args:
         timeline: What `memory_timeline` returned.
-        at: "peak" or a moment's name.
+        at: "peak" or an instant's name.
         run: The settings that it was made from.
 
     Raises:
-        ValueError: If there is no such moment.
+        ValueError: If there is no such instant.
     """
-    moment = timeline.moment(at)
-    facts = _Facts(run, timeline.stage, step, moment)
-    found = [facts.explain(term, size) for term, size in moment.terms]
+    instant = timeline.instant(at)
+    facts = _Facts(run, timeline.stage, step, instant)
+    found = [facts.explain(term, size) for term, size in instant.terms]
     return sorted(found, key=lambda line: -line.bytes)
 
 
 class _Facts:
     """Numbers of a run that explanations need."""
 
-    def __init__(self, run: RunConfig, stage: int, step: str, moment: MemoryMoment) -> None:
-        self.run, self.moment = run, moment
+    def __init__(self, run: RunConfig, stage: int, step: str, instant: MemoryInstant) -> None:
+        self.run, self.instant = run, instant
         self.step = Step(Stage(run, stage), step, False)
         self.params = sum(self.step.stage.total_params.values())
         self.ranks = run.replicas(False)
@@ -128,9 +128,9 @@ class _Facts:
             words = self.shapes["n V"] // self.tokens
             return f"n = {self.tokens:,}, V = {words:,}: {size / self.shapes['n V']:g} bytes n V"
         if known.name == "optimizer_temporaries":
-            return f"{self.moment.at}: {size:,} bytes for ψ = {self.params:,}"
+            return f"{self.instant.at}: {size:,} bytes for ψ = {self.params:,}"
         if known.running:
-            return f"while {self.moment.at or 'nothing'} runs: {self.multiple(size)}"
+            return f"while {self.instant.at or 'nothing'} runs: {self.multiple(size)}"
         return f"{size:,} bytes, ψ = {self.params:,}, N = {self.ranks}"
 
     def _activation(self, term: str, size: int) -> Explained:

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from lablib.calc.memory.formulas import all_reduces, fullest_part, weights_are_sharded
 from lablib.calc.memory.stage import Stage, in_order, shard_params, unit_shapes
-from lablib.calc.memory.states import all_reduces, fullest_part, weights_are_sharded
 from lablib.calc.memory.terms import MemoryBreakdown
 from lablib.calc.parallel import Unit, gathered_timeline, padded, shard_size
 
@@ -258,7 +258,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
     tensors, which foreach and fused kernels take in separate groups only; with FSDP2 all of them are split.
     """
     run = stage.run
-    if run.sharding == "whole":
+    if run.sharding == "per-tensor":
         return [fullest_part(stage)]
     if run.tp == 1 or not run.implementation.eager or run.sharding == "fsdp2":
         return []

@@ -1,27 +1,35 @@
-"""The step behind `lablib.calc.memory.timeline.timeline`: one training step of one pipeline stage, instant by instant.
+"""One training step of one pipeline stage, instant by instant.
 
-A block's tape is played once and used for all blocks like it: forward adds what it keeps, backward takes it away.
-What data parallelism holds beside it comes from `step_buffers`.
-
-A tape as `lablib.calc.memory.timeline.step` uses it: what it keeps, and its fullest event in each direction, by term.
+A block's tape is played once and used for all blocks like it (`Piece`): forward adds what it keeps, backward takes it
+away. What data parallelism holds beside it comes from `gradients`. Read `Step.instants` first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.states import fixed_activations, gradients_meet, stage_memory
-from lablib.calc.memory.tape import LOSS_OPERATORS, LOSS_TERMS, BlockSetting, Event, Item, Tape, block_setting
+from lablib.calc.memory.tape import (
+    LOSS_OPERATORS,
+    LOSS_TERMS,
+    BlockSetting,
+    Event,
+    Item,
+    Tape,
+    block_setting,
+    write_tape,
+)
+from lablib.calc.memory.terms import listed
 from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
 MOST = 512  # pieces that are kept, of about 20 KB each
-TermBytes = Mapping[str, int]  # name of a term -> bytes
 
 
 class Fullest(NamedTuple):
@@ -34,7 +42,7 @@ class Fullest(NamedTuple):
     """
 
     operator: str
-    terms: TermBytes
+    terms: Terms
     weights: int
 
 
@@ -45,7 +53,7 @@ def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
     The stages of a pipeline run the same blocks; so do runs that differ in ranks or in ZeRO. A tape is written and
     played once for all of them.
     """
-    return Piece(getattr(setting.implementation, f"{which}_tape")(setting), **how)
+    return Piece(write_tape(which, setting), **how)
 
 
 class Piece:
@@ -59,7 +67,7 @@ class Piece:
         kept: Counter[str] = Counter()
         for kind, _, size in tape.kept():
             kept[_kept_term(kind)] += size
-        self.kept: TermBytes = MappingProxyType(kept)
+        self.kept: Terms = MappingProxyType(kept)
         self.kept_names = frozenset(name for _, name, _ in tape.kept())
         casts = {v for op in tape.operators for v in op.outputs if tape.kinds.get(v) == "weight_casts"}
         cached = [value for value in casts & tape.held if value.name not in self.kept_names]
@@ -95,13 +103,13 @@ class Piece:
         return max(there, key=lambda i: self.events[i].total, default=None)
 
     @property
-    def begin(self) -> TermBytes:
+    def begin(self) -> Terms:
         """What is alive beside what it keeps when its backward begins: the gradient of its output."""
         term = "received_gradient" if self.received else "activation_gradients"
         return {term: self.tape.operators[-1].outputs[0].bytes}
 
     @property
-    def end(self) -> TermBytes:
+    def end(self) -> Terms:
         """What is alive when its backward has ended: the gradient of its input, and what a runtime holds."""
         own = sum(value.bytes for value in self.tape.inputs if value.needs_grad)
         return {"activation_gradients": own, "received_gradient": self.received}
@@ -135,14 +143,32 @@ def _term(item: Item, direction: str) -> str:
 TOKENS = "activations.tokens"
 
 
-class Instant(NamedTuple):
-    """What a rank holds at one instant, as `lablib.calc.memory.timeline.MemoryMoment` names it."""
+@dataclass(frozen=True)
+class MemoryInstant:
+    """What a rank holds at one instant of a step, when that instant is at its fullest.
+
+    Attributes:
+        name: "states", "forward of block 3", "loss", "backward of block 3", "optimizer step", ...
+        phase: "states", "forward", "loss", "backward", "reduction" or "optimizer".
+        block: Number of the block in this stage, from 0; None outside of blocks.
+        terms: Bytes by named term, as pairs; they sum to `total`.
+        at: The operator that runs then, with its direction.
+    """
 
     name: str
     phase: str
     block: int | None
-    terms: dict[str, int]
-    at: str
+    terms: tuple[tuple[str, int], ...]
+    at: str = ""
+
+    @property
+    def total(self) -> int:
+        """All bytes of the instant."""
+        return sum(size for _, size in self.terms)
+
+    def term(self, name: str) -> int:
+        """Return the bytes of one term, 0 if the instant has none."""
+        return dict(self.terms).get(name, 0)
 
 
 def plus(terms: Terms, *others: Terms, times: int = 1) -> dict[str, int]:
@@ -193,7 +219,7 @@ class Step:
 
     # The step, instant by instant.
 
-    def instants(self) -> Iterator[Instant]:
+    def instants(self) -> Iterator[MemoryInstant]:
         """Yield the instants in the order of time."""
         yield self._at_rest()
         kept, cached = self._before(), 0
@@ -221,21 +247,21 @@ class Step:
             made = self.reduction.after(None, made, self.ends["embedding"].weights)
         reduced = self.reduction.reducing("", made, 0)
         if reduced:
-            yield Instant("gradient reduction", "reduction", None, self._sum(reduced), "reduce-scatter")
+            yield MemoryInstant("gradient reduction", "reduction", None, listed(self._sum(reduced)), "reduce-scatter")
         yield self._optimizer_step()
 
-    def _at_rest(self) -> Instant:
+    def _at_rest(self) -> MemoryInstant:
         terms = plus(self.reduction.lasting, self.states)
         if not self.run.gradient_as_bucket_view:
             terms.pop("gradients", None)
-        return Instant("states", "states", None, terms, "")
+        return MemoryInstant("states", "states", None, listed(terms), "")
 
-    def _embedding_forward(self, kept: Terms) -> Instant:
+    def _embedding_forward(self, kept: Terms) -> MemoryInstant:
         at, terms, _ = self.ends["embedding"].fullest(FORWARD)
         total = self._sum(kept, terms, self.reduction.unsharded_weights("", FORWARD))
-        return Instant("forward of the embedding", FORWARD, None, total, at)
+        return MemoryInstant("forward of the embedding", FORWARD, None, listed(total), at)
 
-    def _block_forward(self, number: int, kept: Terms, cached: int) -> Instant:
+    def _block_forward(self, number: int, kept: Terms, cached: int) -> MemoryInstant:
         """Either an operator, or the copy out of an all-gather before them."""
         block, unit, unsharded = self.blocks[number], f"block {number}", self.reduction.unsharded_weights
         at, terms, _ = block.fullest(FORWARD)
@@ -250,7 +276,7 @@ class Step:
             (self._sum(kept, variables, stream, *rest, unsharded(unit, FORWARD, "copy")), "all-gather"),
         )
 
-    def _loss(self, kept: Terms, cached: int) -> Instant:
+    def _loss(self, kept: Terms, cached: int) -> MemoryInstant:
         found = []
         for inside in (True, False):
             # The head is inside of FSDP2's root, which still has the last block's buffers; our loss is not.
@@ -259,7 +285,7 @@ class Step:
             found.append((self._sum(kept, self.held_mask, terms, {"weight_casts": cached}, unsharded), at))
         return _fullest("loss", "loss", None, *found)
 
-    def _loss_backward(self, kept: Terms, made: Made) -> Instant:
+    def _loss_backward(self, kept: Terms, made: Made) -> MemoryInstant:
         found = []
         for inside in (True, False):
             # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
@@ -270,7 +296,7 @@ class Step:
             found.append((self._sum(kept, self.held_mask, terms, unsharded, gradients), at))
         return _fullest("backward of the loss", BACKWARD, None, *found)
 
-    def _block_backward(self, number: int, kept: Terms, made: Made) -> Instant:
+    def _block_backward(self, number: int, kept: Terms, made: Made) -> MemoryInstant:
         """An operator, the reduce-scatter behind them, or the copy out of an all-gather before them."""
         block, unit, reduction, mask = self.blocks[number], f"block {number}", self.reduction, self.held_mask
         at, terms, weights = block.fullest(BACKWARD)
@@ -285,7 +311,7 @@ class Step:
             (self._sum(kept, block.kept, block.begin, mask, copied, before), "all-gather"),
         )
 
-    def _embedding_backward(self, kept: Terms, made: Made) -> Instant:
+    def _embedding_backward(self, kept: Terms, made: Made) -> MemoryInstant:
         embedding = self.ends["embedding"]
         kept = plus(kept, embedding.kept, times=-1)
         if not self.run.model.learned_positions:  # rotary tables go with the first block
@@ -300,12 +326,12 @@ class Step:
                 terms.pop("activation_gradients", None)
         unsharded = self.reduction.unsharded_weights("", "end")
         total = self._sum(kept, terms, unsharded, self.reduction.during(None, made, weights))
-        return Instant("backward of the embedding", BACKWARD, None, total, at)
+        return MemoryInstant("backward of the embedding", BACKWARD, None, listed(total), at)
 
-    def _optimizer_step(self) -> Instant:
+    def _optimizer_step(self) -> MemoryInstant:
         base = {term: size for term, size in self.always.items() if term != "gradients"}
         terms = base | optimizer_terms(self.stage, self.memory, self.optimizer, self.reduction)
-        return Instant("optimizer step", "optimizer", None, terms, self.optimizer)
+        return MemoryInstant("optimizer step", "optimizer", None, listed(terms), self.optimizer)
 
     # What is there.
 
@@ -414,6 +440,6 @@ class Step:
         return terms
 
 
-def _fullest(name: str, phase: str, block: int | None, *found: tuple[dict[str, int], str]) -> Instant:
+def _fullest(name: str, phase: str, block: int | None, *found: tuple[dict[str, int], str]) -> MemoryInstant:
     terms, at = max(found, key=lambda pair: sum(pair[0].values()))
-    return Instant(name, phase, block, terms, at)
+    return MemoryInstant(name, phase, block, listed(terms), at)

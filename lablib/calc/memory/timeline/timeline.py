@@ -1,4 +1,4 @@
-"""Memory over one training step: what a rank holds at every moment, by named term, and the moment of the peak.
+"""Memory over one training step: what a rank holds at every instant, by named term, and the instant of the peak.
 
 `training_memory` adds everything at its full size. This module walks through the step instead:
 
@@ -9,57 +9,29 @@
     gradient reduction         buckets of DDP and of ZeRO
     optimizer step             temporaries of the implementation
 
-Each moment is described at its own fullest: the bytes of every term when the sum is largest. No constant is fitted;
+Each instant is described at its own fullest: the bytes of every term when the sum is largest. No constant is fitted;
 a term is there because an operator makes a tensor, and it is gone when that operator is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 
 from lablib.calc.errors import check_flag, check_stage, one_of
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.formulas import gradients_meet
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.states import gradients_meet
-from lablib.calc.memory.timeline.step import Step
+from lablib.calc.memory.terms import listed
+from lablib.calc.memory.timeline.step import MemoryInstant, Step
 from lablib.calc.models import ModelConfig
 
 STEPS = ("foreach", "for-loop", "fused")
 
 
 @dataclass(frozen=True)
-class MemoryMoment:
-    """What a rank holds at one moment of a step, when that moment is at its fullest.
-
-    Attributes:
-        name: "states", "forward of block 3", "loss", "backward of block 3", "optimizer step", ...
-        phase: "states", "forward", "loss", "backward", "reduction" or "optimizer".
-        block: Number of the block in this stage, from 0; None outside of blocks.
-        terms: Bytes by named term, as pairs; they sum to `total`.
-        at: The operator that runs then, with its direction.
-    """
-
-    name: str
-    phase: str
-    block: int | None
-    terms: tuple[tuple[str, int], ...]
-    at: str = ""
-
-    @property
-    def total(self) -> int:
-        """All bytes of the moment."""
-        return sum(size for _, size in self.terms)
-
-    def term(self, name: str) -> int:
-        """Return the bytes of one term, 0 if the moment has none."""
-        return dict(self.terms).get(name, 0)
-
-
-@dataclass(frozen=True)
 class MemoryTimeline:
-    """The moments of one training step on one rank, in the order of time.
+    """The instants of one training step on one rank, in the order of time.
 
     Attributes:
         model: Name of the model.
@@ -67,7 +39,7 @@ class MemoryTimeline:
         stage: Pipeline stage that it describes, from 0.
         ranks: Ranks of the whole run.
         seq: Tokens in a sequence.
-        moments: From "states" to "optimizer step".
+        instants: From "states" to "optimizer step".
         saved_terms: What forward keeps for backward when it has ended, for all micro-batches in flight.
     """
 
@@ -76,7 +48,7 @@ class MemoryTimeline:
     stage: int
     ranks: int
     seq: int
-    moments: tuple[MemoryMoment, ...]
+    instants: tuple[MemoryInstant, ...]
     saved_terms: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -85,28 +57,28 @@ class MemoryTimeline:
         return dict(self.saved_terms)
 
     @property
-    def peak(self) -> MemoryMoment:
-        """The moment that holds most; the first one if several do."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> MemoryInstant:
+        """The instant that holds most; the first one if several do."""
+        return max(self.instants, key=lambda instant: instant.total)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the peak."""
         return self.peak.total
 
-    def moment(self, name: str) -> MemoryMoment:
-        """Return a moment by its name.
+    def instant(self, name: str) -> MemoryInstant:
+        """Return an instant by its name.
 
         Args:
-            name: As in `MemoryMoment.name`; "peak" is the fullest one.
+            name: As in `MemoryInstant.name`; "peak" is the fullest one.
 
         Raises:
             ValueError: If there is none of this name.
         """
         if name == "peak":
             return self.peak
-        names = [moment.name for moment in self.moments]
-        return self.moments[names.index(one_of("moment", name, names))]
+        names = [instant.name for instant in self.instants]
+        return self.instants[names.index(one_of("instant", name, names))]
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain dictionaries and numbers."""
@@ -121,7 +93,7 @@ class MemoryTimeline:
             "moments": [
                 {"name": m.name, "phase": m.phase, "block": m.block, "at": m.at, "total": m.total}
                 | {"terms": dict(m.terms)}
-                for m in self.moments
+                for m in self.instants
             ],
         }
 
@@ -135,7 +107,7 @@ def memory_timeline(
     out_of_place: bool = False,
     **settings: object,
 ) -> MemoryTimeline:
-    """Return the moments of a steady training step: optimizer states exist, gradients were set to None after the last.
+    """Return the instants of a steady training step: optimizer states exist, gradients were set to None after the last.
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
@@ -164,19 +136,7 @@ def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
     meet = gradients_meet(stage)
     # All forwards first: either the first backward is fullest, or one behind it.
     accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[meet]
-    found = [_walked(Step(stage, step, out_of_place, earlier)) for earlier in accumulates]
+    steps = [Step(stage, step, out_of_place, earlier) for earlier in accumulates]
+    of = stage.run.model.name, stage.run.recipe.name, stage.number, stage.run.ranks, stage.run.seq
+    found = [MemoryTimeline(*of, tuple(one.instants()), listed(one.saved)) for one in steps]
     return max(found, key=lambda timeline: timeline.peak_bytes)
-
-
-def _walked(step: Step) -> MemoryTimeline:
-    run = step.run
-    moments = tuple(
-        MemoryMoment(name, phase, block, _listed(terms), at) for name, phase, block, terms, at in step.instants()
-    )
-    return MemoryTimeline(
-        run.model.name, run.recipe.name, step.stage.number, run.ranks, run.seq, moments, _listed(step.saved)
-    )
-
-
-def _listed(terms: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((term, size) for term, size in terms.items() if size)

@@ -1,0 +1,165 @@
+"""What one rank holds of one micro-batch, checked; the formulas of `paper`, `toy` and `hf` are about a `Share`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lablib.calc.errors import check_whole, must_divide
+from lablib.calc.memory.implementation import Implementation, find_implementation
+from lablib.calc.models import ModelConfig
+
+MASK = 1  # bytes of one value of a dropout mask on a GPU
+FP32 = 4
+INT64 = 8
+FAMILIES = ("gpt2", "llama", "qwen2", "mistral")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a micro-batch on one rank.
+
+    Attributes:
+        batch: Sequences.
+        seq: Tokens in a sequence, s, before context parallelism divides it.
+        implementation: "paper", "toy" or "hf".
+        bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
+        sequence_parallel: Whether norms, dropout and the stream are split over the tensor-parallel ranks too.
+        cp: Context-parallel ranks; each holds `s / cp` tokens and sees every key.
+        dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
+            GPT blocks and none in later families; none with the toy and Hugging Face's classes.
+
+    Raises:
+        ValueError: If a size is not positive, factors do not divide each other, or the implementation has no such model.
+    """
+
+    config: ModelConfig
+    batch: int
+    seq: int
+    implementation: Implementation = "paper"
+    bytes_per_value: int = 2
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        config, tp, cp = self.config, self.tp, self.cp
+        whose = find_implementation(self.implementation)
+        object.__setattr__(self, "implementation", whose)
+        if self.bytes_per_value not in (2, 4):
+            raise ValueError(f"bytes_per_value={self.bytes_per_value!r} must be one of 2, 4")
+        for name in ("batch", "seq", "tp", "cp"):
+            check_whole(name, getattr(self, name), 1)
+        if self.dropout is None:
+            object.__setattr__(self, "dropout", whose.default_dropout(config))
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+        if whose.eager:
+            if cp > 1 or self.sequence_parallel:
+                raise ValueError(
+                    f"implementation={whose!r} knows tp alone: cp={cp} must be 1 and sequence_parallel="
+                    f"{self.sequence_parallel} False; use implementation='paper' for more"
+                )
+            CHECKS[whose](config)
+        must_divide("tp", tp, "num_heads", config.num_heads)
+        must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
+        must_divide("tp", tp, "ffn", config.ffn)
+        if config.is_moe:
+            must_divide("tp", tp, "expert_ffn", config.expert_ffn)
+        must_divide("cp", cp, "seq", self.seq)
+        if self.sequence_parallel:
+            must_divide("tp", tp, "seq / cp", self.seq // cp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank, `b s / cp`."""
+        return self.batch * self.seq // self.cp
+
+    @property
+    def value(self) -> int:
+        """Bytes of a value."""
+        return self.bytes_per_value
+
+    @property
+    def drops(self) -> bool:
+        """Whether there are dropout masks."""
+        return self.dropout > 0
+
+    @property
+    def one_rank(self) -> ModelConfig:
+        """A layer's sizes on one tensor-parallel rank: its heads, its part of the MLP; the stream is not divided."""
+        if self.tp == 1:
+            return self.config
+        c, t = self.config, self.tp
+        return replace(c, num_heads=c.num_heads // t, num_kv_heads=c.num_kv_heads // t, ffn=c.ffn // t)
+
+    def stream(self, width: int, size: int | None = None) -> int:
+        """Return the bytes of so many values a token in the stream, of `size` bytes each."""
+        split = self.tp if self.sequence_parallel else 1
+        return self.tokens * width * (self.value if size is None else size) // split
+
+    def inner(self, width: int, size: int | None = None) -> int:
+        """Return the bytes of so many inner values a token, of `size` bytes each."""
+        return self.tokens * width * (self.value if size is None else size) // self.tp
+
+    def mask(self) -> int:
+        """Return the bytes of the dropout mask of something that is added to the stream."""
+        return self.stream(self.config.hidden, MASK) if self.drops else 0
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raise a ValueError that names what the toy transformer does not have.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not one of its own.
+    """
+    if config.family not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{config.name}: the toy transformer is built from gpt2 or llama, not from family {config.family!r}"
+        )
+    refuse_extras(config, "the toy transformer has")
+    if not config.learned_positions and config.head_dim % 2:
+        raise ValueError(
+            f"head_dim={config.head_dim} must be even: rotary positions turn pairs; use {config.head_dim + 1}"
+        )
+
+
+def refuse_extras(config: ModelConfig, whose: str) -> None:
+    """Raise a ValueError if a model has more than blocks of attention and MLP with two norms.
+
+    Raises:
+        ValueError: If it has experts, latent attention, norms on q and k, or another number of norms a layer.
+    """
+    extras = {
+        "experts": config.is_moe,
+        "latent attention": config.is_mla,
+        "norms on q and k": config.qk_norm,
+        f"{config.norms_per_layer} norms a layer, only 2": config.norms_per_layer != 2,
+    }
+    for extra, present in extras.items():
+        if present:
+            raise ValueError(f"{config.name}: {whose} no {extra}")
+
+
+def check_hugging_face(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one of those that are counted here.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not known here.
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(
+            f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
+            f"{config.family!r}; use implementation='paper'"
+        )
+    refuse_extras(config, f"Hugging Face's {config.family} classes have")
+    gpt = config.family == "gpt2"
+    if (config.norm == "layernorm", config.learned_positions, not config.gated_mlp) != (gpt, gpt, gpt):
+        raise ValueError(
+            f"{config.name}: norm={config.norm!r}, learned_positions={config.learned_positions} and gated_mlp="
+            f"{config.gated_mlp} are not those of Hugging Face's {config.family} classes"
+        )
+
+
+CHECKS: dict[str, Callable[[ModelConfig], None]] = {"toy": check_config, "hf": check_hugging_face}

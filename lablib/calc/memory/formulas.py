@@ -1,0 +1,400 @@
+"""Bytes of device memory that one rank needs for a training step, term by term: `training_memory` and its formulas.
+
+Three groups, in decreasing order of certainty:
+
+- States live from step to step: `flat_states`, `fsdp2_states` or `per_tensor_states`. They follow from counting
+  parameters and are exact.
+- Activations live from forward to backward: `activation_terms`, formulas per operator (`lablib.calc.memory.activations`).
+- Buffers live for a part of the step: `rank_buffers`; weights that ZeRO-3 gathers, buckets on the wire, one layer being
+  recomputed. They are estimates, and each term says what it assumes.
+
+Every term counts at its full size, so the total is the most that can coexist: gradients appear while activations
+go, but with more than one micro-batch in a step they do meet. `lablib.calc.memory.timeline` walks through the step
+instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's temporaries.
+
+Left out, because they depend on GPU and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers of
+pipeline stages, gradients of activations (the logits' is the largest), and what the allocator loses to fragmentation.
+Keep a few GiB for them, more with a large vocabulary.
+
+What is assumed where sizes do not divide: a vocabulary is padded to a multiple of tp, and a ZeRO shard is
+`ceil(n / ranks)` of all n parameters of a rank as one flat array. FSDP2 splits each tensor by its first dimension, so
+its first ranks hold up to one row per tensor more. Heads, MLP width, layers and sequence must divide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heapreplace
+from math import prod
+from os import PathLike
+
+from lablib.calc.errors import check_stage
+from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
+from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.stage import Stage, shard_params, unit_shapes
+from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
+from lablib.calc.models import ModelConfig, layer_tensors
+from lablib.calc.parallel import shard_size, state_terms
+
+NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
+ON_DEVICE = {"optimizer": WEIGHT_TERMS + GRADIENT_TERMS, "gradients": WEIGHT_TERMS, "parameters": ()}
+
+
+@takes_settings
+def training_memory(
+    model: RunConfig | ModelConfig | str | PathLike, *, stage: int | None = None, **settings: object
+) -> MemoryBreakdown:
+    """Return the bytes that one rank needs, by term.
+
+    Args:
+        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
+        stage: Pipeline stage to describe; None means the one that needs most.
+        **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
+
+    Raises:
+        ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.
+    """
+    run = run_config(model, **settings)
+    if stage is None:
+        return max((stage_memory(Stage(run, i)) for i in range(run.pp)), key=lambda memory: memory.total)
+    check_stage(stage, run.pp)
+    return stage_memory(Stage(run, stage))
+
+
+def stage_memory(stage: Stage) -> MemoryBreakdown:
+    """Return the bytes that a rank of this stage needs.
+
+    Raises:
+        ValueError: If the layers cannot be divided into stages.
+    """
+    run = stage.run
+    states = {"flat": flat_states, "fsdp2": fsdp2_states, "per-tensor": per_tensor_states}[run.sharding](stage)
+    stays = ON_DEVICE.get(run.offload, tuple(states))
+    return MemoryBreakdown(
+        model=run.model.name,
+        recipe=run.recipe.name,
+        stage=stage.number,
+        ranks=run.ranks,
+        seq=run.seq,
+        state_terms=listed({name: size for name, size in states.items() if name in stays}),
+        activation_terms=listed(activation_terms(stage)),
+        buffer_terms=listed(rank_buffers(stage) | recomputed_layer(stage)),
+        host_terms=listed({name: size for name, size in states.items() if name not in stays}),
+    )
+
+
+def flat_states(stage: Stage) -> dict[str, int]:
+    """Return the bytes of a rank's states by term where ZeRO shards one flat array, before any offload.
+
+    Terms of trained parameters are those of `zero.state_terms`. Frozen weights add to "weights", at the bytes of the
+    recipe's weights, sharded at stage 3. QLoRA's are "quantized_weights" and "quantization_constants".
+    """
+    run, params = stage.run, stage.total_params
+    terms: Counter[str] = Counter()
+    for expert in (False, True):
+        ranks = run.replicas(expert)
+        trained = state_terms(params["trained", expert], ranks, run.zero, run.recipe, run.optimizer)
+        sharers = ranks if weights_are_sharded(run) else 1
+        trained["weights"] = shard_size(params["trained", expert], sharers) * run.recipe.weights
+        terms.update(trained)
+        terms["weights"] += shard_size(params["frozen", expert], sharers) * run.recipe.weights
+        codes, constants = nf4_bytes(shard_size(params["quantized", expert], sharers))
+        terms["quantized_weights"] += codes
+        terms["quantization_constants"] += constants
+    return dict(terms)
+
+
+def fsdp2_states(stage: Stage) -> dict[str, int]:
+    """Return the bytes of a rank's states under FSDP2, which shards each tensor by its rows."""
+    run = stage.run
+    ranks = run.replicas(False)
+    trained = frozen = 0
+    for kind, tensors in stage.tensors.items():
+        own, others = unit_shapes(run, tensors)
+        trained += stage.count[kind] * shard_params(own, ranks)
+        frozen += stage.count[kind] * shard_params(others, ranks)
+    terms = state_terms(trained, 1, 0, run.recipe, run.optimizer)
+    return terms | {"weights": (trained + frozen) * run.recipe.weights}
+
+
+def weights_are_sharded(run: RunConfig) -> bool:
+    """Return whether a rank stores only its shard of the weights.
+
+    Stage 3 does. FSDP2 does at stage 2 too: `reshard_after_forward=False` keeps unsharded weights beside the shard.
+    """
+    return run.zero == 3 or (run.zero == 2 and (run.recipe.casts_when_gathered or run.sharding == "fsdp2"))
+
+
+def all_reduces(run: RunConfig) -> bool:
+    """Return whether DDP's all-reduce leaves full gradients on every rank, and its buckets hold a copy of them.
+
+    ZeRO's flat arrays get theirs by reduce-scatter; `ZeroRedundancyOptimizer` works behind DDP.
+    """
+    return run.zero == 0 or run.sharding == "per-tensor"
+
+
+def nf4_bytes(params: int) -> tuple[int, int]:
+    """Return the bytes of NF4 codes and of their double-quantized constants.
+
+    Half a byte a weight; one 8-bit constant per 64 weights; one fp32 constant per 256 of those: 0.127 bits a weight.
+    Dettmers et al. 2023 (arXiv 2305.14314), section 3.
+    """
+    blocks = -(-params // NF4_BLOCK)
+    return -(-params // 2), blocks + 4 * -(-blocks // NF4_SECOND_BLOCK)
+
+
+def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
+    """Return the sizes that each rank gets, as `torch.distributed.optim.ZeroRedundancyOptimizer` divides the optimizer.
+
+    It cuts no tensor. The largest parameter goes to the rank that has least so far, then the next largest:
+
+        sizes 10, 6, 5, 4, 3 on 2 ranks:   rank 0 gets 10, 4     rank 1 gets 6, 5, 3     both 14
+
+    A flat array would give ceil(28 / 2) = 14 to each, too. With one large table it does not come out even: 100, 6, 5, 4
+    on 2 ranks are 100 and 15, and more ranks help no further.
+
+        psi_max >= max(largest parameter, psi / N)    psi_max: values on the fullest rank; psi: all values; N: ranks
+
+    Source: torch/distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`.
+
+    Raises:
+        ValueError: If there is no rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the least first, and of equal ones the lowest rank
+    for size in sorted(sizes, reverse=True):
+        load, least = loads[0]
+        parts[least].append(size)
+        heapreplace(loads, (load + size, least))
+    return parts
+
+
+def parts_of_ranks(stage: Stage) -> list[list[int]]:
+    """Return the sizes of the parameters whose optimizer states each data-parallel rank holds."""
+    return greedy_partition(map(prod, stage.trained_shapes), stage.run.replicas(False))
+
+
+def fullest_part(stage: Stage) -> list[int]:
+    """Return the sizes on the rank that has most; the first one if several do."""
+    return max(parts_of_ranks(stage), key=sum)
+
+
+def per_tensor_states(stage: Stage) -> dict[str, int]:
+    """Return the bytes of states of ZeRO-1 by whole tensors, on the fullest rank: all weights and gradients, its moments.
+
+    A master copy stays unsharded too: it is what the optimizer updates, and every rank gets all of it.
+    """
+    run, params = stage.run, stage.total_params
+    frozen = params["frozen", False] + params["frozen", True]
+    trained = params["trained", False] + params["trained", True]
+    terms = state_terms(trained, 1, 0, run.recipe, run.optimizer)
+    terms["weights"] += frozen * run.recipe.weights
+    return terms | run.optimizer.moment_bytes(sum(fullest_part(stage)), run.recipe.moment)
+
+
+def activation_terms(stage: Stage) -> dict[str, int]:
+    """Return the bytes that a stage keeps from forward to backward, by kind.
+
+    A stage's peak holds `in_flight` micro-batches of each of its chunks; Korthikanti et al. (arXiv 2205.05198),
+    equation 5 and section 4.2.3. The first stage adds the embedding's, the last the head's: norm, logits, loss.
+    Adapters add the r values between their two matrices; that the frozen matrices' own inputs are still kept is
+    exact where every matrix has an adapter, and an upper bound otherwise.
+    """
+    run, counts = stage.run, stage.in_flight
+    terms: Counter[str] = Counter()
+    for chunk, count in zip(stage.chunks, counts, strict=True):
+        for layer, alike in alike_layers(run, chunk).items():
+            for kind, size in layer_kinds(run, layer, run.recompute).items():
+                terms[f"activations.{kind}"] += count * alike * size
+    if stage.is_first:
+        embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
+        terms["activations.embedding"] += counts[0] * sum(embedding.values())
+    if stage.is_last:
+        for kind, size in head_activations(run.model, **_shape(run)).items():
+            terms[f"activations.{kind}"] += counts[-1] * size
+    return dict(terms)
+
+
+def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
+    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it."""
+    dense = run.model.num_dense_layers if run.model.is_moe else run.model.num_layers  # the first ones
+    parts = range(chunk.start, min(chunk.stop, dense)), range(max(chunk.start, dense), chunk.stop)
+    return Counter({part.start: len(part) for part in parts if part})
+
+
+def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
+    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks."""
+    embedding = embedding_activations(run.model, dropout=0.0, **_shape(run))
+    if not first:
+        tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
+        embedding = {"positions": tables}
+    if run.implementation.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
+        embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
+    if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
+        embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
+    tokens = embedding.pop("tokens", 0)
+    return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
+
+
+def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
+    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind."""
+    kinds = layer_activations(
+        run.model, layer=layer, attention=run.attention, recompute=recompute, dropout=run.dropout, **_shape(run)
+    )
+    if run.tuning != "full" and recompute != "full":
+        kinds = kinds | {"adapters": _adapter_values(run, layer) * run.recipe.activation}
+    return kinds
+
+
+def _shape(run: RunConfig) -> dict[str, object]:
+    return {
+        "batch": run.micro_batch,
+        "seq": run.seq,
+        "implementation": run.implementation,
+        "bytes_per_value": run.recipe.activation,
+        "tp": run.tp,
+        "sequence_parallel": run.sequence_parallel and run.tp > 1,
+        "cp": run.cp,
+    }
+
+
+def _adapter_values(run: RunConfig, layer: int) -> int:
+    """Values between the two matrices of every adapter of a layer; a routed expert sees its share of the tokens."""
+    tokens = run.micro_batch * run.seq // run.cp
+    visits = 0
+    for tensor in layer_tensors(run.model, layer):
+        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
+            visits += tensor.copies * (run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1)
+    return round(tokens * visits) * run.lora_rank
+
+
+def gradients_meet(stage: Stage) -> str:
+    """Return how the gradients of earlier micro-batches meet the activations of later ones.
+
+    "never" with one micro-batch; "always" if forwards go on behind the first backward, so that as many are in flight
+    as before; "fewer" if all forwards come first, as in GPipe, so that one is gone when gradients are there.
+    """
+    micro_batches = stage.run.num_microbatches
+    if micro_batches is None:
+        return "never" if stage.run.pp == 1 else "always"
+    if micro_batches == 1:
+        return "never"
+    return "always" if micro_batches * stage.run.virtual_stages > sum(stage.in_flight) else "fewer"
+
+
+def rank_buffers(stage: Stage) -> dict[str, int]:
+    """Return the bytes of short-lived buffers by term; each is an estimate.
+
+    - gathered_weights: the largest units that ZeRO-3 has unsharded at one time, `1 + prefetch` of them
+      (FSDP, arXiv 2304.11277, section 3.2: `K_low max ψ_i`); all of them if FSDP2 does not reshard after forward.
+    - communication_buckets: DDP: a second copy of the gradients, unless they live in the buckets. Stages 1 and 2:
+      two buckets. Stage 3: the gradients of the largest unit before their reduce-scatter.
+    - weight_casts: autocast's low-precision copy of every matrix, kept by autograd until backward.
+    - dequantized_weights: QLoRA: the largest matrix in the compute dtype, while it is multiplied.
+    """
+    run = stage.run
+    casts = quantized = 0
+    for kind, tensors in stage.tensors.items():
+        for tensor in tensors:
+            if run.tuning == "qlora" and tensor.is_adapted:
+                outputs, inputs = tensor.shape(run.tp)
+                quantized = max(quantized, outputs * inputs)
+            elif tensor.inputs > 1 and tensor.component not in ("embedding", "positions"):
+                casts += stage.count[kind] * tensor.local_params(run.tp, run.ep)
+    if run.model.tied and stage.is_last:  # the token table multiplies here, as the head
+        own = "head" if run.pp > 1 else "embedding"
+        table = next(tensor for tensor in stage.tensors[own] if tensor.component == "embedding")
+        casts += table.local_params(run.tp, run.ep)
+    return {
+        "gathered_weights": _unsharded_weights(stage),
+        "communication_buckets": _buckets(stage),
+        "weight_casts": run.recipe.casts * casts,
+        "dequantized_weights": (run.recipe.casts or run.recipe.gathered) * quantized,
+    }
+
+
+def _unsharded_weights(stage: Stage) -> int:
+    run = stage.run
+    kept = run.zero == 2 and weights_are_sharded(run)
+    copied = run.offload == "parameters" or run.recipe.casts_when_gathered or kept
+    if not copied and run.zero < 3:
+        return 0
+    sizes = {}
+    for kind, params in stage.params.items():
+        sizes[kind] = 0
+        for expert in (False, True):
+            if copied or run.replicas(expert) > 1:
+                sizes[kind] += (params["trained", expert] + params["frozen", expert]) * run.recipe.gathered
+                sizes[kind] += sum(nf4_bytes(params["quantized", expert]))
+    units = [sizes[kind] for kind in stage.units]
+    return sum(units if kept else sorted(units, reverse=True)[: 1 + run.prefetch])
+
+
+def _buckets(stage: Stage) -> int:
+    """Gradients on their way to other ranks, or to the CPU."""
+    run = stage.run
+    to_host = run.offload in ("gradients", "parameters")
+    travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
+    sizes = {
+        kind: sum(params["trained", expert] for expert in travels) * run.recipe.gradients
+        for kind, params in stage.params.items()
+    }
+    total = sum(sizes[kind] for kind in stage.units)
+    if run.zero == 3 or weights_are_sharded(run) or run.offload == "parameters":
+        return max(sizes.values())
+    if all_reduces(run) and not to_host:
+        return 0 if run.gradient_as_bucket_view else total
+    return min(2 * run.bucket_bytes, total)
+
+
+def recomputed_layer(stage: Stage) -> dict[str, int]:
+    """Return what backward computes again for one layer before it can go through it: the largest layer's.
+
+    It is what that layer would have kept without recomputation, less what it kept anyway. An estimate.
+    """
+    run = stage.run
+    if run.recompute == "none":
+        return {}
+    recomputed = [
+        sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
+        for chunk in stage.chunks
+        for layer in alike_layers(run, chunk)
+    ]
+    return {"recomputed_layer": max(recomputed, default=0)}
+
+
+def autocast_activations(config: ModelConfig, *, batch: int, seq: int) -> dict[str, int]:
+    """Return the bytes that autograd keeps under autocast, by term: more than half of fp32, because it casts at every matmul.
+
+    - weight casts: every matrix is cast once in a step and the cast kept until backward. Autocast's cache holds casts
+      of fp32 leaves that need a gradient, until the region ends.
+    - fp32 norms: the stream between blocks is fp32 (fp32 + bf16 is fp32), and a norm keeps its fp32 input.
+    - repeated casts: a norm's fp32 output is cast once for each matmul that reads it: q, k, v, and gate and up.
+    - fp32 positions: cosines and sines have the dtype of the stream.
+
+    Exact for `lablib.toys.transformer` with fused attention and no dropout on a CPU.
+
+    Args:
+        config: A model that the toy transformer can be built from.
+
+    Raises:
+        ValueError: If the toy transformer cannot be built from it.
+    """
+    low = 2  # bytes of a bf16 value
+    memory = training_memory(config, recipe="autocast-bf16", micro_batch=batch, seq=seq, implementation="toy")
+    n, h, layers = batch * seq, config.hidden, config.num_layers
+    # LayerNorm keeps its input and two statistics a token; the written-out RMSNorm keeps fp32 inputs in any case,
+    # and in the dtype of the stream what it multiplies with its weight.
+    values_per_norm = n * (h + 2) if config.norm == "layernorm" else n * h
+    readers = 2 + (1 if config.gated_mlp else 0)  # beyond the first: k and v, and the gate
+    positions = 0 if config.learned_positions else 2 * seq * config.head_dim
+    return {
+        "bf16 activations": memory.activations,
+        "weight casts": memory.terms["weight_casts"],
+        "fp32 norms": (2 * layers + 1) * values_per_norm * (FP32 - low),
+        "repeated casts": layers * readers * n * h * low,
+        "fp32 positions": positions * (FP32 - low),
+    }

@@ -1,0 +1,97 @@
+"""Whose operators are counted: the papers', this course's transformer, or Hugging Face's classes; each an object that answers.
+
+    find_implementation("hf").joins_qkv(config)
+
+What an implementation keeps for backward is in `activations` as formulas, and in `tape` operator by operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+
+from lablib.calc.errors import one_of
+from lablib.calc.models import ModelConfig
+
+
+class Implementation(str):
+    """One of them; this one is eager PyTorch with blocks as `lablib.toys.transformer` has them.
+
+    Attributes:
+        eager: Whether it runs operator by operator in eager PyTorch, with autocast's casts among them. Then tensor
+            parallelism is PyTorch's, which splits neither the embedding nor the logits.
+        loss_in_root: Whether the loss is inside of FSDP2's root module.
+        holds_variables: Whether variables of the model's Python code hold tensors longer than autograd does.
+        shares_mask: Whether plain attention has one mask for all blocks, in the dtype of the stream.
+        checkpoints_positions: Whether position ids are an argument of every block, which a checkpoint holds.
+    """
+
+    __slots__ = ()
+    eager = True
+    loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
+
+    def default_dropout(self, config: ModelConfig) -> float:
+        """Return the probability of dropout where none was given."""
+        return 0.0
+
+    def joins_qkv(self, config: ModelConfig) -> bool:
+        """Return whether q, k and v are one matrix, and matrices have their inputs first (Conv1D)."""
+        return False
+
+    def norms_last(self, config: ModelConfig) -> bool:
+        """Return whether a block registers its norms behind attention and MLP."""
+        return False
+
+
+class _Paper(Implementation):
+    __slots__ = ()
+    eager = False
+
+    def default_dropout(self, config: ModelConfig) -> float:
+        return 0.1 if config.family == "gpt2" else 0.0
+
+
+class _HuggingFace(Implementation):
+    __slots__ = ()
+    loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
+
+    def joins_qkv(self, config: ModelConfig) -> bool:
+        return config.family == "gpt2"
+
+    def norms_last(self, config: ModelConfig) -> bool:
+        return config.family != "gpt2"
+
+
+IMPLEMENTATIONS = {"paper": _Paper("paper"), "toy": Implementation("toy"), "hf": _HuggingFace("hf")}
+
+
+def find_implementation(name: str) -> Implementation:
+    """Return an implementation by its name.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    return IMPLEMENTATIONS[one_of("implementation", name, IMPLEMENTATIONS)]
+
+
+def current_names(settings: dict[str, object], level: int = 3) -> dict[str, object]:
+    """Return settings under the names of this version; an old one gives a DeprecationWarning."""
+    found = dict(settings)
+    if "kernels" in found:
+        warnings.warn("kernels= is now called implementation=", DeprecationWarning, stacklevel=level)
+        found["implementation"] = found.pop("kernels")
+    if found.get("sharding") == "whole":
+        warnings.warn("sharding='whole' is now called 'per-tensor'", DeprecationWarning, stacklevel=level)
+        found["sharding"] = "per-tensor"
+    return found
+
+
+def accepts_old_names(function: Callable) -> Callable:
+    """Let a function take settings under the names of the version before."""
+
+    @wraps(function)
+    def call(*args: object, **settings: object) -> object:
+        return function(*args, **current_names(settings))
+
+    return call

@@ -1,0 +1,118 @@
+"""The two ends of a transformer as tapes: the embedding, and final norm, head and loss.
+
+The loss is where memory is lost with large vocabularies. In 16 bits, with n tokens and V words:
+
+    logits                    2 n V    until the loss has read them
+    logits in fp32            4 n V    until log-softmax has read them
+    log-probabilities         4 n V    kept for backward
+    gradient of these         4 n V    made by the loss's backward
+    gradient of fp32 logits   4 n V    made by log-softmax's backward, while the two above are there
+    gradient of logits        2 n V    what the head gets
+
+The papers' kernel is Megatron-LM's: one operator, which keeps fp32 probabilities and turns them into the gradient.
+"""
+
+from __future__ import annotations
+
+from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all
+from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
+from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
+
+INT64 = 8
+#: Labels of the head's tensors that are terms of their own.
+LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
+#: Operators behind the logits.
+LOSS_OPERATORS = ("cast", "log-softmax", "negative log-likelihood", "cross-entropy")
+
+
+def paper_head(s: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss as the papers count it."""
+    c = s.config
+    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
+    words = -(-c.vocab // s.tp)
+    x = e.input("stream behind the last block", s.stream * c.hidden)
+    x = paper_norm(e, s, x, "final norm")
+    (logits,) = gathered_linear(e, s, x, {"head": ("logits", words)}, "head", bias=False)
+    e.tape.hold(logits)
+    probabilities = s.tokens * words * FP32  # which become the gradient in place
+    e.make("cross-entropy", [logits], 1, FP32, extra=probabilities, kind="logits")
+    return e.tape
+
+
+def eager_head(s: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss in eager PyTorch; layer and recomputation do not matter."""
+    c = s.config
+    e = Eager(value=s.value, gradient=s.gradient, low=s.low, frozen=s.lora_rank > 0)
+    words = -(-c.vocab // s.tp)
+    x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
+    norm = {"kind": "norms", "name": "final norm"}
+    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
+    if s.implementation.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
+        e.tape.hold(x)
+    if s.tp == 1:
+        logits = e.linear(x, c.hidden, words, kind="head", name="head", label="logits")
+    else:
+        own = e.linear(read_by_all(e, s, x), c.hidden, words, kind="head", name="head", label="logits of this rank")
+        logits = gathered_logits(e, s, own, words)
+    e.tape.hold(logits)
+    full = e.cast(logits, FP32, "logits in fp32")
+    if s.implementation.holds_variables:
+        # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
+        e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
+    scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
+    targets = s.tokens * INT64 if s.implementation.holds_variables or (s.batch > 1 and s.seq > 1) else 0
+    e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
+    return e.tape
+
+
+def embedding(s: BlockSetting) -> Tape:
+    """Return the tape of token and position embeddings and the dropout behind them.
+
+    The papers split the table, and their mask has 1 byte a value.
+    """
+    c, eager = s.config, s.implementation.eager
+    words = c.vocab if eager else -(-c.vocab // s.tp)
+    # Of one sequence both have the same shape in Hugging Face's GPT-2, so that one gradient is enough for both.
+    same = s.implementation.holds_variables and s.batch == 1
+    e = Eager(value=s.value, gradient=s.gradient, low=0, frozen=s.lora_rank > 0)
+    item = FP32 if s.low else s.value
+    trained = 0 if e.frozen else s.gradient
+    indices = e.input("tokens", 1, 1, needs_grad=False, given=True)
+    numbers = s.stream * c.hidden
+    x = e.make(
+        "embedding",
+        [indices],
+        numbers,
+        item,
+        gradient=NONE,
+        weight_gradient=words * c.hidden * trained,
+        # The head's gradient of the same table is there already, and this one is added to it.
+        label="token embeddings",
+    )
+    if c.learned_positions:
+        places = e.make(
+            "positions",
+            [indices],
+            s.seq // s.cp * c.hidden,
+            item,
+            gradient=NONE,
+            weight_gradient=c.max_positions * c.hidden * trained,
+            label="position embeddings",
+        )
+        x = e.make("add positions", [x, places], numbers, item, gradient=[SHARED, SHARED if same else NEW])
+    if s.dropout:
+        if eager:
+            e.dropout(x, kind="embedding")
+        else:
+            e.make("dropout", [x], numbers, item, extra=numbers, kind="embedding")
+    return e.tape
+
+
+def write_tape(piece: str, setting: BlockSetting) -> Tape:
+    """Return the tape of a "block", of the "head" with final norm and loss, or of the "embedding"."""
+    if piece == "embedding":
+        return embedding(setting)
+    if setting.implementation.eager:
+        return eager_head(setting) if piece == "head" else eager_block(setting)
+    return paper_head(setting) if piece == "head" else paper_block(setting)
