@@ -104,10 +104,18 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
         try:
             place = sources.resolve(match[0])
         except UnknownName as error:
-            _LOG.warning("%s", error, location=literal)
+            if not _is_output(literal):
+                _LOG.warning("%s", error, location=literal)
             continue
         if app.builder.format == "html" and not isinstance(literal.parent, nodes.title):
             literal.replace_self(_reference(app.builder, app.env.docname, place, literal.deepcopy()))
+
+
+def _is_output(node: nodes.Node | None) -> bool:
+    """Return whether a cell printed it: a record keeps the command that made it, whatever its modules are called now."""
+    while node is not None and node.get("nb_element") != "cell_code_output":
+        node = node.parent
+    return node is not None
 
 
 def _show_code(app: Sphinx, doctree: nodes.document) -> None:
