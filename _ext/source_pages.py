@@ -320,11 +320,7 @@ def _skip(self: nodes.NodeVisitor, node: nodes.Node) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect to the build.
-
-    Args:
-        app: The Sphinx application.
-    """
+    """Connect to the build."""
     app.setup_extension("livecalc")
     others = dict.fromkeys(("latex", "text", "man", "texinfo"), (_skip, None))
     app.add_node(block, html=(_visit_block, _depart_block), **others)
