@@ -77,9 +77,11 @@ def _reference(builder: Builder, here: str, place: Place, shown: nodes.Node | No
 
 def _breakable(name: str) -> Iterator[nodes.Node]:
     """Yield a name that a narrow page may break after its dots."""
-    for part in re.split(r"(?<=[./])", name):
-        yield nodes.Text(part)
+    first, *others = re.split(r"(?<=[./])", name)
+    yield nodes.Text(first)
+    for part in others:
         yield nodes.raw("", "<wbr>", format="html")
+        yield nodes.Text(part)
 
 
 def _listed(builder: Builder, here: str, places: Iterable[Place]) -> list[nodes.Node]:
@@ -236,7 +238,7 @@ def _map_of(app: Sphinx, here: str, page: str) -> list[nodes.Node]:
             first = nodes.paragraph("", "", title, nodes.Text(f" {caption}"))
             figures.append(nodes.list_item("", first, *(line.deepcopy() for line in lines)))
     for room, places in _modules(app, page).items():
-        rooms.append(nodes.list_item("", nodes.paragraph("", f"{room}: ", *_listed(builder, here, places))))
+        rooms.append(nodes.list_item("", _line(f"{room}: ", _listed(builder, here, places))))
     return [figures, nodes.paragraph("", "Modules of the page and of its lab:"), rooms]
 
 
@@ -271,7 +273,7 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
             name=PurePosixPath(source.file).name,
             lines=zip(_anchors(source), lines, strict=True),
             inside=[
-                (inner.file, _address(builder, page, Place(inner.file)), inner.summary)
+                (_inside(source, inner), _address(builder, page, Place(inner.file)), _with_code(inner.summary))
                 for inner in sources.inside(source)
             ],
             title=app.config.html_title,
@@ -280,6 +282,15 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
             static=builder.get_relative_uri(page, "_static/x").removesuffix("x.html"),
         )
         path.write_text(html, encoding="utf-8")
+
+
+def _inside(package: Source, inner: Source) -> str:
+    """Return a file's path as its package's page lists it: `config.py`, or `tape/` for a package."""
+    return inner.file.removeprefix(package.file.removesuffix("__init__.py")).removesuffix("__init__.py")
+
+
+def _with_code(summary: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(summary))
 
 
 def _folders(sources: Sources, builder: Builder, source: Source) -> list[tuple[str, str]]:
