@@ -1,4 +1,4 @@
-"""Live pages: {livecalc} runs an explorer of `lablib.calc` in the reader's browser.
+"""Live pages: {livecalc} runs an explorer of `lablib.live` in the reader's browser.
 
     ```{livecalc} lablib.live.training
     seq: 4096
@@ -7,8 +7,8 @@
 names a module with an `EXPLORER`, and may set the first state, one control a line. What the page shows first is drawn
 here, by the same function that the browser calls later: readers without JavaScript have the picture and its numbers.
 
-Nothing is fetched before a reader touches a control. Then a worker starts Pyodide, with lablib.calc as a zip file that
-this build makes. Pyodide's files come from the site where tools/pyodide.sh found them on npm, else from its CDN.
+Nothing is fetched before a reader touches a control. Then a worker starts Pyodide, with lablib.calc and lablib.live as a zip
+file that this build makes. Pyodide's files come from the site where tools/pyodide.sh found them on npm, else from its CDN.
 """
 
 from __future__ import annotations
@@ -39,53 +39,41 @@ CORE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip
 NOTICE = ("package.json", "README.md")
 #: The same files where npm was not at hand.
 CDN = "https://cdn.jsdelivr.net/npm/pyodide@{version}/"
-#: Where the browser finds Pyodide and the zip file of lablib.calc, below _static.
+#: Where the browser finds Pyodide and the zip file, below _static.
 FOLDER = "livecalc"
 
 
 def pyodide_version(root: Path = ROOT) -> str:
-    """Return the version that tools/pyodide.sh fetches, which is written there and nowhere else.
-
-    Args:
-        root: Folder of the project.
-    """
+    """Return the version that tools/pyodide.sh fetches, which is written there and nowhere else."""
     return re.search(r"(?m)^version=(\S+)$", (root / "tools/pyodide.sh").read_text(encoding="utf-8"))[1]
 
 
 def local_pyodide(root: Path = ROOT) -> Path | None:
-    """Return the folder in which tools/pyodide.sh left Pyodide, or None if npm was not at hand.
-
-    Args:
-        root: Folder of the project.
-    """
+    """Return the folder in which tools/pyodide.sh left Pyodide, or None if npm was not at hand."""
     folder = root / ".cache" / f"pyodide-{pyodide_version(root)}"
     return folder if all((folder / name).is_file() for name in CORE) else None
 
 
-def calc_sources() -> dict[str, bytes]:
-    """Return the files of lablib.calc, which needs the standard library only, by their place in the package."""
+def live_sources() -> dict[str, bytes]:
+    """Return the files of lablib.calc and lablib.live, which need the standard library only, by their place."""
     package = Path(lablib.__file__).parent
     files = (package / "__init__.py", *(p for room in ("calc", "live") for p in sorted((package / room).rglob("*.py"))))
     return {f"lablib/{file.relative_to(package).as_posix()}": file.read_bytes() for file in files}
 
 
 @functools.cache
-def calc_digest() -> str:
-    """Return a short name for lablib.calc as it is now: a browser that kept an older zip file asks for this one."""
-    whole = hashlib.sha256()
-    for name, content in calc_sources().items():
-        whole.update(f"{name} {len(content)} ".encode() + content)
-    return whole.hexdigest()[:12]
+def live_digest() -> str:
+    """Return a short name for those files as they are now: a browser that kept an older zip file asks for this one."""
+    digest = hashlib.sha256()
+    for name, content in live_sources().items():
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:12]
 
 
-def zip_calc(path: Path) -> None:
-    """Write lablib.calc as a zip file that Python imports from.
-
-    Args:
-        path: The file. Its bytes depend on the sources alone.
-    """
+def zip_live(path: Path) -> None:
+    """Write a zip file that Python imports from; its bytes depend on the sources alone."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in calc_sources().items():
+        for name, content in live_sources().items():
             member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(member, content)
@@ -138,7 +126,7 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
     controls = "".join(_control(explorer, control, first[control.name]) for control in explorer.controls)
     return f"""
 <div class="livecalc" id="livecalc-{explorer.name}" data-module="{module}" data-name="{explorer.name}"
- data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={calc_digest()}">
+ data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={live_digest()}">
 <form class="livecalc-controls" aria-label="{escape(explorer.title, quote=True)}" autocomplete="off" hidden>
 {controls}<button type="reset" class="livecalc-reset">First state again</button>
 </form>
@@ -197,18 +185,14 @@ def _copy(app: Sphinx, exception: Exception | None) -> None:
         return
     target = Path(app.outdir) / "_static" / FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    zip_calc(target / "lablib.zip")
+    zip_live(target / "lablib.zip")
     if source := local_pyodide():
         for name in (*CORE, *NOTICE):
             shutil.copy(source / name, target / name)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect to the build.
-
-    Args:
-        app: The Sphinx application.
-    """
+    """Connect to the build."""
     others = dict.fromkeys(("latex", "text", "man", "texinfo"), (_skip, None))
     app.add_node(livecalc, html=(_visit, None), **others)
     app.add_directive("livecalc", LiveCalc)

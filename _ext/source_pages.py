@@ -77,9 +77,11 @@ def _reference(builder: Builder, here: str, place: Place, shown: nodes.Node | No
 
 def _breakable(name: str) -> Iterator[nodes.Node]:
     """Yield a name that a narrow page may break after its dots."""
-    for part in re.split(r"(?<=[./])", name):
-        yield nodes.Text(part)
+    first, *others = re.split(r"(?<=[./])", name)
+    yield nodes.Text(first)
+    for part in others:
         yield nodes.raw("", "<wbr>", format="html")
+        yield nodes.Text(part)
 
 
 def _listed(builder: Builder, here: str, places: Iterable[Place]) -> list[nodes.Node]:
@@ -104,10 +106,18 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
         try:
             place = sources.resolve(match[0])
         except UnknownName as error:
-            _LOG.warning("%s", error, location=literal)
+            if not _is_output(literal):
+                _LOG.warning("%s", error, location=literal)
             continue
         if app.builder.format == "html" and not isinstance(literal.parent, nodes.title):
             literal.replace_self(_reference(app.builder, app.env.docname, place, literal.deepcopy()))
+
+
+def _is_output(node: nodes.Node | None) -> bool:
+    """Return whether a cell printed it: a record keeps the command that made it, whatever its modules are called now."""
+    while node is not None and node.get("nb_element") != "cell_code_output":
+        node = node.parent
+    return node is not None
 
 
 def _show_code(app: Sphinx, doctree: nodes.document) -> None:
@@ -228,7 +238,7 @@ def _map_of(app: Sphinx, here: str, page: str) -> list[nodes.Node]:
             first = nodes.paragraph("", "", title, nodes.Text(f" {caption}"))
             figures.append(nodes.list_item("", first, *(line.deepcopy() for line in lines)))
     for room, places in _modules(app, page).items():
-        rooms.append(nodes.list_item("", nodes.paragraph("", f"{room}: ", *_listed(builder, here, places))))
+        rooms.append(nodes.list_item("", _line(f"{room}: ", _listed(builder, here, places))))
     return [figures, nodes.paragraph("", "Modules of the page and of its lab:"), rooms]
 
 
@@ -263,7 +273,7 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
             name=PurePosixPath(source.file).name,
             lines=zip(_anchors(source), lines, strict=True),
             inside=[
-                (inner.file, _address(builder, page, Place(inner.file)), inner.summary)
+                (_inside(source, inner), _address(builder, page, Place(inner.file)), _with_code(inner.summary))
                 for inner in sources.inside(source)
             ],
             title=app.config.html_title,
@@ -272,6 +282,15 @@ def _write_pages(app: Sphinx, exception: Exception | None) -> None:
             static=builder.get_relative_uri(page, "_static/x").removesuffix("x.html"),
         )
         path.write_text(html, encoding="utf-8")
+
+
+def _inside(package: Source, inner: Source) -> str:
+    """Return a file's path as its package's page lists it: `config.py`, or `tape/` for a package."""
+    return inner.file.removeprefix(package.file.removesuffix("__init__.py")).removesuffix("__init__.py")
+
+
+def _with_code(summary: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(summary))
 
 
 def _folders(sources: Sources, builder: Builder, source: Source) -> list[tuple[str, str]]:
@@ -312,11 +331,7 @@ def _skip(self: nodes.NodeVisitor, node: nodes.Node) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect to the build.
-
-    Args:
-        app: The Sphinx application.
-    """
+    """Connect to the build."""
     app.setup_extension("livecalc")
     others = dict.fromkeys(("latex", "text", "man", "texinfo"), (_skip, None))
     app.add_node(block, html=(_visit_block, _depart_block), **others)

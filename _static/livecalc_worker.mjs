@@ -2,7 +2,7 @@
 
 let answer;
 
-// Both come at once: the interpreter, and lablib.calc as a zip file that Python imports from.
+// Both come at once: the interpreter, and lablib.calc and lablib.live as a zip file that Python imports from.
 async function start({ pyodide, zip }) {
   const [{ loadPyodide }, bytes] = await Promise.all([
     import(pyodide + "pyodide.mjs"),

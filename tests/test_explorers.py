@@ -192,9 +192,9 @@ def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
     """The zip file in a Python that finds nothing else: what Pyodide does, without a browser."""
     archive = tmp_path / "lablib.zip"
     live = _tool("livecalc", "_ext")
-    live.zip_calc(archive)
+    live.zip_live(archive)
     first = archive.read_bytes()
-    live.zip_calc(archive)
+    live.zip_live(archive)
     assert archive.read_bytes() == first
     state = {"ranks": "48", "stage": "3"}
     program = (

@@ -1,5 +1,7 @@
 """Where a name is defined, what a cell uses, and code as HTML: what the site's pages of the sources are made of."""
 
+import ast
+import builtins
 import html
 import importlib.util
 import json
@@ -178,6 +180,24 @@ def test_names_in_the_prose_exist(path, prose):
     # A file's name alone is no link, and nobody notices when the file goes.
     files = {file.rpartition("/")[2] for file in REPOSITORY.files}
     assert [code for code in codes if code in files] == []
+    imports = re.findall(r"(?m)^from (lablib[\w.]*) import ([\w, ]+)$", prose)
+    names = [f"{module}.{name.split(' as ')[0]}" for module, found in imports for name in found.split(", ")]
+    assert [name for name in names if REPOSITORY.find(name) is None] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
+def test_an_inline_number_uses_names_that_the_cells_of_its_page_bind(path):
+    text = path.read_text(encoding="utf-8")
+    cells = "\n".join(code for _, code in sources.read_cells(path))
+    inline = "\n".join(f"({code})" for code in re.findall(r"\{eval\}`([^`]+)`", text))
+    bound = set(dir(builtins)) | set(sources.Source("", f"{cells}\n{inline}").defined)
+    for node in ast.walk(ast.parse(f"{cells}\n{inline}")):
+        if isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    used = {node.id for node in ast.walk(ast.parse(inline)) if isinstance(node, ast.Name)}
+    assert used - bound == set()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)

@@ -191,17 +191,17 @@ def test_a_lab_with_a_cell_that_did_not_pass_is_not_kept(lab, tmp_path):
 def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch):
     _tool("conftest", ".").keep_executed(lab, _OUTPUTS, tmp_path / "01_a.ipynb")
     monkeypatch.setenv("EXECUTED_LABS", str(tmp_path))
-    house, shipped = _tool("house", "_ext"), nbformat.writes(lab)
+    reading, shipped = _tool("reading", "_ext"), nbformat.writes(lab)
     source = [shipped]
-    house._show_executed(None, "labs/01_a", source)
+    reading._show_executed(None, "labs/01_a", source)
     assert json.loads(source[0])["cells"][1]["outputs"][0]["text"] == ["1\n"]
     for other in ("labs/02_b", "book/01_a"):  # not run by nbval: executed by the build
         source = [shipped]
-        house._show_executed(None, other, source)
+        reading._show_executed(None, other, source)
         assert source == [shipped]
     lab.cells[2].source = "3"
-    with pytest.raises(house.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
-        house._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
+    with pytest.raises(reading.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
+        reading._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
 
 
 @pytest.mark.parametrize("jobs", [1, 4])

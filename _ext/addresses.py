@@ -1,0 +1,46 @@
+"""Where pages find what is not theirs: MathJax, and the repository that the buttons name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+
+#: Filled by tools/mathjax.sh where npm is at hand.
+_MATHJAX = ".cache/mathjax-*"
+
+
+def _local_mathjax(srcdir: Path) -> Path | None:
+    return next(iter(sorted(srcdir.glob(_MATHJAX))), None)
+
+
+def _configure(app: Sphinx, config: Config) -> None:
+    if _local_mathjax(Path(app.srcdir)):
+        config.mathjax_path = "mathjax/tex-chtml.js"
+    # GitHub Actions names the repository, so a fork's pages point at the fork.
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    if repository:
+        config.html_theme_options |= {
+            "repository_url": f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}",
+            "repository_branch": os.environ.get("GITHUB_REF_NAME", "main"),
+            "use_repository_button": True,
+            "use_issues_button": True,
+            "launch_buttons": {"binderhub_url": "https://mybinder.org", "notebook_interface": "jupyterlab"},
+        }
+
+
+def _copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
+    source = _local_mathjax(Path(app.srcdir))
+    if source and exception is None and app.builder.format == "html":
+        # Only now: a script in _static before the build would be loaded by every page.
+        shutil.copytree(source, Path(app.outdir) / "_static" / "mathjax", dirs_exist_ok=True)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to the build."""
+    app.connect("config-inited", _configure, priority=400)
+    app.connect("build-finished", _copy_mathjax)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,52 @@
+"""How pages are read: a lab as nbval has just run it, and several pages at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
+
+_LOG = logging.getLogger(__name__)
+
+
+def _show_executed(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Take a lab as nbval has just run it, under `make test`; the build runs all others."""
+    folder, stem = os.environ.get("EXECUTED_LABS"), Path(docname).name
+    path = Path(folder or "", f"{stem}.ipynb")
+    if not folder or docname != f"labs/{stem}" or not path.exists():
+        return
+    executed = path.read_text(encoding="utf-8")
+    if _cells(executed) != _cells(source[0]):
+        raise ExtensionError(f"{path} is not the run of {docname}.ipynb as it is now")
+    source[0] = executed
+    _LOG.info("%s: shown as nbval ran it", docname)
+
+
+def _cells(notebook: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+
+
+def _allow_parallel(app: Sphinx, config: Config) -> None:
+    # It comes with sphinx_external_toc and says nothing about parallel reading, so Sphinx would do none. All that it
+    # does is to number sections, when all pages are read.
+    if "sphinx_multitoc_numbering" in app.extensions:
+        app.extensions["sphinx_multitoc_numbering"].parallel_read_safe = True
+
+
+def _deal(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
+    """Deal the pages round to the processes that read them, or one would run the cells of all chapters."""
+    docnames[:] = [name for process in range(app.parallel) for name in docnames[process :: app.parallel]]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to the build."""
+    app.connect("config-inited", _allow_parallel)
+    app.connect("env-before-read-docs", _deal)
+    app.connect("source-read", _show_executed)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
