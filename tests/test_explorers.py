@@ -90,15 +90,6 @@ def test_it_stops_fitting_where_it_says():
     assert min(seen.values()) >= 10, seen
 
 
-def test_the_roles_add_up_to_the_total():
-    for state in filter(possible, at_random(TRAINING, 40)):
-        memory = memory_of(state)
-        roles = memory.by_role()
-        assert sum(roles.values()) == memory.total
-        assert roles["weights"] + roles["gradients"] + roles["optimizer"] == memory.states
-        assert roles["activations"] == memory.activations
-
-
 def test_the_zero_explorer_shows_what_is_held_and_sent():
     for state in around(ZERO) + at_random(ZERO, 60):
         numbers = ZERO.answer(state)["numbers"]

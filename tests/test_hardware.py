@@ -41,25 +41,6 @@ def test_rates_are_dense_and_double_as_the_dtype_halves():
             assert card.flops["tf32"] == pytest.approx(card.flops["bf16"] / 2, rel=0.015), card.name
 
 
-@pytest.mark.parametrize(
-    ("key", "gib", "terabytes", "teraflops", "gigabytes"),
-    [
-        ("a100-80gb", 80, 2.039, 312, 300),
-        ("h100", 80, 3.35, 989.4, 450),
-        ("h200", 141, 4.8, 989.4, 450),
-        ("b200", 180, 8.0, 2250, 900),
-        ("mi300x", 192, 5.3, 1307, 448),
-        ("l40s", 48, 0.864, 362, 31.5),
-    ],
-)
-def test_the_cards_of_the_course(key, gib, terabytes, teraflops, gigabytes):
-    card = accelerator(key)
-    assert card.memory_gib == gib
-    assert card.memory_bandwidth == pytest.approx(terabytes * 1e12, rel=1e-12)
-    assert card.peak("bf16") == pytest.approx(teraflops * 1e12, rel=1e-12)
-    assert card.neighbour_link().bandwidth == gigabytes * 1e9
-
-
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_lead_somewhere(alias):
     assert accelerator(alias.upper()) is ACCELERATORS[ALIASES[alias]]

@@ -86,7 +86,7 @@ def test_the_largest_micro_batch_and_the_longest_sequence_round_trip() -> None:
         have = draw(seed)
         for ask, name in ((largest_micro_batch, "micro_batch"), (longest_sequence, "seq")):
             found = ask(have)
-            assert found.budget == have.card.memory_bytes - RESERVE
+            assert found.budget == have.gpu.memory_bytes - RESERVE
             grain = 1 if name == "micro_batch" else have.run.cp * (have.run.tp if have.run.sequence_parallel else 1)
             if found.value:
                 again = have.having(**{name: found.value})
@@ -320,7 +320,7 @@ def test_offload_is_timed_by_its_link_and_by_the_cpu() -> None:
     assert host_bytes(whole) == pytest.approx((2 + 2 * 2) * params / 8)
     extra = step_seconds(away) - step_seconds(have)
     assert extra == pytest.approx((4 + CPU_ADAM_BYTES) * params / 8 / LINKS["pcie5-x16"].bandwidth)
-    assert predicted_seconds(replace(away, card=accelerator("gb200"))) is None
+    assert predicted_seconds(replace(away, gpu=accelerator("gb200"))) is None
 
 
 def test_the_step_is_the_planners() -> None:

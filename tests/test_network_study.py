@@ -19,11 +19,17 @@ from lablib.calc.runs import (
     layout_bytes,
     link_bandwidth,
     placement_rows,
-    predicted_step,
     savings_rows,
     scaling_rows,
 )
-from lablib.calc.runs.network_study import all_reduce_rows, crossing, link_fit, seconds_of, two_hosts
+from lablib.calc.runs.network_study import (
+    all_reduce_rows,
+    crossing,
+    link_fit,
+    predicted_ddp_step,
+    seconds_of,
+    two_hosts,
+)
 from lablib.launch.communication import network_study
 from lablib.launch.communication import study as study_module
 from lablib.launch.communication.cluster import why_not
@@ -134,7 +140,7 @@ def test_ddp_by_hand() -> None:
     assert rows["bf16"].predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire / 2)
     assert rows["hierarchical"].predicted == pytest.approx(0.03 - 0.02 * 3 / 4 + wire * 2 / 3)
     assert [row.bought for row in rows.values()] == pytest.approx([1, 0.8, 0.08 / 0.0375, 1.6, 0.08 / 0.06])
-    assert predicted_step(samples, samples[-1]).communication == pytest.approx(wire * 2 / 3)
+    assert predicted_ddp_step(samples, samples[-1]).communication == pytest.approx(wire * 2 / 3)
 
 
 def test_bytes_of_the_layouts_by_hand() -> None:

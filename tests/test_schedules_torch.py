@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lablib.calc.schedules import schedule, schedule_names, to_csv
-from lablib.calc.schedules.text import from_csv
 from lablib.calc.torch_versions import torch_facts
 from tests import torch_schedules
+from tests.torch_schedules import from_csv
 
 SEED = random.SystemRandom().randrange(10**6)
 

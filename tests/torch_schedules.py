@@ -3,9 +3,15 @@
 Nothing here starts a process: the classes are made without their constructors, which want a process group.
 """
 
+import csv
+import io
+import re
+from pathlib import Path
+
 import torch
 from torch.distributed.pipelining import schedules as _torch
 
+from lablib.calc.schedules.actions import Schedule, from_steps, parse_action
 from lablib.calc.torch_versions import SUPPORTED
 
 _NAMES = (
@@ -101,3 +107,15 @@ def _bare(class_name: str, p: int, m: int, v: int) -> object:
     it._max_active_stages, it._unshard_lookahead = 3, "full"
     it._defer_reduce_grad_wait, it._max_outstanding_sends = False, None
     return it
+
+
+# What PyTorch adds when it prepares a schedule for running; it adds them anew to the schedule that it reads. From 2.15
+# it writes the waits, too.
+_DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def from_csv(source: str | Path) -> Schedule:
+    """Read a schedule from PyTorch's CSV; idle cells, sends, receives and the actions of FSDP are dropped."""
+    text = source.read_text() if isinstance(source, Path) else source
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if row]
+    return from_steps([[parse_action(cell) for cell in row if cell and not _DERIVED.fullmatch(cell)] for row in rows])

@@ -1,4 +1,4 @@
-"""Messages for settings that cannot be: which names exist, and which numbers divide."""
+"""Validation errors: which names exist, and which numbers divide."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def must_divide(name: str, value: int, of: str, size: int) -> None:
 
 
 def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
-    """Raise a ValueError unless a value is a whole number in a range; True is none, and neither is 8.0."""
+    """Raise a ValueError unless a value is an integer in a range; bools and floats are rejected."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     if value > most:

@@ -1,13 +1,4 @@
-"""What a training run costs, and how large a model and how much data a budget wants.
-
-    C ≈ 6 N D        FLOPs for N parameters on D tokens: 2N forward and 4N backward a token
-    D ≈ 20 N         the compute-optimal split (Chinchilla), so C ≈ 120 N²
-    t = C / (n · peak · utilization)
-
-Sources: Kaplan et al. 2020 (arXiv 2001.08361), section 2.1 and equation 1.1; Hoffmann et al. 2022 (arXiv 2203.15556),
-tables 2 and 3; Narayanan et al. 2021 (arXiv 2104.04473), equation 4, for the time with full recomputation.
-
-How many floating-point operations a training step takes, and what share of the hardware's peak that is.
+"""How many floating-point operations a training step takes, what share of the peak that is, and what a run costs.
 
 Only matrix multiplications count: `2 m n k` FLOPs for `(m, k) @ (k, n)`, a multiplication and an addition each.
 Norms, softmax, biases and the optimizer are left out; their share is under one percent at these sizes.
@@ -19,11 +10,19 @@ Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each
 
 Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
 them; `causal=True` counts the half. Sliding windows (Mistral, Gemma) are counted as full attention too.
-
 Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
 
-Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix; Korthikanti et al. 2022
-(arXiv 2205.05198), appendix A; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, for MFU.
+For a training run, and how large a model and how much data a budget wants:
+
+    C ≈ 6 N D        FLOPs for N parameters on D tokens: 2N forward and 4N backward a token
+    D ≈ 20 N         the compute-optimal split (Chinchilla), so C ≈ 120 N²
+    t = C / (n · peak · utilization)
+
+Read `step_flops` first.
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), equations 3 and 4 and appendix; Korthikanti et al. 2022
+(arXiv 2205.05198), appendix A; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, for MFU; Kaplan et al. 2020
+(arXiv 2001.08361), section 2.1 and equation 1.1; Hoffmann et al. 2022 (arXiv 2203.15556), tables 2 and 3.
 """
 
 from __future__ import annotations
@@ -63,23 +62,13 @@ class StepFlops:
 
     @property
     def model(self) -> int:
-        """What the model needs, forward and backward: the numerator of MFU."""
+        """FLOPs of forward and backward, without recomputation: the numerator of MFU."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """What the hardware does, recomputation included: the numerator of HFU."""
+        """FLOPs with recomputation: the numerator of HFU."""
         return self.model + self.recompute
-
-    @property
-    def per_token(self) -> float:
-        """Model FLOPs of one token."""
-        return self.model / self.tokens
-
-
-def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
-    matrices = 3 if config.gated_mlp else 2
-    return 2 * tokens * matrices * config.hidden * ffn
 
 
 def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = False) -> dict[str, int]:
@@ -113,6 +102,11 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
     return {component: count for component, count in flops.items() if count}
 
 
+def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
+    matrices = 3 if config.gated_mlp else 2
+    return 2 * tokens * matrices * config.hidden * ffn
+
+
 def step_flops(
     config: ModelConfig,
     *,
@@ -127,7 +121,7 @@ def step_flops(
     "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all.
 
     "selective" runs the two products with scores again. One forward pass of them is `4 b s² h` a layer.
-    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the whole step, which adds `12 b s² h`:
+    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the full step, which adds `12 b s² h`:
     their published HFUs count the recomputed attention with its backward, three passes. That is the default, so that
     HFU means what it means in the literature; `selective_passes=1` counts what is run again.
 
@@ -151,23 +145,8 @@ def step_flops(
     return StepFlops(tokens, forward, extra[recompute], 6 * count_params(config).active * tokens)
 
 
-def flops_per_token(params: float, *, num_layers: int = 0, attn_width: int = 0, seq: int = 0) -> float:
-    """Return PaLM's estimate of a token's training FLOPs: `6 N + 12 L H Q T`, attention left out by default.
-
-    Chowdhery et al. 2022 (arXiv 2204.02311), appendix B; `H Q` is `attn_width`, all heads' widths together.
-
-    Args:
-        params: Parameters, N; active ones with experts.
-        attn_width: Width of all query heads, `H Q`.
-    """
-    require_positive(params=params)
-    if min(num_layers, attn_width, seq) < 0:
-        raise ValueError(f"num_layers={num_layers}, attn_width={attn_width}, seq={seq} must not be negative")
-    return 6 * params + 12 * num_layers * attn_width * seq
-
-
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
-    """Return model FLOPs utilization: what the model needs over what the hardware could do in that time.
+    """Return model FLOPs utilization: FLOPs of the model over those that the hardware could do in that time.
 
     `MFU = F_model / (seconds · devices · peak)`.
 
@@ -196,6 +175,8 @@ def _utilization(flops: float, seconds: float, devices: int, peak: float) -> flo
 
 
 TOKENS_PER_PARAMETER = 20
+
+
 KAPLAN_ALPHA_N = 0.076
 
 
@@ -242,7 +223,7 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
     """Return the seconds of a training run, `t = C / (n · peak · utilization)`.
 
     Args:
-        flops: FLOPs of the whole run, for example from `training_flops`.
+        flops: FLOPs of the run, for example from `training_flops`.
         peak: FLOP/s of one accelerator: its peak, or what it reaches, with `utilization` 1.
         utilization: Share of the peak that is reached. It must count the same FLOPs: MFU for `6 N D`, HFU for `8 N D`.
     """

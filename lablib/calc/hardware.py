@@ -1,31 +1,24 @@
-"""The names that drivers give to GPUs, and the row of `hardware` that each of them is.
+"""Accelerators and links: capacity, bandwidth and peak rates, each with its source, and the names that drivers give.
 
-    known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"
-    known_accelerator("NVIDIA GeForce RTX 3060")  # None: the course has no figures for it
+    accelerator("h100").memory_bytes
+    known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"; None where the course has no figures
 
-A name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has another
-peak, and an MFU against the wrong peak is worse than none.
-
-Links between devices: bandwidth per direction, latency where it is published, and the source.
-
-NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s each way, and 450 is what a ring can use.
-Network cards are sold in bits: 400 Gb/s are 50 GB/s.
-These are line rates. A large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy
-between two H200s 396 of 450 (Stas Bekman, Machine Learning Engineering, network benchmarks).
-
-Where a number was read in secondary copies only, its source says so.
-
-Accelerators: capacity, memory bandwidth and peak rates, each with its source. Links are in `links`.
+Links are in bytes per second **per direction**. NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s
+each way, and 450 is what a ring can use. Network cards are sold in bits: 400 Gb/s are 50 GB/s. These are line rates: a
+large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy between two H200s 396 of 450
+(Stas Bekman, Machine Learning Engineering, network benchmarks).
 
 Capacity: vendors print "80 GB" for 80 GiB of memory. The driver of an H100 reports 81,559 MiB, which are 85.5 GB.
 So capacities here are GiB, and `memory_gb` says the same in GB. `driver_bytes` is what `nvidia-smi` prints, read in
-logs that owners of such cards published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
+logs that owners of such GPUs published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
 A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200 and 51 on MI300X
 (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
 
-Where a number was read in secondary copies only, its source says so.
+A driver's name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has
+another peak, and an MFU against the wrong peak is worse than none. Where a number was read in secondary copies only,
+its source says so.
 """
 
 from __future__ import annotations

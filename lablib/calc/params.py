@@ -39,7 +39,7 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of a whole model.
+    """Parameters of a model.
 
     Attributes:
         by_component: Parameters by the names in `COMPONENTS`; a tied head has 0, the embedding has them.
@@ -58,16 +58,6 @@ class ParamCount:
     def active(self) -> int:
         """Parameters that one token visits; equal to `total` for a dense model."""
         return sum(self.active_by_component.values())
-
-    @property
-    def non_embedding(self) -> int:
-        """Parameters without token and position tables and without an untied head: Kaplan's N, with norms and biases."""
-        return self.total - sum(self.by_component[part] for part in ("embedding", "positions", "head"))
-
-    @property
-    def active_without_embedding(self) -> int:
-        """Active parameters less the token embedding, of which a token reads one row."""
-        return self.active - self.active_by_component["embedding"]
 
 
 def embedding_params(config: ModelConfig) -> int:

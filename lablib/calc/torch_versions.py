@@ -1,17 +1,11 @@
-"""The combinations of Python and PyTorch that `make matrix` tries, and when each last passed.
-
-    last_runs(read_runs())      # one dictionary a combination, for the status page
-
-Page: book/status.md
-
-What differs between the versions of PyTorch that the course supports, as named facts with their sources.
+"""Which versions of PyTorch the course supports, how they differ, and when each was last tried.
 
     torch_facts("2.15.0+cu132").fsdp2_frees_buffer_before_copy      # True; the pinned 2.13 says False
+    last_runs(read_runs())                                          # a row for each combination of `make matrix`
 
-A calculator whose answer depends on one takes `torch="2.13"` as a setting, the version of constraints.txt by default.
-Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
-
-Page: book/versions.md
+A calculator whose answer depends on a difference takes `torch="2.13"` as a setting, the version of constraints.txt by
+default. Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
+Pages: book/versions.md, book/status.md.
 """
 
 from __future__ import annotations
@@ -135,7 +129,7 @@ DIFFERENCES = (
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What one release of PyTorch does, where releases differ.
+    """The facts of one release of PyTorch.
 
     Attributes:
         version: The release whose facts these are, a member of `SUPPORTED`.

@@ -73,7 +73,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
 
     return {
         "model": have.run.model.name,
-        "gpu": have.card.name,
+        "gpu": have.gpu.name,
         "gpus": have.gpus,
         "seq": have.run.seq,
         "seq_given": "seq" in have.given,
@@ -125,7 +125,7 @@ def fit_text(
     from lablib.calc.errors import plural
     from lablib.calc.layouts.fit import MEANING, counted, size, unproven
 
-    run, card = have.run, have.card
+    run, card = have.run, have.gpu
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
     lines = [
         *_wrap(

@@ -49,7 +49,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an explorer shows for one state.
+    """The parts of a page for one state.
 
     Attributes:
         caption: What it says, as a sentence or two.
@@ -81,7 +81,7 @@ class Explorer:
     compute: Callable[..., Answer]
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
-        """Return a whole state: the given values, and the first ones for all else."""
+        """Return a full state: the given values, and the first ones for all else."""
         given = dict(given or {})
         for name in given:
             one_of(f"control of the {self.name} explorer", name, [control.name for control in self.controls])

@@ -1,4 +1,4 @@
-"""The training explorer: what one training run needs on one device, and the size at which it stops fitting.
+"""The training explorer: memory of one training run on one device, and the size at which it stops fitting.
 
 The total is `training_memory` of the model as it is. Every block of one shape adds the same bytes, and so does every
 sequence of a micro-batch and every token of a sequence. So two blocks say what n blocks need, and the sizes at which a

@@ -1,6 +1,6 @@
-"""The ZeRO explorer: what each rank holds and sends in every stage, and how many ranks it takes to fit.
+"""The ZeRO explorer: memory and traffic of a rank in every stage, and the number of ranks that it takes to fit.
 
-States are `zero.state_terms`, at the 16 bytes of mixed precision with AdamW. Traffic is what one rank sends in a step,
+States are `state_terms`, at the 16 bytes of mixed precision with AdamW. Traffic is what one rank sends in a step,
 by collective, with 2-byte weights and gradients.
 """
 
@@ -39,7 +39,7 @@ def step_traffic(params: int, ranks: int, stage: int, micro_batches: int = 1) ->
 
     In units of 2ψ(N-1)/N bytes, for k micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients
     once and gather once; stage 2 scatters k times and gathers once; stage 3 scatters k times and gathers 2k times.
-    Source: ZeRO (arXiv 1910.02054), section 7.2. With one micro-batch it is `comm.data_parallel_bytes`.
+    Source: ZeRO (arXiv 1910.02054), section 7.2. With one micro-batch it is `data_parallel_bytes`.
     """
     if stage not in STAGES or micro_batches < 1:
         raise ValueError(f"stage={stage} must be 0 to 3 and micro_batches={micro_batches} at least 1")

@@ -1,4 +1,4 @@
-"""What a collective sends, how long it takes, and over which links.
+"""Collectives: bytes, messages and times, and the links that carry them.
 
     costs        bytes and times of ring collectives, speedup and efficiency
     algorithms   ring, tree, doubling, hierarchical: messages and bytes in every round

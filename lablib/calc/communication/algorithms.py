@@ -1,15 +1,9 @@
-"""Steps, messages and bytes of every collective algorithm, rank by rank and exact for any size.
+"""Every collective algorithm as data: who sends which elements to whom in every round, without processes.
 
 An array of `numel` elements on n ranks is cut into n chunks; the first `numel mod n` of them have one element more.
-A step is one round of the algorithm: every rank counts all rounds, also those in which it has nothing to do.
-Messages and bytes are those that one rank sends; what is empty is not sent.
-
-The toys in `lablib.toys.collectives` count what they do and return the same `Traffic`.
-
-Every algorithm as data: who sends which elements to whom in every round, without processes.
-
-From this list a round's time on any network follows (`lablib.calc.communication.topology`), and a test can follow every number
-from rank to rank. The toys do the same by send and receive.
+From the rounds follow the steps, messages and bytes of a rank (`traffic`) and the time on any network (`topology`).
+The toys in `lablib.toys.collectives` do the same by send and receive, count what they do, and return the same `Traffic`.
+`_ring` is the one to read first.
 """
 
 from __future__ import annotations
@@ -37,6 +31,12 @@ class Send(NamedTuple):
 Round = list[Send]
 
 
+def chunk_sizes(numel: int, parts: int) -> list[int]:
+    """Return the elements of each chunk: as equal as can be, the larger ones first."""
+    size, more = divmod(numel, parts)
+    return [size + (chunk < more) for chunk in range(parts)]
+
+
 def _bounds(numel: int, parts: int) -> list[tuple[int, int]]:
     ends = [0]
     for size in chunk_sizes(numel, parts):
@@ -48,19 +48,6 @@ def _ring(numel: int, n: int, shift: int, adds: bool) -> Iterator[Round]:
     bounds = _bounds(numel, n)
     for step in range(n - 1):
         yield [Send(r, (r + 1) % n, *bounds[(r + shift - step) % n], adds) for r in range(n)]
-
-
-def _ring_reduce_scatter(numel: int, n: int) -> Iterator[Round]:
-    yield from _ring(numel, n, -1, True)
-
-
-def _ring_all_gather(numel: int, n: int) -> Iterator[Round]:
-    yield from _ring(numel, n, 0, False)
-
-
-def _ring_all_reduce(numel: int, n: int) -> Iterator[Round]:
-    yield from _ring_reduce_scatter(numel, n)
-    yield from _ring_all_gather(numel, n)
 
 
 def _folded(numel: int, n: int, inner: Callable[[int, Callable[[int], int]], Iterator[Round]]) -> Iterator[Round]:
@@ -115,11 +102,6 @@ def _tree_reduce(numel: int, n: int) -> Iterator[Round]:
         yield [Send(p + left, p, 0, numel, True) for p in range(min(left, n - left))]
 
 
-def _tree_all_reduce(numel: int, n: int) -> Iterator[Round]:
-    yield from _tree_reduce(numel, n)
-    yield from _tree_broadcast(numel, n)
-
-
 def _naive_all_reduce(numel: int, n: int) -> Iterator[Round]:
     yield from ([Send(turn, 0, 0, numel, True)] for turn in range(1, n))
     yield from ([Send(0, turn, 0, numel, False)] for turn in range(1, n))
@@ -132,17 +114,21 @@ def _pairwise_all_to_all(numel: int, n: int) -> Iterator[Round]:
 
 
 _ROUNDS: dict[str, Callable[[int, int], Iterator[Round]]] = {
-    "ring_reduce_scatter": _ring_reduce_scatter,
-    "ring_all_gather": _ring_all_gather,
-    "ring_all_reduce": _ring_all_reduce,
+    "ring_reduce_scatter": lambda numel, n: _ring(numel, n, -1, True),
+    "ring_all_gather": lambda numel, n: _ring(numel, n, 0, False),
+    "ring_all_reduce": lambda numel, n: itertools.chain(_ring(numel, n, -1, True), _ring(numel, n, 0, False)),
     "recursive_doubling_all_reduce": _recursive_doubling_all_reduce,
     "halving_doubling_all_reduce": _halving_doubling_all_reduce,
     "tree_broadcast": _tree_broadcast,
     "tree_reduce": _tree_reduce,
-    "tree_all_reduce": _tree_all_reduce,
+    "tree_all_reduce": lambda numel, n: itertools.chain(_tree_reduce(numel, n), _tree_broadcast(numel, n)),
     "naive_all_reduce": _naive_all_reduce,
     "pairwise_all_to_all": _pairwise_all_to_all,
 }
+
+
+#: Names of the algorithms, as the functions of `lablib.toys.collectives` are called.
+ALGORITHMS = tuple(_ROUNDS)
 
 
 def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
@@ -151,7 +137,7 @@ def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
     In an all-to-all `start` and `stop` are those of the sender's input.
 
     Args:
-        algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
+        algorithm: One of `ALGORITHMS`.
     """
     if algorithm not in _ROUNDS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -199,7 +185,7 @@ def hierarchical_rounds(numel: int, ranks: int, ranks_per_node: int) -> list[Rou
 
 
 class Traffic(NamedTuple):
-    """What one rank does in one collective.
+    """Steps, messages and bytes of one rank in one collective.
 
     Attributes:
         messages: Messages that this rank sends.
@@ -214,157 +200,6 @@ class Traffic(NamedTuple):
         return Traffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Job(NamedTuple):
-    """One collective, as seen by one rank.
-
-    Attributes:
-        numel: Elements of the whole array.
-        ranks: n.
-        rank: Which one, 0 to n - 1.
-        root: Where a broadcast starts and a reduction ends.
-    """
-
-    numel: int
-    ranks: int
-    rank: int
-    itemsize: int = 4
-    root: int = 0
-
-    def start(self, chunk: int, parts: int) -> int:
-        """Return the first element of a chunk when the array is cut into `parts` chunks."""
-        size, more = divmod(self.numel, parts)
-        return chunk * size + min(chunk, more)
-
-    def sent(self, steps: int, *elements: int) -> Traffic:
-        """Return the traffic of one message for each number of elements; an empty one is not sent."""
-        return Traffic(steps, sum(count > 0 for count in elements), sum(elements) * self.itemsize)
-
-
-def chunk_sizes(numel: int, parts: int) -> list[int]:
-    """Return the elements of each chunk: as equal as can be, the larger ones first."""
-    size, more = divmod(numel, parts)
-    return [size + (chunk < more) for chunk in range(parts)]
-
-
-def _ring_cost(job: Job, last_held: int) -> Traffic:
-    """Pass on every chunk but one, in n - 1 steps."""
-    sizes = chunk_sizes(job.numel, job.ranks)
-    del sizes[last_held % job.ranks]
-    return job.sent(job.ranks - 1, *sizes)
-
-
-def _ring_reduce_scatter_cost(job: Job) -> Traffic:
-    return _ring_cost(job, job.rank)  # chunk r ends here
-
-
-def _ring_all_gather_cost(job: Job) -> Traffic:
-    return _ring_cost(job, job.rank + 1)  # the right neighbour's own chunk is the last to arrive
-
-
-def _ring_all_reduce_cost(job: Job) -> Traffic:
-    return _ring_reduce_scatter_cost(job) + _ring_all_gather_cost(job)
-
-
-class _Fold(NamedTuple):
-    """How n ranks become a power of two: 2 · extra of them pair up, and the odd one works for both."""
-
-    power: int
-    extra: int
-    place: int | None  # among the power-of-two ranks; None for a rank that waits
-
-
-def _fold(job: Job) -> _Fold:
-    power = 1 << (job.ranks.bit_length() - 1)
-    extra = job.ranks - power
-    if job.rank >= 2 * extra:
-        return _Fold(power, extra, job.rank - extra)
-    return _Fold(power, extra, job.rank // 2 if job.rank % 2 else None)
-
-
-def _folded_cost(job: Job, levels: Callable[[_Fold], Traffic], rounds: int) -> Traffic:
-    """Add the round before and the round after that a number of ranks other than a power of two costs."""
-    fold = _fold(job)
-    once = job.sent(0, job.numel)
-    if fold.place is None:
-        return Traffic(rounds + 2, once.messages, once.bytes)
-    inner = levels(fold)
-    if not fold.extra:
-        return inner
-    back = once if job.rank < 2 * fold.extra else Traffic(0, 0, 0)
-    return inner + back + Traffic(2, 0, 0)
-
-
-def _recursive_doubling_cost(job: Job) -> Traffic:
-    rounds = job.ranks.bit_length() - 1
-    return _folded_cost(job, lambda fold: job.sent(rounds, *[job.numel] * rounds), rounds)
-
-
-def _halving_doubling_cost(job: Job) -> Traffic:
-    rounds = job.ranks.bit_length() - 1
-
-    def levels(fold: _Fold) -> Traffic:
-        low, high, halves, doubles = 0, fold.power, [], []
-        for level in range(rounds):
-            middle = (low + high) // 2
-            lower, upper = (low, middle), (middle, high)
-            kept, given = (upper, lower) if fold.place >> level & 1 else (lower, upper)
-            halves.append(given)  # sent on the way down
-            doubles.append(kept)  # and back up
-            low, high = kept
-        ranges = [job.start(b, fold.power) - job.start(a, fold.power) for a, b in halves + doubles]
-        return job.sent(2 * rounds, *ranges)
-
-    return _folded_cost(job, levels, 2 * rounds)
-
-
-def _rounds(ranks: int) -> int:
-    """Return ⌈log2 n⌉."""
-    return (ranks - 1).bit_length()
-
-
-def _tree_broadcast_cost(job: Job) -> Traffic:
-    place, rounds = (job.rank - job.root) % job.ranks, _rounds(job.ranks)
-    # It has the data after as many rounds as its place has bits; then it sends in every round to place + 2^k.
-    children = sum(place + (1 << k) < job.ranks for k in range(place.bit_length(), rounds))
-    return job.sent(rounds, *[job.numel] * children)
-
-
-def _tree_reduce_cost(job: Job) -> Traffic:
-    return job.sent(_rounds(job.ranks), *[job.numel] * (job.rank != job.root))
-
-
-def _tree_all_reduce_cost(job: Job) -> Traffic:
-    return _tree_reduce_cost(job) + _tree_broadcast_cost(job)
-
-
-def _naive_all_reduce_cost(job: Job) -> Traffic:
-    others = job.ranks - 1
-    return job.sent(2 * others, *[job.numel] * (others if job.rank == 0 else 1))
-
-
-def _pairwise_all_to_all_cost(job: Job) -> Traffic:
-    sizes = chunk_sizes(job.numel, job.ranks)
-    del sizes[job.rank]
-    return job.sent(job.ranks - 1, *sizes)
-
-
-_TRAFFIC: dict[str, Callable[[Job], Traffic]] = {
-    "ring_reduce_scatter": _ring_reduce_scatter_cost,
-    "ring_all_gather": _ring_all_gather_cost,
-    "ring_all_reduce": _ring_all_reduce_cost,
-    "recursive_doubling_all_reduce": _recursive_doubling_cost,
-    "halving_doubling_all_reduce": _halving_doubling_cost,
-    "tree_broadcast": _tree_broadcast_cost,
-    "tree_reduce": _tree_reduce_cost,
-    "tree_all_reduce": _tree_all_reduce_cost,
-    "naive_all_reduce": _naive_all_reduce_cost,
-    "pairwise_all_to_all": _pairwise_all_to_all_cost,
-}
-
-#: Names of the algorithms, as the functions of `lablib.toys.collectives` are called.
-ALGORITHMS = tuple(_TRAFFIC)
-
-
 def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: int = 4, root: int = 0) -> Traffic:
     """Return the steps, messages and bytes of one rank.
 
@@ -376,15 +211,15 @@ def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: 
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
         root: Where a broadcast starts and a reduction ends.
     """
-    if algorithm not in _TRAFFIC:
-        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
     if ranks < 1 or not 0 <= rank < ranks or not 0 <= root < ranks:
         raise ValueError(f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1")
     if numel < 0 or itemsize < 1:
         raise ValueError(f"numel={numel}, itemsize={itemsize}: too small")
-    if ranks == 1:
-        return Traffic(0, 0, 0)
-    return _TRAFFIC[algorithm](Job(numel, ranks, rank, itemsize, root))
+    all_rounds = algorithm_rounds(algorithm, numel, ranks)
+    # The rounds of a tree have their root at rank 0.
+    place = (rank - root) % ranks if algorithm.startswith("tree") else rank
+    mine = [send.stop - send.start for sends in all_rounds for send in sends if send.source == place]
+    return Traffic(len(all_rounds), len(mine), sum(mine) * itemsize)
 
 
 def hierarchical_traffic(

@@ -1,20 +1,9 @@
-"""Stragglers: a collective ends with its slowest rank, so rare delays of one become common delays of all.
+"""Bytes and seconds of ring collectives, and speedup and efficiency on more ranks.
 
-What every rank holds after each step of a ring all-reduce.
-
-n ranks, the data cut into n chunks. In each step every rank sends one chunk to its right neighbour.
-n - 1 steps of reduce-scatter leave every rank with one finished chunk; n - 1 steps of all-gather hand
-the finished chunks round.
-
-What communication costs: bytes and seconds of a collective, and when backward can hide it.
-
-Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per
-direction. A message of s bytes takes α + s/W. In a ring of n ranks everybody sends at the same time, so a
-collective takes its number of steps times one such message of S/n bytes.
-
-Sizes are those of the whole array: what a rank holds before a reduce-scatter, and after an all-gather.
-
-Speedup and efficiency: what more ranks buy.
+Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per direction.
+A message of s bytes takes α + s/W. In a ring of n ranks all send at the same time, so a collective takes its number of
+steps times one message of S/n bytes. S is the whole array: what a rank holds before a reduce-scatter, and after an
+all-gather. Read `ring_all_reduce_time` first; then speedup and efficiency, stragglers, and the ring step by step.
 """
 
 from __future__ import annotations
@@ -23,39 +12,19 @@ import math
 from typing import Literal
 
 
-def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
-    """Return who is summed in every chunk on every rank, at the start and after each of 2(n-1) steps.
+def check_link(ranks: int, **numbers: float) -> None:
+    """Check the numbers of a link and a job.
 
-    In step k of the reduce-scatter rank r sends chunk (r - k) mod n, so that rank r ends with chunk
-    (r + 1) mod n finished. In step k of the all-gather it sends chunk (r + 1 - k) mod n.
-
-    Returns:
-        `states[step][rank][chunk]`, the ranks summed there in the order in which they were added.
+    Args:
+        ranks: Number of ranks, at least 1.
+        **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1")
-    held = [[(rank,) for _ in range(ranks)] for rank in range(ranks)]
-    states = [[list(chunks) for chunks in held]]
-    for step in range(2 * (ranks - 1)):
-        reducing = step < ranks - 1
-        shift = -step if reducing else 1 - (step - (ranks - 1))
-        sent = {rank: ((rank + shift) % ranks) for rank in range(ranks)}
-        before = states[-1]
-        for rank, chunk in sent.items():
-            right = (rank + 1) % ranks
-            arriving = before[rank][chunk]
-            held[right][chunk] = arriving + before[right][chunk] if reducing else arriving
-        states.append([list(chunks) for chunks in held])
-    return states
-
-
-def summation_orders(ranks: int) -> list[tuple[int, ...]]:
-    """Return, for every chunk, the order in which a ring adds the ranks' numbers.
-
-    Chunk c starts at rank c and goes round: every chunk is added in another order, and on any number of
-    ranks in another order again. That is why the bits of a sum depend on the number of ranks.
-    """
-    return list(ring_states(ranks)[-1][0])
+    if ranks < 1 or ranks != int(ranks):
+        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
+    for name, value in numbers.items():
+        above_zero = name in ("bandwidth", "flops", "seconds")
+        if not (value > 0 if above_zero else value >= 0):
+            raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
 
 
 #: Which part of the array a rank must send, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
@@ -70,21 +39,6 @@ _FACTOR = {
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
 }
-
-
-def check_link(ranks: int, **numbers: float) -> None:
-    """Refuse what no link and no job has.
-
-    Args:
-        ranks: Number of ranks, at least 1.
-        **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
-    """
-    if ranks < 1 or ranks != int(ranks):
-        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
-    for name, value in numbers.items():
-        above_zero = name in ("bandwidth", "flops", "seconds")
-        if not (value > 0 if above_zero else value >= 0):
-            raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
 
 
 def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
@@ -164,7 +118,7 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
-    """Return busbw in bytes per second: what each rank sent, over the time; compare it with the link.
+    """Return busbw in bytes per second: what each rank sent, over the time; comparable with the link.
 
     busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, all_to_all, gather and
     scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).
@@ -231,18 +185,6 @@ def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradi
 Scaling = Literal["strong", "weak"]
 
 
-def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
-    """Return Amdahl's bound on the speedup, 1 / (f + (1 - f)/n), which never passes 1/f.
-
-    Args:
-        serial_fraction: f, the share of the one-rank time that more ranks do not divide; 0 to 1.
-    """
-    _check_ranks(ranks)
-    if not 0 <= serial_fraction <= 1:
-        raise ValueError(f"serial_fraction={serial_fraction} must be between 0 and 1")
-    return 1 / (serial_fraction + (1 - serial_fraction) / ranks)
-
-
 def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Scaling) -> float:
     """Return throughput on n ranks over throughput on one, from two step times.
 
@@ -253,7 +195,7 @@ def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Sca
         seconds_one: T_1, a step on one rank.
         seconds_many: T_n, a step on n ranks.
     """
-    _check_ranks(ranks)
+    check_link(ranks)
     for name, value in (("seconds_one", seconds_one), ("seconds_many", seconds_many)):
         if not value > 0:
             raise ValueError(f"{name}={value} must be above 0")
@@ -272,9 +214,16 @@ def efficiency(seconds_one: float, seconds_many: float, ranks: int, *, scaling: 
     return speedup(seconds_one, seconds_many, ranks, scaling=scaling) / ranks
 
 
-def _check_ranks(ranks: int) -> None:
-    if ranks < 1 or ranks != int(ranks):
-        raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
+def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
+    """Return Amdahl's bound on the speedup, 1 / (f + (1 - f)/n), which never passes 1/f.
+
+    Args:
+        serial_fraction: f, the share of the one-rank time that more ranks do not divide; 0 to 1.
+    """
+    check_link(ranks)
+    if not 0 <= serial_fraction <= 1:
+        raise ValueError(f"serial_fraction={serial_fraction} must be between 0 and 1")
+    return 1 / (serial_fraction + (1 - serial_fraction) / ranks)
 
 
 def chance_of_any(ranks: int, chance: float) -> float:
@@ -297,3 +246,38 @@ def expected_slowest(ranks: int, *, base: float, jitter: float) -> float:
     """
     check_link(ranks, base=base, jitter=jitter)
     return base + jitter * math.fsum(1 / k for k in range(1, ranks + 1))
+
+
+def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
+    """Return who is summed in every chunk on every rank, at the start and after each of 2(n-1) steps.
+
+    In step k of the reduce-scatter rank r sends chunk (r - k) mod n, so that rank r ends with chunk
+    (r + 1) mod n finished. In step k of the all-gather it sends chunk (r + 1 - k) mod n.
+
+    Returns:
+        `states[step][rank][chunk]`, the ranks summed there in the order in which they were added.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    held = [[(rank,) for _ in range(ranks)] for rank in range(ranks)]
+    states = [[list(chunks) for chunks in held]]
+    for step in range(2 * (ranks - 1)):
+        reducing = step < ranks - 1
+        shift = -step if reducing else 1 - (step - (ranks - 1))
+        sent = {rank: ((rank + shift) % ranks) for rank in range(ranks)}
+        before = states[-1]
+        for rank, chunk in sent.items():
+            right = (rank + 1) % ranks
+            arriving = before[rank][chunk]
+            held[right][chunk] = arriving + before[right][chunk] if reducing else arriving
+        states.append([list(chunks) for chunks in held])
+    return states
+
+
+def summation_orders(ranks: int) -> list[tuple[int, ...]]:
+    """Return, for every chunk, the order in which a ring adds the ranks' numbers.
+
+    Chunk c starts at rank c and goes round: every chunk is added in another order, and on any number of
+    ranks in another order again. That is why the bits of a sum depend on the number of ranks.
+    """
+    return list(ring_states(ranks)[-1][0])

@@ -1,26 +1,17 @@
-"""Reading what nccl-tests prints: sizes, times, and two bandwidths that are computed, not measured.
+"""The time of every collective algorithm, lines fitted to measured times, and the tables of nccl-tests.
 
-    algbw = S/t                                  how fast the caller sees the array done
-    busbw = algbw · factor of the collective     what a link carried, if the algorithm is optimal
-
-S is the whole array: for all_gather and reduce_scatter n times what one rank holds. GB are 1e9 bytes, and the time
-is in microseconds. Each size is run twice, out of place and in place.
-
-Fit latency and bandwidth to measured times: one straight line, or several where one does not do.
-
-t(S) = α + S/W is a line, and least squares finds it. Sizes go from bytes to gigabytes, so an error is counted in
-parts of the time, (t_fit/t - 1)²: otherwise the largest size alone would decide. On a real machine one line seldom
-fits: protocols and caches change with the size. Then the sizes are cut into ranges with a line each.
-
-The alpha-beta-gamma time of every collective algorithm, and the size at which one overtakes another.
-
-A message of s bytes takes α + s/W; adding s bytes up takes γ·s. So the time of an algorithm on S bytes is
+A message of s bytes takes α + s/W; adding s bytes up takes γ·s. An algorithm on S bytes takes
 
     T = rounds · α + passes · S/W + sums · γ · S
 
-with three numbers that depend on n alone: the rounds one waits for, how many times S bytes pass the busiest rank, and
-how many times S bytes are added one after the other. Each rank sends one message and receives one at a time, in both
-directions at full bandwidth.
+with three numbers that depend on n alone (`cost_terms`): the rounds one waits for, how many times S bytes pass the
+busiest rank, and how many times S bytes are added one after the other.
+
+`fit_line` finds α and W by least squares of (t_fit/t - 1)²: sizes go from bytes to gigabytes, and otherwise the largest
+alone would decide. Protocols and caches change with the size, so `fit_pieces` fits a line to each range of sizes.
+
+nccl-tests prints algbw = S/t and busbw = algbw · factor of the collective, with S the whole array (for all_gather and
+reduce_scatter n times what one rank holds), GB of 1e9 bytes, and microseconds.
 """
 
 from __future__ import annotations
@@ -32,6 +23,141 @@ from typing import NamedTuple
 
 from lablib.calc.communication.algorithms import ALGORITHMS
 from lablib.calc.communication.costs import algorithm_bandwidth, bus_bandwidth, check_link
+
+
+class Terms(NamedTuple):
+    """The factors of α, S/W and γ·S.
+
+    Attributes:
+        rounds: Latencies one after the other.
+        passes: How many times S bytes pass the busiest rank, one after the other.
+        sums: How many times S bytes are added there.
+    """
+
+    rounds: float
+    passes: float
+    sums: float
+
+    def __add__(self, other: Terms) -> Terms:
+        """Return the terms of one algorithm after the other."""
+        return Terms(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def seconds(self, size: float, *, bandwidth: float, latency: float = 0.0, gamma: float = 0.0) -> float:
+        """Return T = rounds · α + passes · S/W + sums · γ · S.
+
+        Args:
+            bandwidth: W in bytes per second, per direction.
+            latency: α in seconds.
+            gamma: γ in seconds per byte.
+        """
+        return self.rounds * latency + size * (self.passes / bandwidth + self.sums * gamma)
+
+
+def _levels(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def _up(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _fold(n: int) -> Terms:
+    """Before and after an algorithm for a power of two, when n is not one: S bytes to a partner, and S back."""
+    return Terms(0, 0, 0) if n & (n - 1) == 0 else Terms(2, 2, 1)
+
+
+def _halving(n: int) -> Terms:
+    power = 1 << _levels(n)
+    return Terms(2 * _levels(n), 2 * (power - 1) / power, (power - 1) / power) + _fold(n)
+
+
+_TERMS: dict[str, Callable[[int], Terms]] = {
+    "ring_reduce_scatter": lambda n: Terms(n - 1, (n - 1) / n, (n - 1) / n),
+    "ring_all_gather": lambda n: Terms(n - 1, (n - 1) / n, 0),
+    "ring_all_reduce": lambda n: Terms(2 * (n - 1), 2 * (n - 1) / n, (n - 1) / n),
+    "recursive_doubling_all_reduce": lambda n: Terms(_levels(n), _levels(n), _levels(n)) + _fold(n),
+    "halving_doubling_all_reduce": _halving,
+    "tree_broadcast": lambda n: Terms(_up(n), _up(n), 0),
+    "tree_reduce": lambda n: Terms(_up(n), _up(n), _up(n)),
+    "tree_all_reduce": lambda n: Terms(2 * _up(n), 2 * _up(n), _up(n)),
+    "naive_all_reduce": lambda n: Terms(2 * (n - 1), 2 * (n - 1), n - 1),
+    "pairwise_all_to_all": lambda n: Terms(n - 1, (n - 1) / n, 0),
+}
+
+
+def cost_terms(algorithm: str, ranks: int) -> Terms:
+    """Return what multiplies α, S/W and γ·S.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+    """
+    check_link(ranks)
+    if algorithm not in _TERMS:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    return _TERMS[algorithm](ranks)
+
+
+def collective_time(
+    algorithm: str, size: float, ranks: int, *, bandwidth: float, latency: float = 0.0, gamma: float = 0.0
+) -> float:
+    """Return the seconds of a collective.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+        size: S, the bytes of the whole array: before a reduce-scatter, after an all-gather.
+        bandwidth: W, bytes per second, per direction.
+        latency: α, seconds per message.
+        gamma: γ, seconds to add one byte to another; 0 neglects it.
+    """
+    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency, gamma=gamma)
+    return cost_terms(algorithm, ranks).seconds(size, bandwidth=bandwidth, latency=latency, gamma=gamma)
+
+
+def all_reduce_bound(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
+    """Return the seconds below which no all-reduce of point-to-point messages can be.
+
+    Every rank must send 2(n-1)/n · S bytes (Patarasuk and Yuan 2009, theorem 1), and news from one rank needs
+    ⌈log2 n⌉ rounds to reach all others when each sends one message at a time.
+    """
+    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
+    return max(_up(ranks) * latency, 2 * (ranks - 1) / ranks * size / bandwidth)
+
+
+def crossover(
+    short: str, long: str, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0
+) -> float | None:
+    """Return the size in bytes from which `long` is faster than `short`.
+
+    Both times are straight lines in S, so they cross at most once: S* = α · Δrounds / (Δpasses/W + Δsums · γ).
+
+    Args:
+        long: The one with fewer bytes.
+
+    Returns:
+        S*; 0 if `long` is never slower; None if it never becomes faster.
+    """
+    check_link(ranks, bandwidth=bandwidth, latency=latency, gamma=gamma)
+    one, other = cost_terms(short, ranks), cost_terms(long, ranks)
+    saved = (one.passes - other.passes) / bandwidth + (one.sums - other.sums) * gamma
+    paid = (other.rounds - one.rounds) * latency
+    if paid <= 0 and saved >= 0:
+        return 0.0
+    return paid / saved if saved > 0 else None
+
+
+def fastest_algorithm(
+    size: float, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0, operation: str = "all_reduce"
+) -> str:
+    """Return the algorithm that takes the shortest time for this size; of equals the first in the table.
+
+    Args:
+        operation: What the algorithms' names end with.
+    """
+    names = [name for name in ALGORITHMS if name.endswith(operation)]
+    if not names:
+        raise ValueError(f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}")
+    link = {"bandwidth": bandwidth, "latency": latency, "gamma": gamma}
+    return min(names, key=lambda name: collective_time(name, size, ranks, **link))
 
 
 @dataclass(frozen=True)
@@ -159,141 +285,6 @@ def _fit(points: list[tuple[float, float]]) -> Line:
     return Line(latency, slope, points[0][0], points[-1][0], residuals)
 
 
-class Terms(NamedTuple):
-    """What multiplies α, S/W and γ·S.
-
-    Attributes:
-        rounds: Latencies one after the other.
-        passes: How many times S bytes pass the busiest rank, one after the other.
-        sums: How many times S bytes are added there.
-    """
-
-    rounds: float
-    passes: float
-    sums: float
-
-    def __add__(self, other: Terms) -> Terms:
-        """Return the terms of one algorithm after the other."""
-        return Terms(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def seconds(self, size: float, *, bandwidth: float, latency: float = 0.0, gamma: float = 0.0) -> float:
-        """Return T = rounds · α + passes · S/W + sums · γ · S.
-
-        Args:
-            bandwidth: W in bytes per second, per direction.
-            latency: α in seconds.
-            gamma: γ in seconds per byte.
-        """
-        return self.rounds * latency + size * (self.passes / bandwidth + self.sums * gamma)
-
-
-def _levels(n: int) -> int:
-    return n.bit_length() - 1
-
-
-def _up(n: int) -> int:
-    return (n - 1).bit_length()
-
-
-def _fold(n: int) -> Terms:
-    """Before and after an algorithm for a power of two, when n is none: S bytes to a partner, and S back."""
-    return Terms(0, 0, 0) if n & (n - 1) == 0 else Terms(2, 2, 1)
-
-
-def _halving(n: int) -> Terms:
-    power = 1 << _levels(n)
-    return Terms(2 * _levels(n), 2 * (power - 1) / power, (power - 1) / power) + _fold(n)
-
-
-_TERMS: dict[str, Callable[[int], Terms]] = {
-    "ring_reduce_scatter": lambda n: Terms(n - 1, (n - 1) / n, (n - 1) / n),
-    "ring_all_gather": lambda n: Terms(n - 1, (n - 1) / n, 0),
-    "ring_all_reduce": lambda n: Terms(2 * (n - 1), 2 * (n - 1) / n, (n - 1) / n),
-    "recursive_doubling_all_reduce": lambda n: Terms(_levels(n), _levels(n), _levels(n)) + _fold(n),
-    "halving_doubling_all_reduce": _halving,
-    "tree_broadcast": lambda n: Terms(_up(n), _up(n), 0),
-    "tree_reduce": lambda n: Terms(_up(n), _up(n), _up(n)),
-    "tree_all_reduce": lambda n: Terms(2 * _up(n), 2 * _up(n), _up(n)),
-    "naive_all_reduce": lambda n: Terms(2 * (n - 1), 2 * (n - 1), n - 1),
-    "pairwise_all_to_all": lambda n: Terms(n - 1, (n - 1) / n, 0),
-}
-
-
-def cost_terms(algorithm: str, ranks: int) -> Terms:
-    """Return what multiplies α, S/W and γ·S.
-
-    Args:
-        algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
-    """
-    check_link(ranks)
-    if algorithm not in _TERMS:
-        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
-    return _TERMS[algorithm](ranks)
-
-
-def collective_time(
-    algorithm: str, size: float, ranks: int, *, bandwidth: float, latency: float = 0.0, gamma: float = 0.0
-) -> float:
-    """Return the seconds of a collective.
-
-    Args:
-        algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`.
-        size: S, the bytes of the whole array: before a reduce-scatter, after an all-gather.
-        bandwidth: W, bytes per second, per direction.
-        latency: α, seconds per message.
-        gamma: γ, seconds to add one byte to another; 0 neglects it.
-    """
-    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency, gamma=gamma)
-    return cost_terms(algorithm, ranks).seconds(size, bandwidth=bandwidth, latency=latency, gamma=gamma)
-
-
-def all_reduce_bound(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
-    """Return the seconds below which no all-reduce of point-to-point messages can be.
-
-    Every rank must send 2(n-1)/n · S bytes (Patarasuk and Yuan 2009, theorem 1), and news from one rank needs
-    ⌈log2 n⌉ rounds to reach all others when each sends one message at a time.
-    """
-    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
-    return max(_up(ranks) * latency, 2 * (ranks - 1) / ranks * size / bandwidth)
-
-
-def crossover(
-    short: str, long: str, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0
-) -> float | None:
-    """Return the size in bytes from which `long` is faster than `short`.
-
-    Both times are straight lines in S, so they cross at most once: S* = α · Δrounds / (Δpasses/W + Δsums · γ).
-
-    Args:
-        long: The one with fewer bytes.
-
-    Returns:
-        S*; 0 if `long` is never slower; None if it never becomes faster.
-    """
-    check_link(ranks, bandwidth=bandwidth, latency=latency, gamma=gamma)
-    one, other = cost_terms(short, ranks), cost_terms(long, ranks)
-    saved = (one.passes - other.passes) / bandwidth + (one.sums - other.sums) * gamma
-    paid = (other.rounds - one.rounds) * latency
-    if paid <= 0 and saved >= 0:
-        return 0.0
-    return paid / saved if saved > 0 else None
-
-
-def fastest_algorithm(
-    size: float, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0, operation: str = "all_reduce"
-) -> str:
-    """Return the algorithm that takes the shortest time for this size; of equals the first in the table.
-
-    Args:
-        operation: What the algorithms' names end with.
-    """
-    names = [name for name in ALGORITHMS if name.endswith(operation)]
-    if not names:
-        raise ValueError(f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}")
-    link = {"bandwidth": bandwidth, "latency": latency, "gamma": gamma}
-    return min(names, key=lambda name: collective_time(name, size, ranks, **link))
-
-
 #: The programs of nccl-tests, and what `bus_bandwidth` calls their collective.
 PROGRAMS = {
     "all_reduce_perf": "all_reduce",
@@ -336,7 +327,7 @@ def parse_nccl_tests(text: str) -> list[Run]:
     """Return the lines of a table that a program of nccl-tests has printed.
 
     Args:
-        text: The whole output; what is no line of the table is passed over. Lines of old versions,
+        text: The whole output; other lines than the table's are skipped. Lines of old versions,
             without the columns `redop` or `root`, are understood: size, count, type, perhaps those two, then time,
             algbw, busbw and #wrong twice.
     """

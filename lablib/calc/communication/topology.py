@@ -107,7 +107,7 @@ class Topology:
         """Return the seconds of a collective over all ranks.
 
         Args:
-            algorithm: One of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
+            algorithm: One of `ALGORITHMS`, or "hierarchical_all_reduce".
             size: S, the bytes of the whole array.
             itemsize: Bytes per element; `size` is cut into whole elements.
         """

@@ -3,7 +3,6 @@
     meshes      ranks as a grid of dp, tp, pp, cp and ep, and its groups
     choice      which axis to use when
     rules       the rules that guides print, as functions, and published layouts judged by them
-    published   layouts that papers report
     challenge   the clusters of the exercise, and the score of a plan
     miniature   a composition small enough for a laptop's ranks
     local_sgd   data parallelism that synchronizes every H steps
@@ -20,7 +19,6 @@ from lablib.calc.layouts.export import export_job, export_layout
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
 from lablib.calc.layouts.meshes import AXES, Mesh, group_line, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
-from lablib.calc.layouts.published import deepseek_rate
 from lablib.calc.layouts.rules import (
     audited_rows,
     enough_microbatches,
@@ -42,7 +40,6 @@ __all__ = [
     "Score",
     "audited_rows",
     "choose",
-    "deepseek_rate",
     "enough_microbatches",
     "exchange_cost",
     "export_job",

@@ -3,9 +3,9 @@
     score(Layout(tp=8, pp=4, dp=32, recompute="full"), "gpt-76b").points
 
 Three times are compared, all predicted by the same model: yours, the published layout's and the planner's best. So
-the ratio says how good a layout is, and says nothing about how good the prediction is; that is in `plan_fit.judge`.
+the ratio says how good a layout is, and says nothing about how good the prediction is; that is in `judge_runs`.
 
-Every case is a row of a paper, `plan_runs`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
+Every case is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
 """
 

@@ -16,7 +16,7 @@ The first family that fits is not always taken: it must also be fast. One that t
 `patience` of the best of all is taken, for being simpler; the planner's own error is about as large.
 
 Guides ask question 2 last or not at all, and ask in question 1 whether the weights fit. That is where their tables
-go wrong; see `layout_audit`.
+go wrong; see `audited_rows`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the framework recommends.
+    """The recommendation of the framework.
 
     Attributes:
         candidate: The layout, its memory and its predicted step.

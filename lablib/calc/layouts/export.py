@@ -1,35 +1,24 @@
-"""One door to the exporters: a layout as the files of the framework that is named.
-
-What the exporters share: a job (model, layout, batch, cluster) and the line that starts it.
+"""A layout as the files of four frameworks: torchtitan, Megatron-LM, Accelerate and DeepSpeed.
 
     job = export_job("llama-3.1-405b", layout, gpus_per_node=8, seq=8192, global_batch=2048)
-    print(torchrun(job, "pretrain_gpt.py"))
+    print(export_layout(job, "megatron"))
 
-A layout as torchtitan's TOML file.
+What a framework cannot run is refused, and so is what would be another model without an error.
 
-torchtitan shards data parallelism with FSDP2. Replicas (zero=0) are its `data_parallel_replicate_degree`. FSDP2 shards
-weights, gradients and optimizer together; what it can choose is whether a gathered weight is freed after forward:
-zero=3 does, zero=1 and 2 keep it until backward. Gradients are reduced in fp32.
-With a pipeline, the local batch is what one replica runs in a step, cut into micro-batches. Without one it is the
-micro-batch, and accumulation makes up the global batch.
+torchtitan (names of torchtitan/config/job_config.py while it read TOML, 2025) shards data parallelism with FSDP2;
+replicas (zero=0) are its `data_parallel_replicate_degree`. zero=3 frees a gathered weight after forward, zero=1 and 2
+keep it until backward. With a pipeline, the local batch is what one replica runs in a step, cut into micro-batches;
+without one it is the micro-batch, and accumulation makes up the global batch.
 
-Option names are those of torchtitan/config/job_config.py while it read TOML (2025); later versions moved to Python.
+Megatron-LM (names of megatron/training/arguments.py, core 0.12 and later) has the defaults of GPT-3: two-matrix GELU,
+LayerNorm, biases, learned positions, tied output, and as many key heads as query heads. A Llama needs an argument for
+each of these. `--sequence-parallel` and `--use-distributed-optimizer` are off by default too. Data and tokenizer are
+left to the reader.
 
-A layout as arguments of Megatron-LM's pretrain_gpt.py.
+Accelerate (names of 1.15, `ClusterConfig` and `ParallelismConfig`) runs DDP (zero=0) or FSDP2 with tensor and context
+parallelism. Accumulation is an argument of `Accelerator` in the script, not a key.
 
-Its defaults are those of GPT-3: two-matrix GELU, LayerNorm, biases, learned positions, tied output, and as many key
-heads as query heads. A Llama needs an argument for each of these, or it is another, smaller model without an error.
-`--sequence-parallel` and `--use-distributed-optimizer` are off by default too, and decide whether it fits.
-
-Data and tokenizer are left to you. Names are those of megatron/training/arguments.py (core 0.12 and later).
-
-A layout as Accelerate's YAML file, and as DeepSpeed's JSON.
-
-Accelerate runs DDP (zero=0) or FSDP2, with tensor and context parallelism in its `parallelism_config`. It has no
-pipeline and no experts. The accumulation of micro-batches is an argument of `Accelerator` in the script, not a key.
-DeepSpeed's file describes ZeRO alone; see `lablib.calc.parallel.deepspeed` for every key's reason.
-
-Key names are those of Accelerate 1.15, `ClusterConfig` and `ParallelismConfig`.
+DeepSpeed's file describes ZeRO alone; `lablib.calc.parallel.deepspeed_settings` has the reason of every key.
 """
 
 from __future__ import annotations
@@ -117,6 +106,9 @@ def torchrun(job: ExportJob, script: str) -> str:
     )
 
 
+Table = dict[str, object]
+
+
 #: Preset to (name, flavor) of the models that torchtitan ships.
 FLAVORS = {
     "llama-3-8b": ("llama3", "8B"),
@@ -126,13 +118,13 @@ FLAVORS = {
     "llama-3.1-405b": ("llama3", "405B"),
     "deepseek-v3": ("deepseek_v3", "671B"),
 }
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
-Table = dict[str, object]
+
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
 
 def torchtitan_config(job: ExportJob) -> dict[str, Table]:
-    """Return the tables of the file.
+    """Return the tables of torchtitan's file.
 
     Raises:
         ValueError: If torchtitan does not ship the model, or trains in no such dtype.
@@ -181,15 +173,15 @@ def torchtitan_config(job: ExportJob) -> dict[str, Table]:
 
 
 def torchtitan_toml(job: ExportJob, *, path: str = "layout.toml") -> str:
-    """Return the file as text, headed by the line that starts it."""
+    """Return torchtitan's file as text, headed by the line that starts it."""
     lines = ["# " + torchrun(job, f"-m torchtitan.train --job.config_file {path}")]
     for table, entries in torchtitan_config(job).items():
         lines += ["", f"[{table}]"]
-        lines += [f"{key} = {_value(value)}" for key, value in entries.items()]
+        lines += [f"{key} = {_toml_value(value)}" for key, value in entries.items()]
     return "\n".join(lines) + "\n"
 
 
-def _value(value: object) -> str:
+def _toml_value(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -197,7 +189,7 @@ SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
 def megatron_arguments(job: ExportJob) -> list[str]:
-    """Return the arguments, one string each: "--name" or "--name value".
+    """Return Megatron-LM's arguments, one string each: "--name" or "--name value".
 
     Raises:
         ValueError: If Megatron-LM cannot run the layout: GPipe, ZeRO 2 or 3 with a pipeline, or a family that it
@@ -213,7 +205,7 @@ def megatron_arguments(job: ExportJob) -> list[str]:
         )
     if job.model.family in ("gemma2", "gemma3"):
         raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer")
-    return [*_model(job.model, job.seq), *_degrees(job), *_memory(job)]
+    return [*_model_arguments(job.model, job.seq), *_degree_arguments(job), *_memory_arguments(job)]
 
 
 def megatron_script(job: ExportJob) -> str:
@@ -222,7 +214,7 @@ def megatron_script(job: ExportJob) -> str:
     return torchrun(job, "pretrain_gpt.py \\\n    " + arguments) + ' \\\n    "$@"  # data and tokenizer\n'
 
 
-def _model(model: ModelConfig, seq: int) -> list[str]:
+def _model_arguments(model: ModelConfig, seq: int) -> list[str]:
     found = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden}",
@@ -251,10 +243,10 @@ def _model(model: ModelConfig, seq: int) -> list[str]:
         found.append("--untie-embeddings-and-output-weights")
     if model.family != "gpt2":
         found += ["--attention-dropout 0", "--hidden-dropout 0"]
-    return found + _experts(model) + _latent(model)
+    return found + _expert_arguments(model) + _latent_arguments(model)
 
 
-def _experts(model: ModelConfig) -> list[str]:
+def _expert_arguments(model: ModelConfig) -> list[str]:
     if not model.is_moe:
         return []
     found = [
@@ -272,7 +264,7 @@ def _experts(model: ModelConfig) -> list[str]:
     return found
 
 
-def _latent(model: ModelConfig) -> list[str]:
+def _latent_arguments(model: ModelConfig) -> list[str]:
     if not model.is_mla:
         return []
     query = [f"--q-lora-rank {model.q_lora_rank}"] if model.q_lora_rank else []
@@ -286,7 +278,7 @@ def _latent(model: ModelConfig) -> list[str]:
     ]
 
 
-def _degrees(job: ExportJob) -> list[str]:
+def _degree_arguments(job: ExportJob) -> list[str]:
     layout = job.layout
     found = [
         f"--tensor-model-parallel-size {layout.tp}",
@@ -310,7 +302,7 @@ def _degrees(job: ExportJob) -> list[str]:
     return found
 
 
-def _memory(job: ExportJob) -> list[str]:
+def _memory_arguments(job: ExportJob) -> list[str]:
     layout, found = job.layout, []
     if layout.zero:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -339,7 +331,7 @@ BLOCKS = {
 
 
 def accelerate_config(job: ExportJob) -> dict[str, object]:
-    """Return the entries of the file.
+    """Return the entries of Accelerate's file.
 
     Raises:
         ValueError: If Accelerate cannot run the layout; it names what it lacks.
@@ -388,7 +380,7 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
 
 
 def accelerate_yaml(job: ExportJob) -> str:
-    """Return the file as text; accumulation and batch stand in its comments, since the script sets them."""
+    """Return Accelerate's file as text; accumulation and batch stand in its comments, since the script sets them."""
     lines = [
         f"# In the script: Accelerator(gradient_accumulation_steps={job.accumulation}), and a loader with batch_size="
         f"{job.layout.micro_batch}:",
@@ -398,10 +390,14 @@ def accelerate_yaml(job: ExportJob) -> str:
         lines.append("# On every machine: its own machine_rank, and the address of the first for MASTER_ADDR.")
     for key, value in accelerate_config(job).items():
         if isinstance(value, dict):
-            lines += [f"{key}:"] + [f"  {name}: {_export_accelerate_value(inner)}" for name, inner in value.items()]
+            lines += [f"{key}:"] + [f"  {name}: {_yaml_value(inner)}" for name, inner in value.items()]
         else:
-            lines.append(f"{key}: {_export_accelerate_value(value)}")
+            lines.append(f"{key}: {_yaml_value(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _yaml_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def deepspeed_json(job: ExportJob) -> str:
@@ -427,10 +423,6 @@ def deepspeed_json(job: ExportJob) -> str:
         precision=job.dtype,
     )
     return json.dumps(as_deepspeed_json(found), indent=2) + "\n"
-
-
-def _export_accelerate_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 EXPORTERS: dict[str, Callable[[ExportJob], str]] = {

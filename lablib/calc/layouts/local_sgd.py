@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from lablib.calc.communication import ring_all_reduce_bytes, ring_all_reduce_time
-from lablib.calc.errors import one_of
+from lablib.calc.errors import check_whole, one_of
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
@@ -39,7 +39,7 @@ EXTRA_VALUES = {"ddp": 0, "local-sgd": 0, "diloco": 2}
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one replica sends over the link between data centres, and what that costs.
+    """The traffic of one replica over the link between data centres, and its cost.
 
     Attributes:
         method: "ddp", "local-sgd" or "diloco".
@@ -64,11 +64,6 @@ class Exchange:
         return self.message / self.tokens
 
     @property
-    def bytes_per_hour(self) -> float:
-        """Bytes that a replica sends in an hour, if nothing overlaps."""
-        return 3600 * self.message / (self.compute + self.communicate)
-
-    @property
     def share(self) -> float:
         """Part of the time that goes into communication, if nothing overlaps."""
         return self.communicate / (self.compute + self.communicate)
@@ -77,11 +72,6 @@ class Exchange:
     def slowdown(self) -> float:
         """Time over that of the computing alone, if nothing overlaps."""
         return 1 + self.communicate / self.compute
-
-    @property
-    def hidden_link(self) -> float:
-        """Bytes per second at which an exchange takes as long as the computing between two: overlap hides it above."""
-        return self.message / self.compute
 
 
 def exchange_cost(
@@ -109,8 +99,7 @@ def exchange_cost(
     """
     one_of("method", method, METHODS)
     for name, value in (("replicas", replicas), ("tokens_per_step", tokens_per_step), ("inner_steps", inner_steps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(name, value, 1)
     if method == "ddp" and inner_steps > 1:
         raise ValueError(f"inner_steps={inner_steps}: DDP exchanges gradients in every step; use local-sgd or diloco")
     if not step_seconds > 0:

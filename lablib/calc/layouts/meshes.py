@@ -1,6 +1,4 @@
-"""A mesh as text: one row a node, one cell a rank, a label of its coordinates.
-
-Ranks as points of a mesh: coordinates, process groups, and which groups leave a node.
+"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and the mesh as text.
 
 Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
 
@@ -27,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import check_whole, one_of
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
@@ -48,8 +48,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name, size in (*zip(self.order, self.sizes, strict=True), ("gpus_per_node", self.gpus_per_node)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+            check_whole(name, size, 1)
 
     @cached_property
     def ranks(self) -> int:
@@ -161,16 +160,6 @@ def mesh(
     return found
 
 
-def _axes(mesh: Mesh) -> list[str]:
-    return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]
-
-
-def label(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
-    at = mesh.coordinates(rank)
-    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
-
-
 def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
     """Return the ranks node by node with their coordinates, and then what each axis's groups are.
 
@@ -197,3 +186,13 @@ def group_line(mesh: Mesh, axis: str) -> str:
     listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
     where = f"leave a node (the first touches {len(mesh.nodes_of(first))})" if mesh.crosses(axis) else "stay in a node"
     return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"
+
+
+def label(mesh: Mesh, rank: int) -> str:
+    """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
+    at = mesh.coordinates(rank)
+    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
+
+
+def _axes(mesh: Mesh) -> list[str]:
+    return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
-from lablib.calc.errors import must_divide, one_of
+from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.layouts.meshes import DEFAULT_ORDER, Mesh, mesh
 from lablib.calc.models import ModelConfig, Tensor, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import Unit, fsdp_traffic, layer_collectives
@@ -36,7 +36,7 @@ ONE_BUCKET = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Miniature:
-    """What a composed job trains, and how it is cut.
+    """A small job: model, degrees of parallelism, batch.
 
     Attributes:
         config: The model; GPT-2 or Llama shape, not tied when there are stages.
@@ -69,18 +69,10 @@ class Miniature:
         one_of("dtype", self.dtype, VALUE_BYTES)
         config = self.config
         mesh(tp=self.tp, dp=self.dp, pp=self.pp, order=self.order, gpus_per_node=self.gpus_per_node)
-        for name, size in (("batch", self.batch), ("steps", self.steps), ("seq", self.seq)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ValueError(f"micro_batches={self.micro_batches!r} must be a whole number of at least 1")
-        for of, size in (
-            ("num_heads", config.num_heads),
-            ("num_kv_heads", config.num_kv_heads),
-            ("ffn", config.ffn),
-            ("vocab", config.vocab),
-        ):
-            must_divide("tp", self.tp, of, size)
+        for name in ("batch", "steps", "seq", "micro_batches"):
+            check_whole(name, getattr(self, name), 1)
+        for of in ("num_heads", "num_kv_heads", "ffn", "vocab"):
+            must_divide("tp", self.tp, of, getattr(config, of))
         must_divide("pp", self.pp, "num_layers", config.num_layers)
         must_divide("dp x micro_batches", self.dp * self.micro_batches, "batch", self.batch)
         if self.pp == 1 and self.micro_batches > 1:
@@ -126,7 +118,7 @@ class Miniature:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one rank says to its group along one axis in one step.
+    """Messages of one rank to its group along one axis in one step.
 
     Attributes:
         calls: Collectives, or sends, by operation.

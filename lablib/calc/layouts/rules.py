@@ -1,10 +1,4 @@
-"""The tables of layouts that guides print, each row judged and corrected, and the formula behind their stages.
-
-Guides ask whether the weights fit. What must fit are the training states, 16 bytes a parameter with AdamW in mixed
-precision: 13 billion parameters at tp=2 hold 104 GB on a rank, and no 80 GB GPU does that; with the optimizer sharded
-over the row's dp=4 they are 45.5 GB. tp=8, pp=4 and cp=8 are 256 ranks for one replica, and the row has 128.
-
-Three rules of thumb: where each comes from, as arithmetic on the planner's own parts, and where each fails.
+"""Rules of thumb that guides print, as functions: where each comes from, where it fails, and their tables corrected.
 
 | rule | comes from | fails where |
 |---|---|---|
@@ -12,7 +6,12 @@ Three rules of thumb: where each comes from, as arithmetic on the planner's own 
 | tp inside the node | its collectives wait, in every layer | a node of one GPU; a node of 72; layers so wide that they pay |
 | dp outermost | its messages leave once a step and hide | stages send less and wait less on a slow link |
 
-Each function returns rows to print, and computes them from `schedule_sim`, `plan_work` and `mesh`.
+Each function returns rows to print, computed from `calc.schedules`, the planner and `mesh`. Read `microbatch_rule` first.
+
+`audited_rows` judges the tables of layouts. Guides ask whether the weights fit. What must fit are the training states,
+16 bytes a parameter with AdamW in mixed precision: 13 billion parameters at tp=2 hold 104 GB on a rank, and no 80 GB
+GPU does that; with the optimizer sharded over the row's dp=4 they are 45.5 GB. tp=8, pp=4 and cp=8 are 256 ranks for one
+replica, and the row has 128.
 
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for the 4; Narayanan et al. 2021
 (arXiv 2104.04473), section 3, for the other two.
@@ -28,7 +27,7 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.layouts.choice import Choice, choose
 from lablib.calc.layouts.meshes import mesh
-from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, layer_work, megatron_gpt, total_seconds
+from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, MicroBatch, layer_work, megatron_gpt, total_seconds
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset
 from lablib.calc.parallel import zero_state_bytes
@@ -100,7 +99,7 @@ class TensorCost:
 
     @property
     def share(self) -> float:
-        """Collectives over the whole layer."""
+        """Collectives over the full time of the layer."""
         return self.collectives / (self.compute + self.collectives)
 
     @property
@@ -127,12 +126,12 @@ def tensor_rule(
     for tp in tps:
         if config.num_heads % tp or tp > machine.gpus:
             continue
-        passes = layer_work(config, machine, layer=0, micro_batch=micro_batch, seq=seq, tp=tp)
+        passes = layer_work(config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0)
         both = passes.forward + passes.backward
         collectives = both.tp / EFFICIENCY.bandwidth
-        whole = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
+        full = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
         grid = mesh(tp=tp, dp=max(1, machine.gpus // tp), gpus_per_node=machine.gpus_per_node)
-        rows.append(TensorCost(tp, grid.crosses("tp"), whole - collectives, collectives))
+        rows.append(TensorCost(tp, grid.crosses("tp"), full - collectives, collectives))
     if not rows:
         raise ValueError(f"no degree of {list(tps)} divides num_heads={config.num_heads}")
     return rows
@@ -140,7 +139,7 @@ def tensor_rule(
 
 @dataclass(frozen=True)
 class OrderCost:
-    """What one order of the axes costs in communication.
+    """The communication of one order of the axes.
 
     Attributes:
         crosses: The axes whose groups leave a node.

@@ -1,14 +1,21 @@
-"""Models, as the calculators know them: their sizes, the published ones by name, and those of a `config.json`."""
+"""Models, as the calculators know them: their sizes, the published ones by name, and those of a `config.json`.
+
+    config      `ModelConfig`: all that the calculators need to know about a model
+    presets     published models by name
+    hf_config   a Hugging Face `config.json` as a ModelConfig
+    tensors     the tensors of a model, and what a rank of tensor or expert parallelism holds of each
+
+Read `config` first. Every chapter uses it, from 01 on.
+"""
 
 from __future__ import annotations
 
-from lablib.calc.models.config import FAMILIES, ModelConfig
+from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.hf_config import from_hf
 from lablib.calc.models.presets import preset, preset_names
 from lablib.calc.models.tensors import Tensor, embedding_tensors, head_tensors, layer_tensors
 
 __all__ = [
-    "FAMILIES",
     "ModelConfig",
     "Tensor",
     "embedding_tensors",

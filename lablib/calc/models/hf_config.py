@@ -1,9 +1,10 @@
-"""Reading a Hugging Face `config.json` into a ModelConfig.
+"""Reading a Hugging Face `config.json` into a ModelConfig; every complaint names the field. Read `from_hf` first.
 
 A field that fixes a size must be there: a silent default would give a wrong count. Fields that transformers itself
 derives may be missing or null, and get what transformers would use: `num_key_value_heads` (as many as query heads,
-in the Llama family), `head_dim` (hidden size over heads), `n_inner` (four times the width). Missing
-biases are none, and a missing `tie_word_embeddings` is what the family does.
+in the Llama family), `head_dim` (hidden size over heads), `n_inner` (four times the width). Missing biases are none,
+and a missing `tie_word_embeddings` is what the family does. JSON is not typed, so a number may come as text, as null,
+as 4096.0 or as true; none of these is taken for a size.
 
 An image-and-text Gemma 3 keeps its decoder under `text_config` and leaves out what is the class's default there; the
 decoder is what is counted, without the part that sees.
@@ -12,10 +13,6 @@ What changes the model in a way that is not counted is refused: cross-attention,
 head. What changes no size is passed over: rotary scaling, sliding windows (`flops` counts full attention), softcaps,
 activation functions, dtypes, `quantization_config` (how a checkpoint is stored; the recipe says how it is trained),
 and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave out too.
-
-The fields of one `config.json`, read one by one; every complaint names the field.
-
-JSON is not typed, so a number may come as text, as null, as 4096.0 or as true. None of these is taken for a size.
 """
 
 from __future__ import annotations
@@ -28,6 +25,8 @@ from lablib.calc.models.config import ModelConfig
 
 #: A default that says: the field must be there.
 REQUIRED = object()
+
+
 #: Larger numbers are mistakes, and layers are counted one by one.
 LARGEST, MOST_LAYERS = 2**40, 100_000
 
@@ -268,7 +267,11 @@ _KNOWN = (
     ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3-moe", _qwen3_moe),
     ("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek-v3", _deepseek_v3),
 )
+
+
 _BY_TYPE = {model_type: (family, reader) for model_type, _, family, reader in _KNOWN}
+
+
 _TYPE_OF = {architecture: model_type for model_type, architecture, _, _ in _KNOWN}
 
 
@@ -282,12 +285,18 @@ _GEMMA3_TEXT = {
     "num_hidden_layers": 26,
     "vocab_size": 262208,
 }
+
+
 #: Heads that are not a language model's, by the end of their class's name.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
 
 
 def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face configuration; see `lablib.calc.models.from_hf`.
+    """Return the ModelConfig of a Hugging Face configuration.
+
+    Args:
+        source: The dictionary, or the path of a config.json or of its folder.
+        name: What to call the model; by default what the configuration calls itself.
 
     Raises:
         ValueError: If the architecture is unknown, or a field is missing or strange; it names the field.

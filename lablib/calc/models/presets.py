@@ -32,57 +32,18 @@ def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_di
     }
 
 
-def _rotary(
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    positions: int,
-    **more: object,
-) -> dict:
-    """The Llama shape: RMSNorm, rotary positions, gated MLP, no biases; `more` says what differs."""
-    return {
-        "family": family,
-        "num_layers": layers,
-        "hidden": hidden,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "ffn": ffn,
-        "vocab": vocab,
-        "max_positions": positions,
-        **more,
-    }
+_SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab", "max_positions")
 
 
-def _gemma(
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    positions: int,
-    head_dim: int,
-) -> dict:
-    """Gemma 2 (2408.00118, table 1) and 3 (2503.19786): tied, norms before and after each half."""
-    return _rotary(
-        family,
-        layers,
-        hidden,
-        heads,
-        kv_heads,
-        ffn,
-        vocab,
-        positions,
-        head_dim=head_dim,
-        tied=True,
-        norms_per_layer=4,
-        qk_norm=family == "gemma3",
-    )
+def _rotary(family: str, *sizes: int, **more: object) -> dict:
+    """The Llama shape: RMSNorm, rotary positions, gated MLP, no biases; `sizes` as in `_SIZES`, `more` what differs."""
+    return {"family": family, **dict(zip(_SIZES, sizes, strict=True)), **more}
+
+
+def _gemma(family: str, *sizes: int) -> dict:
+    """Gemma 2 (2408.00118, table 1) and 3 (2503.19786): tied, norms before and after each half; last the head's width."""
+    more = {"tied": True, "norms_per_layer": 4, "qk_norm": family == "gemma3"}
+    return _rotary(family, *sizes[:-1], head_dim=sizes[-1], **more)
 
 
 PRESETS: dict[str, dict] = {

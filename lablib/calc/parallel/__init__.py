@@ -1,4 +1,4 @@
-"""What each kind of parallelism stores, sends and waits for: closed forms, one module a kind.
+"""Closed forms for each kind of parallelism: memory, traffic and time, one module a kind.
 
     traffic      bytes that each axis sends in one training step
     data         buckets, and what backward hides of their all-reduce          chapter 02
@@ -24,7 +24,7 @@ from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_tr
 from lablib.calc.parallel.fsdp_units import (
     Shape,
     Unit,
-    UnshardedMoment,
+    UnshardedState,
     check_reshard,
     gathered_timeline,
     padded,
@@ -58,7 +58,7 @@ __all__ = [
     "Shape",
     "TimedUnit",
     "Unit",
-    "UnshardedMoment",
+    "UnshardedState",
     "arithmetic_intensity",
     "as_deepspeed_json",
     "backward_transfers",

@@ -1,22 +1,18 @@
-"""DeepSpeed's memory estimators, which it prints for a model and a number of devices.
+"""DeepSpeed's configuration file, generated for a model with a reason for every key, and its memory estimators.
 
-They count 18 bytes per parameter where ZeRO's paper counts 16: gradients once in 16 bits and once in fp32.
-What they print as "GB" are GiB. Activations are not in them.
-
-Sources: DeepSpeed, runtime/zero/stage_1_and_2.py and stage3.py; the documentation's page "Memory Requirements".
-
-DeepSpeed's configuration file, generated for a model, with a reason for every key.
-
-    for setting in settings(preset("gpt2-xl"), ranks=8, stage=3):
+    for setting in deepspeed_settings(preset("gpt2-xl"), ranks=8, stage=3):
         print(setting.key, setting.value, setting.why)
-    json.dump(as_json(settings(...)), file)          # what `deepspeed --deepspeed_config` reads
+    json.dump(as_deepspeed_json(deepspeed_settings(...)), file)    # what `deepspeed --deepspeed_config` reads
 
 Sizes in the file count elements, not bytes. Three of them follow the model's hidden size h by the rule that Accelerate
 applies to "auto": reduce_bucket_size h², prefetch 0.9 h², persistence 10 h. DeepSpeed's own defaults (5e8, 5e7, 1e5)
 suit models of billions of parameters; a small model would fit into one bucket, and nothing would overlap.
 
-Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, and
-docs/config-json; Accelerate, accelerator.py. The memory estimators are in `deepspeed_memory`.
+The estimators count 18 bytes per parameter where ZeRO's paper counts 16: gradients once in 16 bits and once in fp32.
+What they print as "GB" are GiB. Activations are not in them.
+
+Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, docs/config-json, and
+the documentation's page "Memory Requirements"; Accelerate, accelerator.py.
 """
 
 from __future__ import annotations
@@ -30,6 +26,8 @@ from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, lay
 OFFLOADS = ("none", "optimizer", "parameters")
 DEVICES = ("cpu", "nvme")
 PRECISIONS = ("bf16", "fp16", "fp32")
+#: What the file needs and the course says nothing about; change them in the file.
+LEARNING_RATE, WEIGHT_DECAY, WARMUP = 3e-4, 0.1, 100
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,7 @@ def deepspeed_settings(
     precision: str = "bf16",
     offload: str = "none",
     device: str = "cpu",
-    nvme_path: str = "/local_nvme",
-    lr: float = 3e-4,
-    weight_decay: float = 0.1,
     clip: float = 1.0,
-    warmup: int = 100,
     steps: int = 1000,
 ) -> list[Setting]:
     """Return the entries of a DeepSpeed configuration in the order of the file.
@@ -72,10 +66,9 @@ def deepspeed_settings(
         offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
         device: Where to: "cpu" or "nvme".
         clip: Largest global gradient norm; 0 for no clipping.
-        warmup: Steps until the highest learning rate.
     """
     least = {"ranks": (ranks, 1), "micro_batch": (micro_batch, 1), "accumulation": (accumulation, 1)}
-    for name, (value, minimum) in (least | {"warmup": (warmup, 0), "steps": (steps, 1)}).items():
+    for name, (value, minimum) in (least | {"steps": (steps, 1)}).items():
         if value < minimum:
             raise ValueError(f"{name}={value} must be at least {minimum}")
     if stage not in (0, 1, 2, 3):
@@ -92,9 +85,9 @@ def deepspeed_settings(
     return [
         *_batch(ranks, micro_batch, accumulation),
         *_precision(precision),
-        *_optimizer(lr, weight_decay, clip, warmup, steps),
+        *_optimizer(clip, steps),
         *_zero(model, stage),
-        *_offload(offload, device, nvme_path),
+        *_offload(offload, device),
     ]
 
 
@@ -135,19 +128,19 @@ def _precision(precision: str) -> list[Setting]:
     return found
 
 
-def _optimizer(lr: float, weight_decay: float, clip: float, warmup: int, steps: int) -> list[Setting]:
+def _optimizer(clip: float, steps: int) -> list[Setting]:
     params, schedule = "optimizer.params.", "scheduler.params."
     return [
         Setting("gradient_clipping", clip, "Largest norm of the whole gradient; 0 switches it off. It needs one number "
                 "from every rank, and is why no weight can be updated before backward has ended."),
         Setting("optimizer.type", "AdamW", "DeepSpeed builds it: fused on a GPU, vectorized for the CPU when offloaded."),
-        Setting(params + "lr", lr, "Highest learning rate."),
+        Setting(params + "lr", LEARNING_RATE, "Highest learning rate."),
         Setting(params + "betas", [0.9, 0.95], "Decay of the two moments; the second is lower than AdamW's default, as "
                 "usual for language models."),
-        Setting(params + "weight_decay", weight_decay, "AdamW's, on all parameters, since they are one group."),
+        Setting(params + "weight_decay", WEIGHT_DECAY, "AdamW's, on all parameters, since they are one group."),
         Setting("scheduler.type", "WarmupDecayLR", "Linear warmup, then linear decay to zero."),
-        Setting(schedule + "warmup_max_lr", lr, "Where warmup ends; it does not read the optimizer's lr."),
-        Setting(schedule + "warmup_num_steps", warmup, "Optimizer steps of warmup."),
+        Setting(schedule + "warmup_max_lr", LEARNING_RATE, "Where warmup ends; it does not read the optimizer's lr."),
+        Setting(schedule + "warmup_num_steps", WARMUP, "Optimizer steps of warmup."),
         Setting(schedule + "total_num_steps", steps, "Optimizer steps, not micro-batches; the rate is zero after them."),
     ]  # fmt: skip
 
@@ -195,16 +188,18 @@ def _zero(model: ModelConfig, stage: int) -> list[Setting]:
     ]  # fmt: skip
 
 
-def _offload(offload: str, device: str, nvme_path: str) -> list[Setting]:
+def _offload(offload: str, device: str) -> list[Setting]:
     if offload == "none":
         return []
-    found, parts = [], ["offload_optimizer"] + ["offload_param"] * (offload == "parameters")
+    found = []
     held = {"offload_optimizer": "master weights and moments; AdamW runs on the CPU", "offload_param": "weights"}
-    for part in parts:
+    for part in ["offload_optimizer"] + ["offload_param"] * (offload == "parameters"):
         path = f"zero_optimization.{part}."
         found.append(Setting(path + "device", device, f"Where these live: {held[part]}."))
         if device == "nvme":
-            found.append(Setting(path + "nvme_path", nvme_path, "A folder on a drive of this node, not on a network."))
+            found.append(
+                Setting(path + "nvme_path", "/local_nvme", "A folder on a drive of this node, not on a network.")
+            )
         found.append(
             Setting(path + "pin_memory", True, "Page-locked host memory: full speed of the host link, and no swapping.")
         )
@@ -291,17 +286,17 @@ def zero3_estimate(
         largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
         offload: "none", "optimizer" or "parameters".
         zero_init: Whether the model is sharded while it is built (`deepspeed.zero.Init`); otherwise every rank first
-            builds it whole in fp32, in CPU memory.
+            builds the full model in fp32, in CPU memory.
     """
     one_of("offload", offload, ("none", "optimizer", "parameters"))
     _counts(params=params, largest_layer=largest_layer, gpus_per_node=gpus_per_node, nodes=nodes)
     on_gpu = {"none": 18, "optimizer": 2, "parameters": 0}[offload]
     gpu = 4 * largest_layer + int(on_gpu * params / (gpus_per_node * nodes))
-    whole = 4 * gpus_per_node
+    full = 4 * gpus_per_node
     if offload == "none":
-        return Estimate(int((largest_layer if zero_init else params) * whole * buffer), gpu)
+        return Estimate(int((largest_layer if zero_init else params) * full * buffer), gpu)
     on_cpu = {"optimizer": 16, "parameters": 18}[offload] / nodes
-    return Estimate(int(params * (on_cpu if zero_init else max(whole, on_cpu)) * buffer), gpu)
+    return Estimate(int(params * (on_cpu if zero_init else max(full, on_cpu)) * buffer), gpu)
 
 
 def _counts(**counts: int) -> None:

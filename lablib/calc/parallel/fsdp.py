@@ -1,24 +1,21 @@
-"""When FSDP gathers, computes and scatters: one step on a link and a device that work side by side.
+"""What FSDP2 sends in a step, from the sizes of its units, and when it gathers, computes and scatters.
 
-Two units of 4 s on the link and 3 s of forward each, without prefetch: gather 4, run 3, gather 4, run 3 are 14 s.
-With prefetch the second gather starts when the first has arrived: 4 + max(3, 4) + 3 are 11 s.
+Four ranks and a layer of 8 x 3 numbers: a rank keeps 2 x 3 of them. To compute, the layer is all-gathered (24
+numbers), and after backward its gradient is reduce-scattered (24 numbers). `fsdp_traffic` counts:
+
+    all-gathers of a unit        1 forward, 1 backward if it was resharded after forward
+    reduce-scatters of a unit    1 a backward that synchronises
+    bytes of either              ranks · Σ ceil(rows / ranks) · row · bytes per value
+
+`fsdp_step` lays a step out on a link and a device that work side by side. Two units of 4 s on the link and 3 s of forward
+each take gather 4, run 3, gather 4, run 3 = 14 s without prefetch, and 4 + max(3, 4) + 3 = 11 s with it:
 
     forward     gather k  ->  run k                       k + 1 is gathered meanwhile
     backward    gather k  ->  run k  ->  scatter k        k - 1 is gathered meanwhile
     freed       after its run, when it is resharded; in backward always
 
 The link carries one message at a time, in the order in which messages are ready. A unit inside another one does
-not occur here: the root is gathered first, runs last in forward and first in backward.
-
-What FSDP2 sends and gathers in a step, from the sizes of its units.
-
-Four ranks and a layer of 8 x 3 numbers: a rank keeps 2 x 3 of them. To compute, the layer is all-gathered (24
-numbers), and after backward its gradient is reduce-scattered (24 numbers). A layer of 6 x 3 is padded to 8 x 3:
-FSDP2 shards the first dim of every tensor into equal pieces, so a rank keeps ceil(6 / 4) = 2 rows.
-
-    all-gathers of a unit        1 forward, 1 backward if it was resharded after forward
-    reduce-scatters of a unit    1 a backward that synchronises
-    bytes of either              ranks · Σ ceil(rows / ranks) · row · bytes per value
+not occur there: the root is gathered first, runs last in forward and first in backward.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class Message:
 
     Attributes:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        bytes: The whole array, padding included.
+        bytes: The full array, padding included.
         phase: "forward" or "backward".
     """
 
@@ -65,7 +62,7 @@ class FSDPTraffic:
 
     @property
     def bytes(self) -> Counter[str]:
-        """Bytes of the whole arrays, by operation."""
+        """Bytes of the arrays, by operation."""
         total: Counter[str] = Counter()
         for message in self.messages:
             total[message.op] += message.bytes
@@ -136,9 +133,9 @@ def fsdp_traffic(
             gather(unit, shards if kept is True else kept, "backward")
 
     def reduce(unit: Unit) -> None:
-        whole = padded(unit.shapes, shards)
-        send("reduce_scatter", unit, whole, reduce_bytes, shards, "backward")
-        send("all_reduce", unit, whole // shards, reduce_bytes, replicas, "backward")
+        values = padded(unit.shapes, shards)
+        send("reduce_scatter", unit, values, reduce_bytes, shards, "backward")
+        send("all_reduce", unit, values // shards, reduce_bytes, replicas, "backward")
 
     root, *others = listed
     for turn in range(micro_batches):
@@ -197,7 +194,7 @@ class FsdpStep:
 
     Attributes:
         bars: What the link and the device do.
-        memory: (seconds, bytes of whole parameters from then on), in order.
+        memory: (seconds, bytes of unsharded parameters from then on), in order.
     """
 
     bars: tuple[Bar, ...]
@@ -220,7 +217,7 @@ class FsdpStep:
 
     @property
     def peak(self) -> int:
-        """The most bytes of whole parameters at a time."""
+        """The most bytes of unsharded parameters at a time."""
         return max(size for _, size in self.memory)
 
 
@@ -283,7 +280,7 @@ class _Clock:
             self.gather(following, start)
 
     def free(self, unit: TimedUnit) -> None:
-        """Drop a unit's whole parameters."""
+        """Free a unit's unsharded parameters."""
         del self.arrived[unit.name]
         self.changes.append((self.device, -unit.bytes))
 
@@ -294,7 +291,7 @@ class _Clock:
         self.bars.append(Bar("link", "scatter", unit.name, start, self.link))
 
     def result(self) -> FsdpStep:
-        """Return the step; what is freed at a moment is gone before anything is gathered at it."""
+        """Return the step; what is freed at a time is gone before anything is gathered then."""
         held, memory = 0, []
         for when, change in sorted(self.changes):
             held += change

@@ -1,4 +1,7 @@
-"""The whole parameters that a rank holds under FSDP2, moment by moment.
+"""The units of FSDP2, lists of tensor shapes that are gathered together, and what a rank holds unsharded at each event.
+
+FSDP2 splits the first dim of every tensor into equal pieces, so its rows are rounded up to a multiple of the ranks:
+a tensor of 6 x 3 on 4 ranks becomes 8 x 3 in a message, and a rank keeps ceil(6 / 4) = 2 rows.
 
 A unit is gathered into a buffer, and copied from there into its parameters. In forward the buffer stays for the next
 gather, so that on a GPU that gather can run during the copy; in backward it goes at once. When it goes is a fact of
@@ -7,10 +10,7 @@ the version of PyTorch (`lablib.calc.torch_versions`): up to 2.14 after the next
     forward     root + unit + its buffer, for the length of a copy; up to 2.14 the buffer of the one before, too
     backward    root + unit + the buffer of the unit that is gathered ahead
 
-The units of FSDP2: lists of tensor shapes that are gathered together, and their padding.
-
-FSDP2 splits the first dim of every tensor into equal pieces, so its rows are rounded up to a multiple of the ranks:
-a tensor of 6 x 3 on 4 ranks becomes 8 x 3 in a message, and a rank keeps ceil(6 / 4) = 2 rows.
+Read `Unit` first, then `gathered_timeline`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,21 @@ def padded(shapes: Sequence[Shape], ranks: int) -> int:
     return ranks * sum(-(-rows // ranks) * prod(row) for rows, *row in shapes)
 
 
+def as_units(units: Sequence[Unit | int]) -> list[Unit]:
+    """Return units; a number becomes a unit of so many parameters in one dim."""
+    if not units:
+        raise ValueError("no units: give at least the root")
+    listed = []
+    for number, unit in enumerate(units):
+        if isinstance(unit, int):
+            unit = Unit(name=f"unit {number}" if number else "", shapes=((unit,),))
+        for shape in unit.shapes + unit.frozen:
+            if not shape or min(shape) < 0:
+                raise ValueError(f"unit {unit.name!r}: shape {shape} needs at least one dim, none negative")
+        listed.append(unit)
+    return listed
+
+
 def check_reshard(reshard: bool | int, shards: int, name: str = "reshard") -> None:
     """Raise a ValueError unless `reshard` is True, False or a divisor of `shards` other than 1 and itself."""
     if isinstance(reshard, bool):
@@ -70,24 +85,9 @@ def check_numbers(**numbers: int) -> None:
             raise ValueError(f"{name}={number} must be at least 1")
 
 
-def as_units(units: Sequence[Unit | int]) -> list[Unit]:
-    """Return units; a number becomes a unit of so many parameters in one dim."""
-    if not units:
-        raise ValueError("no units: give at least the root")
-    listed = []
-    for number, unit in enumerate(units):
-        if isinstance(unit, int):
-            unit = Unit(name=f"unit {number}" if number else "", shapes=((unit,),))
-        for shape in unit.shapes + unit.frozen:
-            if not shape or min(shape) < 0:
-                raise ValueError(f"unit {unit.name!r}: shape {shape} needs at least one dim, none negative")
-        listed.append(unit)
-    return listed
-
-
 @dataclass(frozen=True)
-class UnshardedMoment:
-    """What a rank holds besides its shards after one event.
+class UnshardedState:
+    """The gathered parameters on a rank, besides its shards, after one event.
 
     Attributes:
         event: "gather", "copy", "compute", "part", "release".
@@ -117,7 +117,7 @@ def gathered_timeline(
     prefetch: int | None = None,
     param_bytes: int = 4,
     torch: str = PINNED,
-) -> list[UnshardedMoment]:
+) -> list[UnshardedState]:
     """Return what is gathered after every event of one forward and backward pass.
 
     Args:
@@ -127,18 +127,19 @@ def gathered_timeline(
             none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
         torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
     """
-    facts = torch_facts(torch)
     listed = as_units(units)
     check_numbers(shards=shards, param_bytes=param_bytes)
     check_reshard(reshard, shards)
     check_reshard(root_reshard, shards, "root_reshard")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch={prefetch} must not be negative")
-    walk = _Walk(listed, shards, reshard, root_reshard, prefetch, param_bytes)
-    walk.frees_early = facts.fsdp2_frees_buffer_before_copy
+    sizes = [param_bytes * padded(unit.shapes + unit.frozen, shards) for unit in listed]
+    kept = [root_reshard, *[reshard] * (len(listed) - 1)]
+    walk = _Walk(listed, sizes, kept, shards > 1, prefetch)
+    walk.frees_early = torch_facts(torch).fsdp2_frees_buffer_before_copy
     walk.forward(0)
     walk.backward(0)
-    return walk.moments
+    return walk.states
 
 
 def peak_unsharded_bytes(
@@ -157,7 +158,7 @@ def peak_unsharded_bytes(
     Args:
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
     """
-    moments = gathered_timeline(
+    states = gathered_timeline(
         units,
         shards,
         reshard=reshard,
@@ -166,7 +167,7 @@ def peak_unsharded_bytes(
         param_bytes=param_bytes,
         torch=torch,
     )
-    return max((moment.total if buffers else moment.params for moment in moments), default=0)
+    return max((state.total if buffers else state.params for state in states), default=0)
 
 
 class _Walk:
@@ -175,45 +176,37 @@ class _Walk:
     frees_early = False  # the buffer before this one goes before this one is copied, and not after
 
     def __init__(
-        self,
-        units: list[Unit],
-        shards: int,
-        reshard: bool | int,
-        root_reshard: bool | int,
-        prefetch: int | None,
-        param_bytes: int,
-    ):
-        self.units, self.prefetch = units, prefetch
-        self.size = [param_bytes * padded(u.shapes + u.frozen, shards) for u in units]
-        self.buffer_size = self.size if shards > 1 else [0] * len(units)
-        self.kept = [root_reshard, *[reshard] * (len(units) - 1)]
+        self, units: list[Unit], sizes: list[int], kept: list[bool | int], buffered: bool, prefetch: int | None
+    ) -> None:
+        self.units, self.size, self.kept, self.prefetch = units, sizes, kept, prefetch
+        self.buffer_size = sizes if buffered else [0] * len(units)
         self.children = _tree([unit.name for unit in units])
-        self.whole: dict[int, int] = {}  # bytes in parameters, by unit
+        self.unsharded: dict[int, int] = {}  # bytes in parameters, by unit
         self.parts: dict[int, int] = {}  # bytes kept after forward, by unit
         self.buffers: dict[int, int] = {}  # bytes in buffers that are not copied out yet, by unit
         self.deferred = 0  # bytes in the one buffer that is copied and still there
         self.ended: list[int] = []  # in the order of the forward's end
-        self.moments: list[UnshardedMoment] = []
+        self.states: list[UnshardedState] = []
         self.phase = "forward"
 
     def note(self, event: str, unit: int) -> None:
-        whole, waiting = sum(self.whole.values()), sum(self.buffers.values()) + self.deferred
+        params, waiting = sum(self.unsharded.values()), sum(self.buffers.values()) + self.deferred
         parts = sum(self.parts.values())
-        self.moments.append(UnshardedMoment(event, self.phase, self.units[unit].name, whole, waiting, parts))
+        self.states.append(UnshardedState(event, self.phase, self.units[unit].name, params, waiting, parts))
 
     def gather(self, unit: int) -> None:
-        if unit not in self.whole and unit not in self.buffers:
+        if unit not in self.unsharded and unit not in self.buffers:
             self.buffers[unit] = self.buffer_size[unit]
             self.note("gather", unit)
 
     def use(self, unit: int, ahead: Sequence[int]) -> None:
         self.gather(unit)
         if unit in self.buffers:
-            self.whole[unit] = self.size[unit]
+            self.unsharded[unit] = self.size[unit]
             if self.frees_early:
                 self.deferred = 0
             self.note("copy", unit)
-            self.parts.pop(unit, None)  # freed once the whole is there
+            self.parts.pop(unit, None)  # freed once the unsharded parameter is there
             # In forward the buffer before this one goes now at the latest, and this one with the next gather.
             buffer = self.buffers.pop(unit)
             self.deferred = buffer if self.phase == "forward" else 0
@@ -228,11 +221,11 @@ class _Walk:
         self.note("compute", unit)
         self.ended.append(unit)
         if self.kept[unit] is True:
-            self.whole.pop(unit)
+            self.unsharded.pop(unit)
         elif self.kept[unit] is not False:
             self.parts[unit] = self.size[unit] // self.kept[unit]
             self.note("part", unit)
-            self.whole.pop(unit)
+            self.unsharded.pop(unit)
         if unit == 0:
             self.deferred = 0
         self.note("release", unit)
@@ -250,7 +243,7 @@ class _Walk:
         self.note("compute", unit)
         for child in reversed(self.children[unit]):
             self.backward(child)
-        self.whole.pop(unit)
+        self.unsharded.pop(unit)
         self.note("release", unit)
 
 

@@ -1,18 +1,18 @@
-"""Tensor parallelism counted: which head is where, what a layer sends, what a rank keeps, how long it takes.
+"""Tensor parallelism in numbers: heads of each rank, traffic, kept activations and time of a layer.
 
 A layer has two halves, attention and MLP. Each is a column-parallel matrix, then a row-parallel one, and each has one
 communication where the stream enters and one where it leaves. Three variants, by what `sequence_parallel` is:
 
 | | `False` | `"keep"` | `"shard"` |
 |---|---|---|---|
-| the stream between halves | whole on every rank | split over tokens | split over tokens |
+| the stream between halves | full on every rank | split over tokens | split over tokens |
 | forward, entering, leaving | -, all-reduce | all-gather, reduce-scatter | all-gather, reduce-scatter |
 | backward, leaving, entering | -, all-reduce | all-gather, reduce-scatter | all-gather, all-gather + reduce-scatter |
 | elements sent a layer | 8bsh(t-1)/t | 8bsh(t-1)/t | 10bsh(t-1)/t |
 | kept for backward, paper's bytes | sbh(10 + 24/t) + scores | sbh(4 + 30/t) + scores | 34sbh/t + scores |
 
-with scores = 5as²b/t. "keep" keeps the gathered input of the first matrices, "shard" gathers it again in backward; the bytes are computed in
-`tensor_parallel_memory`.
+with scores = 5as²b/t. "keep" keeps the gathered input of the first matrices, "shard" gathers it again in backward; the
+bytes are computed in `lablib.calc.memory`.
 
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 2021 (arXiv 2104.04473), section 3.2;
 Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_gather_time
+from lablib.calc.errors import check_whole, either
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 
 #: Values of `sequence_parallel`: none, keep the gathered input, keep the shard only.
@@ -61,12 +62,11 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
         num_kv_heads: Key and value heads, which divide a.
     """
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("tp", tp)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(name, value, 1)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: each key head serves equally many "
-            f"query heads; use {_choices(n for n in range(1, num_heads + 1) if num_heads % n == 0)}"
+            f"query heads; use {either(n for n in range(1, num_heads + 1) if num_heads % n == 0)}"
         )
     usable = [n for n in range(1, num_heads + 1) if _fits(num_heads, num_kv_heads, n)]
     if tp not in usable:
@@ -75,7 +75,7 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
             if num_heads % tp
             else f"and num_kv_heads={num_kv_heads} do not divide each other"
         )
-        raise ValueError(f"tp={tp} {why}; use {_choices(usable)}")
+        raise ValueError(f"tp={tp} {why}; use {either(usable)}")
     each, group = num_heads // tp, num_heads // num_kv_heads
     queries = [range(rank * each, (rank + 1) * each) for rank in range(tp)]
     copies = max(1, tp // num_kv_heads)
@@ -84,11 +84,6 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
 
 def _fits(num_heads: int, num_kv_heads: int, tp: int) -> bool:
     return num_heads % tp == 0 and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
-
-
-def _choices(numbers: object) -> str:
-    words = [str(n) for n in numbers]
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
@@ -111,7 +106,7 @@ def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
 
 
 def rank_params(config: ModelConfig, tp: int) -> int:
-    """Return the parameters that one rank holds of the whole model: 1/t of matrices, all of norms and row biases.
+    """Return the parameters that one rank holds of the model: 1/t of matrices, all of norms and row biases.
 
     Args:
         tp: A degree of `tp_degrees`; the vocabulary is rounded up to a multiple of it.
@@ -166,7 +161,7 @@ class LayerTimes:
 
     @property
     def share(self) -> float:
-        """Communication over the whole layer, if nothing overlaps."""
+        """Communication over the full time of the layer, if nothing overlaps."""
         return self.communication / (self.compute + self.communication)
 
 
@@ -200,7 +195,7 @@ def layer_times(
 
 
 def variant(sequence_parallel: bool | str) -> bool | str:
-    """Return the variant if there is such a one."""
+    """Return `sequence_parallel` if it is one of `VARIANTS`; True does not say which of the two is meant."""
     if not any(sequence_parallel is known or sequence_parallel == known != 0 for known in VARIANTS):
         raise ValueError(f"sequence_parallel={sequence_parallel!r} must be False, 'keep' or 'shard'")
     return sequence_parallel
@@ -212,7 +207,7 @@ def _check(config: ModelConfig, tp: int) -> None:
     if tp not in usable:
         raise ValueError(
             f"tp={tp} must divide num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads} and "
-            f"ffn={config.ffn}; use {_choices(usable)}"
+            f"ffn={config.ffn}; use {either(usable)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What each kind of parallelism sends: bytes per rank and step, before any of it is overlapped.
+"""Traffic of each kind of parallelism: bytes per rank and step, before any of it is overlapped.
 
 The kinds differ in what they cut, and that decides what must travel:
 data parallelism sends gradients, tensor and sequence parallelism activations inside every layer,
@@ -19,7 +19,7 @@ from lablib.calc.params import count_params
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one optimizer step.
+    """The traffic of one rank in one optimizer step.
 
     Attributes:
         messages: Collectives, or sends for a pipeline; each is one message, whatever its size.

@@ -1,7 +1,22 @@
-"""Which card has matrix units for which format, and what that is worth.
+"""Number formats: what a code means, how a number is rounded, and which GPU multiplies in them.
 
-Matrix units, tensor cores, decide: any card can store a bf16 or an FP8 tensor, but only a card with units for the
-format multiplies it faster. NVIDIA's formats follow the compute capability:
+A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
+
+    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
+    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
+
+The exponent bits decide the range, the mantissa bits the precision: between two powers of two there are 2^M values, so
+the gap after 1 is `epsilon = 2^-M`. What the largest codes mean differs, and is the `specials` of a format:
+
+| specials | codes that are no numbers |
+|---|---|
+| ieee | the largest e: infinity with f = 0, NaN with any other f |
+| fn | all ones: NaN; there is no infinity, so E4M3 reaches 448 and not 240 |
+| fnuz | the code of minus zero: NaN; there is neither infinity nor minus zero |
+| none | none |
+
+Any GPU can store a bf16 or an FP8 tensor, but only one with matrix units (tensor cores) for the format multiplies it
+faster. NVIDIA's follow the compute capability; AMD's MI300X has FP8 in the FNUZ variants:
 
 | compute capability | generation | adds |
 |---|---|---|
@@ -11,40 +26,10 @@ format multiplies it faster. NVIDIA's formats follow the compute capability:
 | 9.0 | Hopper | FP8 with block scaling |
 | 10.0 | Blackwell, data center | MXFP8, and FP4 with block scales (NVFP4) |
 
-Sources: Transformer Engine documentation, datatype and hardware support matrix (bf16 and all FP8 rows); NVIDIA
-whitepapers of Volta, Turing and Ampere (fp16, TF32); AMD Instinct MI300X datasheet. AMD's MI300X has FP8 in the FNUZ
-variants, whose E4M3 ends at 240 and not at 448 (PyTorch documentation, torch.float8_e4m3fnuz).
-
-One number format from its bits: what a code means, and how a number is rounded.
-
-A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
-
-    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
-    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
-
-Everything else follows. The table of formats is in `formats`.
-
-The number formats of training, and where they lie on one axis.
-
-A number is a sign, an exponent field e of E bits and a mantissa field f of M bits:
-
-    normal     e > 0    (-1)^s * 2^(e - bias) * (1 + f / 2^M)
-    subnormal  e = 0    (-1)^s * 2^(1 - bias) * (f / 2^M)
-
-The exponent bits decide the range, the mantissa bits the precision: between two powers of two there are 2^M values,
-so the gap after 1 is `epsilon = 2^-M`.
-
-What the largest codes mean differs, and is the `specials` of a format:
-
-| specials | codes that are no numbers |
-|---|---|
-| ieee | the largest e: infinity with f = 0, NaN with any other f |
-| fn | all ones: NaN; there is no infinity, so E4M3 reaches 448 and not 240 |
-| fnuz | the code of minus zero: NaN; there is neither infinity nor minus zero |
-| none | none |
-
-Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (E4M3, E5M2); Micikevicius et al. 2022
-(arXiv 2209.05433); OCP Microscaling Formats Specification (E8M0, E2M1, and blocks of 32).
+Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (E4M3, E5M2); Micikevicius et al. 2022 (arXiv 2209.05433);
+OCP Microscaling Formats Specification (E8M0, E2M1, and blocks of 32); Transformer Engine documentation, datatype and
+hardware support matrix (bf16 and all FP8 rows); NVIDIA whitepapers of Volta, Turing and Ampere (fp16, TF32); AMD
+Instinct MI300X datasheet; PyTorch documentation, torch.float8_e4m3fnuz. Read `Format` first.
 """
 
 from __future__ import annotations
@@ -65,7 +50,7 @@ class Format:
         exponent_bits: E.
         mantissa_bits: M, without the leading one, which is not stored.
         bias: What is subtracted from the exponent field.
-        specials: "ieee", "fn", "fnuz" or "none", as in the table of `formats`.
+        specials: "ieee", "fn", "fnuz" or "none", as in the table above.
         signed: Whether there is a sign bit; a scale (E8M0) has none.
         stored_bits: Bits in memory, where they are more than the format has: TF32 lives in 32.
         torch_name: Its dtype in PyTorch, or None where there is none.
@@ -345,45 +330,32 @@ _SINCE = {
     "mxfp8": (10, 0),
     "fp4": (10, 0),
 }
-# Key in `hardware.ACCELERATORS`: compute capability.
-CAPABILITY = {
-    "v100": (7, 0),
-    "t4": (7, 5),
-    "a100-40gb": (8, 0),
-    "a100-80gb": (8, 0),
-    "a100-40gb-pcie": (8, 0),
-    "a100-80gb-pcie": (8, 0),
-    "a10": (8, 6),
-    "a10g": (8, 6),
-    "rtx-a6000": (8, 6),
-    "rtx-4090": (8, 9),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx-6000-ada": (8, 9),
-    "h100": (9, 0),
-    "h100-pcie": (9, 0),
-    "h100-nvl": (9, 0),
-    "gh200": (9, 0),
-    "h800": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "rtx-5090": (12, 0),
+#: Compute capability to keys in `hardware.ACCELERATORS`.
+_GENERATIONS = {
+    (7, 0): ("v100",),
+    (7, 5): ("t4",),
+    (8, 0): ("a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie"),
+    (8, 6): ("a10", "a10g", "rtx-a6000"),
+    (8, 9): ("rtx-4090", "l4", "l40s", "rtx-6000-ada"),
+    (9, 0): ("h100", "h100-pcie", "h100-nvl", "gh200", "h800", "h200"),
+    (10, 0): ("b200", "gb200"),
+    (10, 3): ("b300",),
+    (12, 0): ("rtx-5090",),
 }
-# Cards that are not NVIDIA's: their formats by name.
+CAPABILITY = {name: capability for capability, names in _GENERATIONS.items() for name in names}
+#: Accelerators that are not NVIDIA's: their formats by name.
 _OTHERS = {"mi300x": ("fp16", "bf16", "tf32", "fp8"), "tpu-v4": ("bf16",)}
 
 
 @dataclass(frozen=True)
 class Support:
-    """The formats that one card multiplies in matrix units.
+    """The formats that one GPU multiplies in matrix units.
 
     Attributes:
         card: Key in `hardware.ACCELERATORS`.
-        capability: Compute capability as text, "" where the card is not NVIDIA's.
+        capability: Compute capability as text, "" where it is not NVIDIA's.
         formats: Those of `UNITS` that it has.
-        fp8_formats: Names in `formats.FORMATS` of its FP8 variants.
+        fp8_formats: Keys in `FORMATS` of its FP8 variants.
     """
 
     card: str
@@ -394,7 +366,7 @@ class Support:
 
 
 def support(card: str) -> Support:
-    """Return what a card has."""
+    """Return which formats a GPU multiplies in matrix units."""
     found = accelerator(card)
     key = next(key for key in (*CAPABILITY, *_OTHERS) if accelerator(key) is found)
     if key in _OTHERS:
@@ -407,12 +379,12 @@ def support(card: str) -> Support:
 
 
 def support_table() -> list[Support]:
-    """Return every card with what it has, oldest generation first."""
+    """Return every GPU with its formats, oldest generation first."""
     return [support(card) for card in (*CAPABILITY, *_OTHERS)]
 
 
 def peak_ratio(card: str, fast: str, slow: str) -> float:
-    """Return how many times faster a card is in one dtype than in another, at its peak.
+    """Return how many times faster a GPU is in one dtype than in another, at its peak.
 
     The gain of a whole step is smaller: norms, softmax and the optimizer are not matmuls, and a fp32 baseline runs its
     matmuls in TF32 where that is switched on (`torch.set_float32_matmul_precision("high")`).

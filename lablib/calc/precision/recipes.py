@@ -1,6 +1,6 @@
-"""Recipes: how many bytes each parameter costs, term by term.
+"""Recipes and optimizers: how many bytes each parameter costs, term by term. Read `Recipe` first.
 
-A recipe names the dtypes of a training run. The optimizer, in `optimizers`, adds its moments.
+A recipe names the dtypes of a training run, an optimizer adds its moments.
 
 | recipe | weights | gradients | fp32 extra | master | AdamW moments | in all |
 |---|---|---|---|---|---|---|
@@ -14,16 +14,14 @@ A recipe names the dtypes of a training run. The optimizer, in `optimizers`, add
 | pure-bf16 | 2 | 2 | | | 4 | 8 |
 | pure-bf16-fp32-moments | 2 | 2 | | | 8 | 12 |
 
-The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
-
-Optimizers: the moments that each keeps between steps.
-
 | optimizer | moments | bytes a parameter, fp32 moments |
 |---|---|---|
 | adamw | momentum, variance | 8 |
 | sgd | | 0 |
 | sgd-momentum | momentum | 4 |
 | adamw-8bit | momentum, variance | 2 (1 + 4/256) = 2.03 |
+
+The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
 """
 
 from __future__ import annotations

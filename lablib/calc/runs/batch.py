@@ -1,58 +1,39 @@
-"""The learning rate of every step: a linear warm-up, then half a cosine down to a floor.
+"""Batch size and learning rate: the gradient noise scale, what a larger batch costs and buys, and the schedule.
 
-    step 0 to warmup          a straight line from 0 to the peak
-    step warmup to steps      from the peak to the floor, slowly at both ends
-    later                     the floor
+The gradient of one example is the true gradient G plus noise with covariance Σ, so the mean over B examples has
+E |G_B|² = |G|² + tr(Σ) / B. Two batch sizes give two equations for both unknowns (`noise_scale`):
 
-The gradient noise scale: how many examples a gradient must average before more of them stop helping.
+    |G|² = (B |G_B|² - b |G_b|²) / (B - b),      tr(Σ) = (|G_b|² - |G_B|²) / (1/b - 1/B)
 
-The gradient of one example is the true gradient G plus noise with covariance Σ. The mean over B examples has
+The noise scale is B_noise = tr(Σ) / |G|², in examples. Each estimate is right on average, their ratio is not: take means
+over many steps first and divide last. Data parallelism measures both for nothing: |G_b|² on each rank before the
+all-reduce, |G_B|² after it.
 
-    E |G_B|² = |G|² + tr(Σ) / B.
+To reach a given loss with batch B takes S optimizer steps and E = B S examples:
 
-Two batch sizes give two equations, and both unknowns:
+    S = S_min (1 + B_noise / B),        E = E_min (1 + B / B_noise),        (S/S_min - 1)(E/E_min - 1) = 1
 
-    |G|² = (B |G_B|² - b |G_b|²) / (B - b),      tr(Σ) = (|G_b|² - |G_B|²) / (1/b - 1/B),
-
-and the noise scale is their ratio, B_noise = tr(Σ) / |G|², in examples. Each of the two estimates is right on
-average; their ratio is not, so take means over many steps first and divide last.
-
-Data parallelism measures both for nothing: |G_b|² on each rank before the all-reduce, |G_B|² after it.
-
-Paper: McCandlish et al. 2018 (1812.06162), section 2.2 for the noise scale, appendix A.1 for this estimator.
-Chapter: book/11_practical_fsdp.md
-
-What a larger global batch costs and buys, and what to do with the learning rate.
-
-To reach a given loss with batch B takes S optimizer steps and E = B S examples. With the noise scale B_noise,
-
-    S = S_min (1 + B_noise / B),        E = E_min (1 + B / B_noise),        (S/S_min - 1)(E/E_min - 1) = 1,
-
-so a small batch wastes steps, a large one wastes examples, and at B = B_noise both are twice their minimum: the
-critical batch size. One step of the best length gains 1 / (1 + B_noise / B) of what it would gain without noise.
-
+A small batch wastes steps, a large one examples; at B = B_noise, the critical batch size, both are twice their minimum.
 Three rules for the learning rate when the batch grows from B to k B:
 
     linear       k lr                          SGD far below B_noise   (Goyal et al. 2017)
     square root  √k lr                         keeps the size of the noise in a step; usual for Adam
     noise        lr_max / (1 + B_noise / B)    linear below B_noise, flat above it   (McCandlish et al. 2018)
 
-Papers: McCandlish et al. 2018 (1812.06162), equations of section 2; Goyal et al. 2017 (1706.02677), section 2.
-Chapter: book/11_practical_fsdp.md
+Papers: McCandlish et al. 2018 (1812.06162), section 2 and appendix A.1; Goyal et al. 2017 (1706.02677), section 2.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import cos, inf, pi, sqrt
 from statistics import fmean
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """What a series of squared gradient norms says about signal and noise.
+    """Signal and noise estimated from a series of squared gradient norms.
 
     Attributes:
         signal: |G|², the squared norm of the true gradient; noise can make the estimate negative.
@@ -191,7 +172,7 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
     Args:
         step: Number of the step that is taken, from 1.
         peak: Highest rate, reached by step `warmup`.
-        steps: Steps of the whole schedule; later ones stay at the floor.
+        steps: Steps of the schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
     """
     if step < 1 or steps < 1:
@@ -203,4 +184,4 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
     if step < warmup:
         return peak * step / warmup
     done = min(1.0, (step - max(warmup, 1)) / max(1, steps - max(warmup, 1)))
-    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+    return floor + (peak - floor) * (1 + cos(pi * done)) / 2

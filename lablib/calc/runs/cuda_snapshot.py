@@ -70,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What a device holds after a number of events: blocks, and the bytes that the allocator has from CUDA."""
+    """Memory of a device after a number of events: blocks, and the bytes that the allocator has from CUDA."""
 
     events: int
     reserved: int
@@ -97,7 +97,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """What a snapshot tells about one device.
+    """The history of one device in a snapshot.
 
     Attributes:
         events: The trace as it is in the snapshot, possibly empty.

@@ -1,18 +1,13 @@
-"""Failures of real jobs: what broke, how often, and what it means for a job of another size.
+"""How often to checkpoint, what failures cost, and a published log of them.
 
-    LLAMA3_FAILURES.mtbf / 3600                  # hours between two unexpected interruptions
-    LLAMA3_FAILURES.mtbf_on(1024) / 3600         # the same machines, fewer of them
-    LLAMA3_FAILURES.by_category()
-
-How often to checkpoint: what a failure costs, what a checkpoint costs, and the interval between the two.
-
-    log = LLAMA3_FAILURES                                     # lablib.calc.runs.failures
+    log = LLAMA3_FAILURES
+    log.mtbf_on(1024) / 3600                         # hours between two failures, on fewer such GPUs
     best_interval(cost=10, mtbf=log.mtbf)            # seconds of work between two checkpoints
     lost_time(600, cost=10, mtbf=log.mtbf, restart=300)
 
-One failure ends a synchronous job on all its ranks. What was done since the last checkpoint is done again. So rare
-checkpoints lose work, and frequent ones lose the time that writing takes. Failures are taken as they come from many
-independent parts: without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
+One failure ends a synchronous job on all its ranks, and what was done since the last checkpoint is done again. So rare
+checkpoints lose work, and frequent ones lose the time that writing takes. Failures come from many independent parts:
+without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
 
 With M the mean time between failures, δ the cost of a checkpoint, R of a restart and τ the work between checkpoints:
 
@@ -88,6 +83,20 @@ def best_interval(cost: float, mtbf: float) -> float:
     return mtbf * (low + high) / 2
 
 
+def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
+    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
+
+    A checkpoint is paid once an interval; a failure destroys half an interval on average. This is what Young's
+    interval makes smallest, and what you can do in your head.
+
+    Args:
+        interval: Seconds of work between two checkpoints, τ.
+        mtbf: Mean seconds between two failures, M.
+    """
+    _check(interval=interval, cost=cost, mtbf=mtbf)
+    return cost / interval + interval / (2 * mtbf) + restart / mtbf
+
+
 def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
     """Return the expected seconds that a job takes with its checkpoints, failures and restarts.
 
@@ -153,20 +162,6 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
         restart=restarting,
         failures=total / mtbf / interval,
     )
-
-
-def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
-
-    A checkpoint is paid once an interval; a failure destroys half an interval on average. This is what Young's
-    interval makes smallest, and what you can do in your head.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
-    """
-    _check(interval=interval, cost=cost, mtbf=mtbf)
-    return cost / interval + interval / (2 * mtbf) + restart / mtbf
 
 
 def _check(**seconds: float) -> None:

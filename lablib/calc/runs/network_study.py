@@ -1,19 +1,7 @@
-"""Where to put which parallelism on two hosts: count the bytes that leave a host in a step, and take the fewest.
+"""The study of a cluster of two hosts as rows, each with a prediction beside the measurement.
 
-Four ranks, two hosts of two. Two axes of two ranks each, and one of them must cross the link:
-
-    layout                what crosses          bytes that leave a host in one step
-    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
-    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
-    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
-    dp over all           gradients             a ring of 4                                  1.5·G
-
-G are the bytes of all gradients, B the sequences of all ranks together, h the width, L the blocks.
-
-What a study of the two-host cluster says: its samples as rows, each with a prediction beside the measurement.
-
-`lablib.launch.communication.study` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
-of one repetition each, taken from the slowest rank. Here they become rows. A sample knows its conditions:
+`lablib.launch.communication` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
+of one repetition each, taken from the slowest rank. A sample knows its conditions:
 
     part          what else it has, beside "seconds" and "turn" (its repetition)
     "link"        where, rate, bytes: one round in which each rank that takes part sends and receives so many bytes;
@@ -25,16 +13,20 @@ of one repetition each, taken from the slowest rank. Here they become rows. A sa
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
 
-DDP on two hosts: the step time and the scaling efficiency that a link allows, beside what was measured.
+DDP: a flat ring crosses the link once in each direction, so the link's bandwidth is the ring's; a hierarchical
+all-reduce sends 2(m-1)/m · S over it for m hosts. Weak scaling efficiency is T_1/T_n, with T_1 a step without
+communication on one rank while the others take theirs, because here they share one machine's processors.
 
-A flat ring over n ranks crosses the link between two hosts once in each direction: of the 2(n-1)/n · S bytes that
-every rank sends, the link carries one rank's. So the link's bandwidth is the ring's. A hierarchical all-reduce sends
-2(m-1)/m · S over it for m hosts.
+Placement: two axes of two ranks, of which one must cross the link (`layout_bytes`). G are the bytes of all gradients,
+B the sequences of all ranks together, h the width, L the blocks:
 
-    efficiency = T_1/T_n       weak scaling: as many samples on every rank
+    layout                what crosses          bytes that leave a host in one step
+    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
+    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
+    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
+    dp over all           gradients             a ring of 4                                  1.5·G
 
-T_1 is a step without communication on one rank while the other ranks take theirs: on a cluster every rank has its own
-processor, and here they share one machine's, with or without a network.
+Read `StudySettings` first, then `two_hosts`.
 """
 
 from __future__ import annotations
@@ -64,7 +56,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """What the study measures; sizes are such that a sample is short.
+    """Sizes and rates of the study, small enough that a sample is short.
 
     Attributes:
         link_rate: The link for exchanges and all-reduces.
@@ -95,12 +87,12 @@ class StudySettings:
     batch: int = 8
 
 
-def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
-    """Return the raw seconds of the samples that meet all conditions, in the order measured."""
-    found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
-    if not found:
-        raise ValueError(f"no sample has {conditions}")
-    return found
+#: What a variant changes, in the order of the table.
+STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
+
+
+#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
+STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 
 def link_bandwidth(rate: str | None) -> float:
@@ -113,11 +105,19 @@ def link_bandwidth(rate: str | None) -> float:
 
 
 def payload(card_bytes: float) -> float:
-    """Return about how many bytes of data a throttled card has sent: without headers, but with acknowledgements.
+    """Return about how many bytes of data a throttled network card has sent: without headers, with acknowledgements.
 
     A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
     """
     return tcp_bandwidth(card_bytes)
+
+
+def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
+    """Return the raw seconds of the samples that meet all conditions, in the order measured."""
+    found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]
+    if not found:
+        raise ValueError(f"no sample has {conditions}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Cluster:
     """The two hosts as the exchanges of a study describe them.
 
     Attributes:
-        links: Bandwidth inside and across, one card a host; no latency.
+        links: Bandwidth inside and across, one network card a host; no latency.
         pair: α of a round in which two ranks exchange a message.
         ring: α of a round in which all ranks send one: they share one machine's processors, so it takes longer.
     """
@@ -170,12 +170,10 @@ class Cluster:
     def seconds(self, algorithm: str, size: int, itemsize: int = 4) -> float:
         """Return the time of a collective: for each round its latency, and the bytes through the busiest port."""
         numel, ranks = round(size / itemsize), self.links.ranks
-        hierarchical = algorithm == "hierarchical_all_reduce"
-        todo = (
-            hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
-            if hierarchical
-            else algorithm_rounds(algorithm, numel, ranks)
-        )
+        if algorithm == "hierarchical_all_reduce":
+            todo = hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
+        else:
+            todo = algorithm_rounds(algorithm, numel, ranks)
         waiting = sum(self.pair if len(sends) <= 2 else self.ring for sends in todo)
         return waiting + self.links.time(todo, itemsize)
 
@@ -235,10 +233,6 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
     return math.exp((1 - share) * math.log(sizes[last]) + share * math.log(sizes[last + 1]))
 
 
-#: What a variant changes, in the order of the table.
-STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
-
-
 @dataclass(frozen=True)
 class ScalingRow:
     """DDP at one rate of the link.
@@ -260,6 +254,29 @@ class ScalingRow:
     predicted_efficiency: float
     efficiency: float
     samples: tuple[float, ...]
+
+
+def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
+    """Return DDP's step at every rate of the study, the widest link first."""
+    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
+    rows = []
+    for rate in dict.fromkeys(s["rate"] for s in steps):
+        raw = tuple(seconds_of(steps, rate=rate))
+        sample = next(s for s in steps if s["rate"] == rate)
+        step, measured = predicted_ddp_step(samples, sample), median(raw)
+        rows.append(
+            ScalingRow(
+                rate,
+                sample["bytes_across"],
+                step.compute,
+                step.step,
+                measured,
+                step.compute / step.step,
+                step.compute / measured,
+                raw,
+            )
+        )
+    return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -286,29 +303,6 @@ class SavingsRow:
     samples: tuple[float, ...]
 
 
-def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
-    """Return DDP's step at every rate of the study, the widest link first."""
-    steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
-    rows = []
-    for rate in dict.fromkeys(s["rate"] for s in steps):
-        raw = tuple(seconds_of(steps, rate=rate))
-        sample = next(s for s in steps if s["rate"] == rate)
-        step, measured = predicted_step(samples, sample), median(raw)
-        rows.append(
-            ScalingRow(
-                rate,
-                sample["bytes_across"],
-                step.compute,
-                step.step,
-                measured,
-                step.compute / step.step,
-                step.compute / measured,
-                raw,
-            )
-        )
-    return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
-
-
 def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
     """Return every variant at the rate where the study compares them; "buckets" comes first."""
     steps = [s for s in samples if s["part"] == "ddp" and s["variant"] in STUDY_VARIANTS]
@@ -318,7 +312,7 @@ def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
         sample = next(s for s in steps if s["variant"] == variant and s["rate"] == rate)
         m = sample["micro_batches"]
         raw = tuple(t / m for t in seconds_of(steps, variant=variant, rate=rate))
-        found[variant] = sample["bytes_across"] / m, predicted_step(samples, sample).step / m, raw
+        found[variant] = sample["bytes_across"] / m, predicted_ddp_step(samples, sample).step / m, raw
     _, base_predicted, base_raw = found["buckets"]
     return [
         SavingsRow(
@@ -335,7 +329,7 @@ def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
     ]
 
 
-def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
+def predicted_ddp_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
     """Return a step's predicted time: measured computation, and communication by the bytes that cross the link."""
     computing = [s for s in samples if s["part"] == "ddp" and s["variant"] == "compute"]
     forward, backward = (median(s[half] for s in computing) for half in ("forward", "backward"))
@@ -353,10 +347,6 @@ def predicted_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
         buckets=[share * size for size in buckets],
         micro_batches=sample["micro_batches"],
     )
-
-
-#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
-STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 
 @dataclass(frozen=True)

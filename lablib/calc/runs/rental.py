@@ -1,8 +1,8 @@
-"""What a session on rented GPUs costs, what to expect of a machine before it is rented, and how long the course takes.
+"""The price of a session on rented GPUs, what to expect of a machine, and the minutes of the course.
 
     cost = GPUs · price per GPU and hour · billed hours,    billed = minutes rounded up as the provider bills
 
-The whole machine is paid for, also while a lab uses one of its GPUs, and while it is set up. The minutes of a lab are
+All of the machine is paid for, also while a lab uses one of its GPUs, and while it is set up. The minutes of a lab are
 a budget to hold it to (`rung labs run --budget-minutes`), not a measurement. `parse_machine` is the one to read first.
 Several pages print the minutes and the line for a rented machine; a test holds them to this module.
 """
@@ -50,8 +50,8 @@ def rented_minutes() -> float:
 
 def hours_text(minutes: float) -> str:
     """Return minutes as "1 h 40 min"."""
-    whole, rest = divmod(round(minutes), 60)
-    return " ".join(part for part, count in ((f"{whole} h", whole), (f"{rest} min", rest or not whole)) if count)
+    full, rest = divmod(round(minutes), 60)
+    return " ".join(part for part, count in ((f"{full} h", full), (f"{rest} min", rest or not full)) if count)
 
 
 #: What a provider may bill by, in minutes.
@@ -125,7 +125,7 @@ def lab_budgets(labs: list[str] | None = None) -> list[LabBudget]:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the planner expects of fully sharded training on a machine.
+    """The planner's expectation of fully sharded training on a machine.
 
     Attributes:
         one: Seconds of a step on one of its GPUs.

@@ -5,7 +5,7 @@
     lost    T - ideal = data + compute + communication + bubble + imbalance
 
 A rank's step is data + compute + communication + bubble + rest. What a rank sees as communication is the transfer
-and the wait for those that come later. The rank that comes last waits for nobody, so
+and the wait for those that come later. The rank that comes last does not wait, so
 
     communication   the least that any rank spent in it
     imbalance       the mean over the ranks of what they spent above that, and of the rest, in which they were done
@@ -33,7 +33,7 @@ Phases = Mapping[str, float]
 
 @dataclass(frozen=True)
 class ScalingLoss:
-    """What a step on n ranks loses.
+    """The loss of efficiency of a step on n ranks, by part.
 
     Attributes:
         ranks: n.
@@ -56,7 +56,7 @@ class ScalingLoss:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What of the efficiency each part took: with the efficiency they add up to 1."""
+        """Share of the step that each part took: with the efficiency they add up to 1."""
         return {part: seconds / self.seconds for part, seconds in self.parts.items()}
 
     @property
@@ -102,7 +102,7 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
         raise ValueError(f"the run to compare with has {len(one[0])} ranks and needs 1")
     ranks = len(many[0])
     base, found = _mean_split(one), _mean_split(many)
-    # One rank has nobody to talk to: what it calls communication is work of the step.
+    # One rank has no partner: what it calls communication is work of the step.
     base = {
         "data": base["data"],
         "compute": base["compute"] + base["communication"] + base["bubble"] + base["imbalance"],

@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank's profiler saw.
+    """The events of one rank.
 
     Attributes:
         base_ns: Where its clock begins, in nanoseconds since 1970.
@@ -81,10 +81,10 @@ def parse_trace(source: str | Path | dict[str, Any], rank: int | None = None) ->
     number = own if rank is None else rank
     if number is None:
         raise ValueError("the trace does not say its rank; pass parse(source, rank=...)")
-    whole = [event for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    device = any(event.get("cat") in _ON_DEVICE for event in whole)
+    timed = [event for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    device = any(event.get("cat") in _ON_DEVICE for event in timed)
     events = []
-    for event in whole:
+    for event in timed:
         if kind := _kind(event.get("cat", ""), event["name"], device):
             start, lane = float(event["ts"]), f"{event.get('pid')}/{event.get('tid')}"
             seconds = start * 1e-6, (start + float(event["dur"])) * 1e-6
@@ -115,10 +115,10 @@ def merge_traces(traces: Sequence[Trace], align: str | None = None) -> list[Even
     """Return the events of all ranks on one clock that starts at 0 with the first of them.
 
     Ranks of one machine have one clock. Those of several machines do not: name something that all of them begin at
-    the same moment, right after a barrier, and it is put at the same place for all.
+    the same time, right after a barrier, and it is put at the same place for all.
 
     Args:
-        align: The name of an annotation, whose first start on every rank is the same moment; None trusts the clocks.
+        align: The name of an annotation, whose first start on every rank is the same instant; None trusts the clocks.
 
     Raises:
         ValueError: If there is no event, two traces are of one rank, or an annotation is missing on a rank.

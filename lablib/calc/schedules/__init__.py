@@ -1,4 +1,4 @@
-"""Pipeline schedules: make one by name, read one, check it, run it on paper. The front door of `schedule_*.py`.
+"""Pipeline schedules: make one by name, read one, check it, run it on paper.
 
     from lablib.calc.schedules import schedule, simulate
     timeline = simulate(schedule("1f1b", p=4, m=8))
@@ -14,34 +14,47 @@
 | zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
+
+    actions      a schedule as data: the actions of every rank, in order
+    generators   the eight schedules of the table
+    validation   can it run? Charts and deadlocks
+    simulation   when each action starts, who idles, who holds how much
+    text         grids and PyTorch's CSV
+    stages       which layers a stage holds, and how many micro-batches are in flight
+
+Read `actions` first. Chapter 04.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from lablib.calc.errors import one_of
-from lablib.calc.schedules.actions import KINDS, Action, Overlap, Schedule, Step, parse_action, parse_schedule
-from lablib.calc.schedules.generators import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
-from lablib.calc.schedules.simulation import Event, Message, Timeline, peak_activations, simulate, time_grid
+from lablib.calc.schedules.actions import Action, Schedule, Step, parse_schedule
+from lablib.calc.schedules.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    schedule,
+    schedule_names,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from lablib.calc.schedules.simulation import Event, Timeline, peak_activations, simulate, time_grid
 from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
-from lablib.calc.schedules.text import ScheduleError, from_csv, step_grid, to_csv
+from lablib.calc.schedules.text import ScheduleError, to_csv
 from lablib.calc.schedules.validation import check_chart, needs, validate
 
 __all__ = [
-    "KINDS",
     "SCHEDULES",
     "Action",
     "Event",
-    "Message",
-    "Overlap",
     "Schedule",
     "ScheduleError",
     "Step",
     "Timeline",
     "check_chart",
     "dualpipe_v",
-    "from_csv",
     "gpipe",
     "in_flight",
     "interleaved",
@@ -49,14 +62,12 @@ __all__ = [
     "naive",
     "needs",
     "one_f_one_b",
-    "parse_action",
     "parse_schedule",
     "peak_activations",
     "schedule",
     "schedule_names",
     "simulate",
     "stage_layers",
-    "step_grid",
     "time_grid",
     "to_csv",
     "validate",
@@ -64,32 +75,3 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
-
-_MAKE: dict[str, Callable[..., Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
-}
-
-
-def schedule_names() -> list[str]:
-    """Return the names that `schedule` knows, simplest first."""
-    return list(_MAKE)
-
-
-def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md."""
-    known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
-    if known == "interleaved":
-        return interleaved(p, m, v)
-    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
-    if v not in (1, fixed):
-        raise ValueError(
-            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
-        )
-    return _MAKE[known](p, m)

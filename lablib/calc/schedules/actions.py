@@ -6,8 +6,8 @@ Two stages and two micro-batches, one line a rank. Stage 1 is the last, so it tu
     rank 1: 1F0 1B0 1F1 1B1
 
 An action is written as PyTorch writes it: stage, kind, micro-batch. `2F0` is the forward of micro-batch 0 on stage 2.
-`2B0` is its whole backward. `2I0` is the half that computes the gradient of the stage's input, which the stage
-before it waits for; `2W0` is the half that computes the gradients of the weights, which nobody waits for.
+`2B0` is its full backward. `2I0` is the half that computes the gradient of the stage's input, which the stage
+before it waits for; `2W0` is the half that computes the gradients of the weights, which no stage waits for.
 The Zero Bubble paper (Qi et al. 2023, arXiv 2401.10241) writes B for what is I here.
 
 The order is all that a schedule says. When an action starts, and so who idles, follows from the times:

@@ -1,17 +1,4 @@
-r"""Schedules on a V: every rank holds one stage on the way down and one on the way up, so the last is next to rank 0.
-
-Two ranks, four stages: rank 0 holds stages 0 and 3, rank 1 holds stages 1 and 2.
-
-    stage   0     3        rank 0
-             \   /
-              1-2          rank 1
-
-A micro-batch comes back to the rank that started it, which so knows when to start the next one. The loss is on rank 0.
-
-ZB-V: Qi et al. 2023 (arXiv 2401.10241), section 6. DualPipe-V: the DualPipe of DeepSeek-V3 (arXiv 2412.19437),
-cut in half; github.com/deepseek-ai/DualPipe. Both give the orders of PyTorch's classes of the same names.
-
-The synchronous schedules that everybody starts from: naive, GPipe, 1F1B, interleaved 1F1B.
+r"""Eight schedules: naive, GPipe, 1F1B, interleaved 1F1B, the Zero Bubble schedules, and DualPipe-V. Read `one_f_one_b` first.
 
 Four stages, four micro-batches, stage 1 (counted from 0):
 
@@ -22,13 +9,9 @@ Four stages, four micro-batches, stage 1 (counted from 0):
 GPipe and 1F1B idle equally long, `(p - 1)(t_F + t_B)`; 1F1B holds `min(m, p - i)` micro-batches where GPipe holds m.
 Interleaving gives every rank v thinner stages, so filling the pipeline takes 1/v of the time.
 
-GPipe: Huang et al. 2019 (arXiv 1811.06965), Figure 2c. The others: Narayanan et al. 2021 (arXiv 2104.04473),
-section 2.2, Figure 4; their 1F1B is PipeDream-Flush (arXiv 2006.09503).
-
-Zero Bubble schedules ZB-H1 and ZB-H2: the backward in two halves, the weight half where there is time.
-
-Nobody waits for the gradients of the weights. So a stage sends the gradient of its input first (I) and fills the
-time in which it would wait with the weight halves (W) that it put off. Two stages, three micro-batches:
+Zero Bubble: no stage waits for the gradients of the weights. So a stage sends the gradient of its input first (I; the
+paper writes B) and fills the time in which it would wait with the weight halves (W) that it put off. Two stages, three
+micro-batches:
 
     1F1B     rank 0: F0 F1 B0 F2 B1 B2              rank 1: F0 B0 F1 B1 F2 B2
     ZB-H1    rank 0: F0 F1 I0 W0 F2 I1 W1 I2 W2     rank 1: F0 I0 F1 I1 W0 F2 I2 W1 W2
@@ -36,7 +19,17 @@ time in which it would wait with the weight halves (W) that it put off. Two stag
 ZB-H1 starts as many forwards as 1F1B. ZB-H2 starts twice as many, so that no stage idles between its first action and
 its last, and holds `2p - 1` micro-batches instead of p.
 
-Qi et al. 2023 (arXiv 2401.10241), section 2, Figures 2 and 3. The paper writes B for I.
+On a V every rank holds one stage on the way down and one on the way up, so a micro-batch comes back to the rank that
+started it, and the loss is on rank 0. Two ranks, four stages:
+
+    stage   0     3        rank 0
+             \   /
+              1-2          rank 1
+
+GPipe: Huang et al. 2019 (arXiv 1811.06965), Figure 2c. 1F1B (PipeDream-Flush, arXiv 2006.09503) and interleaved:
+Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, Figure 4. Zero Bubble and ZB-V: Qi et al. 2023 (arXiv 2401.10241),
+sections 2 and 6, Figures 2 and 3. DualPipe-V: the DualPipe of DeepSeek-V3 (arXiv 2412.19437), cut in half;
+github.com/deepseek-ai/DualPipe. Both on a V give the orders of PyTorch's classes of the same names.
 """
 
 from __future__ import annotations
@@ -44,6 +37,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from lablib.calc.errors import one_of
 from lablib.calc.schedules.actions import Action, Overlap, Schedule, Step
 
 
@@ -124,7 +118,7 @@ def alternate(forwards: Iterator[Action], backwards: Iterator[Action], warmup: i
 
 
 def at_least_one(**numbers: int) -> None:
-    """Raise a ValueError that names every number, unless all are whole and 1 or more."""
+    """Raise a ValueError that names every number, unless all are integers of 1 or more."""
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers.values()):
         given = ", ".join(f"{name}={n!r}" for name, n in numbers.items())
         raise ValueError(f"{given}: each must be a whole number, 1 or more")
@@ -144,7 +138,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     Idle within the first stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative; at most `2p - 1`
     micro-batches held (Table 2 of the paper).
-    Over the whole step ranks still idle: they start, and end, one after another. The next step may fill that time
+    Over the full step ranks still idle: they start, and end, one after another. The next step may fill that time
     only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
     """
     return _split(p, m, 2, "zb-h2")
@@ -298,3 +292,33 @@ def _schedule(ranks: list[list[Step]], p: int, m: int, name: str) -> Schedule:
     # A pipeline with fewer micro-batches than it needs to fill keeps the order of one that has enough.
     kept = [[step for step in steps if all(part.microbatch < m for part in step.parts)] for steps in ranks]
     return Schedule(kept, m, [*range(p), *reversed(range(p))], name)
+
+
+_MAKE: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def schedule_names() -> list[str]:
+    """Return the names that `schedule` knows, simplest first."""
+    return list(_MAKE)
+
+
+def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule by its name. Chapter: book/04_pipeline_parallelism.md."""
+    known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
+    if known == "interleaved":
+        return interleaved(p, m, v)
+    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
+    if v not in (1, fixed):
+        raise ValueError(
+            f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
+        )
+    return _MAKE[known](p, m)

@@ -1,16 +1,14 @@
-"""What a rank holds while a schedule runs: the activations of every micro-batch that is on its way.
-
-A forward stores activations; the full backward frees them. A backward in two halves frees a part after the input half
-(I) and the rest after the weight half (W), which needs the inputs of the matrix products and the gradients of their
-outputs. Only the order of a rank's own actions matters, not their times.
-
-Run a schedule on paper: give every action a time and see when each rank works, waits and finishes.
+"""Run a schedule on paper: when each rank works, waits and finishes, and how many micro-batches it holds.
 
 Four ranks, eight micro-batches, a forward takes 1 and a backward 2. Under 1F1B every rank works 24 and the step takes
 33, so each idles 9: 9/24 = (p - 1)/m = 0.375 of the ideal time, 9/33 = (p - 1)/(m + p - 1) = 0.27 of the total time.
 
 An action starts when its rank is free and what it needs has arrived. Communication runs beside computation;
-each direction of a link carries one message at a time.
+each direction of a link carries one message at a time. Read `simulate` first.
+
+A forward stores activations; the full backward frees them. A backward in two halves frees a part after the input half
+(I) and the rest after the weight half (W), which needs the inputs of the matrix products and the gradients of their
+outputs. Only the order of a rank's own actions matters there, not their times (`peak_activations`).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a stage sends to the next rank when `action` is done: on the wire from `start` to `end`."""
+    """A message to the next rank after `action`: on the wire from `start` to `end`."""
 
     action: Action
     sender: int
@@ -131,7 +129,7 @@ def simulate(
 ) -> Timeline:
     """Return when every action starts and ends.
 
-    A single number is the time of one rank's whole share of the model: on a rank that holds v stages, each stage
+    A single number is the time of one rank's full share of the model: on a rank that holds v stages, each stage
     takes 1/v of it. A sequence gives every stage its own time.
 
     Args:
@@ -241,16 +239,16 @@ def time_grid(timeline: Timeline) -> str:
     starts or ends something.
     """
     # Parts of the makespan, as fractions: sums of floats differ in their last digits where the times are the same.
-    whole = timeline.makespan
+    makespan = timeline.makespan
     times = {time for event in timeline.events for time in (event.start, event.end)}
-    exact = {time: Fraction(time / whole).limit_denominator(10**6) for time in times}
-    moments = sorted(set(exact.values()))
-    scale = lcm(*(t.denominator for t in moments))
-    step = Fraction(gcd(*(int(t * scale) for t in moments)), scale)
-    if moments[-1] <= 2 * len(moments) * step:
-        moments = [n * step for n in range(int(moments[-1] / step) + 1)]
-    row_of = {moment: row for row, moment in enumerate(moments)}
-    body = [[f"{float(moment) * whole:g}", *[""] * len(timeline.ranks)] for moment in moments]
+    exact = {time: Fraction(time / makespan).limit_denominator(10**6) for time in times}
+    instants = sorted(set(exact.values()))
+    scale = lcm(*(t.denominator for t in instants))
+    step = Fraction(gcd(*(int(t * scale) for t in instants)), scale)
+    if instants[-1] <= 2 * len(instants) * step:
+        instants = [n * step for n in range(int(instants[-1] / step) + 1)]
+    row_of = {instant: row for row, instant in enumerate(instants)}
+    body = [[f"{float(instant) * makespan:g}", *[""] * len(timeline.ranks)] for instant in instants]
     for event in timeline.events:
         first = row_of[exact[event.start]]
         for row in range(first, row_of[exact[event.end]]):
@@ -268,7 +266,7 @@ def peak_activations(
     `(p - i) M_B + i M_W` on rank i of ZB-H1.
 
     Args:
-        stage_size: What one micro-batch stores on each stage, in bytes or any unit; by default a rank's whole share
+        stage_size: What one micro-batch stores on each stage, in bytes or any unit; by default a rank's full share
             of the model counts 1, so a stage of a rank that holds v counts 1/v.
         after_input: Part of it that stays between the input half and the weight half, from 0 to 1.
     """

@@ -1,4 +1,4 @@
-"""What a pipeline stage holds: its layers, and how many micro-batches are in flight there.
+"""The layers of a pipeline stage, and how many micro-batches are in flight there.
 
 Four stages and 8 micro-batches. GPipe runs all forwards first, so every stage holds 8.
 1F1B starts a backward as soon as it can: stage 0 holds 4, then 3, 2, 1.

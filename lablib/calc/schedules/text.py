@@ -1,12 +1,4 @@
-"""Schedules as PyTorch's CSV: one line a rank, one action a cell, an empty cell where the rank idles.
-
-    0F0,0F1,,0B0,0B1
-    ,1F0,1B0,1F1,1B1
-
-`torch.distributed.pipelining` reads such a file with `_PipelineScheduleRuntime._load_csv(path)` and writes one with
-`_dump_csv(path)`.
-
-A schedule as a grid of text: ranks side by side, steps or times downwards.
+"""A schedule as a grid of text, ranks side by side and steps or times downwards, and as PyTorch's CSV.
 
     time  rank 0  rank 1        a forward takes 1, a backward 2
        0  0F0
@@ -15,17 +7,19 @@ A schedule as a grid of text: ranks side by side, steps or times downwards.
        3          :
        4  0B0     1F1
        5  :       1B1
+
+In the CSV a line is a rank and a cell an action. `torch.distributed.pipelining` reads such a file with
+`_PipelineScheduleRuntime._load_csv(path)`.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lablib.calc.schedules.actions import Overlap, Schedule, from_steps, parse_action
+from lablib.calc.schedules.actions import Overlap, Schedule
 
 #: Rows and ranks around a mark that are shown when a schedule is larger than a screen.
 _ROWS, _RANKS = 6, 4
@@ -97,11 +91,6 @@ def table(corner: str, heads: Sequence[str], body: Sequence[Sequence[str]], note
     return "\n".join((line + note).rstrip() for line, note in zip(lines, ["", *notes], strict=True))
 
 
-# What PyTorch adds when it prepares a schedule for running; it adds them anew to the schedule that it reads. From 2.15
-# it writes the waits, too.
-_DERIVED = re.compile(r"-?\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-
-
 def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
     """Return the schedule as PyTorch's "compute_only" CSV."""
     buffer = io.StringIO()
@@ -110,26 +99,3 @@ def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
     if path is not None:
         Path(path).write_text(text, encoding="utf-8", newline="")
     return text
-
-
-def from_csv(source: str | Path, name: str = "csv") -> Schedule:
-    """Read a schedule from PyTorch's CSV, "compute_only" or "compute_comms".
-
-    Idle cells are dropped, because they follow from the order, and so are sends, receives and the actions of FSDP,
-    because they follow from the stages.
-
-    Args:
-        source: The text, or the `Path` of a file.
-    """
-    text = source.read_text() if isinstance(source, Path) else source
-    rows = list(csv.reader(io.StringIO(text)))
-    while rows and not rows[-1]:
-        rows.pop()
-    ranks = []
-    for rank, row in enumerate(rows):
-        try:
-            cells = [cell.strip() for cell in row]
-            ranks.append([parse_action(cell) for cell in cells if cell and not _DERIVED.fullmatch(cell)])
-        except ValueError as error:
-            raise ValueError(f"line {rank + 1} of the CSV: {error}") from None
-    return from_steps(ranks, name)

@@ -1,4 +1,4 @@
-"""Can this schedule run? Every action once, in an order that no rank waits for ever.
+"""Can this schedule run? Every action once, in an order in which no rank waits for ever.
 
 Three rules, for micro-batch k on stage s:
 
@@ -7,12 +7,10 @@ Three rules, for micro-batch k on stage s:
     sWk  after sIk
 
 A schedule breaks them in one of three ways: an action is missing or runs twice, a rank runs two of its own actions in
-the wrong order, or ranks wait for each other in a circle (a deadlock).
+the wrong order, or ranks wait for each other in a circle (a deadlock). Read `validate` first.
 
-Check a drawn chart: one cell a time slot, so that what an action needs must stand in an earlier column.
-
-A list of actions per rank can be in a possible order while the picture is not possible: a stage that shows its
-backward in the very slot in which the stage behind it is still at its forward. This is what many charts get wrong.
+A drawn chart must do more (`check_chart`): one cell is a time slot, so what an action needs must stand in an earlier
+column. Many charts show a backward in the very slot in which the stage behind it is still at its forward:
 
     0F0 0F1 0B0 0B1         rank 0 runs 0B0 in slot 2,
     .   1F0 1B0 1F1 1B1     where rank 1 is still at 1B0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lablib.calc.parallel import FSDPTraffic, Unit, UnshardedMoment, fsdp_traffic, gathered_timeline, padded
+from lablib.calc.parallel import FSDPTraffic, Unit, UnshardedState, fsdp_traffic, gathered_timeline, padded
 from lablib.calc.units import format_bytes
 
 
@@ -100,7 +100,7 @@ class ShardReport:
             keep_gathered=keep_gathered,
         )
 
-    def gathered_timeline(self) -> list[UnshardedMoment]:
+    def gathered_timeline(self) -> list[UnshardedState]:
         """Return what is gathered after every event of a step of this model, by `lablib.calc.parallel.fsdp`.
 
         It is what the installed PyTorch does.

@@ -44,8 +44,8 @@ class Answer:
         unit: Of what: "sequences", "tokens" or "GPUs".
         memory: Bytes that a rank needs at the value; 0 if nothing fits.
         budget: Bytes that it may use.
-        beyond: The next value that the settings admit; None if there is none.
-        memory_beyond: Bytes that a rank needs there, more than the budget; None if there is none.
+        beyond: The next value that the settings admit; None without one.
+        memory_beyond: Bytes that a rank needs there, more than the budget; None without one.
         at: The setup at the value, None if nothing fits.
         trade: What the value costs, in one sentence with computed numbers; "" if nothing is to be said.
     """
@@ -71,7 +71,7 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
     """
     have = as_setup(model, settings)
 
@@ -94,7 +94,7 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`: gpu, gpus, and those of `training_memory`.
+        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
     """
     have = as_setup(model, settings)
     run = have.run
@@ -134,7 +134,7 @@ def fewest_gpus(model: Model, **settings: object) -> Answer:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup, whose dp does not matter.
-        **settings: Arguments of `memory_fit_setup.setup`, without gpus.
+        **settings: Arguments of `setup`, without gpus.
     """
     have = as_setup(model, settings)
     best = MOST_GPUS + 1
@@ -297,7 +297,7 @@ def _rest(have: Setup) -> str:
 
 
 def _limits(have: Setup) -> Iterator[str]:
-    """What the search leaves out: larger degrees may fit where they are given."""
+    """Limits of the search: larger degrees may fit where they are given."""
     if not have.run.kernels.eager and "tp" not in have.given:
         yield "tp within a node"
     if not have.run.kernels.eager and "cp" not in have.given:

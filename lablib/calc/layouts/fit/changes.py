@@ -10,7 +10,7 @@ Every change keeps the GPUs and the sequences of a step. Three kinds:
 The last two come alone if that is enough, else with up to three changes of the first kind (two for a timeline), and only
 if they are faster than the first.
 
-The cost of a change is the predicted time of a step (`memory_fit_cost`). Steps within 5 percent are a tie, which the
+The cost of a change is the predicted time of a step (`step_seconds`). Steps within 5 percent are a tie, which the
 planner cannot tell apart: there the combination with fewer changes comes first, and one that only adds to it is left out.
 """
 
@@ -69,7 +69,7 @@ class Change:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """What of the changed setup no oracle has counted."""
+        """Settings of the changed run that no measurement covers."""
         return unproven(self.at.run)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def cheapest_change(model: Model, **settings: object) -> list[Change]:
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
-        **settings: Arguments of `memory_fit_setup.setup`.
+        **settings: Arguments of `setup`.
     """
     have = as_setup(model, settings)
     if have.fits:
@@ -117,10 +117,10 @@ def _same(have: Setup) -> list[Change]:
 
 
 def _ways(have: Setup) -> dict[str, list[dict[str, object]]]:
-    """What may be done where the same training does not fit, by kind."""
+    """Changes to try where the same training does not fit, by kind."""
     run = have.run
     eight_bit = len(run.optimizer.moments) == 2 and not run.optimizer.quantized
-    offloads = OFFLOADS[OFFLOADS.index(run.offload) + 1 :] if have.card.host else ()
+    offloads = OFFLOADS[OFFLOADS.index(run.offload) + 1 :] if have.gpu.host else ()
     return {
         CPU: [{"offload": kind} for kind in offloads],
         OTHER: [{"optimizer": "adamw-8bit"}] * eight_bit
@@ -224,7 +224,7 @@ def _change(kind: str, settings: dict[str, object], have: Setup, other: Setup) -
 
 
 def _trade(before: Setup, after: Setup) -> str:
-    """What a GPU needs before and after, by group of terms, and what is no longer the same training."""
+    """Memory of a GPU before and after, by group of terms, and what is no longer the same training."""
     old, new = (training_memory(**have.settings()) for have in (before, after))
     groups = [
         f"{name} {size(getattr(old, name))} -> {size(getattr(new, name))}"

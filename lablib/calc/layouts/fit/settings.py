@@ -1,20 +1,16 @@
-"""A training run on N GPUs of one type, and how many bytes a rank of it needs.
+"""A training run on N GPUs of one type: how many bytes a rank of it needs, and how long a step takes.
 
     have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
     have.memory, have.budget, have.fits
 
-Which number is compared with a GPU's memory depends on whose implementation is counted:
+What is compared with a GPU's memory depends on the implementation that is counted: for the papers the total of
+`training_memory`, every term at its full size; for ours and Hugging Face's the peak of `memory_timeline`, which walks
+through the step. The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation,
+the planner's.
 
-- kernels="paper": the total of `training_memory`, every term at its full size;
-- kernels="toy" and "hf": the peak of `memory_timeline`, which walks through the step.
-
-The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation, the planner's.
-
-What a setup costs beside memory: the predicted step, and the states that it surely holds.
-
-The step is the planner's: `plan_time` with the constants of `plan_fit`, for the same sequences in every step. What the
-planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
-host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
+The step is the planner's, for the same sequences in every step. What the planner does not know is added: states on the
+CPU cross the host link twice and are updated there, at no more than the host link's rate, and nothing hides either. LoRA
+is timed as if all weights were trained, an upper bound.
 """
 
 from __future__ import annotations
@@ -45,20 +41,20 @@ from lablib.calc.units import GB, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run, the card that it is to fit on, and what is kept free there.
+    """A run, the GPU that it should fit on, and the bytes to keep free there.
 
     Attributes:
         run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
         gpus_per_node: GPUs that the scale-up link connects.
-        reserve: Bytes of a card that nothing may use.
+        reserve: Bytes of a GPU that the run may not use.
         step: How the optimizer runs, for `memory_timeline`.
         nic: Link, or bytes per second, of one GPU out of its node; None means what the planner assumes.
-        intra: The same inside a node; None means the card's own.
+        intra: The same inside a node; None means the GPU's own.
         given: Names of the settings that were given, and so are not free where a layout is looked for.
     """
 
     run: RunConfig
-    card: Accelerator
+    gpu: Accelerator
     gpus_per_node: int = 8
     reserve: int = RESERVE
     step: str = "foreach"
@@ -73,8 +69,8 @@ class Setup:
 
     @property
     def budget(self) -> int:
-        """Bytes of a card that the run may use."""
-        return self.card.memory_bytes - self.reserve
+        """Bytes of a GPU that the run may use."""
+        return self.gpu.memory_bytes - self.reserve
 
     @property
     def memory(self) -> int:
@@ -121,20 +117,20 @@ def setup(
     intra: str | float | None = None,
     **settings: object,
 ) -> Setup:
-    """Return a run on so many cards, checked.
+    """Return a checked run on so many GPUs.
 
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
         gpus_per_node: GPUs that the scale-up link connects.
-        reserve: Bytes of a card that are kept free.
+        reserve: Bytes of a GPU that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
         **settings: Arguments of `training_memory`, all but `stage`.
 
     Raises:
         ValueError: As `training_memory`; if the factors do not multiply to the GPUs; if the GPUs are not whole nodes or
-            a part of one; or if the reserve is as large as the card.
+            a part of one; or if the reserve is as large as the GPU's memory.
     """
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
     for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
@@ -161,7 +157,7 @@ def setup(
     if gpus is not None and run.ranks != gpus:
         raise ValueError(f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}")
     found = Setup(
-        run=run, card=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
+        run=run, gpu=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
     )  # fmt: skip
     if found.gpus > gpus_per_node and found.gpus % gpus_per_node:
         whole = found.gpus // gpus_per_node * gpus_per_node
@@ -244,7 +240,7 @@ def _model_params(model: ModelConfig, tp: int, ep: int, lora_rank: int, lora_tar
 
 
 def host_bytes(have: Setup) -> float:
-    """Return the bytes that cross between a rank's card and the CPU in a step, both ways together.
+    """Return the bytes that cross between a rank's GPU and the CPU in a step, both ways together.
 
     Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
     backward; offloaded gradients go down in every micro-batch.
@@ -272,10 +268,10 @@ def host_seconds(have: Setup) -> float:
     run = have.run
     if run.offload == "none":
         return 0.0
-    if have.card.host is None:
-        raise ValueError(f"offload={run.offload!r}: {have.card.name} has no link to the CPU in the table")
+    if have.gpu.host is None:
+        raise ValueError(f"offload={run.offload!r}: {have.gpu.name} has no link to the CPU in the table")
     own = rank_params(run)[1] / (run.dp * run.cp if run.zero else 1)
-    return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.card.host].bandwidth
+    return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.gpu.host].bandwidth
 
 
 def step_seconds(have: Setup) -> float:
@@ -296,11 +292,11 @@ def predicted_seconds(have: Setup) -> float | None:
     try:
         return step_seconds(have)
     except ValueError:
-        return None  # no link of this card in the table, or stages that the planner does not know
+        return None  # no link of this GPU in the table, or stages that the planner does not know
 
 
 def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
-    """Return the bytes of states on the card for so many parameters, gradients left out: they come and go."""
+    """Return the bytes of states on the GPU for so many parameters, gradients left out: they come and go."""
     if run.offload == "parameters":
         return 0
     if run.tuning != "full":  # the frozen weights: NF4 codes are half a byte, and nothing is less
@@ -332,9 +328,9 @@ def _kept(run: RunConfig) -> int:
 
 def _cluster(have: Setup) -> Cluster:
     # One GPU sends nothing: any rate will do where the table has no link.
-    alone = have.gpus == 1 and (have.card.scale_up or have.card.host) is None
+    alone = have.gpus == 1 and (have.gpu.scale_up or have.gpu.host) is None
     intra = 1.0 if alone and have.intra is None else have.intra
-    return cluster(have.card, have.gpus, gpus_per_node=have.gpus_per_node, nic=have.nic, intra=intra)
+    return cluster(have.gpu, have.gpus, gpus_per_node=have.gpus_per_node, nic=have.nic, intra=intra)
 
 
 _WORKLOADS: dict[tuple, Workload] = {}

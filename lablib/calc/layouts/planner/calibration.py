@@ -1,17 +1,11 @@
-"""The three fitted constants of the planner, how they are fitted, and how far off they are.
+"""The three fitted constants of the planner, the published runs they come from, and how far off they are.
 
-    EFFICIENCY      fitted on all rows of `plan_runs`: what the planner uses
-    judge()         every row predicted by constants that never saw its paper: what to believe
+    EFFICIENCY      fitted on all rows of `MEASURED_RUNS`: what the planner uses
+    judge_runs()    every row predicted by constants that never saw its paper: what to believe
 
-The constants minimize the sum over rows of (log of predicted over published)². A row's prediction is the best among
-the choices that its paper does not print.
-
-What the rows cannot say: only the ZeRO-3 rows of Narayanan et al. have much communication to hide. Without that paper
-`overlap` goes to its bound of 1, where hidden communication costs all of its time, and those rows come out slow.
-
-Published training runs that print their layout and their speed: what the planner is fitted to and judged on.
-
-A row says what its paper prints. What a paper leaves out is None, and the planner chooses it.
+The constants minimize the sum over rows of (log of predicted over published)². A row says what its paper prints; what
+it leaves out is None, and the best choice counts. Only the ZeRO-3 rows of Narayanan et al. have much communication to
+hide: without that paper `overlap` goes to its bound of 1, and those rows come out slow.
 
 - Narayanan et al. 2021 (arXiv 2104.04473), tables 1 and 2: A100 80 GB, DGX nodes with 8 HDR cards; activations are
   recomputed in full, and the printed rate counts that. Sequences of 2,048 tokens, vocabulary 51,200.
@@ -20,7 +14,7 @@ A row says what its paper prints. What a paper leaves out is None, and the plann
   sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
 - Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens.
   Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
-  the card's, since the first stage keeps 68 to 75 GB of activations. With 4 the errors of these rows are 2 to 4 points
+  the GPU's, since the first stage keeps 68 to 75 GB of activations. With 4 the errors of these rows are 2 to 4 points
   smaller, and the worst error of all rows, each predicted without its own paper, is 26 percent in place of 24.
 """
 
@@ -58,8 +52,8 @@ class Run:
         virtual_stages: Chunks in a stage, or None if not printed.
         sequence_parallel: Whether tp splits norms too.
         attention: "plain" or "fused".
-        nic: Bytes per second of one device out of its node, or None for the usual card.
-        rails: Whether a group uses all its cards in a node together; see `plan_cluster`.
+        nic: Bytes per second of one device out of its node, or None for the usual network card.
+        rails: Whether a group uses all its network cards in a node together; see `Cluster`.
     """
 
     name: str
@@ -93,7 +87,7 @@ class Run:
 
 def megatron_gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab: int = 51200) -> ModelConfig:
     """Return a GPT of the Megatron papers: MLP of width 4h, learned positions, tied output."""
-    shape = ModelConfig(
+    return ModelConfig(
         name=f"gpt-{layers}x{hidden}",
         family="gpt2",
         num_layers=layers,
@@ -110,7 +104,6 @@ def megatron_gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab
         attn_out_bias=True,
         mlp_bias=True,
     )
-    return shape
 
 
 def narayanan(
@@ -231,7 +224,7 @@ UNFITTED: tuple[Run, ...] = tuple(
 )
 
 
-#: The result of `fit(RUNS)`; a test fits again.
+#: The result of `fit(MEASURED_RUNS)`; a test fits again.
 EFFICIENCY = Efficiency(matmul=0.8139, bandwidth=0.7455, overlap=0.4117)
 
 START = (0.8, 0.8, 0.2)
@@ -279,7 +272,7 @@ def workload_of_run(run: Run) -> Workload:
 def choices(run: Run) -> list[tuple[Layout, Job, float]]:
     """Return the layouts that a row may mean, each as work and with the FLOPs that its paper would count for a device.
 
-    Memory is not asked: what a paper printed did fit.
+    Memory is not checked: the layout of a paper did fit.
     """
     load, found = workload_of_run(run), []
     for micro, chunks, again, zero in product(

@@ -1,9 +1,9 @@
-"""Does the planner find what the papers chose? The place of every published layout among the planner's own.
+"""The planner's answer in sentences, and the place of published layouts in it.
 
-The planner gets what the paper printed besides the layout: recomputation, micro-batch, ZeRO stage, dtypes, attention.
-The Megatron papers had no context parallelism, so theirs is fixed at 1. A place counts distinct (tp, cp, pp, dp).
-
-Why the winner wins: against the runner-up part by part, and against the best layout with one degree changed.
+`plan_reasons` says why the winner wins: against the runner-up part by part, and against the best layout with one degree
+changed. `place_of_published` gives the planner what a paper printed besides the layout (recomputation, micro-batch,
+ZeRO stage, dtypes, attention) and counts distinct (tp, cp, pp, dp). The Megatron papers had no context parallelism, so
+theirs is fixed at 1. Read `plan_reasons` first.
 """
 
 from __future__ import annotations

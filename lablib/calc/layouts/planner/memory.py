@@ -1,7 +1,7 @@
 """The memory of a layout, term by term: the sums of `training_memory`, arranged for many layouts at a time.
 
 Where the layers divide evenly this is `training_memory` with `gradient_as_bucket_view` and one unit of prefetch; a
-test holds the two together. It also takes the uneven first and last chunk of `plan_layout`.
+test holds the two together. It also takes the uneven first and last chunk of `chunk_layers`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
         terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master + MOMENTS * dtypes.moment)
     # One rank alone gathers and sends nothing, but for a copy in another dtype.
     shared, experts = ranks > 1, ranks > layout.ep
-    whole = dtypes.casts_when_gathered
-    if sharded_weights or whole:
+    casts = dtypes.casts_when_gathered
+    if sharded_weights or casts:
         units = _largest_units(load, layout, stage)
-        gathered = [u[0] * (shared or whole) + u[1] * (experts or whole) for u in units]
-        everything = sum(here) if zero == 2 and whole else sum(sorted(gathered)[-1 - PREFETCH :])
+        gathered = [u[0] * (shared or casts) + u[1] * (experts or casts) for u in units]
+        everything = sum(here) if zero == 2 and casts else sum(sorted(gathered)[-1 - PREFETCH :])
         terms["gathered_weights"] = everything * dtypes.gathered
     if sharded_weights:
         terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.gradients
@@ -113,7 +113,7 @@ def activation_memory(load: Workload, layout: Layout, recompute: str) -> tuple[l
 
 
 def _held(load: Workload, layout: Layout, m: int) -> list[tuple[int, int, int, int]]:
-    """What each sampled stage holds: layers times micro-batches, without and with experts, and of the two ends."""
+    """Held by each sampled stage: layers times micro-batches, without and with experts, and of the two ends."""
     key = "held", layout.pp, layout.virtual_stages, layout.schedule, m
     if key not in load._cache:
         found = []
@@ -165,6 +165,6 @@ def _pieces(load: Workload, layout: Layout, recompute: str) -> tuple[int, int, t
                 for layer in (0, model.num_layers - 1)
             ]
         ends = (sum(embedding_activations(model, **shape).values()), sum(head_activations(model, **shape).values()))
-        whole, kept = sizes["none"], sizes[recompute]
-        load._cache[key] = *kept, ends, max(0, *(w - k for w, k in zip(whole, kept, strict=True)))
+        full, kept = sizes["none"], sizes[recompute]
+        load._cache[key] = *kept, ends, max(0, *(w - k for w, k in zip(full, kept, strict=True)))
     return load._cache[key]

@@ -1,21 +1,15 @@
-"""Every layout that a cluster allows, and what becomes of each: it fits, or a term of its memory is too large.
-
-The degrees are all divisors: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch,
-ep of the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk.
-What the caller fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of
-1F1B and never less memory.
-
-More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
-
-Plan a cluster: every layout, what does not fit and why, and the rest by predicted step time.
+"""`plan`: every layout of a model on a cluster, what does not fit and why, and the rest by predicted step time.
 
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
     result.best.layout              # tp=8 cp=... pp=16 ...
-    print(why(result))
 
-The layouts come from `plan_search`, their memory from `plan_memory`, their work from `plan_job` and `plan_work`, and
-the time from `plan_time` with the constants of `plan_fit`. A prediction is right to some 5 percent on the published
-runs it was fitted to, and 6 on papers it never saw (see `plan_fit.judge`): layouts closer than that are a tie.
+The degrees are all divisors: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of
+the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk. What the caller
+fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
+less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
+
+A prediction is right to some 5 percent on the published runs that `calibration` was fitted to, and 6 on papers that it
+never saw: layouts closer than that are a tie.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from os import PathLike
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.calibration import EFFICIENCY
@@ -42,12 +36,15 @@ from lablib.calc.units import GiB
 RESERVE = 3 * GiB
 
 
+MAX_MICRO_BATCH = 16
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout that fits, with its predicted step.
 
     Attributes:
-        seconds: Predicted seconds of a step by part; see `plan_time.PARTS`.
+        seconds: Predicted seconds of a step by part; see `step_time`.
         memory: Bytes of a rank by term, on the stage that needs most.
     """
 
@@ -83,7 +80,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
         load: What is trained, and where.
@@ -204,80 +201,22 @@ def plan(
     return _ranked(load, capacity, found, efficiency)
 
 
-def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency) -> Plan:
-    candidates = _timed(load, found.fitting, efficiency)
-    dropped = [
-        Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
-        for total, layout, memory in found.least.values()
-    ]
-    dropped.sort(key=lambda one: one.excess)
-    by_term = dict(found.dropped.most_common())
-    return Plan(load, capacity, candidates, tuple(dropped), found.valid, by_term)
-
-
-def _timed(
-    load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], efficiency: Efficiency
-) -> tuple[Candidate, ...]:
-    found = [Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in fitting]
-    # Among equal times the least memory is the better one.
-    return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
-
-
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
     for name in fixed:
         one_of("constraint", name, FIELDS)
     for name, known in (("recompute", RECOMPUTE), ("schedule", SCHEDULES)):
         if name in fixed:
             one_of(name, fixed[name], known)
-    whole = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
-    for name, value in whole.items():
-        least = 0 if name == "zero" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    integers = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
+    for name, value in integers.items():
+        check_whole(name, value, 0 if name == "zero" else 1)
     if fixed.get("zero", 0) > 3:
         raise ValueError(f"zero={fixed['zero']} does not exist: use 1, 2 or 3, or 0 for replicas")
 
 
-def _no_layout(load: Workload, fixed: dict[str, object]) -> str:
-    """Say what does not divide, in the words of `check_layout` where the fixed degrees decide it."""
-    gpus = load.cluster.gpus
-    given = {name: fixed[name] for name in ("tp", "cp", "pp", "dp") if name in fixed}
-    product = 1
-    for value in given.values():
-        product *= value
-    factors = " x ".join(f"{name}={value}" for name, value in given.items())
-    if given and (gpus % product or (len(given) == 4 and product != gpus)):
-        return f"{factors}{f' = {product}' if len(given) > 1 else ''} does not divide gpus={gpus}"
-    rest = gpus // product
-    free = [name for name in ("dp", "pp", "cp", "tp") if name not in given]
-    sizes = given | dict.fromkeys(free, 1) | ({free[0]: rest} if free else {})
-    trial = Layout(**{name: value for name, value in fixed.items() if name in FIELDS} | sizes)
-    try:
-        check_layout(
-            trial, load.model, gpus=gpus, seq=load.seq, global_batch=load.global_batch,
-            sequence_parallel=load.sequence_parallel,
-        )  # fmt: skip
-    except ValueError as error:
-        return f"no layout is valid; for one: {error}"
-    return f"no layout of gpus={gpus} is valid with {fixed}"
-
-
-def nothing_fits(result: Plan) -> str:
-    """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
-    near = result.dropped[0]
-    return (
-        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, is {near.excess / 1e9:.1f} GB over "
-        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it; its largest term is "
-        f"{near.term}, {near.memory[near.term] / 1e9:.1f} GB"
-    )
-
-
-MAX_MICRO_BATCH = 16
-
-
 @dataclass
 class Found:
-    """What a search found.
+    """The result of a search, before it is timed.
 
     Attributes:
         fitting: Layouts to time, each with its memory by term.
@@ -290,12 +229,6 @@ class Found:
     least: dict[tuple[int, int, int, int], tuple[int, Layout, dict[str, int]]] = field(default_factory=dict)
     valid: int = 0
     dropped: Counter = field(default_factory=Counter)
-
-
-def divisors(n: int) -> list[int]:
-    """Return the divisors of a number, in order."""
-    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
-    return small + [n // i for i in reversed(small) if i * i != n]
 
 
 def search(load: Workload, fixed: dict[str, object], capacity: float) -> Found:
@@ -326,6 +259,12 @@ def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[tuple[int, int,
                     continue
                 experts = [n for n in divisors(dp) if model.num_experts % n == 0] if model.is_moe else [1]
                 yield from ((tp, cp, pp, dp, ep) for ep in _options(fixed, "ep", experts) if ep in experts)
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
 
 
 def _search_shape(load: Workload, fixed: dict[str, object], capacity: float, shape: Layout, found: Found) -> None:
@@ -369,11 +308,8 @@ def _first_that_fits(
             found.dropped["activations" if held > states[name] else name] += 1
             least = found.least.get(cut.shape)  # of shapes that fit somewhere it is forgotten at the end
             if least is None or total < least[0]:
-                found.least[cut.shape] = (
-                    total,
-                    replace(cut, zero=zero, recompute=recompute),
-                    _terms(states, held, again),
-                )
+                layout = replace(cut, zero=zero, recompute=recompute)
+                found.least[cut.shape] = total, layout, _terms(states, held, again)
         elif not timed:
             timed = True
             layout = replace(cut, zero=zero, recompute=recompute)
@@ -405,3 +341,55 @@ def _splits(load: Workload, tp: int, cp: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency) -> Plan:
+    candidates = _timed(load, found.fitting, efficiency)
+    dropped = [
+        Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
+        for total, layout, memory in found.least.values()
+    ]
+    dropped.sort(key=lambda one: one.excess)
+    return Plan(load, capacity, candidates, tuple(dropped), found.valid, dict(found.dropped.most_common()))
+
+
+def _timed(
+    load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], efficiency: Efficiency
+) -> tuple[Candidate, ...]:
+    found = [Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in fitting]
+    # Among equal times the least memory is the better one.
+    return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
+
+
+def nothing_fits(result: Plan) -> str:
+    """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
+    near = result.dropped[0]
+    return (
+        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, is {near.excess / 1e9:.1f} GB over "
+        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it; its largest term is "
+        f"{near.term}, {near.memory[near.term] / 1e9:.1f} GB"
+    )
+
+
+def _no_layout(load: Workload, fixed: dict[str, object]) -> str:
+    """Say what does not divide, in the words of `check_layout` where the fixed degrees decide it."""
+    gpus = load.cluster.gpus
+    given = {name: fixed[name] for name in ("tp", "cp", "pp", "dp") if name in fixed}
+    product = 1
+    for value in given.values():
+        product *= value
+    factors = " x ".join(f"{name}={value}" for name, value in given.items())
+    if given and (gpus % product or (len(given) == 4 and product != gpus)):
+        return f"{factors}{f' = {product}' if len(given) > 1 else ''} does not divide gpus={gpus}"
+    rest = gpus // product
+    free = [name for name in ("dp", "pp", "cp", "tp") if name not in given]
+    sizes = given | dict.fromkeys(free, 1) | ({free[0]: rest} if free else {})
+    trial = Layout(**{name: value for name, value in fixed.items() if name in FIELDS} | sizes)
+    try:
+        check_layout(
+            trial, load.model, gpus=gpus, seq=load.seq, global_batch=load.global_batch,
+            sequence_parallel=load.sequence_parallel,
+        )  # fmt: skip
+    except ValueError as error:
+        return f"no layout is valid; for one: {error}"
+    return f"no layout of gpus={gpus} is valid with {fixed}"

@@ -1,42 +1,31 @@
-"""The time of a training step, from the work of a micro-batch: what is added, what overlaps, and the bubble.
+"""The time of a training step: the work of a micro-batch at full rates, what overlaps, and the bubble.
+
+One rank has three kinds of work for a micro-batch, each limited by another part of the machine (`layer_work`):
+
+- **matmul**: FLOPs over the rate that large matrix products reach on the device;
+- **memory**: bytes of everything between the products (norms, activations, dropout, softmax) over the memory's rate;
+- **network**: bytes that a rank sends over the bandwidth of the link that its group uses.
+
+A `Workload` puts them together stage by stage, and `step_time` makes seconds of them:
 
     stage      T = matmul / e_matmul + (memory + tp + cp + ep + pp) / e_bandwidth
     pipeline   m T_max + (sum of the other stages' T) / v            (v chunks a stage: the bubble shrinks)
     step       pipeline + exposed data parallelism + optimizer
 
 Collectives of tp, cp and ep, and the sends of pp, wait for their result and nothing hides them. Data parallelism hides:
+stages 0 and 1 send gradients once a step, behind the last micro-batch's backward, and gather weights behind the first
+forward; stage 2 scatters gradients after every micro-batch, behind its backward; stage 3 gathers weights for forward and
+again for backward, and scatters gradients, behind each micro-batch. What is longer than the work that hides it is
+exposed. What is hidden is not free either: the kernels that send take multiprocessors and memory bandwidth from those
+that compute, so hidden seconds cost `e_overlap` of themselves. The three e, the same for every layout, model and device,
+are the only fitted numbers (`calibration`).
 
-- stages 0 and 1 send gradients once a step, behind the last micro-batch's backward, and gather weights behind the
-  first forward;
-- stage 2 scatters gradients after every micro-batch, behind its backward;
-- stage 3 gathers weights for forward and again for backward, and scatters gradients, behind each micro-batch.
-
-What is longer than the work that hides it is exposed. What is hidden is not free either: the kernels that send take
-multiprocessors and memory bandwidth from those that compute, so hidden seconds cost `e_overlap` of themselves.
-Latency is left out: bandwidth decides at these sizes.
-
-The three e, the same for every layout, model and device, are the only fitted numbers; see `plan_fit`.
-
-From a layout to the work of a step: pieces of `plan_work`, put together stage by stage.
-
-What one rank has to do for a micro-batch, in seconds at the hardware's full rates.
-
-Three kinds of work, each limited by another part of the machine:
-
-- **matmul**: FLOPs over the rate that large matrix products reach on the card;
-- **memory**: bytes of everything between the products (norms, activations, dropout, softmax) over the memory's rate;
-- **network**: bytes that a rank sends over the bandwidth of the link that its group uses.
-
-How close a run comes to the three rates is left to `plan_time`: three constants, the same for every layout.
-
-Bytes of a kernel are counted as its reads and writes: a norm 2 accesses a value; dropout and residual 3; an activation
-function its inputs and output. Unfused attention writes, normalizes, drops and reads its scores: 6 accesses and a mask,
-for every pair of tokens. Fused attention keeps them on chip and skips the masked half. Backward reads the incoming
-gradient as well: 3 accesses for every 2 of forward. Every micro-batch also reads the weights, once forward and once
-backward, and adds to their gradients, a read and a write: with few tokens a micro-batch this is what limits it.
-
-Backward multiplies twice what forward does. Fused attention computes the scores again there: 5 products for 2
-(Dao 2023, arXiv 2307.08691).
+Bytes of a kernel are its reads and writes: a norm 2 accesses a value; dropout and residual 3; an activation function its
+inputs and output. Unfused attention writes, normalizes, drops and reads its scores: 6 accesses and a mask for every pair
+of tokens. Fused attention keeps them on chip and skips the masked half. Backward reads the incoming gradient as well: 3
+accesses for every 2 of forward. Every micro-batch also reads the weights, once forward and once backward, and adds to
+their gradients, a read and a write: with few tokens a micro-batch this is what limits it. Backward multiplies twice what
+forward does; fused attention computes the scores again there, 5 products for 2 (Dao 2023, arXiv 2307.08691).
 
 Left out: latency, stragglers, oversubscribed switches, experts that get more tokens than others. Every copy of a token
 counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most four (arXiv 2412.19437),
@@ -54,10 +43,286 @@ from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, lay
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 
+PARTS = ("matmul", "memory", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
+
+
+BACKWARD_BYTES = 1.5  # three accesses for two
+
+
+FUSED_BACKWARD = 2.5  # five products for two
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of work at full rates: matrix products, memory traffic, and three kinds of collectives.
+
+    Attributes:
+        memory: Kernels that are limited by memory.
+    """
+
+    matmul: float = 0.0
+    memory: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul + other.matmul,
+            self.memory + other.memory,
+            self.tp + other.tp,
+            self.cp + other.cp,
+            self.ep + other.ep,
+        )
+
+    def times(self, n: float) -> Work:
+        """Return n times as much."""
+        return Work(self.matmul * n, self.memory * n, self.tp * n, self.cp * n, self.ep * n)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward of something; backward holds what is recomputed.
+
+    Attributes:
+        forward: Work of the forward pass.
+        backward: Work of the backward pass, recomputation included.
+    """
+
+    forward: Work
+    backward: Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The micro-batch of one rank, and how its values are held.
+
+    Attributes:
+        size: Sequences of a replica.
+        value: Bytes of an activation and of a weight.
+        gradient: Bytes of a weight's gradient where it is added up.
+        attention: "fused" or "plain".
+        sequence_parallel: Whether tp splits what lies between the matrices.
+    """
+
+    size: int
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    value: int = 2
+    gradient: int = 2
+    attention: str = "fused"
+    sequence_parallel: bool = True
+    dropout: bool = False
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one context-parallel rank."""
+        return self.size * self.seq / self.cp
+
+
+def layer_work(
+    model: ModelConfig, cluster: Cluster, batch: MicroBatch, *, layer: int, ep: int = 1, recompute: str = "none"
+) -> Passes:
+    """Return the work of one layer on one rank for one micro-batch.
+
+    Args:
+        layer: Which layer, from 0; it matters where some have experts.
+        recompute: "none", "selective" or "full".
+    """
+    experts = model.has_experts(layer)
+    tokens, seq, tp, cp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.cp, batch.value, batch.gradient
+    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
+    dense = 2 * tokens * (attention_matrices(model) + _mlp_weights(model, experts)) / tp
+    scores = 2 * tokens * seq * model.num_heads * (model.head_dim + model.value_dim) / tp
+    fused = batch.attention == "fused"
+    if fused:
+        scores /= 2
+    flat, square = _layer_bytes(model, batch, experts)
+    pairs = 0.0 if fused else square * tokens * seq * model.num_heads / tp
+    weights = _local_weights(model, experts, tp, ep)
+    kernels = (flat * tokens + pairs) / hbm
+    forward = Work(
+        matmul=(dense + scores) / rate,
+        memory=kernels + value * weights / hbm,
+        tp=4 * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
+        cp=_key_bytes(model, batch) * (cp - 1) / cp / cluster.bandwidth(cp, tp),
+        ep=_all_to_all_bytes(model, batch, ep) / cluster.bandwidth(ep, tp * cp) if experts else 0.0,
+    )
+    backward = Work(
+        matmul=(2 * dense + (FUSED_BACKWARD if fused else 2) * scores) / rate,
+        memory=BACKWARD_BYTES * kernels + (value + 2 * gradient) * weights / hbm,
+        tp=forward.tp,
+        cp=forward.cp,
+        ep=forward.ep,
+    )
+    if recompute == "full":
+        backward = backward + forward
+    elif recompute == "selective":
+        backward = backward + Work(matmul=scores / rate, memory=pairs / hbm)
+    return Passes(forward, backward)
+
+
+def head_work(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> Passes:
+    """Return the work of the output head and the loss: one product, and the logits read and written in fp32."""
+    tokens, tp, value, gradient = batch.tokens, batch.tp, batch.value, batch.gradient
+    vocab = -(-model.vocab // tp)
+    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
+    product, loss, weights = (2 * tokens * model.hidden * vocab / rate, 3 * 4 * tokens * vocab, model.hidden * vocab)
+    # One gather of the stream forward, one scatter of its gradient backward.
+    sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
+    return Passes(
+        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent),
+        Work(matmul=2 * product, memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm, tp=sent),
+    )
+
+
+def _dtype(cluster: Cluster) -> str:
+    return "bf16" if "bf16" in cluster.gpu.flops else "fp16"
+
+
+def _mlp_weights(model: ModelConfig, experts: bool) -> int:
+    """Weights that a token is multiplied with after attention."""
+    matrices = (3 if model.gated_mlp else 2) * model.hidden
+    if not experts:
+        return matrices * model.ffn
+    visited = model.experts_per_token + model.num_shared_experts
+    return matrices * visited * model.expert_ffn + model.hidden * model.num_experts
+
+
+def _local_weights(model: ModelConfig, experts: bool, tp: int, ep: int) -> float:
+    """Weights of a layer's matrices on a rank."""
+    matrices = (3 if model.gated_mlp else 2) * model.hidden
+    if not experts:
+        return (attention_matrices(model) + matrices * model.ffn) / tp
+    held = model.num_experts / ep + model.num_shared_experts
+    return (attention_matrices(model) + matrices * held * model.expert_ffn) / tp
+
+
+def _layer_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> tuple[float, float]:
+    """Bytes of forward's memory-bound kernels: a token of this rank, and a pair of tokens and head if not fused."""
+    value, mask = batch.value, int(batch.dropout)
+    stream = model.hidden * (model.norms_per_layer * 2 * value + 2 * (3 * value + mask))
+    inner_width = model.ffn
+    if experts:
+        inner_width = (model.experts_per_token + model.num_shared_experts) * model.expert_ffn
+        stream += 4 * value * model.experts_per_token * model.hidden  # permuted to the experts, and back
+    inner = (3 if model.gated_mlp else 2) * value * inner_width
+    if not model.learned_positions:
+        inner += 2 * value * (model.q_width + model.kv_width)  # rotary positions
+    pair = (6 if batch.dropout else 4) * value + mask
+    return stream / (batch.tp if batch.sequence_parallel else 1) + inner / batch.tp, pair
+
+
+def _key_bytes(model: ModelConfig, batch: MicroBatch) -> float:
+    """Bytes of keys and values of full sequences on one tensor-parallel rank."""
+    width = model.kv_lora_rank + model.qk_rope_head_dim if model.is_mla else 2 * model.kv_width / batch.tp
+    return batch.size * batch.seq * width * batch.value
+
+
+def _all_to_all_bytes(model: ModelConfig, batch: MicroBatch, ep: int) -> float:
+    """Bytes that a rank sends to experts and back in forward."""
+    return 2 * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value * (ep - 1) / ep
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How close a run comes to the full rates.
+
+    Attributes:
+        matmul: Share of the rate of large matrix products.
+        bandwidth: Share of a bandwidth, the memory's or a link's.
+        overlap: Seconds that a second of hidden communication still costs.
+    """
+
+    matmul: float
+    bandwidth: float
+    overlap: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The work of one pipeline stage for one micro-batch, and how many stages are alike.
+
+    Attributes:
+        work: Forward and backward of all its layers, and of the head on the last one.
+    """
+
+    work: Passes
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step as work at full rates: all that `step_time` needs.
+
+    Attributes:
+        stages: The kinds of pipeline stages.
+        micro_batches: Micro-batches of a replica, m.
+        chunks: Chunks of layers in a stage, v.
+        send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
+        scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
+        gather: Seconds of an all-gather of a stage's weights at full rate.
+        optimizer: Seconds of the optimizer's memory traffic at full rate.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    chunks: int
+    send: float
+    scatter: float
+    gather: float
+    zero: int
+    optimizer: float
+
+
+def total_seconds(work: Work, rates: Efficiency) -> float:
+    """Return how long work takes if nothing overlaps."""
+    bytes_moved = work.memory + work.tp + work.cp + work.ep
+    return work.matmul / rates.matmul + bytes_moved / rates.bandwidth
+
+
+def step_time(job: Job, rates: Efficiency) -> dict[str, float]:
+    """Return the seconds of a step by part; they sum to the step."""
+    send = job.send / rates.bandwidth
+    longest, others, slowest = -1.0, 0.0, job.stages[0]
+    for stage in job.stages:
+        each = total_seconds(stage.work.forward, rates) + total_seconds(stage.work.backward, rates) + send
+        others += stage.count * each
+        if each > longest:
+            longest, slowest = each, stage
+    m, forward, backward = job.micro_batches, slowest.work.forward, slowest.work.backward
+    exposed, again = _exposed(job, total_seconds(forward, rates), total_seconds(backward, rates), rates)
+    return {
+        "matmul": m * (forward.matmul + backward.matmul) / rates.matmul,
+        "memory": m * (forward.memory + backward.memory) / rates.bandwidth,
+        "tp": m * (forward.tp + backward.tp) / rates.bandwidth,
+        "cp": m * (forward.cp + backward.cp) / rates.bandwidth,
+        "ep": m * (forward.ep + backward.ep) / rates.bandwidth,
+        "pp": m * send,
+        "dp": exposed + m * again,
+        "bubble": (others - longest) / job.chunks,
+        "optimizer": job.optimizer / rates.bandwidth,
+    }
+
+
+def _exposed(job: Job, forward: float, backward: float, rates: Efficiency) -> tuple[float, float]:
+    """Seconds that data parallelism adds: once a step, and in every micro-batch."""
+    scatter, gather = job.scatter / rates.bandwidth, job.gather / rates.bandwidth
+
+    def added(sending: float, computing: float) -> float:
+        return max(0.0, sending - computing) + rates.overlap * min(sending, computing)
+
+    if job.zero == 3:
+        return 0.0, added(gather, forward) + added(gather + scatter, backward)
+    if job.zero == 2:
+        return added(gather, forward), added(scatter, backward)
+    return added(gather, forward) + added(scatter, backward), 0.0
+
 
 @dataclass
 class Workload:
-    """What is to be trained, where and how it is counted; it remembers the pieces that layouts share.
+    """A model, a cluster and a batch; pieces that layouts share are computed once.
 
     Attributes:
         attention: "fused" or "plain".
@@ -83,14 +348,22 @@ class Workload:
         key = "work", layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.recompute
         if key not in self._cache:
             model = self.model
-            size = {"micro_batch": layout.micro_batch, "seq": self.seq, "tp": layout.tp, "cp": layout.cp}
-            size |= {"value": self.recipe.activation, "gradient": self.recipe.accumulation or self.recipe.gradients}
-            how = {"attention": self.attention, "sequence_parallel": self.sequence_parallel, "dropout": self.dropout}
-            layers = [
-                layer_work(model, self.cluster, layer=i, ep=layout.ep, recompute=layout.recompute, **size, **how)
+            batch = MicroBatch(
+                size=layout.micro_batch,
+                seq=self.seq,
+                tp=layout.tp,
+                cp=layout.cp,
+                value=self.recipe.activation,
+                gradient=self.recipe.accumulation or self.recipe.gradients,
+                attention=self.attention,
+                sequence_parallel=self.sequence_parallel,
+                dropout=self.dropout,
+            )
+            first, last = (
+                layer_work(model, self.cluster, batch, layer=i, ep=layout.ep, recompute=layout.recompute)
                 for i in (0, model.num_layers - 1)
-            ]
-            self._cache[key] = (*layers, head_work(model, self.cluster, **size))
+            )
+            self._cache[key] = first, last, head_work(model, self.cluster, batch)
         return self._cache[key]
 
     def params(self, tp: int, ep: int) -> dict[str, tuple[int, int]]:
@@ -207,281 +480,3 @@ class Workload:
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
         return self._cache[key]
-
-
-BACKWARD_BYTES = 1.5  # three accesses for two
-FUSED_BACKWARD = 2.5  # five products for two
-
-
-@dataclass(frozen=True)
-class Work:
-    """Seconds of work at full rates: matrix products, memory traffic, and three kinds of collectives.
-
-    Attributes:
-        memory: Kernels that are limited by memory.
-    """
-
-    matmul: float = 0.0
-    memory: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmul + other.matmul,
-            self.memory + other.memory,
-            self.tp + other.tp,
-            self.cp + other.cp,
-            self.ep + other.ep,
-        )
-
-    def times(self, n: float) -> Work:
-        """Return n times as much."""
-        return Work(self.matmul * n, self.memory * n, self.tp * n, self.cp * n, self.ep * n)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward and backward of something; backward holds what is recomputed.
-
-    Attributes:
-        forward: Work of the forward pass.
-        backward: Work of the backward pass, recomputation included.
-    """
-
-    forward: Work
-    backward: Work
-
-
-def layer_work(
-    model: ModelConfig,
-    cluster: Cluster,
-    *,
-    layer: int,
-    micro_batch: int,
-    seq: int,
-    tp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    recompute: str = "none",
-    attention: str = "fused",
-    sequence_parallel: bool = True,
-    dropout: bool = False,
-    value: int = 2,
-    gradient: int = 2,
-) -> Passes:
-    """Return the work of one layer on one rank for one micro-batch.
-
-    Args:
-        layer: Which layer, from 0; it matters where some have experts.
-        recompute: "none", "selective" or "full".
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits what lies between the matrices.
-        value: Bytes of an activation and of a weight.
-        gradient: Bytes of a weight's gradient where it is added up.
-    """
-    experts = model.has_experts(layer)
-    tokens = micro_batch * seq / cp
-    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
-    dense = 2 * tokens * (attention_matrices(model) + _mlp_weights(model, experts)) / tp
-    scores = 2 * tokens * seq * model.num_heads * (model.head_dim + model.value_dim) / tp
-    fused = attention == "fused"
-    if fused:
-        scores /= 2
-    flat, square = _layer_bytes(model, experts, tp, sequence_parallel, dropout, value)
-    pairs = 0.0 if fused else square * tokens * seq * model.num_heads / tp
-    weights = _local_weights(model, experts, tp, ep)
-    kernels = (flat * tokens + pairs) / hbm
-    forward = Work(
-        matmul=(dense + scores) / rate,
-        memory=kernels + value * weights / hbm,
-        tp=4 * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
-        cp=_keys(model, micro_batch * seq, tp, value) * (cp - 1) / cp / cluster.bandwidth(cp, tp),
-        ep=_all_to_all(model, experts, tokens, tp, ep, value) / cluster.bandwidth(ep, tp * cp),
-    )
-    backward = Work(
-        matmul=(2 * dense + (FUSED_BACKWARD if fused else 2) * scores) / rate,
-        memory=BACKWARD_BYTES * kernels + (value + 2 * gradient) * weights / hbm,
-        tp=forward.tp,
-        cp=forward.cp,
-        ep=forward.ep,
-    )
-    if recompute == "full":
-        backward = backward + forward
-    elif recompute == "selective":
-        backward = backward + Work(matmul=scores / rate, memory=pairs / hbm)
-    return Passes(forward, backward)
-
-
-def head_work(
-    model: ModelConfig,
-    cluster: Cluster,
-    *,
-    micro_batch: int,
-    seq: int,
-    tp: int = 1,
-    cp: int = 1,
-    value: int = 2,
-    gradient: int = 2,
-) -> Passes:
-    """Return the work of the output head and the loss: one product, and the logits read and written in fp32."""
-    tokens, vocab = micro_batch * seq / cp, -(-model.vocab // tp)
-    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
-    product, loss, weights = (2 * tokens * model.hidden * vocab / rate, 3 * 4 * tokens * vocab, model.hidden * vocab)
-    # One gather of the stream forward, one scatter of its gradient backward.
-    sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
-    return Passes(
-        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent),
-        Work(matmul=2 * product, memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm, tp=sent),
-    )
-
-
-def _dtype(cluster: Cluster) -> str:
-    return "bf16" if "bf16" in cluster.gpu.flops else "fp16"
-
-
-def _mlp_weights(model: ModelConfig, experts: bool) -> int:
-    """Weights that a token is multiplied with after attention."""
-    matrices = (3 if model.gated_mlp else 2) * model.hidden
-    if not experts:
-        return matrices * model.ffn
-    visited = model.experts_per_token + model.num_shared_experts
-    return matrices * visited * model.expert_ffn + model.hidden * model.num_experts
-
-
-def _local_weights(model: ModelConfig, experts: bool, tp: int, ep: int) -> float:
-    """Weights of a layer's matrices on a rank."""
-    matrices = (3 if model.gated_mlp else 2) * model.hidden
-    if not experts:
-        return (attention_matrices(model) + matrices * model.ffn) / tp
-    held = model.num_experts / ep + model.num_shared_experts
-    return (attention_matrices(model) + matrices * held * model.expert_ffn) / tp
-
-
-def _layer_bytes(
-    model: ModelConfig, experts: bool, tp: int, sequence_parallel: bool, dropout: bool, value: int
-) -> tuple[float, float]:
-    """Bytes of forward's memory-bound kernels: a token of this rank, and a pair of tokens and head if not fused."""
-    mask = 1 if dropout else 0
-    stream = model.hidden * (model.norms_per_layer * 2 * value + 2 * (3 * value + mask))
-    inner_width = model.ffn
-    if experts:
-        inner_width = (model.experts_per_token + model.num_shared_experts) * model.expert_ffn
-        stream += 4 * value * model.experts_per_token * model.hidden  # permuted to the experts, and back
-    inner = (3 if model.gated_mlp else 2) * value * inner_width
-    if not model.learned_positions:
-        inner += 2 * value * (model.q_width + model.kv_width)  # rotary positions
-    pair = (6 if dropout else 4) * value + mask
-    return stream / (tp if sequence_parallel else 1) + inner / tp, pair
-
-
-def _keys(model: ModelConfig, tokens: float, tp: int, value: int) -> float:
-    """Bytes of keys and values of whole sequences on one tensor-parallel rank."""
-    width = model.kv_lora_rank + model.qk_rope_head_dim if model.is_mla else 2 * model.kv_width / tp
-    return tokens * width * value
-
-
-def _all_to_all(model: ModelConfig, experts: bool, tokens: float, tp: int, ep: int, value: int) -> float:
-    """Bytes that a rank sends to experts and back in forward."""
-    if not experts or ep == 1:
-        return 0.0
-    return 2 * tokens / tp * model.experts_per_token * model.hidden * value * (ep - 1) / ep
-
-
-PARTS = ("matmul", "memory", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """How close a run comes to the full rates.
-
-    Attributes:
-        matmul: Share of the rate of large matrix products.
-        bandwidth: Share of a bandwidth, the memory's or a link's.
-        overlap: Seconds that a second of hidden communication still costs.
-    """
-
-    matmul: float
-    bandwidth: float
-    overlap: float
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one pipeline stage does for one micro-batch, and how many stages are alike.
-
-    Attributes:
-        work: Forward and backward of all its layers, and of the head on the last one.
-    """
-
-    work: Passes
-    count: int = 1
-
-
-@dataclass(frozen=True)
-class Job:
-    """A step as work at full rates: all that `step_time` needs.
-
-    Attributes:
-        stages: The kinds of pipeline stages.
-        micro_batches: Micro-batches of a replica, m.
-        chunks: Chunks of layers in a stage, v.
-        send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
-        scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
-        gather: Seconds of an all-gather of a stage's weights at full rate.
-        optimizer: Seconds of the optimizer's memory traffic at full rate.
-    """
-
-    stages: tuple[Stage, ...]
-    micro_batches: int
-    chunks: int
-    send: float
-    scatter: float
-    gather: float
-    zero: int
-    optimizer: float
-
-
-def total_seconds(work: Work, rates: Efficiency) -> float:
-    """Return how long work takes if nothing overlaps."""
-    bytes_moved = work.memory + work.tp + work.cp + work.ep
-    return work.matmul / rates.matmul + bytes_moved / rates.bandwidth
-
-
-def step_time(job: Job, rates: Efficiency) -> dict[str, float]:
-    """Return the seconds of a step by part; they sum to the step."""
-    send = job.send / rates.bandwidth
-    longest, others, slowest = -1.0, 0.0, job.stages[0]
-    for stage in job.stages:
-        each = total_seconds(stage.work.forward, rates) + total_seconds(stage.work.backward, rates) + send
-        others += stage.count * each
-        if each > longest:
-            longest, slowest = each, stage
-    m, forward, backward = job.micro_batches, slowest.work.forward, slowest.work.backward
-    exposed, again = _exposed(job, total_seconds(forward, rates), total_seconds(backward, rates), rates)
-    return {
-        "matmul": m * (forward.matmul + backward.matmul) / rates.matmul,
-        "memory": m * (forward.memory + backward.memory) / rates.bandwidth,
-        "tp": m * (forward.tp + backward.tp) / rates.bandwidth,
-        "cp": m * (forward.cp + backward.cp) / rates.bandwidth,
-        "ep": m * (forward.ep + backward.ep) / rates.bandwidth,
-        "pp": m * send,
-        "dp": exposed + m * again,
-        "bubble": (others - longest) / job.chunks,
-        "optimizer": job.optimizer / rates.bandwidth,
-    }
-
-
-def _exposed(job: Job, forward: float, backward: float, rates: Efficiency) -> tuple[float, float]:
-    """Seconds that data parallelism adds: once a step, and in every micro-batch."""
-    scatter, gather = job.scatter / rates.bandwidth, job.gather / rates.bandwidth
-
-    def added(sending: float, computing: float) -> float:
-        return max(0.0, sending - computing) + rates.overlap * min(sending, computing)
-
-    if job.zero == 3:
-        return 0.0, added(gather, forward) + added(gather + scatter, backward)
-    if job.zero == 2:
-        return added(gather, forward), added(scatter, backward)
-    return added(gather, forward) + added(scatter, backward), 0.0
