@@ -20,12 +20,12 @@ from lablib.calc.layouts.planner import (
     check_layout,
     chunk_layers,
     cluster,
-    layers_per_stage,
     layout_memory,
     plan,
     plan_reasons,
     step_time,
 )
+from lablib.calc.layouts.planner.layout import layers_per_stage
 from lablib.calc.layouts.planner.time import Efficiency, Job, Passes, Stage, Work
 from lablib.calc.memory import training_memory
 from lablib.calc.models import ModelConfig, preset

@@ -10,13 +10,12 @@ Read `config` first. Every chapter uses it, from 01 on.
 
 from __future__ import annotations
 
-from lablib.calc.models.config import FAMILIES, ModelConfig
+from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.hf_config import from_hf
 from lablib.calc.models.presets import preset, preset_names
 from lablib.calc.models.tensors import Tensor, embedding_tensors, head_tensors, layer_tensors
 
 __all__ = [
-    "FAMILIES",
     "ModelConfig",
     "Tensor",
     "embedding_tensors",

@@ -72,7 +72,7 @@ def backward_transfers(
     Args:
         sizes: Bytes of each gradient, in registration order.
         buckets: Indices into `sizes`, in the order of sending, as `bucket_sizes` returns them.
-        backward: Seconds of the whole backward pass.
+        backward: Seconds of the backward pass.
         bandwidth: Bytes per second, per direction.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
     """
@@ -100,7 +100,7 @@ def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
     """Return the seconds of communication after backward has ended: what the step waits for.
 
     Args:
-        backward: Seconds of the whole backward pass.
+        backward: Seconds of the backward pass.
     """
     return max([transfer.end for transfer in transfers], default=backward) - backward
 

@@ -292,11 +292,11 @@ def zero3_estimate(
     _counts(params=params, largest_layer=largest_layer, gpus_per_node=gpus_per_node, nodes=nodes)
     on_gpu = {"none": 18, "optimizer": 2, "parameters": 0}[offload]
     gpu = 4 * largest_layer + int(on_gpu * params / (gpus_per_node * nodes))
-    whole = 4 * gpus_per_node
+    full = 4 * gpus_per_node
     if offload == "none":
-        return Estimate(int((largest_layer if zero_init else params) * whole * buffer), gpu)
+        return Estimate(int((largest_layer if zero_init else params) * full * buffer), gpu)
     on_cpu = {"optimizer": 16, "parameters": 18}[offload] / nodes
-    return Estimate(int(params * (on_cpu if zero_init else max(whole, on_cpu)) * buffer), gpu)
+    return Estimate(int(params * (on_cpu if zero_init else max(full, on_cpu)) * buffer), gpu)
 
 
 def _counts(**counts: int) -> None:

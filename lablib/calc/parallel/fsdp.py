@@ -34,7 +34,7 @@ class Message:
 
     Attributes:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        bytes: The whole array, padding included.
+        bytes: The full array, padding included.
         phase: "forward" or "backward".
     """
 

@@ -206,7 +206,7 @@ class _Walk:
             if self.frees_early:
                 self.deferred = 0
             self.note("copy", unit)
-            self.parts.pop(unit, None)  # freed once the whole is there
+            self.parts.pop(unit, None)  # freed once the unsharded parameter is there
             # In forward the buffer before this one goes now at the latest, and this one with the next gather.
             buffer = self.buffers.pop(unit)
             self.deferred = buffer if self.phase == "forward" else 0

@@ -106,7 +106,7 @@ def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
 
 
 def rank_params(config: ModelConfig, tp: int) -> int:
-    """Return the parameters that one rank holds of the whole model: 1/t of matrices, all of norms and row biases.
+    """Return the parameters that one rank holds of the model: 1/t of matrices, all of norms and row biases.
 
     Args:
         tp: A degree of `tp_degrees`; the vocabulary is rounded up to a multiple of it.
@@ -161,7 +161,7 @@ class LayerTimes:
 
     @property
     def share(self) -> float:
-        """Communication over the whole layer, if nothing overlaps."""
+        """Communication over the full time of the layer, if nothing overlaps."""
         return self.communication / (self.compute + self.communication)
 
 

@@ -104,6 +104,14 @@ def link_bandwidth(rate: str | None) -> float:
     return math.inf if rate is None else tcp_bandwidth(parse_bandwidth(rate))
 
 
+def payload(card_bytes: float) -> float:
+    """Return about how many bytes of data a throttled network card has sent: without headers, with acknowledgements.
+
+    A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
+    """
+    return tcp_bandwidth(card_bytes)
+
+
 def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
     """Return the raw seconds of the samples that meet all conditions, in the order measured."""
     found = [s["seconds"] for s in samples if all(s.get(name) == value for name, value in conditions.items())]

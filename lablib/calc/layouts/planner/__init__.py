@@ -33,15 +33,7 @@ from lablib.calc.layouts.planner.explain import (
     plan_run,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import (
-    FIELDS,
-    Cluster,
-    Layout,
-    check_layout,
-    chunk_layers,
-    cluster,
-    layers_per_stage,
-)
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, step_time, total_seconds
@@ -69,7 +61,6 @@ __all__ = [
     "divisors",
     "judge_runs",
     "layer_work",
-    "layers_per_stage",
     "layout_memory",
     "megatron_gpt",
     "nothing_fits",
