@@ -348,25 +348,15 @@ def shard(
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if backend:
             module.forward = torch.compile(module.forward, backend=backend)
-    options = {
-        "mesh": device_mesh,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-    }
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
+    options = {"mesh": device_mesh, "mp_policy": policy, "offload_policy": place}
     for _, module in chosen:
         fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=root_reshard, **options)
     if prefetch:
         _prefetch(model, [unit.name for unit in units[1:]], prefetch)
 
-    if wrap == "linear":
-        notes.append("linear layers return views: an in-place operation on one would skip its gather in backward")
-    if next(model.parameters()).is_meta:
-        notes.append("on the meta device: call materialize before the first step")
-    if policy.param_dtype == torch.float16:
-        notes.append("fp16: scale the loss, or small gradients become zero")
-    if offload:
-        notes.append("offloaded: the optimizer runs on the CPU")
+    notes += _warnings(model, wrap, policy, offload)
     report = ShardReport(
         units=tuple(units),
         wrap=wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "function"),
@@ -384,6 +374,16 @@ def shard(
         notes=tuple(notes),
     )
     return model, report
+
+
+def _warnings(model: nn.Module, wrap: Rule, policy: MixedPrecisionPolicy, offload: bool) -> list[str]:
+    said = {
+        "linear layers return views: an in-place operation on one would skip its gather in backward": wrap == "linear",
+        "on the meta device: call materialize before the first step": next(model.parameters()).is_meta,
+        "fp16: scale the loss, or small gradients become zero": policy.param_dtype == torch.float16,
+        "offloaded: the optimizer runs on the CPU": offload,
+    }
+    return [text for text, holds in said.items() if holds]
 
 
 def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-_FULL = (
-    "The disk is full: free some room or keep fewer checkpoints. The checkpoints that were complete before are "
-    "untouched, and the run resumes from the newest of them."
-)
 _KNOWN: tuple[tuple[str, str], ...] = (
-    (r"No space left on device|Errno 28|Errno 122|Disk quota exceeded", _FULL),
+    (
+        r"No space left on device|Errno 28|Errno 122|Disk quota exceeded",
+        "The disk is full: free some room or keep fewer checkpoints. The checkpoints that were complete before are "
+        "untouched, and the run resumes from the newest of them.",
+    ),
     (
         r"Errno 27\b|File too large",
         "A file is larger than this process may write: raise the limit (ulimit -f). The checkpoints that were complete "

@@ -221,7 +221,7 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "ranks": record["ranks"],
             "seconds": asdict(measured),
             "tokens_per_second": median(_values(record, "tokens_per_second")),
-            "mfu": _median_or_none(_values(record, "mfu")),
+            "mfu": median(mfu) if (mfu := _values(record, "mfu")) else None,
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
             "predicted_memory": told.get("memory_bytes"),
@@ -271,10 +271,6 @@ def _seconds(record: Mapping[str, Any]) -> list[float]:
 
 def _values(record: Mapping[str, Any], key: str) -> list[float]:
     return [line[key] for lines in _counted(record) for line in lines if line.get(key) is not None]
-
-
-def _median_or_none(values: list[float]) -> float | None:
-    return median(values) if values else None
 
 
 def _phases(line: Mapping[str, Any], compute: float | None) -> Phases:
