@@ -19,11 +19,10 @@ from lablib.calc.runs import (
     layout_bytes,
     link_bandwidth,
     placement_rows,
-    predicted_step,
     savings_rows,
     scaling_rows,
 )
-from lablib.calc.runs.network_study import all_reduce_rows, crossing, link_fit, seconds_of, two_hosts
+from lablib.calc.runs.network_study import all_reduce_rows, crossing, link_fit, predicted_step, seconds_of, two_hosts
 from lablib.launch.communication import network_study
 from lablib.launch.communication import study as study_module
 from lablib.launch.communication.cluster import why_not
