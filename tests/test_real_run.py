@@ -250,7 +250,7 @@ def test_a_run_of_the_report_that_fails_leaves_the_others(machine, capsys, kind)
     out = capsys.readouterr().out
     assert ("take a smaller gpu_model" in out) == (kind == "one")
     assert ("no losses to compare" in out) == (kind == "strong")
-    assert made.started[-1][0] == "race"
+    assert made.started[-1][0] == "compare_loops"
 
 
 def test_the_same_command_tries_again_what_failed_but_not_what_did_not_fit(machine, monkeypatch, tmp_path, capsys):
