@@ -175,7 +175,7 @@ def test_a_dump_cannot_run_code(tmp_path):
 
 
 def test_no_dump_and_no_ring(tmp_path):
-    with pytest.raises(ValueError, match=r"was the job started with flight_recorder\.settings"):
+    with pytest.raises(ValueError, match=r"was the job started with flight_recorder_settings"):
         flight_recorder.read_flight_records(tmp_path)
     with pytest.raises(ValueError, match="entries=0 must be at least 1"):
         flight_recorder.flight_recorder_settings(tmp_path, entries=0)

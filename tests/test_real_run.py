@@ -136,7 +136,7 @@ def test_the_report_comes_first_with_both_predictions_and_what_a_page_points_to_
         ("_train", 1, batch), ("_train", gpus, batch), ("_train", gpus, gpus * batch), ("_traced", gpus, batch),
     ]  # fmt: skip
     assert not any(config.compile for _, _, config in made.started[:6])
-    assert started[-1][:2] == ("race", 1)
+    assert started[-1][:2] == ("compare_loops", 1)
     # Of the three experiments one is the report's first run; the others change one thing each.
     twice, whole = made.started[4][2], made.started[5][2]
     assert (twice.micro_batch, twice.reshard) == (16, True)
@@ -250,7 +250,7 @@ def test_a_run_of_the_report_that_fails_leaves_the_others(machine, capsys, kind)
     out = capsys.readouterr().out
     assert ("take a smaller gpu_model" in out) == (kind == "one")
     assert ("no losses to compare" in out) == (kind == "strong")
-    assert made.started[-1][0] == "race"
+    assert made.started[-1][0] == "compare_loops"
 
 
 def test_the_same_command_tries_again_what_failed_but_not_what_did_not_fit(machine, monkeypatch, tmp_path, capsys):

@@ -31,6 +31,14 @@ from lablib.toys.collectives import NodeGroups, Wire, hierarchical_all_reduce
 from lablib.toys.data_parallel import OverlappedDDP
 
 Sample = dict[str, Any]
+#: What the study compares: few rounds, few bytes, or as few bytes as possible over the slow link.
+ALGORITHMS = (
+    "ring_all_reduce",
+    "tree_all_reduce",
+    "recursive_doubling_all_reduce",
+    "halving_doubling_all_reduce",
+    "hierarchical_all_reduce",
+)
 
 
 def set_rate(rate: str | None) -> None:
@@ -81,16 +89,6 @@ def slowest(by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
         if losses := [sample["loss"] for sample in same if sample.get("loss") is not None]:
             merged[-1]["loss"] = sum(losses) / len(losses)  # of the full batch: every rank has as much of it
     return merged
-
-
-#: What the study compares: few rounds, few bytes, or as few bytes as possible over the slow link.
-ALGORITHMS = (
-    "ring_all_reduce",
-    "tree_all_reduce",
-    "recursive_doubling_all_reduce",
-    "halving_doubling_all_reduce",
-    "hierarchical_all_reduce",
-)
 
 
 def exchanges(rate: str | None, sizes: Sequence[int], *, turns: int, other_host: int) -> list[Sample]:

@@ -44,7 +44,58 @@ from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.tensor_parallel import parallelize
 from lablib.toys.transformer import Transformer, tiny_config
 
+NAME = "10_network_study"
+HOSTS = 2
 RANKS_PER_HOST = 2
+PARTS = ("link", "all-reduce", "ddp", "placement")
+LEARNING_RATE = 0.1
+BUCKET_BYTES = 2**18
+
+
+@dataclass(frozen=True)
+class Study:
+    """The samples of a study, and where they come from."""
+
+    samples: list[Sample]  # raw, as `lablib.calc.runs.network_study` describes them
+    # where they were replayed from or written to; None if they were measured just now and not kept
+    record: Record | None
+    refused: str | None  # why this machine has no cluster, in one sentence; None if it has
+
+
+def network_study(settings: StudySettings | None = None) -> Study:
+    """Measure on this machine; where it has no cluster, say why and replay the record."""
+    if os.environ.get(RECORD_SWITCH) == "1":
+        record = run_or_replay(NAME, lambda: measure(settings))
+        return Study(record.samples, record, None)
+    refused = why_not()
+    if refused is None:
+        return Study(measure(settings), None, None)
+    print(f"No cluster on this machine: {refused}.")
+    record = run_or_replay(NAME, lambda: measure(settings))
+    return Study(record.samples, record, refused)
+
+
+def measure(settings: StudySettings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
+    """Return the samples of one job on the cluster."""
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise ValueError(f"parts={unknown} are unknown; use {', '.join(PARTS)}")
+    with Cluster(hosts=HOSTS) as cluster:
+        job = (study_job, settings or StudySettings(), tuple(parts))
+        return slowest(cluster.run_ranks(*job, ranks_per_host=RANKS_PER_HOST))
+
+
+def study_job(settings: StudySettings, parts: Sequence[str]) -> list[Sample]:
+    """Measure all parts on this rank, from the widest link to the narrowest."""
+    # SAME MODULE  # here: torch is for the ranks alone
+
+    todo = Parts(settings, parts)
+    samples = todo.at_rate(None)
+    rates = {*settings.ddp_rates, settings.link_rate, settings.savings_rate, settings.placement_rate}
+    for rate in sorted(rates, key=link_bandwidth, reverse=True):
+        if todo.has(rate):
+            set_rate(rate)
+            samples += todo.at_rate(rate)
+    return samples
 
 
 class Parts:
@@ -106,10 +157,6 @@ class Parts:
                 # Without a throttled link every layout has warmed up already.
                 samples += placement_samples(layout, rate, turns=s.turns, warm=int(rate is None))
         return samples
-
-
-LEARNING_RATE = 0.1
-BUCKET_BYTES = 2**18
 
 
 class Layout:
@@ -185,54 +232,3 @@ def placement_samples(layout: Layout, rate: str | None, *, turns: int, warm: int
     """Time the training step of a layout on all ranks."""
     conditions = {"part": "placement", "rate": rate, "layout": layout.name, "bytes_across": layout.bytes_across}
     return timed(layout, turns=turns, warm=warm, **conditions)
-
-
-NAME = "10_network_study"
-HOSTS = 2
-PARTS = ("link", "all-reduce", "ddp", "placement")
-
-
-@dataclass(frozen=True)
-class Study:
-    """The samples of a study, and where they come from."""
-
-    samples: list[Sample]  # raw, as `lablib.calc.runs.network_study` describes them
-    # where they were replayed from or written to; None if they were measured just now and not kept
-    record: Record | None
-    refused: str | None  # why this machine has no cluster, in one sentence; None if it has
-
-
-def network_study(settings: StudySettings | None = None) -> Study:
-    """Measure on this machine; where it has no cluster, say why and replay the record."""
-    if os.environ.get(RECORD_SWITCH) == "1":
-        record = run_or_replay(NAME, lambda: measure(settings))
-        return Study(record.samples, record, None)
-    refused = why_not()
-    if refused is None:
-        return Study(measure(settings), None, None)
-    print(f"No cluster on this machine: {refused}.")
-    record = run_or_replay(NAME, lambda: measure(settings))
-    return Study(record.samples, record, refused)
-
-
-def measure(settings: StudySettings | None = None, parts: Sequence[str] = PARTS) -> list[Sample]:
-    """Return the samples of one job on the cluster."""
-    if unknown := sorted(set(parts) - set(PARTS)):
-        raise ValueError(f"parts={unknown} are unknown; use {', '.join(PARTS)}")
-    with Cluster(hosts=HOSTS) as cluster:
-        job = (study_job, settings or StudySettings(), tuple(parts))
-        return slowest(cluster.run_ranks(*job, ranks_per_host=RANKS_PER_HOST))
-
-
-def study_job(settings: StudySettings, parts: Sequence[str]) -> list[Sample]:
-    """Measure all parts on this rank, from the widest link to the narrowest."""
-    # SAME MODULE  # here: torch is for the ranks alone
-
-    todo = Parts(settings, parts)
-    samples = todo.at_rate(None)
-    rates = {*settings.ddp_rates, settings.link_rate, settings.savings_rate, settings.placement_rate}
-    for rate in sorted(rates, key=link_bandwidth, reverse=True):
-        if todo.has(rate):
-            set_rate(rate)
-            samples += todo.at_rate(rate)
-    return samples

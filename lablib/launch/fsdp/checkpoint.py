@@ -55,152 +55,10 @@ from lablib.launch.fsdp.wrapping import tied_parameters
 from lablib.launch.ranks import agree, count_ranks, from_rank_0, own_group, own_rank, readable
 from lablib.launch.records import write_json
 
-
-def write_safetensors_file(tensors: Mapping[str, Tensor], file: str | Path, **metadata: str) -> Path:
-    """Write tensors to a file; an older file is replaced when the new one is complete."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ValueError("writing weights needs the package safetensors: pip install safetensors") from error
-    file = Path(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.writing")
-    try:
-        save_file(dict(tensors), aside, metadata={"format": "pt", **metadata})
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-    return file
-
-
 INFO = "training.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = ".writing-"
 _CHUNK = 1 << 24  # bytes of a file read at a time
-
-
-def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None where there is none."""
-    found = complete_checkpoints(Path(folder))
-    return found[-1] if found else None
-
-
-def name_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step will be."""
-    return folder / f"step-{step:08d}"
-
-
-def begin(folder: Path, step: int, token: str) -> Path:
-    """Return the folder to write to; leftovers of saves that died are removed."""
-    if (target := name_of(folder, step)).exists():
-        raise ValueError(f"{target} is there already: delete it, or save to another folder")
-    for dead in folder.glob(f"{_ASIDE}*"):
-        shutil.rmtree(dead)
-    aside = folder / f"{_ASIDE}{step:08d}-{token}"
-    aside.mkdir(parents=True)
-    return aside
-
-
-def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
-    """Give a finished checkpoint its name, and remove all but the newest."""
-    files = sorted(aside.iterdir())
-    sizes = {path.name: path.stat().st_size for path in files}
-    write_json(aside / INFO, {**info, "files": sizes, "crc32": {path.name: _crc32(path) for path in files}})
-    _sync(aside)
-    target = name_of(aside.parent, info["step"])
-    aside.rename(target)
-    _sync(aside.parent)
-    for old in complete_checkpoints(aside.parent)[: -keep if keep else 0]:
-        # Renamed first: a removal that is cut short must not leave half a checkpoint under a good name.
-        dying = old.rename(old.with_name(f"{_ASIDE}old-{old.name}"))
-        shutil.rmtree(dying)
-    return target
-
-
-def read_info(path: str | Path) -> dict[str, Any]:
-    """Return what training.json says, once every file is seen to have its full size."""
-    if path is None:
-        raise ValueError("there is no checkpoint to read: `latest` returns None for a folder without one")
-    path = Path(path)
-    if not (path / INFO).is_file():
-        newest = latest_checkpoint(path) if path.is_dir() else None
-        use = f"; did you mean {newest}?" if newest else ""
-        raise ValueError(f"{path} is no complete checkpoint: it has no {INFO}{use}")
-    try:
-        info = json.loads((path / INFO).read_text(encoding="utf-8"))
-        files = info["files"].items()
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise _damaged(path, f"{INFO} cannot be read") from None
-    for name, size in files:
-        file = path / name
-        if not file.exists():
-            raise _damaged(path, f"{name} is missing")
-        if file.stat().st_size != size:
-            raise _damaged(path, f"{name} has {file.stat().st_size} bytes and was written with {size}")
-    return info
-
-
-def _damaged(path: str | Path, text: str) -> ValueError:
-    return ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
-
-
-def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
-    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none."""
-    for name, written in sorted(info.get("crc32", {}).items())[part]:
-        try:
-            same = _crc32(Path(path) / name) == written
-        except OSError as error:
-            raise _damaged(path, f"{name} cannot be read ({error.strerror})") from None
-        if not same:
-            raise _damaged(path, f"the content of {name} is not what was written")
-
-
-def verify_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return what training.json says, once all files are seen to be what was written; every rank must call.
-
-    Every file is read by one of the ranks.
-    """
-    info: dict[str, Any] = {}
-
-    def look() -> None:
-        info.update(read_info(path))
-        check_content(path, info, slice(own_rank(), None, count_ranks()))
-
-    agree(look, f"reading {path} failed")
-    return info
-
-
-@contextmanager
-def alone_is_fine() -> Iterator[None]:
-    """Keep DCP from warning that there are no ranks, where one process is what is wanted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-        yield
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / INFO).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _sync(folder: Path) -> None:
-    """Force the entries of a folder to disk: a rename that is only in memory is lost with the power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -375,6 +233,130 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     return Progress(info["step"], info["data"], info["ranks"], "restored" if restored else "reseeded")
 
 
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder, or None where there is none."""
+    found = complete_checkpoints(Path(folder))
+    return found[-1] if found else None
+
+
+def name_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step will be."""
+    return folder / f"step-{step:08d}"
+
+
+def begin(folder: Path, step: int, token: str) -> Path:
+    """Return the folder to write to; leftovers of saves that died are removed."""
+    if (target := name_of(folder, step)).exists():
+        raise ValueError(f"{target} is there already: delete it, or save to another folder")
+    for dead in folder.glob(f"{_ASIDE}*"):
+        shutil.rmtree(dead)
+    aside = folder / f"{_ASIDE}{step:08d}-{token}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
+    """Give a finished checkpoint its name, and remove all but the newest."""
+    files = sorted(aside.iterdir())
+    sizes = {path.name: path.stat().st_size for path in files}
+    write_json(aside / INFO, {**info, "files": sizes, "crc32": {path.name: _crc32(path) for path in files}})
+    _sync(aside)
+    target = name_of(aside.parent, info["step"])
+    aside.rename(target)
+    _sync(aside.parent)
+    for old in complete_checkpoints(aside.parent)[: -keep if keep else 0]:
+        # Renamed first: a removal that is cut short must not leave half a checkpoint under a good name.
+        dying = old.rename(old.with_name(f"{_ASIDE}old-{old.name}"))
+        shutil.rmtree(dying)
+    return target
+
+
+def read_info(path: str | Path) -> dict[str, Any]:
+    """Return what training.json says, once every file is seen to have its full size."""
+    if path is None:
+        raise ValueError("there is no checkpoint to read: `latest` returns None for a folder without one")
+    path = Path(path)
+    if not (path / INFO).is_file():
+        newest = latest_checkpoint(path) if path.is_dir() else None
+        use = f"; did you mean {newest}?" if newest else ""
+        raise ValueError(f"{path} is no complete checkpoint: it has no {INFO}{use}")
+    try:
+        info = json.loads((path / INFO).read_text(encoding="utf-8"))
+        files = info["files"].items()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise _damaged(path, f"{INFO} cannot be read") from None
+    for name, size in files:
+        file = path / name
+        if not file.exists():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes and was written with {size}")
+    return info
+
+
+def _damaged(path: str | Path, text: str) -> ValueError:
+    return ValueError(f"checkpoint {path} is damaged: {text}; use an older one")
+
+
+def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(None)) -> None:
+    """Read files of a checkpoint and compare their checksums; checkpoints of older versions have none."""
+    for name, written in sorted(info.get("crc32", {}).items())[part]:
+        try:
+            same = _crc32(Path(path) / name) == written
+        except OSError as error:
+            raise _damaged(path, f"{name} cannot be read ({error.strerror})") from None
+        if not same:
+            raise _damaged(path, f"the content of {name} is not what was written")
+
+
+def verify_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Return what training.json says, once all files are seen to be what was written; every rank must call.
+
+    Every file is read by one of the ranks.
+    """
+    info: dict[str, Any] = {}
+
+    def look() -> None:
+        info.update(read_info(path))
+        check_content(path, info, slice(own_rank(), None, count_ranks()))
+
+    agree(look, f"reading {path} failed")
+    return info
+
+
+@contextmanager
+def alone_is_fine() -> Iterator[None]:
+    """Keep DCP from warning that there are no ranks, where one process is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        yield
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the published checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / INFO).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _sync(folder: Path) -> None:
+    """Force the entries of a folder to disk: a rename that is only in memory is lost with the power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def _no_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put gradients aside: where there are some, PyTorch makes no state for an optimizer that has taken no step."""
@@ -445,3 +427,20 @@ def export_safetensors(checkpoint: str | Path, file: str | Path, dtype: torch.dt
         name.removeprefix("model."): t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()
     }
     return write_safetensors_file(tensors, file, step=str(info["step"]), tied=json.dumps(info["tied"]))
+
+
+def write_safetensors_file(tensors: Mapping[str, Tensor], file: str | Path, **metadata: str) -> Path:
+    """Write tensors to a file; an older file is replaced when the new one is complete."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("writing weights needs the package safetensors: pip install safetensors") from error
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.writing")
+    try:
+        save_file(dict(tensors), aside, metadata={"format": "pt", **metadata})
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+    return file

@@ -156,6 +156,131 @@ def _runs(units: tuple[Unit, ...]) -> list[tuple[str, Unit]]:
     ]
 
 
+def shard(
+    model: nn.Module,
+    *,
+    wrap: Rule = "block",
+    mesh: DeviceMesh | tuple[int, ...] | None = None,
+    precision: str | MixedPrecisionPolicy = "fp32",
+    reshard_after_forward: bool | int = True,
+    root_reshard: bool | int | None = None,
+    prefetch: int | None = None,
+    offload: bool = False,
+    compile_blocks: bool | str = False,
+    recompute: bool = False,
+) -> tuple[nn.Module, ShardReport]:
+    """Shard a model in place with FSDP2.
+
+    Every rank must call it, on the same model. Weights are taken from each rank as they are: give all ranks the
+    same, by a seed or by `materialize`.
+
+    Args:
+        model: `lablib.toys.transformer`, a Hugging Face causal LM, or any module; on the meta device too.
+        wrap: Which modules are gathered one by one, see `lablib.launch.fsdp.wrapping`.
+        mesh: None for all ranks in one dim; (replicas, shards) or a 2-d DeviceMesh for hybrid sharding.
+        precision: "fp32", "bf16", "fp16", or a MixedPrecisionPolicy.
+        reshard_after_forward: Of the units: True frees them after forward (ZeRO-3), False keeps them until
+            backward (ZeRO-2), a number keeps 1/number of them on each rank, for a cheaper gather in backward.
+        root_reshard: The same for the root; None is False, as backward starts with it.
+        prefetch: Units to gather ahead, explicitly, in forward and backward. None leaves it to FSDP2, which
+            gathers one ahead in backward.
+        offload: Keep the shards in CPU memory; needs an accelerator.
+        compile_blocks: Compile the forward of every unit with torch.compile; a text names the backend.
+        recompute: Recompute the activations of every unit in backward.
+
+    Returns:
+        The same model, and what was done to it.
+    """
+    device_mesh = make_mesh(mesh)
+    device, shards = device_mesh.device_type, device_mesh.size(device_mesh.ndim - 1)
+    root_reshard = False if root_reshard is None else root_reshard
+    check_reshard(reshard_after_forward, shards, "reshard_after_forward")
+    check_reshard(root_reshard, shards, "root_reshard")
+    policy = policy_of(precision)
+    backend = compiler(compile_blocks, device)
+    check_options(model, wrap, offload, device, prefetch, backend, recompute)
+    chosen = wrap_units(model, wrap)
+    units, ties = calc_units(model, wrap), tied_parameters(model)
+    check_parameters(model)
+    dtype = next(model.parameters()).dtype
+    notes = [f"tied: {' = '.join(names)}" for names in ties]
+
+    if recompute and getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False
+        notes.append("config.use_cache was switched off: recomputation would fill the cache twice")
+    for _, module in chosen:
+        if recompute:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        if backend:
+            module.forward = torch.compile(module.forward, backend=backend)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
+    options = {"mesh": device_mesh, "mp_policy": policy, "offload_policy": place}
+    for _, module in chosen:
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=root_reshard, **options)
+    if prefetch:
+        _prefetch(model, [unit.name for unit in units[1:]], prefetch)
+
+    notes += _warnings(model, wrap, policy, offload)
+    report = ShardReport(
+        units=tuple(units),
+        wrap=wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "function"),
+        shards=shards,
+        replicas=device_mesh.size() // shards,
+        device=device,
+        mesh=describe_mesh(device_mesh),
+        reshard=reshard_after_forward,
+        root_reshard=root_reshard,
+        param_bytes=(policy.param_dtype or dtype).itemsize,
+        reduce_bytes=(policy.reduce_dtype or policy.param_dtype or dtype).itemsize,
+        precision=describe_casts(dtype, policy),
+        prefetch=prefetch,
+        order=("recompute",) * recompute + (f"compile ({backend})",) * bool(backend) + ("fully_shard",),
+        notes=tuple(notes),
+    )
+    return model, report
+
+
+@contextmanager
+def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
+    """Accumulate gradients without communication: backward passes in the block reduce nothing.
+
+    A rank then holds full gradients, not shards. The first backward after the block reduces all of them.
+    `keep_gathered` also leaves the parameters gathered after backward: no all-gather for the next forward, for the
+    price of the full model in memory.
+    """
+    root = _root(model)
+    root.set_requires_gradient_sync(False)
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(not keep_gathered)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
+
+    The norm is that of the full model. torch's own returns it as a DTensor; `full_tensor` makes it the same
+    number on every rank, however the DTensor holds it.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; float('inf') measures and changes nothing")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full model on every rank, on the CPU, under its own names; for small models and tests."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
 def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
     """Return a mesh with dims (shard,) or (replicate, shard) over all ranks."""
     rank_device()
@@ -245,145 +370,20 @@ def describe_casts(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> str:
     return f"shards {names[0]}, gathered and computed in {names[1]}, gradients reduced in {reduce}"
 
 
-@contextmanager
-def no_sync(model: nn.Module, *, keep_gathered: bool = False) -> Iterator[None]:
-    """Accumulate gradients without communication: backward passes in the block reduce nothing.
-
-    A rank then holds full gradients, not shards. The first backward after the block reduces all of them.
-    `keep_gathered` also leaves the parameters gathered after backward: no all-gather for the next forward, for the
-    price of the full model in memory.
-    """
-    root = _root(model)
-    root.set_requires_gradient_sync(False)
-    root.set_is_last_backward(False)
-    root.set_reshard_after_backward(not keep_gathered)
-    try:
-        yield
-    finally:
-        root.set_requires_gradient_sync(True)
-        root.set_is_last_backward(True)
-        root.set_reshard_after_backward(True)
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
-
-    The norm is that of the full model. torch's own returns it as a DTensor; `full_tensor` makes it the same
-    number on every rank, however the DTensor holds it.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} must be above 0; float('inf') measures and changes nothing")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full model on every rank, on the CPU, under its own names; for small models and tests."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
 def _root(model: nn.Module) -> FSDPModule:
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not sharded: call shard(model) first")
     return model
 
 
-def shard(
-    model: nn.Module,
-    *,
-    wrap: Rule = "block",
-    mesh: DeviceMesh | tuple[int, ...] | None = None,
-    precision: str | MixedPrecisionPolicy = "fp32",
-    reshard_after_forward: bool | int = True,
-    root_reshard: bool | int | None = None,
-    prefetch: int | None = None,
-    offload: bool = False,
-    compile_blocks: bool | str = False,
-    recompute: bool = False,
-) -> tuple[nn.Module, ShardReport]:
-    """Shard a model in place with FSDP2.
-
-    Every rank must call it, on the same model. Weights are taken from each rank as they are: give all ranks the
-    same, by a seed or by `materialize`.
-
-    Args:
-        model: `lablib.toys.transformer`, a Hugging Face causal LM, or any module; on the meta device too.
-        wrap: Which modules are gathered one by one, see `lablib.launch.fsdp.wrapping`.
-        mesh: None for all ranks in one dim; (replicas, shards) or a 2-d DeviceMesh for hybrid sharding.
-        precision: "fp32", "bf16", "fp16", or a MixedPrecisionPolicy.
-        reshard_after_forward: Of the units: True frees them after forward (ZeRO-3), False keeps them until
-            backward (ZeRO-2), a number keeps 1/number of them on each rank, for a cheaper gather in backward.
-        root_reshard: The same for the root; None is False, as backward starts with it.
-        prefetch: Units to gather ahead, explicitly, in forward and backward. None leaves it to FSDP2, which
-            gathers one ahead in backward.
-        offload: Keep the shards in CPU memory; needs an accelerator.
-        compile_blocks: Compile the forward of every unit with torch.compile; a text names the backend.
-        recompute: Recompute the activations of every unit in backward.
-
-    Returns:
-        The same model, and what was done to it.
-    """
-    device_mesh = make_mesh(mesh)
-    device, shards = device_mesh.device_type, device_mesh.size(device_mesh.ndim - 1)
-    root_reshard = False if root_reshard is None else root_reshard
-    check_reshard(reshard_after_forward, shards, "reshard_after_forward")
-    check_reshard(root_reshard, shards, "root_reshard")
-    policy = policy_of(precision)
-    backend = compiler(compile_blocks, device)
-    check_options(model, wrap, offload, device, prefetch, backend, recompute)
-    chosen = wrap_units(model, wrap)
-    units, ties = calc_units(model, wrap), tied_parameters(model)
-    check_parameters(model)
-    dtype = next(model.parameters()).dtype
-    notes = [f"tied: {' = '.join(names)}" for names in ties]
-
-    if recompute and getattr(getattr(model, "config", None), "use_cache", False):
-        model.config.use_cache = False
-        notes.append("config.use_cache was switched off: recomputation would fill the cache twice")
-    for _, module in chosen:
-        if recompute:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        if backend:
-            module.forward = torch.compile(module.forward, backend=backend)
-    options = {
-        "mesh": device_mesh,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+def _warnings(model: nn.Module, wrap: Rule, policy: MixedPrecisionPolicy, offload: bool) -> list[str]:
+    said = {
+        "linear layers return views: an in-place operation on one would skip its gather in backward": wrap == "linear",
+        "on the meta device: call materialize before the first step": next(model.parameters()).is_meta,
+        "fp16: scale the loss, or small gradients become zero": policy.param_dtype == torch.float16,
+        "offloaded: the optimizer runs on the CPU": offload,
     }
-    for _, module in chosen:
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=root_reshard, **options)
-    if prefetch:
-        _prefetch(model, [unit.name for unit in units[1:]], prefetch)
-
-    if wrap == "linear":
-        notes.append("linear layers return views: an in-place operation on one would skip its gather in backward")
-    if next(model.parameters()).is_meta:
-        notes.append("on the meta device: call materialize before the first step")
-    if policy.param_dtype == torch.float16:
-        notes.append("fp16: scale the loss, or small gradients become zero")
-    if offload:
-        notes.append("offloaded: the optimizer runs on the CPU")
-    report = ShardReport(
-        units=tuple(units),
-        wrap=wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "function"),
-        shards=shards,
-        replicas=device_mesh.size() // shards,
-        device=device,
-        mesh=describe_mesh(device_mesh),
-        reshard=reshard_after_forward,
-        root_reshard=root_reshard,
-        param_bytes=(policy.param_dtype or dtype).itemsize,
-        reduce_bytes=(policy.reduce_dtype or policy.param_dtype or dtype).itemsize,
-        precision=describe_casts(dtype, policy),
-        prefetch=prefetch,
-        order=("recompute",) * recompute + (f"compile ({backend})",) * bool(backend) + ("fully_shard",),
-        notes=tuple(notes),
-    )
-    return model, report
+    return [text for text, holds in said.items() if holds]
 
 
 def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:

@@ -100,16 +100,13 @@ def prepare_queue(
     mine: bool = False,
     command: str = "",
 ) -> Path:
-    """Check everything, write the queue and the jobs, and start nothing.
+    """Check everything, write the queue and the jobs, and start nothing; return the queue's file.
 
     Args:
         parameters: Values by name; see `assign_parameters`. Where GPUs are used, a lab with a parameter `gpus` gets
             their number, and one with `only_gpu` runs its GPU section alone; a value given here counts more.
         gpus: Numbers of the GPUs to use; none means the CPU.
         budget_minutes: Minutes after which everything stops; None means never.
-
-    Returns:
-        The queue's file.
     """
     if budget_minutes is not None and not budget_minutes > 0:
         raise ValueError(f"budget_minutes={budget_minutes:g} must be above 0")
@@ -131,39 +128,15 @@ def prepare_queue(
         if found is None or (again and read_json(found)["status"] == "done"):
             name = f"{now:%Y-%m-%d}-{path.stem}-{key[:6]}"
             folder = experiments_dir() / (name if found is None else f"{name}-{now:%H%M%S}")
-            found = write_json(
-                folder / "job.json",
-                {
-                    "lab": path.stem,
-                    "path": str(path),
-                    "parameters": values,
-                    "device": on,
-                    "versions": versions(),
-                    "commit": git_commit(),
-                    "source": source_digest(),
-                    "record": record,
-                    "key": key,
-                    "command": command,
-                    "status": "waiting",
-                    "attempts": [],
-                },
-            )
+            asked = {"lab": path.stem, "path": str(path), "parameters": values, "device": on, "versions": versions()}
+            made_by = {"commit": git_commit(), "source": source_digest(), "record": record, "key": key}
+            state = {"command": command, "status": "waiting", "attempts": []}
+            found = write_json(folder / "job.json", asked | made_by | state)
             new.append(str(found))
         jobs.append(str(found))
-    return write_json(
-        runs_dir() / f"{now:%Y-%m-%dT%H%M%S-%f}.json",
-        {
-            "command": command,
-            "made": utc_now(),
-            "state": "waiting",
-            "gpus": list(gpus),
-            "record": record,
-            "budget_minutes": budget_minutes,
-            "pack": pack,
-            "jobs": jobs,
-            "new": new,
-        },
-    )
+    settings = {"gpus": list(gpus), "record": record, "budget_minutes": budget_minutes, "pack": pack}
+    queue = {"command": command, "made": utc_now(), "state": "waiting", **settings, "jobs": jobs, "new": new}
+    return write_json(runs_dir() / f"{now:%Y-%m-%dT%H%M%S-%f}.json", queue)
 
 
 def latest_queue() -> Path | None:

@@ -32,56 +32,6 @@ from lablib.launch.records import FOLDER_SWITCH, RECORD_SWITCH, experiments_dir,
 #: What is larger stays behind, and is named in the archive: weights, not results.
 LARGEST = 20 * 10**6
 SUFFIXES = (".distcp", ".safetensors", ".pt", ".tar.gz")
-
-
-def pack_results(target: Path | None = None) -> Path:
-    """Write one archive with everything that was measured here, by default beside it; return its path.
-
-    LEFT_OUT.txt in it names what was too large. Records of other machines are not in it: at home they are there, and
-    perhaps newer.
-    """
-    source = experiments_dir()
-    records = repository_root() / "labs" / "recorded"
-    files = list(_files(source))
-    if not files:
-        raise FileNotFoundError(f"there is nothing in {source} to pack; run a lab first")
-    target = target or source / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}-results.tar.gz"
-    here = this_machine()
-    taken = [path for path in files if not _is_left_out(path)]
-    left = [path for path in files if _is_left_out(path)]
-    temporary = target.with_name(f".{target.name}.part")
-    try:
-        with tarfile.open(temporary, "w:gz") as archive:
-            for path in taken:
-                archive.add(path, Path("distributed-experiments") / path.relative_to(source))
-            for path in sorted(records.glob("*.json")):
-                where = json.loads(path.read_text(encoding="utf-8"))["machine"]
-                # A lab may have seen some of the GPUs, or none.
-                if where["cpu"] == here["cpu"] and set(where["gpus"]) <= set(here["gpus"]):
-                    archive.add(path, Path("labs", "recorded", path.name))
-            text = "".join(f"{path.stat().st_size}\t{path.relative_to(source)}\n" for path in left).encode()
-            entry = tarfile.TarInfo("distributed-experiments/LEFT_OUT.txt")
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
-
-
-def _files(source: Path) -> Iterator[Path]:
-    """Yield every file of the experiments; without locks and earlier archives."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.name != "lock" and not path.name.startswith("."):
-            if path.parent == source and path.name.endswith(".tar.gz"):
-                continue
-            yield path
-
-
-def _is_left_out(path: Path) -> bool:
-    return path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST
-
-
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: what a lab leaves behind becomes a child of this process
 _LOCK_S = 1  # to wait for somebody who only looks whether labs are running
 _END_S = 10  # for a process that is asked to end
@@ -227,6 +177,54 @@ def _stop(signum: int, frame: object) -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def pack_results(target: Path | None = None) -> Path:
+    """Write one archive with everything that was measured here, by default beside it; return its path.
+
+    LEFT_OUT.txt in it names what was too large. Records of other machines are not in it: at home they are there, and
+    perhaps newer.
+    """
+    source = experiments_dir()
+    records = repository_root() / "labs" / "recorded"
+    files = list(_files(source))
+    if not files:
+        raise FileNotFoundError(f"there is nothing in {source} to pack; run a lab first")
+    target = target or source / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}-results.tar.gz"
+    here = this_machine()
+    taken = [path for path in files if not _is_left_out(path)]
+    left = [path for path in files if _is_left_out(path)]
+    temporary = target.with_name(f".{target.name}.part")
+    try:
+        with tarfile.open(temporary, "w:gz") as archive:
+            for path in taken:
+                archive.add(path, Path("distributed-experiments") / path.relative_to(source))
+            for path in sorted(records.glob("*.json")):
+                where = json.loads(path.read_text(encoding="utf-8"))["machine"]
+                # A lab may have seen some of the GPUs, or none.
+                if where["cpu"] == here["cpu"] and set(where["gpus"]) <= set(here["gpus"]):
+                    archive.add(path, Path("labs", "recorded", path.name))
+            text = "".join(f"{path.stat().st_size}\t{path.relative_to(source)}\n" for path in left).encode()
+            entry = tarfile.TarInfo("distributed-experiments/LEFT_OUT.txt")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text))
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _files(source: Path) -> Iterator[Path]:
+    """Yield every file of the experiments; without locks and earlier archives."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and not path.is_symlink() and path.name != "lock" and not path.name.startswith("."):
+            if path.parent == source and path.name.endswith(".tar.gz"):
+                continue
+            yield path
+
+
+def _is_left_out(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST
 
 
 if __name__ == "__main__":

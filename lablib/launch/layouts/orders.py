@@ -34,6 +34,8 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 RANKS = 4
 VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
+RATE = 0.1  # of plain SGD
+SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,6 @@ def try_orders(names: list[str] | None = None, *, timeout: float = 120) -> list[
         raise ValueError(f"unknown order {', '.join(unknown)}; use some of {', '.join(CASES)}")
     found = run_ranks(run_cases, RANKS, chosen, timeout=timeout)[0]
     return [Outcome(name, CASES[name].order, *found[name], CASES[name].fix) for name in chosen]
-
-
-RATE = 0.1  # of plain SGD
 
 
 class Bench:
@@ -125,8 +124,6 @@ class Bench:
         """Make replicas."""
         return DistributedDataParallel(model, process_group=self.mesh["dp"].get_group())
 
-
-SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
 
 Found = tuple[str, str, dict[str, float], int]  # verdict, what was seen, numbers, warnings
 

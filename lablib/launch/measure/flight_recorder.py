@@ -81,7 +81,7 @@ def read_flight_records(folder: str | Path) -> dict[int, list[Call]]:
     """Return the calls of every rank that left a dump, in the order of their issue."""
     files = sorted(Path(folder).glob(f"{PREFIX}*"))
     if not files:
-        raise ValueError(f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder.settings(...)?")
+        raise ValueError(f"{folder} has no dump {PREFIX}*: was the job started with flight_recorder_settings(...)?")
     return {int(file.name.removeprefix(PREFIX)): _calls(file) for file in files}
 
 

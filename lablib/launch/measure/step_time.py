@@ -31,6 +31,10 @@ from lablib.toys.data_parallel import BucketedDDP, OverlappedDDP
 
 #: What is timed, in the order of one round.
 MODES = ("compute", "communication", "after backward", "overlapped")
+#: The wrappers that `step_traces` knows.
+WRAPPERS = ("ddp", "fsdp2")
+#: How long the profiler stays on after the step at least and at most, in seconds.
+SETTLE_S, PATIENCE_S = 0.02, 5.0
 
 
 def linear_stack(width: int, layers: int = 4) -> nn.Sequential:
@@ -170,13 +174,6 @@ def trace_spans(timeline: Sequence[tuple[str, int, float]]) -> list[tuple[str, s
         start, free = max(at["launch", message], free), at["reduced", message]
         bars.append(("all-reduce", "communication", start, max(start, free), str(message)))
     return bars
-
-
-#: The wrappers that `step_traces` knows.
-WRAPPERS = ("ddp", "fsdp2")
-
-#: How long the profiler stays on after the step at least and at most, in seconds.
-SETTLE_S, PATIENCE_S = 0.02, 5.0
 
 
 def record_trace(

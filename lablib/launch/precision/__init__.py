@@ -13,6 +13,7 @@ from lablib.launch.precision.fp8 import (
     expected_error,
     gloo_error,
     missing_for_float8,
+    precompute_scales,
     rounding_noise,
     to_float8,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "missing_for_float8",
     "overflow",
     "precision_memory",
+    "precompute_scales",
     "rounding_noise",
     "small_model",
     "stall",

@@ -31,6 +31,9 @@ from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
 
 KINDS = ("weights", "activations", "gradients")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LEAST_CAPABILITY = (8, 9)
+MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,6 @@ def delayed_scaling_run(
         optimizer.step()
         weights.give_weights()
     return rows
-
-
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-LEAST_CAPABILITY = (8, 9)
-MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
 
+BATCH, SEQ = 4, 32
+
 
 @dataclass(frozen=True)
 class Histogram:
@@ -67,9 +69,6 @@ def histogram(x: Tensor) -> Histogram:
 def gradient_histograms(model: nn.Module) -> dict[str, Histogram]:
     """Return a histogram of every gradient that a model has, by the name of its parameter."""
     return {name: histogram(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-BATCH, SEQ = 4, 32
 
 
 @dataclass

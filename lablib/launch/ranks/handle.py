@@ -17,57 +17,11 @@ from lablib.launch.ranks.transport import is_installed
 
 _ENTRY = "rank_process.py"  # the outermost frame of ours on a rank's main thread
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
-
-
-def cells() -> dict[str, list[str]]:
-    """Return the text of this notebook's cells by file name, for tracebacks in the ranks."""
-    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-    return {name: entry[2] for name, entry in entries.items() if not os.path.exists(name)}
-
-
-def readable(traceback: str) -> str:
-    """Replace the file names of notebook cells in a traceback by "Cell In[3]"."""
-    return re.sub(r'File "(.*?)"', lambda found: _cell(found[1]) or found[0], traceback)
-
-
-def standing(stacks: str) -> str | None:
-    """Return the innermost line that is not a library's, and the function that it waits in; None without a stack."""
-    threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
-    main_thread = next((text for text in reversed(threads) if _ENTRY in text), "")
-    frames = [found for line in main_thread.splitlines() if (found := _FRAME.match(line))]
-    if not frames:
-        return None
-    own = next((frame for frame in frames if not _is_library(frame["file"])), frames[0])
-    where = _cell(own["file"]) or own["file"]
-    text = linecache.getline(own["file"], int(own["line"])).strip()
-    inside = "" if own is frames[0] else f"  (inside {frames[0]['function']})"
-    return f"{where}, line {own['line']}, in {own['function']}: {text}{inside}"
-
-
-def enumerate_ranks(numbers: list[int]) -> str:
-    """Return "rank 2" or "ranks 0, 1 and 3"."""
-    *before, last = map(str, sorted(numbers))
-    return f"ranks {', '.join(before)} and {last}" if before else f"rank {last}"
-
-
-def _is_library(file: str) -> bool:
-    return is_installed(file) or file.startswith(("<frozen ", "<string>"))
-
-
-def _cell(file: str) -> str | None:
-    """Return what IPython calls a cell, or None for a file."""
-    interactive = sys.modules.get("IPython")
-    shell = interactive.get_ipython() if interactive else None
-    label = shell.compile.format_code_name(file) if shell else None
-    return " ".join(label) if label else None
-
-
 _REAP_S = 1.0  # between the end of a process and the news of its exit code
 _END_S = 5.0  # for a killed process to end; a driver can hold it longer, and must not hold the notebook
 _UNKNOWN = 255  # what multiprocessing says of a process when the server that knows its exit code is gone
 _NO_SERVER = "the server that ranks are forked from was ended, so nobody can say how they do; call again"
 _QUIET_S = 0.05  # a stack is complete when nothing has come for so long
-
 #: What gloo prints whenever a group is made.
 _GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
 
@@ -194,6 +148,49 @@ class Rank:
             return ""
         lines = text.removesuffix("\n").split("\n")
         return "".join(f"[rank {self.number}] {line}\n" for line in lines)
+
+
+def cells() -> dict[str, list[str]]:
+    """Return the text of this notebook's cells by file name, for tracebacks in the ranks."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: entry[2] for name, entry in entries.items() if not os.path.exists(name)}
+
+
+def readable(traceback: str) -> str:
+    """Replace the file names of notebook cells in a traceback by "Cell In[3]"."""
+    return re.sub(r'File "(.*?)"', lambda found: _cell(found[1]) or found[0], traceback)
+
+
+def standing(stacks: str) -> str | None:
+    """Return the innermost line that is not a library's, and the function that it waits in; None without a stack."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
+    main_thread = next((text for text in reversed(threads) if _ENTRY in text), "")
+    frames = [found for line in main_thread.splitlines() if (found := _FRAME.match(line))]
+    if not frames:
+        return None
+    own = next((frame for frame in frames if not _is_library(frame["file"])), frames[0])
+    where = _cell(own["file"]) or own["file"]
+    text = linecache.getline(own["file"], int(own["line"])).strip()
+    inside = "" if own is frames[0] else f"  (inside {frames[0]['function']})"
+    return f"{where}, line {own['line']}, in {own['function']}: {text}{inside}"
+
+
+def enumerate_ranks(numbers: list[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1 and 3"."""
+    *before, last = map(str, sorted(numbers))
+    return f"ranks {', '.join(before)} and {last}" if before else f"rank {last}"
+
+
+def _is_library(file: str) -> bool:
+    return is_installed(file) or file.startswith(("<frozen ", "<string>"))
+
+
+def _cell(file: str) -> str | None:
+    """Return what IPython calls a cell, or None for a file."""
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive else None
+    label = shell.compile.format_code_name(file) if shell else None
+    return " ".join(label) if label else None
 
 
 def ending(code: int | None) -> str:

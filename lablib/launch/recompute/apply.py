@@ -9,9 +9,8 @@ Blocks get another `forward` for as long as the strategy is on: names of paramet
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lablib.calc.memory.activations import RecomputeUnit, recompute_units
+from lablib.launch.measure import LiveBytes
 from lablib.toys.recompute import checkpoint as toy_checkpoint
 from lablib.toys.transformer import Transformer
 
@@ -40,33 +40,19 @@ def matmul_policy() -> list[Any]:
     return [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
 
 
-class Tracker(Protocol):
-    """Who wants to know what runs again: `LiveBytes`, for one."""
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether forward has ended."""
-
-    def replay(self) -> AbstractContextManager[None]:
-        """Return a context for a part of forward that runs again."""
-
-    def forget(self, tensor: Tensor) -> None:
-        """Take note that a tensor stands for memory of the host."""
-
-
 class AppliedStrategy:
     """A strategy that is on: `remove()` it, or leave its `with` block.
 
     Attributes:
         units: What happens to which blocks.
         host_bytes: Bytes copied to the host since it was put on.
-        tracker: Whom to tell when a part of forward runs again in backward; None for nobody.
+        tracker: Is told when a part of forward runs again in backward; anything with the methods of `LiveBytes`.
     """
 
     def __init__(self, units: list[RecomputeUnit]) -> None:
         self.units = units
         self.host_bytes = 0
-        self.tracker: Tracker | None = None
+        self.tracker: LiveBytes | None = None
         self._changed: list[tuple[nn.Module, str]] = []
 
     def __enter__(self) -> AppliedStrategy:

@@ -61,7 +61,6 @@ def measure_step(
     early_stop: bool = True,
     flops: bool = True,
     repeats: int = 0,
-    seed: int = 0,
 ) -> MeasuredStep:
     """Run steps (forward and backward) under a strategy: one counts bytes, one FLOPs, `repeats` are timed.
 
@@ -70,7 +69,7 @@ def measure_step(
     device = model.embed.weight.device
 
     def forward() -> Tensor:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return model.loss(torch.randint(model.config.vocab, (batch, seq + 1), device=device))
 
     with apply_strategy(model, strategy, implementation=implementation, early_stop=early_stop) as applied:

@@ -50,6 +50,8 @@ _DEFAULTS = {
     # addresses of the ranks before, and may try to reach those: github.com/pytorch/pytorch/issues/135712.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+#: The trainer, with FSDP2 and checkpoints, and what the first optimizer of a process loads.
+_PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,6 @@ def _end(agent: subprocess.Popen[bytes], others: set[int]) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     agent.wait()
-
-
-#: The trainer, with FSDP2 and checkpoints, and what the first optimizer of a process loads.
-_PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,22 @@ from lablib.launch.runs.scaling import ScalingReport, keep_metrics
 from lablib.launch.runs.start import compare_loops
 from lablib.launch.training import TrainConfig, Trainer, read_metrics, train_model
 
+REPORT = "lab11-gpus"
+WARM_UP = 4
+#: A measurement takes a minute or two. One that hangs must not eat the hour.
+TIMEOUT_S = 480.0
+NO_MEMORY = "does not fit: out of memory"
+_KEYS = ("loss", "seconds", "tokens_per_second", "mfu", "hfu", "memory_bytes")
+_COMPILER = ("torch._inductor", "torch._dynamo", "triton", "C compiler")
+#: Parameter of the lab: what it is of, in the words of the lab, the key of a row, and its unit.
+_ASKED = {
+    "predicted_step_ms": ("step of all GPUs", "ms"),
+    "predicted_speedup_strong": ("speedup on GPUs, strong", ""),
+    "predicted_speedup_weak": ("speedup on GPUs, weak", ""),
+    "predicted_peak_gb": ("peak memory of a GPU", "GB"),
+}
+Sample = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class LearnerPredictions:
@@ -92,15 +108,6 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     return {"step": found.best.step, "memory_bytes": held.total}
 
 
-#: Parameter of the lab: what it is of, in the words of the lab, the key of a row, and its unit.
-_ASKED = {
-    "predicted_step_ms": ("step of all GPUs", "ms"),
-    "predicted_speedup_strong": ("speedup on GPUs, strong", ""),
-    "predicted_speedup_weak": ("speedup on GPUs, weak", ""),
-    "predicted_peak_gb": ("peak memory of a GPU", "GB"),
-}
-
-
 def lock_predictions(predictions: Predictions, yours: LearnerPredictions) -> None:
     """Store the learner's predictions before the run."""
     for name, value in yours.named().items():
@@ -141,17 +148,6 @@ def loss_verdict(table: Sequence[Mapping[str, Any]], first_loss: float) -> str |
     if apart <= gap:
         return f"{told}; bf16 has steps of {gap:g} there, so they learned the same"
     return f"{told}, more than the {gap:g} between two numbers of bf16: look for the cause before you read the speed"
-
-
-REPORT = "lab11-gpus"
-WARM_UP = 4
-#: A measurement takes a minute or two. One that hangs must not eat the hour.
-TIMEOUT_S = 480.0
-NO_MEMORY = "does not fit: out of memory"
-_KEYS = ("loss", "seconds", "tokens_per_second", "mfu", "hfu", "memory_bytes")
-_COMPILER = ("torch._inductor", "torch._dynamo", "triton", "C compiler")
-
-Sample = dict[str, Any]
 
 
 def on_gpus(work: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:

@@ -51,6 +51,74 @@ Kind = Literal["one", "weak", "strong"]
 KINDS = ("one", "weak", "strong")
 #: A model with so many parameters is no toy: GPT-2's smallest has more, the laptop's models have not a tenth.
 REAL_PARAMS = 100e6
+#: What may be predicted: seconds of a step, throughput over that of one rank, bytes of a rank at most.
+PREDICTED = ("step", "speedup", "memory_bytes")
+
+
+class ScalingReport:
+    """A folder of records: `distributed-experiments/<date>-<name>/`."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
+            raise ValueError(f"name={name!r} must be letters, digits, dashes and underscores")
+        self.name = name
+        self.folder = folder or experiments_dir() / f"{datetime.now(UTC):%Y-%m-%d}-{name}"
+
+    def add(
+        self,
+        run: str | Path,
+        *,
+        scaling: Kind,
+        warm_up: int = 2,
+        predicted: Mapping[str, float] | None = None,
+        yours: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Keep one run, its metrics included; a run of the same kind on as many ranks is replaced.
+
+        Args:
+            run: Folder of the trainer: metrics of every rank, and run.json.
+            scaling: "one" (one rank, to compare with), "weak" (batch per rank as there) or "strong" (global batch).
+            predicted: What lablib predicts, by the names in `PREDICTED` and others; `step` at least.
+            yours: What you predicted before the run, by the names in `PREDICTED`.
+        """
+        if warm_up < 0:
+            raise ValueError(f"warm_up={warm_up} must not be negative")
+        if scaling not in KINDS:
+            raise ValueError(f"scaling={scaling!r} is unknown; use one of {', '.join(KINDS)}")
+        samples = read_run(run)
+        ranks = len(samples)
+        if (scaling == "one") != (ranks == 1):
+            raise ValueError(f"scaling={scaling!r} does not go with {ranks} ranks; one rank is 'one', more are not")
+        steps = min(map(len, samples))
+        if steps <= warm_up:
+            raise ValueError(f"the run in {run} has {steps} steps, and warm_up={warm_up} leaves none")
+        if predicted is not None and not predicted.get("step", 0) > 0:
+            raise ValueError(f"predicted={dict(predicted)} needs a step above 0 seconds")
+        if wrong := {k: v for k, v in (yours or {}).items() if k not in PREDICTED or not v > 0}:
+            raise ValueError(f"yours={wrong} must be above 0 and one of {', '.join(PREDICTED)}")
+        facts = Path(run) / "run.json"
+        known = read_json(facts) if facts.exists() else {}
+        here = known.get("machine") or this_machine()
+        keep_metrics(run, self.folder / "metrics" / f"{scaling}-{ranks}")
+        return write_json(
+            self.folder / "runs" / f"{scaling}-{ranks}.json",
+            {
+                "report": self.name,
+                "scaling": scaling,
+                "ranks": ranks,
+                "warm_up": warm_up,
+                "predicted": dict(predicted) if predicted else None,
+                "yours": dict(yours) if yours else None,
+                "samples": samples,
+                "facts": {key: value for key, value in known.items() if key not in ("machine", "keys")},
+                "machine": here,
+                "topology": gpu_topology() if here["gpus"] else {},
+                "command": os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv)),
+                "commit": git_commit(),
+                "lablib": __version__,
+                "date": utc_now(),
+            },
+        )
 
 
 def keep_metrics(run: str | Path, target: Path) -> None:
@@ -124,76 +192,6 @@ def gpu_report(experiments: Path | None = None) -> Path | None:
     return max(found)[1] if found else None
 
 
-#: What may be predicted: seconds of a step, throughput over that of one rank, bytes of a rank at most.
-PREDICTED = ("step", "speedup", "memory_bytes")
-
-
-class ScalingReport:
-    """A folder of records: `distributed-experiments/<date>-<name>/`."""
-
-    def __init__(self, name: str, folder: Path | None = None) -> None:
-        if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
-            raise ValueError(f"name={name!r} must be letters, digits, dashes and underscores")
-        self.name = name
-        self.folder = folder or experiments_dir() / f"{datetime.now(UTC):%Y-%m-%d}-{name}"
-
-    def add(
-        self,
-        run: str | Path,
-        *,
-        scaling: Kind,
-        warm_up: int = 2,
-        predicted: Mapping[str, float] | None = None,
-        yours: Mapping[str, float] | None = None,
-    ) -> Path:
-        """Keep one run, its metrics included; a run of the same kind on as many ranks is replaced.
-
-        Args:
-            run: Folder of the trainer: metrics of every rank, and run.json.
-            scaling: "one" (one rank, to compare with), "weak" (batch per rank as there) or "strong" (global batch).
-            predicted: What lablib predicts, by the names in `PREDICTED` and others; `step` at least.
-            yours: What you predicted before the run, by the names in `PREDICTED`.
-        """
-        if warm_up < 0:
-            raise ValueError(f"warm_up={warm_up} must not be negative")
-        if scaling not in KINDS:
-            raise ValueError(f"scaling={scaling!r} is unknown; use one of {', '.join(KINDS)}")
-        samples = read_run(run)
-        ranks = len(samples)
-        if (scaling == "one") != (ranks == 1):
-            raise ValueError(f"scaling={scaling!r} does not go with {ranks} ranks; one rank is 'one', more are not")
-        steps = min(map(len, samples))
-        if steps <= warm_up:
-            raise ValueError(f"the run in {run} has {steps} steps, and warm_up={warm_up} leaves none")
-        if predicted is not None and not predicted.get("step", 0) > 0:
-            raise ValueError(f"predicted={dict(predicted)} needs a step above 0 seconds")
-        if wrong := {k: v for k, v in (yours or {}).items() if k not in PREDICTED or not v > 0}:
-            raise ValueError(f"yours={wrong} must be above 0 and one of {', '.join(PREDICTED)}")
-        facts = Path(run) / "run.json"
-        known = read_json(facts) if facts.exists() else {}
-        here = known.get("machine") or this_machine()
-        keep_metrics(run, self.folder / "metrics" / f"{scaling}-{ranks}")
-        return write_json(
-            self.folder / "runs" / f"{scaling}-{ranks}.json",
-            {
-                "report": self.name,
-                "scaling": scaling,
-                "ranks": ranks,
-                "warm_up": warm_up,
-                "predicted": dict(predicted) if predicted else None,
-                "yours": dict(yours) if yours else None,
-                "samples": samples,
-                "facts": {key: value for key, value in known.items() if key not in ("machine", "keys")},
-                "machine": here,
-                "topology": gpu_topology() if here["gpus"] else {},
-                "command": os.environ.get("LABLIB_RECORD_COMMAND", shlex.join(sys.argv)),
-                "commit": git_commit(),
-                "lablib": __version__,
-                "date": utc_now(),
-            },
-        )
-
-
 def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> ScalingLoss:
     """Return what a run lost against the run on one rank."""
     scaling = record["scaling"]
@@ -221,7 +219,7 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "ranks": record["ranks"],
             "seconds": asdict(measured),
             "tokens_per_second": median(_values(record, "tokens_per_second")),
-            "mfu": _median_or_none(_values(record, "mfu")),
+            "mfu": median(mfu) if (mfu := _values(record, "mfu")) else None,
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
             "predicted_memory": told.get("memory_bytes"),
@@ -273,11 +271,7 @@ def _values(record: Mapping[str, Any], key: str) -> list[float]:
     return [line[key] for lines in _counted(record) for line in lines if line.get(key) is not None]
 
 
-def _median_or_none(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def _phases(line: Mapping[str, Any], compute: float | None) -> Mapping[str, float]:
+def _phases(line: Mapping[str, Any], compute: float | None) -> dict[str, float]:
     """The phases of one rank's step; without `compute` all that is not data is computation."""
     data = line.get("data_seconds", 0.0)
     # On a GPU the parts come from events and the sum from the host's clock; they differ by microseconds.

@@ -35,6 +35,8 @@ from lablib.toys.text import VOCAB, text
 from lablib.toys.transformer import Transformer
 
 _CHUNK = 1 << 24  # token ids written at a time
+#: A target of this value has no loss.
+IGNORE_INDEX = -100
 
 
 def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, vocab: int) -> Path:
@@ -156,10 +158,6 @@ def _header(file: object, dtype: np.dtype, count: int) -> int:
     """Write the header of a 1-D array; return where the data begins."""
     npy.write_array_header_1_0(file, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)})
     return file.tell()
-
-
-#: A target of this value has no loss.
-IGNORE_INDEX = -100
 
 
 def token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

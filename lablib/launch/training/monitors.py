@@ -23,6 +23,8 @@ import torch.distributed as dist
 from lablib.calc.hardware import no_figures
 from lablib.launch.training.trainer import Callback, Trainer
 
+_SIDE = 2048  # of the matrices of a probe
+
 
 class PrintSteps(Callback):
     """Print loss, gradient norm, throughput, MFU and memory."""
@@ -71,9 +73,6 @@ def line(metrics: dict[str, Any]) -> str:
     if metrics["mfu"] is not None:
         parts.insert(-1, f"MFU {metrics['mfu']:.1%}")
     return "  ".join(parts)
-
-
-_SIDE = 2048  # of the matrices of a probe
 
 
 @dataclass(frozen=True)

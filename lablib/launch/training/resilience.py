@@ -31,29 +31,6 @@ from lablib.launch.ranks import agree, from_rank_0, own_rank
 from lablib.launch.records import RankLog
 from lablib.launch.training.trainer import Callback, Trainer
 
-
-def check_room(folder: str | Path) -> None:
-    """See to it that another checkpoint of the same size fits; every rank must call.
-
-    A checkpoint is written beside the old ones, so `keep` of them and one more must fit. The first one is of unknown
-    size, and passes.
-    """
-    agree(lambda: _check(Path(folder)) if own_rank() == 0 else None, "looking at the disk failed")
-
-
-def _check(folder: Path) -> None:
-    newest = latest_checkpoint(folder)
-    if newest is None:
-        return
-    size = sum(path.stat().st_size for path in newest.iterdir())
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise ValueError(
-            f"the disk of {folder} has {format_bytes(free)} left, and a checkpoint takes {format_bytes(size)}: free "
-            f"some room or keep fewer checkpoints; {newest.name} is whole, and the run resumes from there"
-        )
-
-
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -212,3 +189,25 @@ def _set_aside(folder: Path, chosen: Path | None) -> None:
                 break
             target = path.with_name(f"damaged-{path.name}-{again}")
         path.rename(target)
+
+
+def check_room(folder: str | Path) -> None:
+    """See to it that another checkpoint of the same size fits; every rank must call.
+
+    A checkpoint is written beside the old ones, so `keep` of them and one more must fit. The first one is of unknown
+    size, and passes.
+    """
+    agree(lambda: _check(Path(folder)) if own_rank() == 0 else None, "looking at the disk failed")
+
+
+def _check(folder: Path) -> None:
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        return
+    size = sum(path.stat().st_size for path in newest.iterdir())
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise ValueError(
+            f"the disk of {folder} has {format_bytes(free)} left, and a checkpoint takes {format_bytes(size)}: free "
+            f"some room or keep fewer checkpoints; {newest.name} is whole, and the run resumes from there"
+        )
