@@ -114,11 +114,11 @@ if __name__ == "__main__":
     rank = folder / "rank.py"
     rank.write_text('''
 import os, torch
-from lablib.launch.records.machine import machine
+from lablib.launch.records.machine import this_machine
 number = int(os.environ["LOCAL_RANK"])
 if torch.cuda.is_available():
     torch.cuda.set_device(number)
-print(f"rank {{number}} sees {{len(machine()['gpus'])}}", flush=True)
+print(f"rank {{number}} sees {{len(this_machine()['gpus'])}}", flush=True)
 ''')
     jobs = {{}}
     for device in ("cpu", "cuda"):
@@ -147,7 +147,7 @@ import json
 from lablib.launch.ranks.run import run_ranks
 from lablib.launch.recompute.runs import fsdp_gathers
 from lablib.launch.measure.step_time import step_traces
-from lablib.checks import failure_zoo, rung11
+from lablib.checks import rung11
 import sys
 sys.path.insert(0, "labs")
 from solutions.rung11 import diagnose
