@@ -366,8 +366,7 @@ def compiling() -> Finding:
 def judge_driver(driver: str | None, newest: tuple[int, int] | None, built: str | None) -> Finding:
     """Judge whether the driver runs the CUDA that torch was built for; within a major version it does."""
     if built is None:
-        fix = "make setup-gpu, with the image's own torch"
-        return Finding("driver", MISSING, "this torch is for the CPU", fix)
+        return Finding("driver", MISSING, "this torch is for the CPU", "make setup-gpu, with the image's own torch")
     if newest is None:
         detail = f"torch wants CUDA {built}; nvidia-smi does not say what the driver runs"
         return Finding("driver", LIMITED, detail)
@@ -460,8 +459,7 @@ def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float 
     if int(row.get("ecc.errors.uncorrected.volatile.total", 0)):
         return Finding(name, MISSING, detail + "; uncorrected memory errors", "return this machine")
     if reasons or temperature >= HOT:
-        fix = "its numbers are not the GPU's: wait for it to cool, or return it"
-        return Finding(name, LIMITED, detail, fix)
+        return Finding(name, LIMITED, detail, "its numbers are not the GPU's: wait for it to cool, or return it")
     if limit < default:
         fix = "its owner has capped it: plan with the measured rate, or rent another machine"
         return Finding(name, LIMITED, f"{detail}; its limit is {limit:.0f} of {default:.0f} W", fix)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
 
 _ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
@@ -65,8 +65,7 @@ def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure
     )
     name_rows(ax, bars)
     ax.set_xlabel(xlabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def time_curves(
@@ -90,8 +89,7 @@ def time_curves(
         ax.axvline(size, color=COLORS["neutral"], linewidth=1.2)
         ax.text(size * 1.15, 0.03, text, va="bottom", fontsize=9, transform=ax.get_xaxis_transform())
     ax.set(xlabel="size of the array", ylabel="time (ms)")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Mapping[str, Sequence[float]]) -> Figure:
@@ -108,8 +106,7 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
     _bytes_axis(bottom, sizes)
     top.set_ylabel("time (ms)")
     bottom.set(ylabel="fit is off by (%)", xlabel="size of the array")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
@@ -120,8 +117,7 @@ def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], meas
     ax.plot(places, [100 * e for e in measured], "o", color=COLORS["backward"], markersize=7, label="measured")
     ax.set_xticks(places, labels=names)
     ax.set(ylim=(0, 105), xlabel="link between the hosts", ylabel="scaling efficiency (%)")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def predicted_and_measured(
@@ -135,8 +131,7 @@ def predicted_and_measured(
     ax.plot(predicted, places, "D", color=COLORS["neutral"], markersize=7, label="predicted")
     name_rows(ax, rows)
     ax.set_xlabel(xlabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
@@ -161,8 +156,7 @@ def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, 
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
     ax.set(xlabel="ranks", ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 #: One colour for each leaf switch.

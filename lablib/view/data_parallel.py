@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, with_legend
 
 _LINES = (("communication", "-"), ("forward", "--"), ("gradients", "-."), ("activations", ":"))
 
@@ -57,8 +57,7 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
     ticks = ranks[::2]
     ax.set_xticks(ticks, labels=[f"{n}" for n in ticks])
     ax.set(xlabel="ranks", ylabel="one all-reduce (ms)")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
@@ -71,8 +70,7 @@ def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]
     ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
     ax.text(0.02, 0.05, "all of it can hide", ha="left", va="bottom", fontsize=9, transform=ax.transAxes)
     ax.set(xlabel="tokens per rank and step", ylabel="all-reduce / backward")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *, default: float) -> Figure:
@@ -86,8 +84,7 @@ def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *
     ticks = [size for size in (0.1, 1, 10, 100, 1000) if mib[0] <= size <= mib[-1]]
     ax.set_xticks(ticks, labels=[f"{size:g}" for size in ticks])
     ax.set(xlabel="bucket size (MiB)", ylabel="exposed communication (ms)")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 def step_split(
@@ -112,8 +109,7 @@ def step_split(
     ax.set_yticks(rows, labels=labels)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("one step (ms)")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
@@ -130,5 +126,4 @@ def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
             label=name,
         )
     ax.set(xlabel="optimizer step", ylabel="loss of the global batch (nats)")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, note
+from lablib.view.style import COLORS, HATCHES, figure, note, with_legend
 
 #: One colour and one dash for each case that shares a picture with others.
 _HUES = ("weights", "gradients", "optimizer", "activations", "communication")
@@ -50,8 +50,7 @@ def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, 
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     ax.set(xlabel=xlabel, ylabel=f"gathered ({unit})")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def unit_size(

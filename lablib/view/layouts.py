@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, with_legend
 
 #: One colour per rank; the numbers in the boxes say the same for readers who see no hue.
 _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
@@ -137,8 +137,7 @@ def predicted_and_measured(groups: Mapping[str, tuple[float, float]], *, ylabel:
     ax.set_xticks(range(len(groups)), labels=list(groups))
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def curves(
@@ -160,8 +159,7 @@ def curves(
     ax.set_xticks(x, labels=[f"{value:g}" for value in x])
     ax.set_ylim(bottom=0)
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
@@ -183,8 +181,7 @@ def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figur
     ax.set_xlim(0, 1.16 * max(value for bars in clusters.values() for value in bars.values()))
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(xlabel)
-    fig.legend(loc="outside lower center", ncols=3 if sum(map(len, who)) < 36 else 1)
-    return fig
+    return with_legend(fig, 3 if sum(map(len, who)) < 36 else 1)
 
 
 _FILLS = tuple(COLORS[role] for role in ("weights", "gradients", "optimizer", "activations"))
@@ -244,8 +241,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
     ax.set_yticks(range(len(steps)), list(steps))
     ax.invert_yaxis()
     ax.set_xlabel("predicted seconds of a step")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note, with_legend
 
 #: What a bar's segment is called in the legend, in drawing order.
 TERMS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations"}
@@ -95,8 +95,7 @@ def curves(
         ax.axhline(level[0], color=COLORS["backward"], linestyle="--", linewidth=1.3)
         note(ax, level[1], (0.01, level[0]), (0, -11), xycoords=("axes fraction", "data"), color=COLORS["backward"])
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def capacity_curve(
@@ -121,8 +120,7 @@ def capacity_curve(
     ax.set_yscale("log")
     ax.set_ylim(bottom=0.3)
     ax.set(xlabel="device memory (GB)", ylabel="largest model (billion parameters)")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 #: What a layer of the step is called in the legend, from the axis upwards, and its role in `COLORS`.
@@ -245,8 +243,7 @@ def step_memory(
         Patch(facecolor=COLORS[names[key][1]], hatch=HATCHES.get(names[key][1]), label=names[key][0]) for key in used
     ]
     legend.append(Line2D([], [], marker="o", linestyle="", color=ink, markersize=4, label="measured, in all"))
-    fig.legend(handles=legend, loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2, handles=legend)
 
 
 #: What is judged, in drawing order, and its colour.

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lablib.view.style import COLORS, figure, note
+from lablib.view.style import COLORS, figure, note, with_legend
 
 #: Told apart by colour and by dash, in this order.
 _HUES = ("neutral", "backward", "weights", "optimizer", "gradients", "activations")
@@ -39,8 +39,7 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("magnitude of a number")
     handles = [Patch(color=solid, label="full precision"), Patch(color=light, alpha=0.75, label="subnormals")]
-    fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2, handles=handles)
 
 
 def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
@@ -51,8 +50,7 @@ def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) ->
     ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.set(xlabel="magnitude of a number", ylabel="significant bits kept", ylim=(0, None))
-    fig.legend(loc="outside lower center", ncols=4)
-    return fig
+    return with_legend(fig, 4)
 
 
 def gradient_histogram(
@@ -77,8 +75,7 @@ def gradient_histogram(
     ticks = [p for p in range(-160, 160, 8) if left <= p <= right]
     ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.set(xlim=(left, right), xlabel="magnitude of a gradient", ylabel="how many")
-    fig.legend(loc="outside lower center", ncols=4)
-    return fig
+    return with_legend(fig, 4)
 
 
 def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
@@ -96,8 +93,7 @@ def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(xlabel)
     if len(bars) > 1:
-        fig.legend(loc="outside lower center", ncols=2)
-    return fig
+        return with_legend(fig, 2)
 
 
 def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel: str = "loss") -> Figure:
@@ -112,8 +108,7 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
             ax.plot(finite[-1:], [values[finite[-1]]], "x", color=COLORS[_HUES[k]], **cross)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
@@ -134,8 +129,7 @@ def loss_scale(exponents: Sequence[float], skipped: Sequence[int]) -> Figure:
     ax.set_yticks(ticks, labels=[_power(tick) for tick in ticks])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="step", ylabel="scale")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def sum_errors(
@@ -148,8 +142,7 @@ def sum_errors(
         ax.plot(ranks, [100 * e for e in values], "o", color=COLORS[hue])
     _log_axes(ax, ranks)
     ax.set(xlabel="ranks", ylabel="error of the sum (%)")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
@@ -173,5 +166,4 @@ def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequenc
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="step", ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)

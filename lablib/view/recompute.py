@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, figure, name_rows, note
+from lablib.view.style import COLORS, figure, name_rows, note, with_legend
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
 KINDS = {
@@ -42,8 +42,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
     ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
     handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
-    fig.legend(handles=handles, loc="outside lower center", ncols=4)
-    return fig
+    return with_legend(fig, 4, handles=handles)
 
 
 def kept_over_time(
@@ -58,8 +57,7 @@ def kept_over_time(
     for text, side in (("forward ", "right"), (" backward", "left")):
         ax.text(forward, top, text, ha=side, va="top", fontsize=9)
     ax.set(ylim=(0, top), xlim=(0, None), xlabel=xlabel, ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=min(3, len(lines)))
-    return fig
+    return with_legend(fig, min(3, len(lines)))
 
 
 def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
@@ -101,8 +99,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
         for key, (role, _, label) in CELLS.items()
         if key in used
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3, handles=handles)
 
 
 def frontier_plot(
@@ -155,8 +152,7 @@ def frontier_plot(
     ]
     if measured:
         handles.append(Line2D([], [], marker="+", linestyle="", color=COLORS["backward"], label="measured"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2, handles=handles)
 
 
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
@@ -176,8 +172,7 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
     ax.set_yticks(inside, labels=[f"{rung:g}" for rung in inside])
     ax.minorticks_off()
     ax.set(xlabel="blocks in a segment", ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
@@ -196,5 +191,4 @@ def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[s
         Line2D([], [], color=COLORS["backward"], marker="o", linestyle="", markersize=4, label="one step"),
         Line2D([], [], color=COLORS["activations"], linewidth=3, label="from FLOPs alone"),
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3, handles=handles)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, note
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, note, with_legend
 from lablib.view.timeline import Span
 
 #: One colour and one dash for each line that shares a picture with others.
@@ -50,8 +50,7 @@ def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: s
         ax.barh([0], [0], color=COLORS[role], edgecolor="white", hatch=HATCHES.get(role), label=_said(role))
         for role in roles
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3, handles=handles)
 
 
 def _said(role: str) -> str:
@@ -72,8 +71,7 @@ def loss_curves(
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
         note(ax, text, (step, top), (4, -2), va="top")
     ax.set(xlabel=xlabel, ylabel="loss (nats)")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def memory_bars(
@@ -96,8 +94,7 @@ def memory_bars(
         ax.barh([0], [0], color=COLORS["neutral"], label="predicted"),
         ax.barh([0], [0], color=COLORS["weights"], label="measured"),
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2, handles=handles)
 
 
 def checkpoint_interval(
@@ -125,8 +122,7 @@ def checkpoint_interval(
     ax.set_xlim(minutes[0], minutes[-1])
     ax.set_ylim(0, top)
     ax.set(xlabel="minutes of work between checkpoints", ylabel="lost time (%)")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 def curves(
@@ -155,8 +151,7 @@ def curves(
         ax.axvline(place, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
         note(ax, text, (place, ax.get_ylim()[1]), (4, -3), va="top")
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def _short(x: float) -> str:
@@ -199,8 +194,7 @@ def cost_curves(
     ax.set(xscale="log", yscale="log")
     ax.set_xticks([1e9, 1e10, 1e11, 1e12], labels=["1B", "10B", "100B", "1T"])
     ax.set(xlabel="parameters", ylabel="years on one device")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 #: Part of the loss to its colour and, beside colour, its hatch.
@@ -236,8 +230,7 @@ def step_times(rows: Sequence[Mapping[str, object]]) -> Figure:
     ax.grid(axis="y", visible=False)
     ax.set_xlim(left=0)
     ax.set_xlabel("ms a step: median and quartiles")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
@@ -261,8 +254,7 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
     ax.set_yticks(range(len(rows)), labels=[row["run"] for row in reversed(rows)])
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("percent of the step")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
@@ -275,8 +267,7 @@ def every_step(runs: Mapping[str, Sequence[float]], warm_up: int) -> Figure:
         ax.axvspan(0.5, warm_up + 0.5, color=COLORS["idle"], alpha=0.25, hatch=HATCHES["idle"], label="warm-up")
     ax.set_ylim(bottom=0)
     ax.set(xlabel="step", ylabel="ms")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 _STYLE = """

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, figure, note
+from lablib.view.style import COLORS, figure, note, with_legend
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
 KINDS = {
@@ -192,8 +192,7 @@ def held_over_time(
         Line2D([], [], color=COLORS[role], linestyle=dash, label=f"rank {rank}")
         for rank, (role, dash) in enumerate(_LINES[: max(map(len, panels.values()))])
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=4)
-    return fig
+    return with_legend(fig, 4, handles=handles)
 
 
 def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:
@@ -206,8 +205,7 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
     ax.set_ylim(0, None)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.set(xlabel="micro-batches m", ylabel=what)
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:

@@ -92,6 +92,12 @@ def name_rows(ax: Axes, names: Collection[str]) -> None:
     ax.grid(axis="y", visible=False)
 
 
+def with_legend(fig: Figure, ncols: int, **legend: object) -> Figure:
+    """Return the figure with a legend of so many columns below its axes."""
+    fig.legend(loc="outside lower center", ncols=ncols, **legend)
+    return fig
+
+
 def themed_svg(fig: Figure, alt: str) -> str:
     """Return the figure as an SVG string that takes its text colour from the page."""
     # What is drawn after `figure` has returned takes matplotlib's defaults: black text, framed legends.

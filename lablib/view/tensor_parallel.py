@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure
+from lablib.view.style import COLORS, HATCHES, figure, with_legend
 
 #: One colour per rank; numbers beside them say the same without hue.
 _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
@@ -122,8 +122,7 @@ def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], 
     ax.set_xscale("log", base=2)
     ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
     ax.set(ylim=(0, 100), xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
 
 
 def kept_bars(
@@ -142,8 +141,7 @@ def kept_bars(
     ax.set_yticks(rows, labels=labels)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(f"kept on one rank ({unit})")
-    fig.legend(loc="outside lower center", ncols=2)
-    return fig
+    return with_legend(fig, 2)
 
 
 def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
@@ -152,5 +150,4 @@ def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylab
     for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
         ax.plot(steps, values, dash, color=COLORS[role], label=name)
     ax.set(xlabel="optimizer steps", ylabel=ylabel)
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
 
 #: Rows of a stage's picture, from top to bottom.
 _ROLES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
@@ -75,8 +75,7 @@ def reduction_curves(
     heights = [2**k for k in range(0, 11, 2)]
     ax.set_yticks(heights, labels=[f"{height}x" for height in heights])
     ax.set(xlabel="ranks", ylabel="states: times less than DDP")
-    fig.legend(loc="outside lower center", ncols=3)
-    return fig
+    return with_legend(fig, 3)
 
 
 def traffic_bars(bars: Mapping[str, Sequence[tuple[str, str, float]]], *, xlabel: str) -> Figure:
@@ -138,5 +137,4 @@ def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
     ax.set(ylim=(0, 104), xlabel=xlabel, ylabel="device computes (% of the step)")
-    fig.legend(loc="outside lower center", ncols=1)
-    return fig
+    return with_legend(fig, 1)
