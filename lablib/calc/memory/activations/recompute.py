@@ -1,4 +1,4 @@
-"""What a strategy of activation recomputation keeps, needs during backward, computes again and moves to the host.
+"""Strategies of activation recomputation: bytes kept, bytes needed in backward, FLOPs repeated, bytes moved to the host.
 
 | strategy | what is kept of the blocks | known as |
 |---|---|---|
@@ -125,7 +125,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """What a strategy costs for one micro-batch on one device.
+    """The cost of a strategy for one micro-batch on one device.
 
     Attributes:
         strategy: Its name.
@@ -223,7 +223,7 @@ class _Blocks:
 
     @cached_property
     def tensors(self) -> list[SavedTensor]:
-        """What one block keeps, by name; a ValueError where that is not known."""
+        """The tensors that one block keeps; a ValueError where they are not known."""
         return block_tensors(self.config, **self.how)
 
     def _kept(self, layer: int, recompute: str = "none") -> dict[str, int]:
@@ -266,7 +266,7 @@ class _Blocks:
         return UnitCost(unit, sum(again.values()), transient, flops, released=norms + behind + width + mask)
 
     def _toy_core(self) -> int:
-        """What the toy's attention core keeps when it runs again on stored q, k and v."""
+        """Bytes that the toy's attention core keeps when it runs again on stored q, k and v."""
         c, width = self.config, self.n * self.config.q_width * self.value
         if self.fused:
             return width + self.n * c.num_heads * FP32

@@ -45,7 +45,7 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Its bytes."""
         return self.values * self.size
 
 
