@@ -150,7 +150,7 @@ def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
         (["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"], "ep=8 does not divide dp * cp=4"),
         (["memory", "gpt2", "--step", "slow"], "unknown step 'slow'"),
         (["memory", "gpt2", "--at", ""], "unknown instant ''"),
-        (["memory", "gpt2", "--at", "all", "--explain"], "--explain is about one moment"),
+        (["memory", "gpt2", "--at", "all", "--explain"], "--explain is about one instant"),
         (["memory", "gpt2", "--at", "peak", "--gpu", "h1000"], "unknown accelerator 'h1000'"),
         (["memory-table", "--committed", "--only", "no such case"], "no case has 'no such case' in its name"),
         (["memory-table", "--committed", "--few"], "leave --few out"),

@@ -23,8 +23,7 @@ from lablib.calc.memory.activations import block_tensors, head_activations, laye
 from lablib.calc.memory.implementation import find_implementation
 from lablib.calc.memory.tape import BlockSetting, Tape, write_tape
 from lablib.calc.memory.tape.tape import NONE, SHARED
-from lablib.calc.memory.timeline import memory_timeline
-from lablib.calc.memory.timeline.explain import explain_memory
+from lablib.calc.memory.timeline import explain_memory, memory_timeline
 from lablib.calc.memory.timeline.step import Piece, Step
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.cli.main import app

@@ -1,6 +1,6 @@
 """`rung memory`: bytes per rank by term, and whether they fit; one instant of a step, and where its bytes come from.
 
-The options of a command that are the settings of a run: one for each field of `RunConfig`.
+`settings_as_options` gives a command, this one and `rung fit`, an option for each field of `RunConfig`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings as the calculators take them: sizes and lists are text on the command line.
 
     Raises:
-        ValueError: If such a text is not what it should be.
+        ValueError: If a text does not parse.
     """
     found = dict(settings)
     if "bucket_bytes" in found:
@@ -245,7 +245,7 @@ def memory_table(
 
 
 def sentence(total: int, device: Accelerator) -> str:
-    """Return whether so many bytes fit on a card, and with what room."""
+    """Return whether so many bytes fit on a GPU, and with what room."""
     room = device.memory_bytes - total
     holds = f"{device.name} holds {device.memory_gib:g} GiB ({device.memory_gb:.1f} GB): "
     if room < 0:
@@ -254,7 +254,7 @@ def sentence(total: int, device: Accelerator) -> str:
 
 
 def verdict(total: int, device: Accelerator | None) -> dict[str, object]:
-    """Return the same as fields of JSON; none without a card."""
+    """Return the same as fields of JSON; none without a GPU."""
     if device is None:
         return {}
     room = device.memory_bytes - total

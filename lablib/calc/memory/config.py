@@ -27,7 +27,7 @@ OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 def _about(
     text: str, *, choices: tuple[str, ...] = (), least: int | None = None, flag: bool = False
 ) -> dict[str, object]:
-    """What a setting is, and what it may be."""
+    """Return the metadata of a setting: its help and its range."""
     return {"help": text, "choices": choices, "least": least, "flag": flag}
 
 

@@ -70,7 +70,7 @@ def find_implementation(name: str) -> Implementation:
     """Return an implementation by its name.
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If the name is unknown.
     """
     return IMPLEMENTATIONS[one_of("implementation", name, IMPLEMENTATIONS)]
 

@@ -64,8 +64,8 @@ def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
 
 def unit_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> tuple[list[Shape], list[Shape]]:
     """Return the shapes of trained and of frozen tensors."""
-    whole = tensor_shapes(run, tensors)
-    return (whole, []) if run.tuning == "full" else (adapter_shapes(run, tensors), whole)
+    full = tensor_shapes(run, tensors)
+    return (full, []) if run.tuning == "full" else (adapter_shapes(run, tensors), full)
 
 
 def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
@@ -165,7 +165,7 @@ class Stage:
 
     @cached_property
     def count(self) -> Mapping[str, int]:
-        """How many units there are of each kind."""
+        """Number of units of each kind."""
         return MappingProxyType(Counter(self.units))
 
     @cached_property

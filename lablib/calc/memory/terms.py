@@ -30,7 +30,7 @@ ADAM = "PyTorch, torch/optim/adam.py"
 
 
 class When(NamedTuple):
-    """What a tracker's label may depend on.
+    """The circumstances that a tracker's label may depend on.
 
     Attributes:
         phase: Of the step.

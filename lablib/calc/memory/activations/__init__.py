@@ -1,4 +1,4 @@
-"""What a transformer block keeps between its forward and its backward, and what recomputation saves.
+"""Activations: the bytes that a transformer block keeps for its backward, and what recomputation saves.
 
 `layer_activations` answers for one block; the formulas stand in `paper` (Korthikanti et al. 2022), `toy` (this course's
 transformer) and `hf` (Hugging Face's classes). `saved_tensors` names every tensor; `recompute` has the strategies of

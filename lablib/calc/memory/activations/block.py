@@ -86,7 +86,7 @@ def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
 def model_activations(
     config: ModelConfig, *, recompute: str = "none", attention: str = "fused", **sizes: object
 ) -> dict[str, int]:
-    """Return the bytes that a whole model on one device keeps for one micro-batch: embedding, layers and head.
+    """Return the bytes that a model on one device keeps for one micro-batch: embedding, layers and head.
 
     Args:
         recompute: As in `layer_activations`.
@@ -125,8 +125,8 @@ def paper_activations(
     """
     kind = variant(sequence_parallel)
     split = layer_activations(config, batch=batch, seq=seq, tp=tp, sequence_parallel=kind is not False, **how)
-    whole = 2 * batch * seq * config.hidden * int(how.get("bytes_per_value", 2)) if kind == "keep" else 0
-    return sum(split.values()) + whole - whole // tp
+    gathered = 2 * batch * seq * config.hidden * int(how.get("bytes_per_value", 2)) if kind == "keep" else 0
+    return sum(split.values()) + gathered - gathered // tp
 
 
 def toy_activations(

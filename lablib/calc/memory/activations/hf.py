@@ -1,4 +1,4 @@
-"""What Hugging Face's eager classes keep for backward: GPT-2, Llama, Qwen2 and Mistral as `transformers` writes them.
+"""Activations of Hugging Face's eager classes: GPT-2, Llama, Qwen2 and Mistral as `transformers` writes them.
 
 The blocks are those of `lablib.calc.memory.activations.toy`, operator by operator, but for four things:
 

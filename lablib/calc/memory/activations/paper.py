@@ -1,4 +1,4 @@
-"""What a block keeps for backward as Korthikanti et al. (2022, arXiv 2205.05198, section 4) count it, for every family.
+"""Activations of a block as Korthikanti et al. (2022, arXiv 2205.05198, section 4) count them, for every family.
 
 Every operator keeps its input, values have 2 bytes, dropout masks 1; norm statistics and indices are too small to
 count. For a GPT block (s tokens, b sequences, h hidden, a heads, t-way tensor parallelism), equations 1, 2, 4 and 6 and

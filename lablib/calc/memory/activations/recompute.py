@@ -1,4 +1,4 @@
-"""What a strategy of activation recomputation keeps, needs during backward, computes again and moves to the host.
+"""Strategies of activation recomputation: bytes kept, bytes needed in backward, FLOPs repeated, bytes moved to the host.
 
 | strategy | what is kept of the blocks | known as |
 |---|---|---|
@@ -36,8 +36,8 @@ from functools import cached_property
 from lablib.calc.flops import forward_flops, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
-from lablib.calc.memory.activations.share import FP32, MASK
-from lablib.calc.memory.implementation import accepts_old_names, find_implementation
+from lablib.calc.memory.activations.share import FP32, MASK, Share
+from lablib.calc.memory.implementation import accepts_old_names
 from lablib.calc.models import ModelConfig
 
 FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")
@@ -125,7 +125,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """What a strategy costs for one micro-batch on one device.
+    """The cost of a strategy for one micro-batch on one device.
 
     Attributes:
         strategy: Its name.
@@ -207,13 +207,14 @@ class RecomputeCost:
 class _Blocks:
     """Costs of a model's units; blocks of one kind, dense or with experts, cost the same."""
 
-    def __init__(self, config: ModelConfig, how: dict, early_stop: bool, reentrant: bool) -> None:
-        self.config, self.how, self.early_stop, self.reentrant = config, how, early_stop, reentrant
-        self.toy = how["implementation"] == "toy"
-        self.fused = how["attention"] == "fused"
-        self.batch, self.seq, self.value = how["batch"], how["seq"], how["bytes_per_value"]
+    def __init__(self, share: Share, attention: str, early_stop: bool, reentrant: bool) -> None:
+        self.config, self.early_stop, self.reentrant = share.config, early_stop, reentrant
+        self.toy, self.fused, self.drops = share.implementation == "toy", attention == "fused", share.drops
+        self.batch, self.seq, self.value = share.batch, share.seq, share.value
+        self.how = {"batch": share.batch, "seq": share.seq, "bytes_per_value": share.value, "dropout": share.dropout}
+        self.how |= {"implementation": share.implementation, "attention": attention}
         self.n = self.batch * self.seq
-        self.boundary = self.n * config.hidden * self.value
+        self.boundary = self.n * self.config.hidden * self.value
         self._known: dict[tuple[bool, str], dict[str, int]] = {}
 
     def cost(self, unit: RecomputeUnit) -> UnitCost:
@@ -222,7 +223,7 @@ class _Blocks:
 
     @cached_property
     def tensors(self) -> list[SavedTensor]:
-        """What one block keeps, by name; a ValueError where that is not known."""
+        """The tensors that one block keeps; a ValueError where they are not known."""
         return block_tensors(self.config, **self.how)
 
     def _kept(self, layer: int, recompute: str = "none") -> dict[str, int]:
@@ -251,7 +252,7 @@ class _Blocks:
         c, width = self.config, self.n * self.config.attn_width * self.value
         kept = self._kept(unit.first)
         again = self._kept(unit.first, "selective")
-        mask = self.n * c.hidden * (self.value if self.toy else MASK) if self.how["dropout"] else 0
+        mask = self.n * c.hidden * (self.value if self.toy else MASK) if self.drops else 0
         # Backward comes from behind: MLP, all norms but the first and the output projection are done with.
         norms = kept["norms"] * (c.norms_per_layer - 1) // c.norms_per_layer
         behind = sum(size for kind, size in kept.items() if kind not in ("norms", "attention", "scores"))
@@ -265,7 +266,7 @@ class _Blocks:
         return UnitCost(unit, sum(again.values()), transient, flops, released=norms + behind + width + mask)
 
     def _toy_core(self) -> int:
-        """What the toy's attention core keeps when it runs again on stored q, k and v."""
+        """Bytes that the toy's attention core keeps when it runs again on stored q, k and v."""
         c, width = self.config, self.n * self.config.q_width * self.value
         if self.fused:
             return width + self.n * c.num_heads * FP32
@@ -282,7 +283,7 @@ class _Blocks:
         products = n * v * (2 * c.q_width + 2 * c.kv_width + (2 if c.gated_mlp else 1) * c.ffn + 2 * c.hidden)
         stored = self.boundary + products + scores
         kept = self._inside(unit) + self.boundary - self._input_is_kept
-        if self.toy and self.early_stop and not self.how["dropout"]:
+        if self.toy and self.early_stop and not self.drops:
             kept += n * c.hidden * v  # the output of the down projection, which nothing asks for
         return UnitCost(unit, stored, kept - stored)
 
@@ -334,7 +335,7 @@ class _Blocks:
         flops = sum(sum(self._flops(unit.first + i).values()) for i in range(unit.length))
         c = self.config
         # Nothing asks for the down projection's output, unless dropout or a norm comes behind it.
-        last = not self.how["dropout"] and c.norms_per_layer == 2 and not c.is_moe
+        last = not self.drops and c.norms_per_layer == 2 and not c.is_moe
         return flops - (2 * self.n * c.ffn * c.hidden if self.early_stop and last else 0)
 
 
@@ -343,48 +344,39 @@ def recompute_cost(
     config: ModelConfig,
     strategy: str,
     *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
     attention: str = "fused",
-    dropout: float | None = None,
     early_stop: bool = False,
     reentrant: bool = False,
     bandwidth: float | None = None,
+    **sizes: object,
 ) -> RecomputeCost:
     """Return what a strategy keeps, needs during backward, computes again and moves, for one micro-batch.
 
     Args:
         strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
             "full+offload".
-        implementation: "paper", or "toy" for what `lablib.toys.transformer` keeps, exactly.
-        bytes_per_value: 2 or 4.
         attention: "plain" or "fused".
-        dropout: As in `layer_activations`.
         early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
             False: a replay is a whole forward pass, as papers and `step_flops` count it. Replays of experts are
             counted whole in either case.
         reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
         bandwidth: Bytes per second to the host, per direction.
+        **sizes: batch, seq, implementation ("paper" or "toy"), bytes_per_value and dropout, as in `layer_activations`.
 
     Raises:
-        ValueError: As `layer_activations` and `recompute_units`; if the bandwidth is not positive; or if "matmuls" or "offload"
-            meet experts or latent attention, whose tensors are not listed one by one.
+        ValueError: As `layer_activations` and `recompute_units`; if the bandwidth is not positive; or if "matmuls" or
+            "offload" meet experts or latent attention, whose tensors are not listed one by one.
     """
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
-    sizes = {"batch": batch, "seq": seq, "implementation": implementation, "bytes_per_value": bytes_per_value}
-    if implementation == "hf":
+    if sizes.get("implementation") == "hf":
         raise ValueError(
             "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
         )
-    if dropout is None:
-        dropout = find_implementation(implementation).default_dropout(config)
-    how = {**sizes, "attention": attention, "dropout": dropout}
-    block = _Blocks(config, how, early_stop and not reentrant, reentrant)
+    share = Share(config, **sizes)
+    block = _Blocks(share, attention, early_stop and not reentrant, reentrant)
     units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
-    embedding = embedding_activations(config, dropout=dropout, **sizes)
+    embedding = embedding_activations(config, **sizes)
     if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
         embedding["positions"] = 0  # blocks alone keep the rotary tables, and they keep them on the host
     return RecomputeCost(
@@ -392,7 +384,7 @@ def recompute_cost(
         units=units,
         embedding=sum(embedding.values()),
         head=sum(head_activations(config, **sizes).values()),
-        model_flops=step_flops(config, batch=batch, seq=seq).model,
+        model_flops=step_flops(config, batch=share.batch, seq=share.seq).model,
         bandwidth=bandwidth,
     )
 

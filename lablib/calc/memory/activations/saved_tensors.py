@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.memory.activations.block import layer_activations
-from lablib.calc.memory.activations.share import FP32, MASK
-from lablib.calc.memory.implementation import accepts_old_names, find_implementation
+from lablib.calc.errors import one_of
+from lablib.calc.memory.activations.share import Share
+from lablib.calc.memory.implementation import accepts_old_names
+from lablib.calc.memory.tape import BlockSetting, Value, write_tape
 from lablib.calc.models import ModelConfig
 
 
@@ -44,7 +45,7 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Its bytes."""
         return self.values * self.size
 
 
@@ -66,156 +67,94 @@ class Difference:
 
 
 @accepts_old_names
-def block_tensors(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    implementation: str = "paper",
-    bytes_per_value: int = 2,
-    attention: str = "fused",
-    dropout: float | None = None,
-) -> list[SavedTensor]:
-    """Return the tensors that one block keeps, in the order of the forward pass; they sum to `layer_activations`.
+def block_tensors(config: ModelConfig, *, attention: str = "fused", **sizes: object) -> list[SavedTensor]:
+    """Return the tensors that one block keeps, read off its tape in the order in which operators keep them.
+
+    They sum to `layer_activations`.
 
     Args:
         config: The model, without experts and latent attention.
-        implementation: "paper", "toy" or "hf".
-        bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         attention: "plain" or "fused".
-        dropout: As in `layer_activations`: None is 0.1 for the paper's GPT blocks, and 0 elsewhere.
+        **sizes: batch, seq, implementation, bytes_per_value and dropout, as in `layer_activations`.
 
     Raises:
         ValueError: As `layer_activations`, and if the model has experts or latent attention: their tensors depend on
             the implementation, and only their sums are counted.
     """
-    layer_activations(  # raises where a size or a name is wrong
-        config,
-        batch=batch,
-        seq=seq,
-        implementation=implementation,
-        bytes_per_value=bytes_per_value,
-        attention=attention,
-        dropout=dropout,
-    )
+    share = Share(config, **sizes)
+    one_of("attention", attention, ("plain", "fused"))
     if config.is_moe or config.is_mla:
         what = "experts" if config.is_moe else "latent attention"
         raise ValueError(f"{config.name} has {what}: its tensors are summed by layer_activations, not listed")
-    whose = find_implementation(implementation)
-    dropout = whose.default_dropout(config) if dropout is None else dropout
-    block = _Block(
-        config, batch, seq, bytes_per_value, whose.eager, attention == "fused", dropout > 0, whose.loss_in_root
-    )
-    return [*block.norm(1), *block.attention(), *block.norm(2), *block.mlp()]
+    run = {"batch": share.batch, "seq": share.seq, "value": share.value, "dropout": share.drops}
+    how = {"implementation": share.implementation, "fused": attention == "fused"}
+    tape = write_tape("block", BlockSetting(config=config, **run, **how))
+    keepers: dict[Value, list[str]] = {}
+    for operator in tape.operators:
+        for value in operator.keeps:
+            if value.storage not in tape.given:
+                keepers.setdefault(value.storage, []).append(operator.name)
+    n, c = share.tokens, config
+    values = {"n": n, "n h": n * c.hidden, "n a d": n * c.q_width, "n k d": n * c.kv_width, "n a": n * c.num_heads}
+    values |= {
+        "n f": n * c.ffn,
+        "a b s²": n * c.num_heads * share.seq,
+        "n (a + 2k) d": n * (c.q_width + 2 * c.kv_width),
+    }
+    repeated = share.implementation.eager and attention == "plain"  # every query head gets its own keys and values
+    found: list[SavedTensor] = []
+    for storage, operators in keepers.items():
+        readers = tuple(dict.fromkeys(_OPERATORS.get(name, name).removeprefix("the ") for name in operators))
+        names = _names(storage.name, operators[0])
+        for name in names:
+            if name == "output of rotated":
+                name = "k" if any(tensor.name == "q" for tensor in found) else "q"
+            count = "n a d" if repeated and name in ("k", "v") else _count(name)
+            size = storage.bytes // values[count] // len(names)
+            found.append(SavedTensor(name, tape.kinds[storage], readers, count, values[count], size))
+    return found
 
 
-@dataclass(frozen=True)
-class _Block:
-    config: ModelConfig
-    batch: int
-    seq: int
-    value: int
-    toy: bool
-    fused: bool
-    dropout: bool
-    hf: bool = False
+#: What the tape calls otherwise.
+_OPERATORS = {"SwiGLU": "SiLU(gate) × up", "dropout of mlp": "dropout of the MLP"}
+_TENSORS = {
+    "mask of dropout of the weights": "weights after dropout",
+    "output of dropout of the weights": "weights after dropout",
+    "output of weights × v": "attention output",
+    "statistics of fused attention": "softmax statistics",
+    "statistics of dropout of mlp": "dropout mask of the MLP",
+    "gate": "output of gate",
+}
+#: Values of a tensor by the start of its name; all others have n f.
+_COUNTS = {
+    "n": ("mean", "inverse"),
+    "n a": ("softmax statistics",),
+    "a b s²": ("softmax output", "weights", "dropout mask of the weights"),
+    "n h": ("input of norm", "input of the norm", "normed value", "output of norm", "dropout mask"),
+    "n a d": ("q", "attention output"),
+    "n k d": ("k", "v"),
+    "n (a + 2k) d": ("output of q, k, v",),
+}
 
-    @property
-    def n(self) -> int:
-        return self.batch * self.seq
 
-    def make(self, name: str, kind: str, keepers: str, count: str, size: int = 0) -> SavedTensor:
-        c = self.config
-        values = {
-            "n": self.n,
-            "n h": self.n * c.hidden,
-            "n a d": self.n * c.q_width,
-            "n k d": self.n * c.kv_width,
-            "n a": self.n * c.num_heads,
-            "n f": self.n * c.ffn,
-            "a b s²": c.num_heads * self.batch * self.seq**2,
-        }[count]
-        return SavedTensor(name, kind, tuple(keepers.split(", ")), count, values, size or self.value)
+def _names(name: str, keeper: str) -> list[str]:
+    """Return the names of a storage that is kept first for an operator; LayerNorm's statistics are two."""
+    norm = keeper.removeprefix("square in ")
+    if name in _TENSORS:
+        return [_TENSORS[name]]
+    if name.startswith("statistics of norm"):
+        return [f"mean of {norm}", f"inverse deviation of {norm}"]
+    if name.startswith("statistics of dropout"):
+        return [name.replace("statistics of dropout", "dropout mask")]
+    if keeper.startswith("norm of "):
+        return [f"{name} before its norm"]
+    if norm.startswith(("norm ", "the norm ")):
+        return [f"input of {norm}"]
+    return [("input of GELU" if keeper == "GELU" else "output of up") if name == "up" else name]
 
-    def mask(self, name: str, kind: str, where: str, count: str = "n h") -> list[SavedTensor]:
-        if not self.dropout:
-            return []
-        return [self.make(name, kind, f"dropout of {where}", count, self.value if self.toy else MASK)]
 
-    def norm(self, number: int) -> list[SavedTensor]:
-        kind, norm = "norms", f"norm {number}"
-        if self.toy and self.config.norm == "rmsnorm":
-            square, scale, weight = f"square in {norm}", f"scale in {norm}", f"weight of {norm}"
-            return [
-                self.make(f"input of {norm}", kind, f"{square}, {scale}", "n h", FP32),
-                self.make(f"inverse root of {norm}", kind, f"inverse root in {norm}, {scale}", "n", FP32),
-                self.make(f"normed value of {norm}", kind, weight, "n h"),
-            ]
-        kept = [self.make(f"input of {norm}", kind, norm, "n h")]
-        if self.toy:
-            kept += [
-                self.make(f"mean of {norm}", kind, norm, "n"),
-                self.make(f"inverse deviation of {norm}", kind, norm, "n"),
-            ]
-        # Families with four norms a layer put two of them behind attention and MLP.
-        if self.config.norms_per_layer == 4:
-            kept.append(self.make(f"input of the norm behind {norm}", kind, f"norm behind {norm}", "n h"))
-        return kept
-
-    def attention(self) -> list[SavedTensor]:
-        kind = "attention"
-        repeated = self.toy and not self.fused  # plain attention gives every query head its own keys and values
-        keys = "n a d" if repeated else "n k d"
-        first, second = ("fused attention",) * 2 if self.fused else ("q kᵀ", "weights × v")
-        kept = [self.make("output of norm 1", kind, "q projection, k projection, v projection", "n h")]
-        if self.config.qk_norm:
-            kept += [
-                self.make("q before its norm", kind, "norm of q", "n a d"),
-                self.make("k before its norm", kind, "norm of k", "n k d"),
-            ]
-        kept += [self.make("q", kind, first, "n a d"), self.make("k", kind, first, keys)]
-        if not self.fused:
-            if self.hf and self.config.family != "gpt2" and self.value < FP32:
-                kept.append(self.make("softmax output", "scores", "softmax", "a b s²", FP32))
-                if not self.dropout:
-                    kept.append(self.make("weights", "scores", second, "a b s²"))
-            else:
-                readers = "softmax" if self.dropout else f"softmax, {second}"
-                kept.append(self.make("softmax output", "scores", readers, "a b s²"))
-            kept += self.mask("dropout mask of the weights", "scores", "the weights", "a b s²")
-            if self.dropout:
-                kept.append(self.make("weights after dropout", "scores", second, "a b s²"))
-        kept.append(self.make("v", kind, second, keys))
-        if self.fused:
-            kept.append(self.make("softmax statistics", kind, second, "n a", FP32))
-        readers = f"{second}, output projection" if self.fused else "output projection"
-        kept.append(self.make("attention output", kind, readers, "n a d"))
-        return kept + self.mask("dropout mask of attention", kind, "attention")
-
-    def mlp(self) -> list[SavedTensor]:
-        kind, product = "mlp", "SiLU(gate) × up"
-        if not self.config.gated_mlp:
-            written_out = [
-                self.make("half of GELU's input", kind, "GELU", "n f"),
-                self.make("tanh", kind, "tanh", "n f"),
-                self.make("1 + tanh", kind, "GELU", "n f"),
-            ]
-            kept = [
-                self.make("output of norm 2", kind, "up projection", "n h"),
-                self.make("input of GELU", kind, "cube" if self.hf else "GELU", "n f"),
-                *(written_out if self.hf else []),
-                self.make("output of GELU", kind, "down projection", "n f"),
-            ]
-        else:
-            one = not self.toy  # for the paper SwiGLU is one operator, which keeps gate and up
-            kept = [
-                self.make("output of norm 2", kind, "gate projection, up projection", "n h"),
-                self.make("output of gate", kind, product if one else "SiLU", "n f"),
-                *([] if one else [self.make("output of SiLU", kind, product, "n f")]),
-                self.make("output of up", kind, product, "n f"),
-                self.make("SiLU(gate) × up", kind, "down projection", "n f"),
-            ]
-        return kept + self.mask("dropout mask of the MLP", kind, "the MLP")
+def _count(name: str) -> str:
+    return next((count for count, starts in _COUNTS.items() if name.startswith(starts)), "n f")
 
 
 _WHY = (

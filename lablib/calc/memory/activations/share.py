@@ -1,4 +1,4 @@
-"""What one rank holds of one micro-batch, checked; the formulas of `paper`, `toy` and `hf` are about a `Share`."""
+"""One rank's part of a micro-batch, checked: what the formulas of `paper`, `toy` and `hf` take."""
 
 from __future__ import annotations
 

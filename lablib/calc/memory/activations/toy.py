@@ -1,4 +1,4 @@
-"""What `lablib.toys.transformer` keeps for backward under eager PyTorch on a CPU, operator by operator.
+"""Activations of `lablib.toys.transformer` under eager PyTorch on a CPU, operator by operator.
 
 Autograd keeps what an operator's derivative needs, once, however many operators need it:
 

@@ -9,6 +9,16 @@ Read `tape` first: the rules stand in its docstring. Chapter 09.
 
 from lablib.calc.memory.tape.blocks import BlockSetting, block_setting
 from lablib.calc.memory.tape.ends import LOSS_OPERATORS, LOSS_TERMS, write_tape
-from lablib.calc.memory.tape.tape import Event, Item, Tape
+from lablib.calc.memory.tape.tape import Event, Item, Tape, Value
 
-__all__ = ["LOSS_OPERATORS", "LOSS_TERMS", "BlockSetting", "Event", "Item", "Tape", "block_setting", "write_tape"]
+__all__ = [
+    "LOSS_OPERATORS",
+    "LOSS_TERMS",
+    "BlockSetting",
+    "Event",
+    "Item",
+    "Tape",
+    "Value",
+    "block_setting",
+    "write_tape",
+]

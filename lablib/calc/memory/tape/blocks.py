@@ -10,9 +10,9 @@ to PyTorch. The tape knows more: what is alive at every operator, forward and ba
 
 Tensor parallelism is PyTorch's, `parallelize_module` with Hugging Face's plan:
 
-    q, k, v, gate, up    column-wise: every rank reads the whole stream and makes its part of the outputs
+    q, k, v, gate, up    column-wise: every rank reads the full stream and makes its part of the outputs
     output, down         row-wise: every rank makes a part of every output's sum, and an all-reduce adds them up
-    head                 column-wise, and its logits are gathered: the loss sees the whole vocabulary
+    head                 column-wise, and its logits are gathered: the loss sees the full vocabulary
     embedding, norms     the same on every rank
 
 A collective of DTensor is a function: it reads one tensor and makes another, so both are there while it runs.
@@ -135,7 +135,7 @@ def summed_up(e: Eager, s: BlockSetting, y: Value, name: str) -> Value:
 
 
 def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Value:
-    """Return the logits of the whole vocabulary: gathered rank by rank, then put in the order of the words."""
+    """Return the logits of the full vocabulary: gathered rank by rank, then put in the order of the words."""
     padded = s.tokens * words * s.tp
     return e.make(
         "all-gather of the logits",

@@ -4,7 +4,7 @@ What it keeps is Korthikanti et al. 2022 (arXiv 2205.05198), section 4, as `labl
 What lives for less than that follows from the same operators: each makes its output, and in backward a gradient for each
 input. No GPU has confirmed it yet.
 
-Tensor parallelism: a column-parallel matrix reads the whole stream, a row-parallel one leaves a sum that every rank
+Tensor parallelism: a column-parallel matrix reads the full stream, a row-parallel one leaves a sum that every rank
 adds to. With sequence parallelism the stream is gathered before, and again in backward, and reduce-scattered behind.
 """
 
@@ -161,7 +161,7 @@ class _PaperBlock:
         q = latent_matrix(queries, c.q_lora_rank or c.hidden, heads * c.head_dim, "q out of its latent", s.tokens)
         k = latent_matrix(normed, rank, heads * c.qk_nope_head_dim, "k out of the latent", s.tokens)
         v = latent_matrix(normed, rank, heads * c.value_dim, "v out of the latent", s.tokens)
-        # The rotary part is the same for all heads; attention reads keys of whole width.
+        # The rotary part is the same for all heads; attention reads keys of full width.
         k = e.make("join k", [k, key], s.tokens * heads * c.head_dim, s.value, keeps=[key], kind="attention", label="k")
         return [q, k, v]
 

@@ -84,7 +84,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Event:
-    """What is alive while an operator runs.
+    """The bytes that are alive while an operator runs.
 
     Attributes:
         direction: "forward", "replay" or "backward".
@@ -226,7 +226,7 @@ class Tape:
         return player.seen
 
     def hold(self, *values: Value) -> None:
-        """Keep values alive until the forward of the whole tape ends, as a variable of the caller does."""
+        """Keep values alive until the forward of the tape ends, as a variable of the caller does."""
         self.held.update(value.storage for value in values)
 
     def kept(self) -> list[tuple[str, str, int]]:

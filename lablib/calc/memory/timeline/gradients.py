@@ -1,4 +1,4 @@
-"""What data parallelism and the optimizer hold for a part of a training step, by named term.
+"""Gradients, unsharded weights and temporaries of a training step: data parallelism and the optimizer, term by term.
 
 Gradients are made block by block in backward. What happens then:
 

@@ -104,13 +104,13 @@ class Piece:
 
     @property
     def begin(self) -> Terms:
-        """What is alive beside what it keeps when its backward begins: the gradient of its output."""
+        """Bytes alive beside what it keeps when its backward begins: the gradient of its output."""
         term = "received_gradient" if self.received else "activation_gradients"
         return {term: self.tape.operators[-1].outputs[0].bytes}
 
     @property
     def end(self) -> Terms:
-        """What is alive when its backward has ended: the gradient of its input, and what a runtime holds."""
+        """Bytes alive when its backward has ended: the gradient of its input, and what a runtime holds."""
         own = sum(value.bytes for value in self.tape.inputs if value.needs_grad)
         return {"activation_gradients": own, "received_gradient": self.received}
 
@@ -145,7 +145,7 @@ TOKENS = "activations.tokens"
 
 @dataclass(frozen=True)
 class MemoryInstant:
-    """What a rank holds at one instant of a step, when that instant is at its fullest.
+    """The bytes of a rank at one instant of a step, when that instant is at its fullest.
 
     Attributes:
         name: "states", "forward of block 3", "loss", "backward of block 3", "optimizer step", ...
@@ -346,12 +346,12 @@ class Step:
 
     @cached_property
     def always(self) -> Terms:
-        """What is there at every instant: states, what the reduction keeps, and the token ids of the step."""
+        """Bytes of every instant: states, what the reduction keeps, and the token ids of the step."""
         waiting = plus(self.waiting, self.fixed).get(TOKENS, 0)
         return plus(self.reduction.lasting, self.states) | {TOKENS: max(self.batch, waiting)}
 
     def _before(self) -> dict[str, int]:
-        """What is kept when the forward of the last micro-batch in flight begins."""
+        """Bytes kept when the forward of the last micro-batch in flight begins."""
         kept = plus(self.waiting, self.fixed)
         kept.pop(TOKENS, None)
         kept = plus(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
@@ -361,12 +361,12 @@ class Step:
 
     @cached_property
     def fixed(self) -> Terms:
-        """What a micro-batch keeps beside tapes: token ids, and position ids or rotary tables."""
+        """Bytes that a micro-batch keeps beside tapes: token ids, and position ids or rotary tables."""
         return fixed_activations(self.run, self.stage.is_first)
 
     @cached_property
     def waiting(self) -> Terms:
-        """What the other micro-batches in flight keep."""
+        """Bytes that the other micro-batches in flight keep."""
         total: dict[str, int] = {}
         blocks = iter(self.blocks)
         for chunk, count in zip(self.stage.chunks, self.in_flight, strict=True):
@@ -380,7 +380,7 @@ class Step:
 
     @cached_property
     def saved(self) -> Terms:
-        """What is kept when forward ends, for all micro-batches in flight."""
+        """Bytes kept when forward ends, for all micro-batches in flight."""
         total = plus(self.waiting, self.fixed, *(block.kept for block in self.blocks))
         total = plus(total, *(end.kept for end in self.ends.values()), self.stage_ends(1))
         return plus(total, self.held_mask)
@@ -427,7 +427,7 @@ class Step:
         return self.attention_mask if self.run.recompute == "full" else {}
 
     def stage_ends(self, count: int) -> Terms:
-        """What a stage of a pipeline holds of so many micro-batches: its output, and its input if no block keeps it."""
+        """Return what a stage of a pipeline holds of so many micro-batches: its output, and its input if no block keeps it."""
         terms = {}
         # Without blocks it is the embedding alone, or the head.
         first = self.blocks[0] if self.blocks else next(iter(self.ends.values()))

@@ -73,7 +73,7 @@ class MemoryTimeline:
             name: As in `MemoryInstant.name`; "peak" is the fullest one.
 
         Raises:
-            ValueError: If there is none of this name.
+            ValueError: If the name is unknown.
         """
         if name == "peak":
             return self.peak
