@@ -65,7 +65,8 @@ def doctor(
     if gpu and not any(finding.verdict == MISSING for finding in findings):
         findings += examine_gpu(Path.cwd())
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        # `mend` is the older name of `fix`, for programs that read it.
+        typer.echo(json.dumps([asdict(finding) | {"mend": finding.fix} for finding in findings], indent=1))
     else:
         for finding in findings:
             typer.echo(f"{finding.name:<14}{finding.verdict:<9}{_wrapped(finding.detail)}")

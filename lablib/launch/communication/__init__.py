@@ -3,6 +3,7 @@
     cluster     the hosts and their links, and ranks on them
     study       all measurements of lab 10
     link        exchanges across the link, and data parallelism that sends fewer bytes
+    cluster_rank   the program that each rank of the cluster runs
 
 Read `study` first. Chapter 10.
 """

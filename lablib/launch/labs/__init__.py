@@ -1,5 +1,9 @@
 """`rung labs`: run the labs through papermill, one after the other, each done once.
 
+    labs       which labs there are, the queue, and the state of its jobs
+    worker     takes one job after the other
+    notebook   one job: a notebook under papermill, in its own process
+
 Read `labs` first, then `worker`. Every GPU lab.
 """
 

@@ -1,5 +1,9 @@
 """Activation checkpointing on real models: applied, measured, combined with other kinds of parallelism.
 
+    apply           strategies on PyTorch's modules
+    runs            time, memory, and other kinds of parallelism beside it
+    saved_tensors   what autograd keeps, tensor by tensor, with names
+
 Read `apply` first, then `runs`. Chapter 09.
 """
 

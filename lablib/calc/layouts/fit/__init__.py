@@ -3,6 +3,10 @@
 Largest micro-batch, longest sequence, fewest GPUs, and the cheapest change that makes a run fit. Each asks
 `lablib.calc.memory` until it finds the limit.
 
+    settings   a run on N GPUs of one type, what it needs and what it costs beside memory
+    answers    the three largest numbers
+    changes    what makes a run fit, the cheapest first
+
 Read `answers` first. Chapter 01; `rung fit`.
 """
 

@@ -1,6 +1,6 @@
 """Every layout of a model on a cluster, ordered by predicted step time.
 
-`plan(model, cluster, ...)` searches, `why` explains its first choice, `predict` judges the time model on published runs.
+`plan(model, cluster, ...)` searches, `plan_reasons` explains its first choice, `judge_runs` judges the time model on published runs.
 
     layout        a layout and a cluster, and which layouts fit on which
     memory        what a layout needs of each GPU

@@ -2,7 +2,7 @@
 
 `layer_activations` answers for one block; the formulas stand in `paper` (Korthikanti et al. 2022), `toy` (this course's
 transformer) and `hf` (Hugging Face's classes). `saved_tensors` names every tensor; `recompute` has the strategies of
-recomputation, their cost and their frontier.
+recomputation, their cost and their frontier. `share` says what of a micro-batch one rank has.
 
 Read `paper` first, then `block`. Chapters 01 and 09.
 """

@@ -3,6 +3,11 @@
 `memory_timeline` returns the instants of a step; `.peak` is the fullest. `explain_memory` gives each term of one instant
 its formula and source.
 
+    timeline    the instants and their table
+    step        the walk through a step
+    gradients   who frees which gradient when
+    explain     formula and source of each term
+
 Read `timeline` for the table of instants, then `step`. Chapters 01 and 09.
 """
 
