@@ -70,7 +70,8 @@ def course(tmp_path):
     """
     folder = tmp_path / "course"
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "lablib" / "calc", folder / "lablib" / "calc")
+    (folder / "lablib" / "cli").mkdir(parents=True)
+    shutil.copy(ROOT / "lablib" / "cli" / "nvidia_smi.py", folder / "lablib" / "cli")
     (folder / "lablib" / "__init__.py").write_text("")
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (torch,) = (text for text in needs if text.startswith("torch"))

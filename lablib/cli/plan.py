@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -123,7 +124,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
     }
 
 
-def plan_table(result: Plan, *, top: int, why: list[str]) -> str:
+def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
