@@ -27,7 +27,7 @@ def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
 
 
 def test_a_check_says_its_seed_and_what_it_drew(capsys):
-    rung01.run_memory(defects_rung01.second_run_memory, 7)
+    rung01.run_memory(defects_rung01.run_memory.right, 7)
     printed = capsys.readouterr().out
     assert "drawing cases with seed 7" in printed
     assert printed.count("layers, hidden") == 8
@@ -45,7 +45,7 @@ def test_a_check_says_its_seed_and_what_it_drew(capsys):
 )
 @pytest.mark.parametrize("optimizer", rung01.MOMENT_BYTES)
 def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master, optimizer):
-    counted = defects_rung01.second_bytes_per_parameter(weights, gradients, master, optimizer)
+    counted = defects_rung01.bytes_per_parameter.right(weights, gradients, master, optimizer)
     assert counted == recipe(name).bytes_per_param(optimizer)
 
 
@@ -53,5 +53,5 @@ def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master,
 def test_the_exercise_shards_as_zero_does(stage):
     params, gpus = 13_015_864_320, 4
     strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
-    gigabytes, _ = defects_rung01.second_fits(params, gpus, 80, strategy)
+    gigabytes, _ = defects_rung01.fits.right(params, gpus, 80, strategy)
     assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
