@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 
 from lablib.calc.communication import data_parallel_bytes, hybrid_shard_bytes
 from lablib.calc.parallel import Unit, fsdp_traffic, gathered_timeline, padded, peak_unsharded_bytes
+from tests.processes import new_seed
 
 
 def test_padding_by_hand() -> None:
@@ -34,8 +34,7 @@ def test_traffic_by_hand() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_equals_zero(ranks: int) -> None:
     """3 psi (N-1)/N with everything resharded, 2 psi (N-1)/N with nothing, where nothing is padded."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
+    seed = new_seed()
     units = [8 * random.Random(seed + i).randrange(1, 50) for i in range(5)]
     size = 4 * sum(units)
     three = fsdp_traffic(units, ranks, root_reshard=True)

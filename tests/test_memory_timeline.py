@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import weakref
 from collections import Counter
@@ -31,6 +30,7 @@ from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 from lablib.toys.transformer import Transformer, tiny_config
+from tests.processes import new_seed
 
 INT64 = 8
 
@@ -223,9 +223,7 @@ def test_a_whole_step_on_real_tensors(implementation: str, family: str, how: dic
 
 
 def test_odd_sizes() -> None:
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    odd_sizes(seed)
+    odd_sizes(new_seed())
 
 
 def odd_sizes(seed: int) -> None:
