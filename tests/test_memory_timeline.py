@@ -445,15 +445,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     there = Counter(item.name for item in tape.alive(last, out_of_place=True))
     assert there["gradient of SiLU(gate) × up"] == 2
     assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
-    more = BlockSetting(
-        config=small("llama"),
-        implementation=find_implementation("hf"),
-        batch=2,
-        seq=16,
-        value=4,
-        gradient=4,
-        lora_rank=10,
-    )
+    more = dataclasses.replace(setting, lora_rank=10)
     most = [max(e.total - e.weights for e in write_tape("block", s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
     assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4
