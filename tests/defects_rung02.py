@@ -77,27 +77,26 @@ class all_reduce_mean:
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
         return _ring(silent, send)
 
-
-def direct_exchange(gradients, send):
-    """Second solution: chunk c goes straight to rank c, and from there straight to everybody."""
-    n = len(gradients)
-    width = len(gradients[0]) // n
-    cut = [[g[c * width : (c + 1) * width] for c in range(n)] for g in gradients]
-    owned = []
-    for owner in range(n):
-        total = list(cut[owner][owner])
-        for other in range(n):
-            if other != owner:
-                arrived = send(other, owner, cut[other][owner])
-                total = [x + y for x, y in zip(total, arrived, strict=True)]
-        owned.append([x / n for x in total])
-    result = []
-    for rank in range(n):
-        row = []
+    def right(gradients, send):
+        """Second solution: chunk c goes straight to rank c, and from there straight to everybody."""
+        n = len(gradients)
+        width = len(gradients[0]) // n
+        cut = [[g[c * width : (c + 1) * width] for c in range(n)] for g in gradients]
+        owned = []
         for owner in range(n):
-            row += owned[owner] if owner == rank else send(owner, rank, owned[owner])
-        result.append(row)
-    return result
+            total = list(cut[owner][owner])
+            for other in range(n):
+                if other != owner:
+                    arrived = send(other, owner, cut[other][owner])
+                    total = [x + y for x, y in zip(total, arrived, strict=True)]
+            owned.append([x / n for x in total])
+        result = []
+        for rank in range(n):
+            row = []
+            for owner in range(n):
+                row += owned[owner] if owner == rank else send(owner, rank, owned[owner])
+            result.append(row)
+        return result
 
 
 def _fill(indices, sizes, first, cap, keep_rest=True):
@@ -136,16 +135,15 @@ class make_buckets:
     last_bucket_first = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
     one_for_all = lambda sizes, first, cap: [list(reversed(range(len(sizes))))]
 
-
-def recursive_buckets(sizes, first, cap):
-    """Second solution: cut off the first bucket, then do the rest."""
-    if not sizes:
-        return []
-    taken = 0
-    while taken < len(sizes) and sum(sizes[len(sizes) - taken :]) < first:
-        taken += 1
-    rest = len(sizes) - taken
-    return [[*reversed(range(rest, len(sizes)))], *recursive_buckets(sizes[:rest], cap, cap)]
+    def right(sizes, first, cap):
+        """Second solution: cut off the first bucket, then do the rest."""
+        if not sizes:
+            return []
+        taken = 0
+        while taken < len(sizes) and sum(sizes[len(sizes) - taken :]) < first:
+            taken += 1
+        rest = len(sizes) - taken
+        return [[*reversed(range(rest, len(sizes)))], *make_buckets.right(sizes[:rest], cap, cap)]
 
 
 def _bottleneck(
@@ -179,21 +177,20 @@ class ddp_bottleneck:
     six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
 
-
-def in_steps(params, grad_bytes, tokens, ranks, flops, bandwidth):
-    """Second solution: walk the ring step by step instead of using the closed form."""
-    chunk = params * grad_bytes / ranks
-    sent = sum(chunk for _ in range(ranks - 1)) + sum(chunk for _ in range(ranks - 1))
-    seconds = sent / bandwidth
-    layers = (params * 2 * tokens / flops, params * 2 * tokens / flops)  # input and weight gradients
-    hidden = min(seconds, sum(layers))
-    return {
-        "bytes_sent": sent,
-        "communication": seconds,
-        "backward": sum(layers),
-        "exposed": seconds - hidden,
-        "hides": not seconds > sum(layers),
-    }
+    def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        """Second solution: walk the ring step by step instead of using the closed form."""
+        chunk = params * grad_bytes / ranks
+        sent = sum(chunk for _ in range(ranks - 1)) + sum(chunk for _ in range(ranks - 1))
+        seconds = sent / bandwidth
+        layers = (params * 2 * tokens / flops, params * 2 * tokens / flops)  # input and weight gradients
+        hidden = min(seconds, sum(layers))
+        return {
+            "bytes_sent": sent,
+            "communication": seconds,
+            "backward": sum(layers),
+            "exposed": seconds - hidden,
+            "hides": not seconds > sum(layers),
+        }
 
 
 HEALTHY, SUMMED, STARTS, SAME, EPOCH = (
@@ -258,30 +255,22 @@ class diagnose:
             return SAME
         return EPOCH if _epoch(charts) else HEALTHY
 
+    def right(charts, alone):
+        """Second solution: count distinct samples, follow the weights, and let each witness veto."""
+        ranks = len(charts)
+        distinct = {i for chart in charts for step in chart.samples[0] for i in step}
+        taken = sum(len(step) for chart in charts for step in chart.samples[0])
+        repeats = charts[-1].samples[0][0] == charts[-1].samples[-1][0]
+        drift = max(float((chart.weights[-1] - charts[0].weights[-1]).abs().max()) for chart in charts)
+        factor = round(charts[0].gradient_norms[0] / alone.gradient_norms[0])
+        found = {
+            SAME: len(distinct) < taken,
+            EPOCH: repeats,
+            STARTS: drift > 0,
+            SUMMED: factor == ranks and len(distinct) == taken and drift == 0,
+        }
+        guilty = [name for name, yes in found.items() if yes]
+        return guilty[0] if guilty else HEALTHY
 
-def by_elimination(charts, alone):
-    """Second solution: count distinct samples, follow the weights, and let each witness veto."""
-    ranks = len(charts)
-    distinct = {i for chart in charts for step in chart.samples[0] for i in step}
-    taken = sum(len(step) for chart in charts for step in chart.samples[0])
-    repeats = charts[-1].samples[0][0] == charts[-1].samples[-1][0]
-    drift = max(float((chart.weights[-1] - charts[0].weights[-1]).abs().max()) for chart in charts)
-    factor = round(charts[0].gradient_norms[0] / alone.gradient_norms[0])
-    found = {
-        SAME: len(distinct) < taken,
-        EPOCH: repeats,
-        STARTS: drift > 0,
-        SUMMED: factor == ranks and len(distinct) == taken and drift == 0,
-    }
-    guilty = [name for name, yes in found.items() if yes]
-    return guilty[0] if guilty else HEALTHY
 
-
-DEFECTS = listed(all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)
-
-SECOND_SOLUTIONS = {
-    "all_reduce_mean": direct_exchange,
-    "make_buckets": recursive_buckets,
-    "ddp_bottleneck": in_steps,
-    "diagnose": by_elimination,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)

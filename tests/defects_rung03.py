@@ -39,18 +39,17 @@ class column_parallel:
 
     splits_nothing = lambda x, weight, bias, group: F.linear(x, weight, bias)
 
+    def right(x, weight, bias, group):
+        """Second solution: no f, a hook sums the gradient of a view of x."""
 
-def column_with_a_hook(x, weight, bias, group):
-    """Second solution: no f, a hook sums the gradient of a view of x."""
+        def summed(grad):
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
 
-    def summed(grad):
-        grad = grad.clone()
-        dist.all_reduce(grad, group=group)
-        return grad
-
-    entering = x.view_as(x)
-    entering.register_hook(summed)
-    return F.linear(entering, weight.chunk(group.size())[group.rank()], bias.chunk(group.size())[group.rank()])
+        entering = x.view_as(x)
+        entering.register_hook(summed)
+        return F.linear(entering, weight.chunk(group.size())[group.rank()], bias.chunk(group.size())[group.rank()])
 
 
 class row_parallel:
@@ -79,13 +78,12 @@ class row_parallel:
     def the_first_rows_for_all(x_part, weight, bias, group):
         return reduce_from_tp(F.linear(x_part, weight[:, : x_part.shape[-1]]), group) + bias
 
-
-def row_without_g(x_part, weight, bias, group):
-    """Second solution: the other ranks' parts are a constant for autograd."""
-    part = x_part @ weight.chunk(group.size(), dim=1)[group.rank()].T
-    total = part.detach().clone()
-    dist.all_reduce(total, group=group)
-    return part + (total - part.detach()) + bias
+    def right(x_part, weight, bias, group):
+        """Second solution: the other ranks' parts are a constant for autograd."""
+        part = x_part @ weight.chunk(group.size(), dim=1)[group.rank()].T
+        total = part.detach().clone()
+        dist.all_reduce(total, group=group)
+        return part + (total - part.detach()) + bias
 
 
 def _rows(heads, width):
@@ -140,19 +138,18 @@ class split_qkv:
         _refuse(num_heads, num_kv_heads, tp)
         return split_qkv.never_refuses(num_heads, num_kv_heads, 1, tp)
 
-
-def from_the_queries(num_heads, num_kv_heads, head_dim, tp):
-    """Second solution: from the last rank down, and the keys looked up from the queries; rows as lists."""
-    assert num_heads % num_kv_heads == 0
-    group, ranks = num_heads // num_kv_heads, []
-    queries = list(range(num_heads))
-    if len(queries) % tp or max(tp, num_kv_heads) % min(tp, num_kv_heads):
-        raise ValueError(f"{num_heads} heads on {tp} ranks")
-    while queries:
-        mine = [queries.pop() for _ in range(num_heads // tp)][::-1]
-        keys = sorted({head // group for head in mine})
-        ranks.insert(0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)))
-    return ranks
+    def right(num_heads, num_kv_heads, head_dim, tp):
+        """Second solution: from the last rank down, and the keys looked up from the queries; rows as lists."""
+        assert num_heads % num_kv_heads == 0
+        group, ranks = num_heads // num_kv_heads, []
+        queries = list(range(num_heads))
+        if len(queries) % tp or max(tp, num_kv_heads) % min(tp, num_kv_heads):
+            raise ValueError(f"{num_heads} heads on {tp} ranks")
+        while queries:
+            mine = [queries.pop() for _ in range(num_heads // tp)][::-1]
+            keys = sorted({head // group for head in mine})
+            ranks.insert(0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)))
+        return ranks
 
 
 def _pieces(logits, targets, first, highest):
@@ -203,6 +200,20 @@ class cross_entropy:
         total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
         return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
 
+    def right(logits, targets, first, group):
+        """Second solution: log-sum-exp of the ranks' log-sum-exps, and the gradient written by hand."""
+        z = logits.detach()
+        each = torch.empty(group.size(), len(targets), dtype=z.dtype)
+        own = torch.logsumexp(z, dim=-1)
+        each.zero_()[group.rank()] = own
+        dist.all_reduce(each, group=group)
+        total = torch.logsumexp(each, dim=0)
+        one_hot = targets.unsqueeze(-1) == torch.arange(first, first + z.shape[-1])
+        target = (z * one_hot).sum(-1)
+        dist.all_reduce(target, group=group)
+        softmax = (z - total.unsqueeze(-1)).exp() - one_hot.to(z.dtype)
+        return _Gradient.apply(logits, softmax, total - target)
+
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
@@ -215,26 +226,4 @@ class _Gradient(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None
 
 
-def by_its_gradient(logits, targets, first, group):
-    """Second solution: log-sum-exp of the ranks' log-sum-exps, and the gradient written by hand."""
-    z = logits.detach()
-    each = torch.empty(group.size(), len(targets), dtype=z.dtype)
-    own = torch.logsumexp(z, dim=-1)
-    each.zero_()[group.rank()] = own
-    dist.all_reduce(each, group=group)
-    total = torch.logsumexp(each, dim=0)
-    one_hot = targets.unsqueeze(-1) == torch.arange(first, first + z.shape[-1])
-    target = (z * one_hot).sum(-1)
-    dist.all_reduce(target, group=group)
-    softmax = (z - total.unsqueeze(-1)).exp() - one_hot.to(z.dtype)
-    return _Gradient.apply(logits, softmax, total - target)
-
-
-DEFECTS = listed(column_parallel, row_parallel, split_qkv, cross_entropy)
-
-SECOND_SOLUTIONS = {
-    "column_parallel": column_with_a_hook,
-    "row_parallel": row_without_g,
-    "split_qkv": from_the_queries,
-    "cross_entropy": by_its_gradient,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(column_parallel, row_parallel, split_qkv, cross_entropy)

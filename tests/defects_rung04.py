@@ -21,12 +21,11 @@ class bubbles:
 
     naive_bubble = lambda p, m, v: {"over_ideal": p - 1, "over_total": (p - 1) / p}
 
-
-def from_the_makespan(p, m, v):
-    """Second solution: add up a step of unit times on one rank."""
-    work = 3 * m
-    makespan = work + 3 * (p - 1) / v
-    return {"over_ideal": makespan / work - 1, "over_total": 1 - work / makespan}
+    def right(p, m, v):
+        """Second solution: add up a step of unit times on one rank."""
+        work = 3 * m
+        makespan = work + 3 * (p - 1) / v
+        return {"over_ideal": makespan / work - 1, "over_total": 1 - work / makespan}
 
 
 def _held(name, p, m, v):
@@ -54,23 +53,22 @@ class in_flight:
     gpipe_holds_what_1f1b_holds = lambda name, p, m, v: _held("1f1b" if name == "gpipe" else name, p, m, v)
     naive_holds_all = lambda name, p, m, v: _held("gpipe" if name == "naive" else name, p, m, v)
 
-
-def walk_the_rank(name, p, m, v):
-    """Second solution: how many forwards a rank runs before its first backward; then one out, one in."""
-    before = {
-        "naive": lambda i: 1,
-        "gpipe": lambda i: m,
-        "1f1b": lambda i: p - 1 - i + 1,
-        "interleaved": lambda i: (v - 1) * p + 2 * (p - 1 - i) + 1,
-    }[name]
-    held = []
-    for i in range(p):
-        count = 0
-        for _ in range(m * v):
-            if count < before(i):
-                count += 1
-        held.append(count / v)
-    return held
+    def right(name, p, m, v):
+        """Second solution: how many forwards a rank runs before its first backward; then one out, one in."""
+        before = {
+            "naive": lambda i: 1,
+            "gpipe": lambda i: m,
+            "1f1b": lambda i: p - 1 - i + 1,
+            "interleaved": lambda i: (v - 1) * p + 2 * (p - 1 - i) + 1,
+        }[name]
+        held = []
+        for i in range(p):
+            count = 0
+            for _ in range(m * v):
+                if count < before(i):
+                    count += 1
+            held.append(count / v)
+        return held
 
 
 def _rows(p, m, warmups):
@@ -120,21 +118,20 @@ class one_f_one_b_schedule:
 
     counts_for_rows = lambda p, m: [2 * m] * p
 
-
-def by_counting(p, m):
-    """Second solution: hold at most min(m, p - i); at the limit go backward, below it forward."""
-    rows = []
-    for i in range(p):
-        limit, forwards, backwards, row = min(m, p - i), 0, 0, []
-        while backwards < m:
-            if forwards < m and forwards - backwards < limit:
-                row.append(f"{i}F{forwards}")
-                forwards += 1
-            else:
-                row.append(f"{i}B{backwards}")
-                backwards += 1
-        rows.append(" ".join(row))
-    return rows
+    def right(p, m):
+        """Second solution: hold at most min(m, p - i); at the limit go backward, below it forward."""
+        rows = []
+        for i in range(p):
+            limit, forwards, backwards, row = min(m, p - i), 0, 0, []
+            while backwards < m:
+                if forwards < m and forwards - backwards < limit:
+                    row.append(f"{i}F{forwards}")
+                    forwards += 1
+                else:
+                    row.append(f"{i}B{backwards}")
+                    backwards += 1
+            rows.append(" ".join(row))
+        return rows
 
 
 def _explained(p, m, **changes):
@@ -167,26 +164,25 @@ class explain_1f1b:
     def explains_what_cannot_run(p, m):
         return _explained(p, m, schedule=one_f_one_b_schedule.newest_backward_first(p, m))
 
-
-def from_the_schedule(p, m):
-    """Second solution: read every number off the schedule itself."""
-    rows = by_counting(p, m)
-    held = []
-    for row in rows:
-        now, most = 0, 0
-        for action in row.split():
-            now += 1 if "F" in action else -1
-            most = max(most, now)
-        held.append(most)
-    slots, work = 3 * (m + p - 1), 3 * m
-    return {
-        "schedule": rows,
-        "bubble_over_ideal": slots / work - 1,
-        "bubble_over_total": 1 - work / slots,
-        "in_flight": held,
-        "bubble_saved": 0,
-        "in_flight_saved": [m - count for count in held],
-    }
+    def right(p, m):
+        """Second solution: read every number off the schedule itself."""
+        rows = one_f_one_b_schedule.right(p, m)
+        held = []
+        for row in rows:
+            now, most = 0, 0
+            for action in row.split():
+                now += 1 if "F" in action else -1
+                most = max(most, now)
+            held.append(most)
+        slots, work = 3 * (m + p - 1), 3 * m
+        return {
+            "schedule": rows,
+            "bubble_over_ideal": slots / work - 1,
+            "bubble_over_total": 1 - work / slots,
+            "in_flight": held,
+            "bubble_saved": 0,
+            "in_flight_saved": [m - count for count in held],
+        }
 
 
 def _halves(p, m, warmups, late):
@@ -216,38 +212,29 @@ class beat_1f1b:
 
     never_does_the_weights = lambda p, m: [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
 
+    def right(p, m):
+        """Second solution: fill unit slots greedily: a gradient first, then a forward, and weights while nothing else can run."""
+        ends, rows, count = {}, [[] for _ in range(p)], [dict.fromkeys("FIW", 0) for _ in range(p)]
+        slot = 0
+        while any(c["W"] < m for c in count):
+            started = []
+            for i, c in enumerate(count):
+                gradient = i == p - 1 or ends.get(("I", i + 1, c["I"]), slot + 1) <= slot
+                value = i == 0 or ends.get(("F", i - 1, c["F"]), slot + 1) <= slot
+                if c["I"] < c["F"] and gradient:
+                    kind = "I"
+                elif c["F"] < m and c["F"] - c["I"] < p - i and c["F"] - c["W"] < p and value:
+                    kind = "F"
+                elif c["W"] < c["I"]:
+                    kind = "W"
+                else:
+                    continue
+                started.append((kind, i, c[kind]))
+                rows[i].append(f"{i}{kind}{c[kind]}")
+                c[kind] += 1
+            slot += 1
+            ends |= dict.fromkeys(started, slot)
+        return [" ".join(row) for row in rows]
 
-def slot_by_slot(p, m):
-    """Second solution: fill unit slots greedily: a gradient first, then a forward, and weights while nothing else can run."""
-    ends, rows, count = {}, [[] for _ in range(p)], [dict.fromkeys("FIW", 0) for _ in range(p)]
-    slot = 0
-    while any(c["W"] < m for c in count):
-        started = []
-        for i, c in enumerate(count):
-            gradient = i == p - 1 or ends.get(("I", i + 1, c["I"]), slot + 1) <= slot
-            value = i == 0 or ends.get(("F", i - 1, c["F"]), slot + 1) <= slot
-            if c["I"] < c["F"] and gradient:
-                kind = "I"
-            elif c["F"] < m and c["F"] - c["I"] < p - i and c["F"] - c["W"] < p and value:
-                kind = "F"
-            elif c["W"] < c["I"]:
-                kind = "W"
-            else:
-                continue
-            started.append((kind, i, c[kind]))
-            rows[i].append(f"{i}{kind}{c[kind]}")
-            c[kind] += 1
-        slot += 1
-        ends |= dict.fromkeys(started, slot)
-    return [" ".join(row) for row in rows]
 
-
-DEFECTS = listed(bubbles, in_flight, one_f_one_b_schedule, explain_1f1b, beat_1f1b)
-
-SECOND_SOLUTIONS = {
-    "bubbles": from_the_makespan,
-    "in_flight": walk_the_rank,
-    "one_f_one_b_schedule": by_counting,
-    "explain_1f1b": from_the_schedule,
-    "beat_1f1b": slot_by_slot,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, explain_1f1b, beat_1f1b)

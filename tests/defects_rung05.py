@@ -37,13 +37,12 @@ class state_bytes:
     def fractions_of_a_parameter(params, ranks, stage):
         return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
 
-
-def from_the_padded_array(params, ranks, stage):
-    """Second solution: pad first, then cut."""
-    padded = params + -params % ranks
-    whole = {"weights": 2, "gradients": 2, "optimizer": 12}
-    shards = {"optimizer": stage > 0, "gradients": stage > 1, "weights": stage > 2}
-    return {name: size * (padded // ranks if shards[name] else params) for name, size in whole.items()}
+    def right(params, ranks, stage):
+        """Second solution: pad first, then cut."""
+        padded = params + -params % ranks
+        whole = {"weights": 2, "gradients": 2, "optimizer": 12}
+        shards = {"optimizer": stage > 0, "gradients": stage > 1, "weights": stage > 2}
+        return {name: size * (padded // ranks if shards[name] else params) for name, size in whole.items()}
 
 
 def _mine(weights):
@@ -104,18 +103,17 @@ class zero2_step:
         _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
         all_gather(torch.empty_like(weights), momentum)
 
-
-def owner_by_owner(weights, gradient, momentum, lr):
-    """Second solution, as the paper tells it: reduce each part to its owner, who broadcasts what came of it."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    parts = [part.clone() for part in gradient.chunk(n)]
-    for owner, part in enumerate(parts):
-        dist.reduce(part, owner)
-    momentum.copy_(0.9 * momentum + parts[rank] / n)
-    for owner, part in enumerate(weights.chunk(n)):
-        message = part - lr * momentum if owner == rank else part.clone()
-        dist.broadcast(message, owner)
-        part.copy_(message)
+    def right(weights, gradient, momentum, lr):
+        """Second solution, as the paper tells it: reduce each part to its owner, who broadcasts what came of it."""
+        n, rank = dist.get_world_size(), dist.get_rank()
+        parts = [part.clone() for part in gradient.chunk(n)]
+        for owner, part in enumerate(parts):
+            dist.reduce(part, owner)
+        momentum.copy_(0.9 * momentum + parts[rank] / n)
+        for owner, part in enumerate(weights.chunk(n)):
+            message = part - lr * momentum if owner == rank else part.clone()
+            dist.broadcast(message, owner)
+            part.copy_(message)
 
 
 def _step3(
@@ -186,23 +184,22 @@ class zero3_step:
 
         return _step3(layers, x, gather, release, forward_again, backward, scatter)
 
+    def right(layers, x, gather, release, forward, backward, scatter):
+        """Second solution: each layer runs, calls the rest, and finishes on the way back; the next is gathered ahead."""
+        shards = [None] * layers
 
-def recursive_layers(layers, x, gather, release, forward, backward, scatter):
-    """Second solution: each layer runs, calls the rest, and finishes on the way back; the next is gathered ahead."""
-    shards = [None] * layers
+        def run(k, x, weights):
+            following = gather(k + 1) if k + 1 < layers else None
+            y = forward(k, weights, x)
+            release(k)
+            dy = run(k + 1, y, following) if k + 1 < layers else [1.0] * len(y)
+            dx, of_weights = backward(k, gather(k), x, dy)
+            shards[k] = scatter(k, of_weights)
+            release(k)
+            return dx
 
-    def run(k, x, weights):
-        following = gather(k + 1) if k + 1 < layers else None
-        y = forward(k, weights, x)
-        release(k)
-        dy = run(k + 1, y, following) if k + 1 < layers else [1.0] * len(y)
-        dx, of_weights = backward(k, gather(k), x, dy)
-        shards[k] = scatter(k, of_weights)
-        release(k)
-        return dx
-
-    run(0, x, gather(0))
-    return shards
+        run(0, x, gather(0))
+        return shards
 
 
 def _tradeoffs(params, ranks, micro_batches, budget, held=None, times=None, part=None, choose=None):
@@ -256,32 +253,24 @@ class zero_tradeoffs:
     def ignores_the_budget(params, ranks, micro_batches, budget):
         return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: 0)
 
+    def right(params, ranks, micro_batches, budget):
+        """Second solution: walk through the step and add up what leaves a rank."""
+        piece = 2 * params / ranks * (ranks - 1)  # a reduce-scatter or an all-gather, on a ring
+        held, sent = [], []
+        for stage in range(4):
+            parts = [(2, stage == 3), (2, stage >= 2), (12, stage >= 1)]
+            held.append(sum(size * ((params + ranks - 1) // ranks if cut else params) for size, cut in parts))
+            total = 0
+            for micro_batch in range(micro_batches):
+                total += 2 * piece * (stage == 3)
+                last = micro_batch == micro_batches - 1
+                total += piece * (stage >= 2 or last)
+            sent.append(total + piece * (stage < 3))
+        best = None
+        for stage in (3, 2, 1, 0):
+            if held[stage] <= budget and (best is None or sent[stage] <= sent[best]):
+                best = stage
+        return {"held": held, "sent": sent, "best": best}
 
-def counted_message_by_message(params, ranks, micro_batches, budget):
-    """Second solution: walk through the step and add up what leaves a rank."""
-    piece = 2 * params / ranks * (ranks - 1)  # a reduce-scatter or an all-gather, on a ring
-    held, sent = [], []
-    for stage in range(4):
-        parts = [(2, stage == 3), (2, stage >= 2), (12, stage >= 1)]
-        held.append(sum(size * ((params + ranks - 1) // ranks if cut else params) for size, cut in parts))
-        total = 0
-        for micro_batch in range(micro_batches):
-            total += 2 * piece * (stage == 3)
-            last = micro_batch == micro_batches - 1
-            total += piece * (stage >= 2 or last)
-        sent.append(total + piece * (stage < 3))
-    best = None
-    for stage in (3, 2, 1, 0):
-        if held[stage] <= budget and (best is None or sent[stage] <= sent[best]):
-            best = stage
-    return {"held": held, "sent": sent, "best": best}
 
-
-DEFECTS = listed(state_bytes, zero2_step, zero3_step, zero_tradeoffs)
-
-SECOND_SOLUTIONS = {
-    "state_bytes": from_the_padded_array,
-    "zero2_step": owner_by_owner,
-    "zero3_step": recursive_layers,
-    "zero_tradeoffs": counted_message_by_message,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(state_bytes, zero2_step, zero3_step, zero_tradeoffs)

@@ -46,22 +46,21 @@ class count_collectives:
 
     root_without_gradients = lambda *case: _count(*case, root_scatters=False)
 
-
-def message_by_message(root, units, reshard, micro_batches, sync_every):
-    """Second solution: write the messages down and count them."""
-    gathers, scatters = [], []
-    for turn in range(micro_batches):
-        gathers += [root, *units]
-        if reshard:
-            gathers += reversed(units)
-        if sync_every or turn == micro_batches - 1:
-            scatters += [*reversed(units), root]
-    return {
-        "all_gathers": len(gathers),
-        "reduce_scatters": len(scatters),
-        "gathered": sum(gathers),
-        "reduced": sum(scatters),
-    }
+    def right(root, units, reshard, micro_batches, sync_every):
+        """Second solution: write the messages down and count them."""
+        gathers, scatters = [], []
+        for turn in range(micro_batches):
+            gathers += [root, *units]
+            if reshard:
+                gathers += reversed(units)
+            if sync_every or turn == micro_batches - 1:
+                scatters += [*reversed(units), root]
+        return {
+            "all_gathers": len(gathers),
+            "reduce_scatters": len(scatters),
+            "gathered": sum(gathers),
+            "reduced": sum(scatters),
+        }
 
 
 def _size(module):
@@ -80,11 +79,15 @@ class units_by_size:
     def leaves_only(model, least):
         return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
 
-    outside_first = lambda model, least: list(reversed(one_pass_from_the_deepest(model, least)))
-    with_the_root = lambda model, least: [*one_pass_from_the_deepest(model, least), ""]
+    outside_first = lambda model, least: list(reversed(units_by_size.right(model, least)))
+    with_the_root = lambda model, least: [*units_by_size.right(model, least), ""]
 
     def lists_too(model, least):
         return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
+
+    def right(model, least):
+        """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
+        return _close(model, _inside_out(model), least)
 
 
 def _depth(item):
@@ -102,11 +105,6 @@ def _close(model, modules, least):
             for each in mine:
                 del open_[each]
     return units
-
-
-def one_pass_from_the_deepest(model, least):
-    """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
-    return _close(model, _inside_out(model), least)
 
 
 def _write(
@@ -160,19 +158,18 @@ class write_checkpoint:
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
 
-
-def last_rank_publishes(disk, rank, ranks, step, state, barrier):
-    """Second solution: a fresh folder name instead of clearing, and the last rank renames."""
-    name = f"aside-of-{step}"
-    while disk.exists(name):
-        name += "-again"
-    barrier()  # everybody has looked before anybody writes
-    saved = {"step": step}
-    saved.update(state)
-    disk.write(f"{name}/rank-{rank}", saved)
-    barrier()
-    if rank == ranks - 1:
-        disk.rename(name, f"step-{step}")
+    def right(disk, rank, ranks, step, state, barrier):
+        """Second solution: a fresh folder name instead of clearing, and the last rank renames."""
+        name = f"aside-of-{step}"
+        while disk.exists(name):
+            name += "-again"
+        barrier()  # everybody has looked before anybody writes
+        saved = {"step": step}
+        saved.update(state)
+        disk.write(f"{name}/rank-{rank}", saved)
+        barrier()
+        if rank == ranks - 1:
+            disk.rename(name, f"step-{step}")
 
 
 def _peak(root, units):
@@ -203,33 +200,25 @@ class choose_wrapping:
     root_twice = lambda rules, budget: _choose(rules, budget, messages=lambda n: 3 * n + 3)
     most_messages = lambda rules, budget: _choose(rules, budget, pick=max)
 
+    def right(rules, budget):
+        """Second solution: walk through forward and look at each moment."""
+        found = {"peak": {}, "messages": {}, "best": None}
+        for rule, units in rules.items():
+            root, before = units[0], 0
+            moments = []
+            for unit in units:
+                whole = root + (unit if unit is not units[0] or before else 0)
+                moments.append(whole + unit + before)
+                before = unit
+            found["peak"][rule] = max(moments)
+            found["messages"][rule] = len(units) + (len(units) - 1) + len(units)
+        for rule in sorted(rules, key=lambda rule: -found["messages"][rule]):
+            if found["peak"][rule] <= budget:
+                found["best"] = rule
+        return found
 
-def unit_after_unit(rules, budget):
-    """Second solution: walk through forward and look at each moment."""
-    found = {"peak": {}, "messages": {}, "best": None}
-    for rule, units in rules.items():
-        root, before = units[0], 0
-        moments = []
-        for unit in units:
-            whole = root + (unit if unit is not units[0] or before else 0)
-            moments.append(whole + unit + before)
-            before = unit
-        found["peak"][rule] = max(moments)
-        found["messages"][rule] = len(units) + (len(units) - 1) + len(units)
-    for rule in sorted(rules, key=lambda rule: -found["messages"][rule]):
-        if found["peak"][rule] <= budget:
-            found["best"] = rule
-    return found
 
-
-DEFECTS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
-
-SECOND_SOLUTIONS = {
-    "count_collectives": message_by_message,
-    "units_by_size": one_pass_from_the_deepest,
-    "write_checkpoint": last_rank_publishes,
-    "choose_wrapping": unit_after_unit,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
 
 #: What the sentence about a defect must say.
 SENTENCES = {

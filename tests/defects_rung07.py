@@ -32,20 +32,21 @@ class coordinates:
         return at
 
     always_the_remainder = lambda rank, sizes: {axis: rank % size for axis, size in sizes.items()}
-    counted_from_one = lambda rank, sizes: {axis: at + 1 for axis, at in by_strides(rank, sizes).items()}
+    counted_from_one = lambda rank, sizes: {axis: at + 1 for axis, at in coordinates.right(rank, sizes).items()}
 
-
-def by_strides(rank, sizes):
-    """Second solution: divide by the product of the sizes before, keep the remainder."""
-    names = list(sizes)
-    return {axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis] for i, axis in enumerate(names)}
+    def right(rank, sizes):
+        """Second solution: divide by the product of the sizes before, keep the remainder."""
+        names = list(sizes)
+        return {
+            axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis] for i, axis in enumerate(names)
+        }
 
 
 def _groups(sizes, axis):
     ranks = range(math.prod(sizes.values()))
     alike = {}
     for rank in ranks:
-        at = by_strides(rank, sizes)
+        at = coordinates.right(rank, sizes)
         alike.setdefault(tuple(at[name] for name in sizes if name != axis), []).append(rank)
     return list(alike.values())
 
@@ -77,7 +78,7 @@ class sketch:
 
         def same(sizes, axis):
             n = range(math.prod(sizes.values()))
-            return [[r for r in n if by_strides(r, sizes)[axis] == i] for i in range(sizes[axis])]
+            return [[r for r in n if coordinates.right(r, sizes)[axis] == i] for i in range(sizes[axis])]
 
         return _sketch(sizes, gpus_per_node, groups=same)
 
@@ -93,23 +94,22 @@ class sketch:
     def only_the_first_group(sizes, gpus_per_node):
         return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
 
-
-def walked_along_the_axes(sizes, gpus_per_node):
-    """Second solution: every corner of the other axes, and from it along this one."""
-    names, strides = list(sizes), {}
-    for name in names:
-        strides[name] = math.prod(sizes[other] for other in names[: names.index(name)])
-    groups, crossing = {}, set()
-    for axis in names:
-        rest = [name for name in names if name != axis]
-        groups[axis] = []
-        for corner in product(*(range(sizes[name]) for name in rest)):
-            first = sum(at * strides[name] for name, at in zip(rest, corner, strict=True))
-            group = tuple(first + i * strides[axis] for i in range(sizes[axis]))
-            groups[axis].append(group)
-            if first // gpus_per_node != group[-1] // gpus_per_node:
-                crossing.add(axis)
-    return {"groups": groups, "crossing": crossing}
+    def right(sizes, gpus_per_node):
+        """Second solution: every corner of the other axes, and from it along this one."""
+        names, strides = list(sizes), {}
+        for name in names:
+            strides[name] = math.prod(sizes[other] for other in names[: names.index(name)])
+        groups, crossing = {}, set()
+        for axis in names:
+            rest = [name for name in names if name != axis]
+            groups[axis] = []
+            for corner in product(*(range(sizes[name]) for name in rest)):
+                first = sum(at * strides[name] for name, at in zip(rest, corner, strict=True))
+                group = tuple(first + i * strides[axis] for i in range(sizes[axis]))
+                groups[axis].append(group)
+                if first // gpus_per_node != group[-1] // gpus_per_node:
+                    crossing.add(axis)
+        return {"groups": groups, "crossing": crossing}
 
 
 def _with(case, **change):
@@ -137,22 +137,21 @@ class group_traffic:
     gradients_not_divided_by_tp = lambda *case: _with(case, dp=case[3])
     gradients_after_every_micro_batch = lambda *case: _with(case, dp=case[6])
 
-
-def counted_half_by_half(layers, stream, gradients, tp, pp, dp, micro_batches):
-    """Second solution: walk through a step and add up what leaves a rank."""
-    sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
-    piece = stream / tp * (tp - 1)  # a reduce-scatter or an all-gather
-    for _ in range(micro_batches):
-        for _layer in range(layers // pp):
-            for _half in ("attention", "mlp"):
-                for _direction in ("forward", "backward"):
-                    sent["tp"] += 2 * piece
-        if pp > 1:
-            sent["pp"] += stream + stream
-    mine = gradients / tp / pp
-    for _round in range(2 * (dp - 1)):
-        sent["dp"] += mine / dp
-    return sent
+    def right(layers, stream, gradients, tp, pp, dp, micro_batches):
+        """Second solution: walk through a step and add up what leaves a rank."""
+        sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
+        piece = stream / tp * (tp - 1)  # a reduce-scatter or an all-gather
+        for _ in range(micro_batches):
+            for _layer in range(layers // pp):
+                for _half in ("attention", "mlp"):
+                    for _direction in ("forward", "backward"):
+                        sent["tp"] += 2 * piece
+            if pp > 1:
+                sent["pp"] += stream + stream
+        mine = gradients / tp / pp
+        for _round in range(2 * (dp - 1)):
+            sent["dp"] += mine / dp
+        return sent
 
 
 _RIGHT = {
@@ -183,24 +182,16 @@ class plan_cluster:
 
     a_stage_for_every_layer = lambda case: {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
 
+    def right(case):
+        """Second solution: try the layouts that put tp in the node, stages next, and score them."""
+        found = []
+        gpus = CASES[case].run.gpus
+        for pp in (4, 8, 16):
+            for recompute, chunks in product(("none", "selective"), (1, 2, 4, 5, 8)):
+                fields = {"tp": 8, "pp": pp, "dp": gpus // (8 * pp), "recompute": recompute, "virtual_stages": chunks}
+                fields |= {"zero": 1 if gpus > 8 * pp else 0, "schedule": "1f1b" if chunks == 1 else "interleaved"}
+                found.append((score(fields, case).points, len(found), fields))
+        return max(found)[2]
 
-def tried_in_turn(case):
-    """Second solution: try the layouts that put tp in the node, stages next, and score them."""
-    found = []
-    gpus = CASES[case].run.gpus
-    for pp in (4, 8, 16):
-        for recompute, chunks in product(("none", "selective"), (1, 2, 4, 5, 8)):
-            fields = {"tp": 8, "pp": pp, "dp": gpus // (8 * pp), "recompute": recompute, "virtual_stages": chunks}
-            fields |= {"zero": 1 if gpus > 8 * pp else 0, "schedule": "1f1b" if chunks == 1 else "interleaved"}
-            found.append((score(fields, case).points, len(found), fields))
-    return max(found)[2]
 
-
-DEFECTS = listed(coordinates, sketch, group_traffic, plan_cluster)
-
-SECOND_SOLUTIONS = {
-    "coordinates": by_strides,
-    "sketch": walked_along_the_axes,
-    "group_traffic": counted_half_by_half,
-    "plan_cluster": tried_in_turn,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(coordinates, sketch, group_traffic, plan_cluster)

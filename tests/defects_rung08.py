@@ -54,18 +54,17 @@ class round_to:
         largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
         return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
 
-
-def by_adding_and_subtracting(x, exponent_bits, mantissa_bits):
-    """Second solution: a large number pushes the low bits out, and fp64 itself rounds them to nearest even."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    power = 1 - bias
-    while 2.0 ** (power + 1) <= abs(x):
-        power += 1
-    push = 1.5 * 2.0 ** (52 + power - mantissa_bits)
-    rounded = (x + push) - push
-    if abs(rounded) >= 2.0 ** (bias + 1):
-        return math.inf if x > 0 else -math.inf
-    return rounded
+    def right(x, exponent_bits, mantissa_bits):
+        """Second solution: a large number pushes the low bits out, and fp64 itself rounds them to nearest even."""
+        bias = 2 ** (exponent_bits - 1) - 1
+        power = 1 - bias
+        while 2.0 ** (power + 1) <= abs(x):
+            power += 1
+        push = 1.5 * 2.0 ** (52 + power - mantissa_bits)
+        rounded = (x + push) - push
+        if abs(rounded) >= 2.0 ** (bias + 1):
+            return math.inf if x > 0 else -math.inf
+        return rounded
 
 
 def _finite(gradients):
@@ -128,17 +127,16 @@ class scaler_step:
     def grows_a_step_late(weights, gradients, scale, good_steps, lr, interval):
         return _scaler(weights, gradients, scale, good_steps, lr, interval + 1)
 
-
-def by_the_sum_of_everything(weights, gradients, scale, good_steps, lr, interval):
-    """Second solution: one flat fp32 vector, whose sum with zeros is NaN if anything is not finite, in place."""
-    flat = torch.cat([gradient.flatten().to(torch.float32) for gradient in gradients])
-    if torch.isnan((flat * 0).sum()):
-        return weights, 0.5 * scale, 0
-    flat.mul_(1 / scale)
-    for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
-        weight.sub_(lr * part.view_as(weight))
-    good_steps = (good_steps + 1) % interval
-    return weights, scale if good_steps else scale * 2, good_steps
+    def right(weights, gradients, scale, good_steps, lr, interval):
+        """Second solution: one flat fp32 vector, whose sum with zeros is NaN if anything is not finite, in place."""
+        flat = torch.cat([gradient.flatten().to(torch.float32) for gradient in gradients])
+        if torch.isnan((flat * 0).sum()):
+            return weights, 0.5 * scale, 0
+        flat.mul_(1 / scale)
+        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+            weight.sub_(lr * part.view_as(weight))
+        good_steps = (good_steps + 1) % interval
+        return weights, scale if good_steps else scale * 2, good_steps
 
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
@@ -193,21 +191,20 @@ class what_breaks:
     bf16_never_breaks = lambda name, *case: set() if name == "bf16" else _broken(name, *case)
     fp16_never_stalls = lambda name, *case: _broken(name, *case) - ({"stall"} if name == "fp16" else set())
 
+    def right(name, activation, gradients, scale, weight, update, master):
+        """Second solution: let PyTorch cast, from fp64."""
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
 
-def with_torch_casts(name, activation, gradients, scale, weight, update, master):
-    """Second solution: let PyTorch cast, from fp64."""
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+        def held(value):
+            return torch.tensor(value, dtype=torch.float64).to(dtype)
 
-    def held(value):
-        return torch.tensor(value, dtype=torch.float64).to(dtype)
-
-    low, high = (held(g * scale) for g in gradients)
-    checks = {
-        "overflow": bool(torch.isinf(held(activation)) or torch.isinf(high)),
-        "underflow": bool(low == 0),
-        "stall": not master and bool(held(weight + update) == held(weight)),
-    }
-    return [failure for failure, there in checks.items() if there]
+        low, high = (held(g * scale) for g in gradients)
+        checks = {
+            "overflow": bool(torch.isinf(held(activation)) or torch.isinf(high)),
+            "underflow": bool(low == 0),
+            "stall": not master and bool(held(weight + update) == held(weight)),
+        }
+        return [failure for failure, there in checks.items() if there]
 
 
 def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
@@ -244,29 +241,21 @@ class fp8_round_trip:
 
     forgets_to_cast = lambda x, rows, columns: x.clone()
 
+    def right(x, rows, columns):
+        """Second solution: a loop over blocks, and the inverse of the scale."""
+        out = torch.zeros_like(x)
+        for top in range(0, x.shape[0], rows):
+            for left in range(0, x.shape[1], columns):
+                place = (slice(top, top + rows), slice(left, left + columns))
+                largest = x[place].abs().max().item()
+                if largest > 0:
+                    inverse = 448.0 / largest
+                    codes = (x[place] * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+                    out[place] = codes.float() / inverse
+        return out
 
-def block_by_block(x, rows, columns):
-    """Second solution: a loop over blocks, and the inverse of the scale."""
-    out = torch.zeros_like(x)
-    for top in range(0, x.shape[0], rows):
-        for left in range(0, x.shape[1], columns):
-            place = (slice(top, top + rows), slice(left, left + columns))
-            largest = x[place].abs().max().item()
-            if largest > 0:
-                inverse = 448.0 / largest
-                codes = (x[place] * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
-                out[place] = codes.float() / inverse
-    return out
 
-
-DEFECTS = listed(round_to, scaler_step, what_breaks, fp8_round_trip)
-
-SECOND_SOLUTIONS = {
-    "round_to": by_adding_and_subtracting,
-    "scaler_step": by_the_sum_of_everything,
-    "what_breaks": with_torch_casts,
-    "fp8_round_trip": block_by_block,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round_trip)
 
 #: What the sentence about a defect must say.
 SENTENCES = {

@@ -45,33 +45,32 @@ class block_bytes:
     every_query_its_own_keys = lambda *case: _block(*case, group=False)
     fused_keeps_scores = lambda *case: _block(*case[:8], False)
 
-
-def operator_by_operator(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
-    """Second solution: a table of tensors, (values, bytes a value), summed."""
-    n, kv = batch * seq, hidden * kv_heads // heads
-    table = [
-        ("input of norm 1", n * hidden, 2),
-        ("output of norm 1", n * hidden, 2),
-        ("q", n * hidden, 2),
-        ("k", n * kv, 2),
-        ("v", n * kv, 2),
-        ("attention output", n * hidden, 2),
-        ("input of norm 2", n * hidden, 2),
-        ("output of norm 2", n * hidden, 2),
-        ("input of the activation", n * ffn, 2),
-        ("input of the down projection", n * ffn, 2),
-    ]
-    if gated:
-        table.append(("up", n * ffn, 2))
-    if dropout:
-        table += [("mask of attention", n * hidden, 1), ("mask of the MLP", n * hidden, 1)]
-    if fused:
-        table.append(("statistics", n * heads, 4))
-    else:
-        table.append(("softmax", batch * heads * seq**2, 2))
+    def right(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
+        """Second solution: a table of tensors, (values, bytes a value), summed."""
+        n, kv = batch * seq, hidden * kv_heads // heads
+        table = [
+            ("input of norm 1", n * hidden, 2),
+            ("output of norm 1", n * hidden, 2),
+            ("q", n * hidden, 2),
+            ("k", n * kv, 2),
+            ("v", n * kv, 2),
+            ("attention output", n * hidden, 2),
+            ("input of norm 2", n * hidden, 2),
+            ("output of norm 2", n * hidden, 2),
+            ("input of the activation", n * ffn, 2),
+            ("input of the down projection", n * ffn, 2),
+        ]
+        if gated:
+            table.append(("up", n * ffn, 2))
         if dropout:
-            table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
-    return sum(values * size for _, values, size in table)
+            table += [("mask of attention", n * hidden, 1), ("mask of the MLP", n * hidden, 1)]
+        if fused:
+            table.append(("statistics", n * heads, 4))
+        else:
+            table.append(("softmax", batch * heads * seq**2, 2))
+            if dropout:
+                table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
+        return sum(values * size for _, values, size in table)
 
 
 def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True):
@@ -193,10 +192,9 @@ class checkpoint:
         with torch.no_grad():
             return block(x)
 
-
-def weights_as_arguments(block, x):
-    """Second solution: weights are arguments of the Function too, and nothing arrives as a side effect."""
-    return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
+    def right(block, x):
+        """Second solution: weights are arguments of the Function too, and nothing arrives as a side effect."""
+        return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
 class segment_peak:
@@ -220,17 +218,16 @@ class segment_peak:
 
     earlier_inputs_forgotten = lambda layers, boundary, block, k: min(k, layers) * block
 
-
-def walked_backward(layers, boundary, block, k):
-    """Second solution: a walk with a list of what is kept."""
-    kept = [boundary for first in range(layers) if first % k == 0]
-    first, most = (layers - 1) // k * k, sum(kept)
-    end = layers
-    while first >= 0:
-        most = max(most, sum(kept) - kept[-1] + sum(block for _ in range(first, end)))
-        kept.pop()
-        first, end = first - k, first
-    return most
+    def right(layers, boundary, block, k):
+        """Second solution: a walk with a list of what is kept."""
+        kept = [boundary for first in range(layers) if first % k == 0]
+        first, most = (layers - 1) // k * k, sum(kept)
+        end = layers
+        while first >= 0:
+            most = max(most, sum(kept) - kept[-1] + sum(block for _ in range(first, end)))
+            kept.pop()
+            first, end = first - k, first
+        return most
 
 
 def _choose(job, *, options=("none", "selective", "first"), peak=None, key=None, limit=None):
@@ -292,31 +289,23 @@ class choose:
         found = _choose(job)
         return found and found | {"extra": 3 * found["extra"]}
 
+    def right(job):
+        """Second solution: go through the choices from the cheapest to the dearest, and stop at the first that fits."""
+        choices = [(0, "none"), (job.layers * job.core_flops, "selective")]
+        choices += [(n * job.block_flops, n) for n in range(1, job.layers + 1)]
+        for extra, what in sorted(choices, key=lambda choice: choice[0]):
+            if what == "none":
+                kept = [job.layers * job.block]
+            elif what == "selective":
+                slim = job.block - job.core
+                kept = [job.layers * slim, (job.layers - 1) * slim + job.block - job.behind]
+            else:
+                inputs = what * job.boundary
+                kept = [inputs + (job.layers - what) * job.block, inputs - job.boundary + job.block]
+            if max(kept) <= job.budget:
+                name = what if isinstance(what, str) else f"first:{what}"
+                return {"strategy": name, "peak": max(kept), "extra": extra}
+        return None
 
-def walked_from_the_cheapest(job):
-    """Second solution: go through the choices from the cheapest to the dearest, and stop at the first that fits."""
-    choices = [(0, "none"), (job.layers * job.core_flops, "selective")]
-    choices += [(n * job.block_flops, n) for n in range(1, job.layers + 1)]
-    for extra, what in sorted(choices, key=lambda choice: choice[0]):
-        if what == "none":
-            kept = [job.layers * job.block]
-        elif what == "selective":
-            slim = job.block - job.core
-            kept = [job.layers * slim, (job.layers - 1) * slim + job.block - job.behind]
-        else:
-            inputs = what * job.boundary
-            kept = [inputs + (job.layers - what) * job.block, inputs - job.boundary + job.block]
-        if max(kept) <= job.budget:
-            name = what if isinstance(what, str) else f"first:{what}"
-            return {"strategy": name, "peak": max(kept), "extra": extra}
-    return None
 
-
-DEFECTS = listed(block_bytes, checkpoint, segment_peak, choose)
-
-SECOND_SOLUTIONS = {
-    "block_bytes": operator_by_operator,
-    "checkpoint": weights_as_arguments,
-    "segment_peak": walked_backward,
-    "choose": walked_from_the_cheapest,
-}
+DEFECTS, SECOND_SOLUTIONS = listed(block_bytes, checkpoint, segment_peak, choose)

@@ -83,25 +83,24 @@ class ring_all_reduce:
                 elif gets:
                     chunks[chunk].copy_(landing)
 
+    def right(row, rank, ranks, exchange):
+        """Second solution: the ring the other way round, recursive, on a flat row with its own borders."""
+        borders = [chunk * row.numel() // ranks for chunk in range(ranks + 1)]
 
-def to_the_left(row, rank, ranks, exchange):
-    """Second solution: the ring the other way round, recursive, on a flat row with its own borders."""
-    borders = [chunk * row.numel() // ranks for chunk in range(ranks + 1)]
+        def chunk(number):
+            number %= ranks
+            return row[borders[number] : borders[number + 1]]
 
-    def chunk(number):
-        number %= ranks
-        return row[borders[number] : borders[number + 1]]
+        def travel(step):
+            if step == 2 * (ranks - 1):
+                return
+            goes, comes = chunk(rank + step), chunk(rank + step + 1)
+            room = comes.clone()
+            exchange(goes.clone(), (rank - 1) % ranks, room, (rank + 1) % ranks)
+            comes.copy_(comes + room if step < ranks - 1 else room)
+            travel(step + 1)
 
-    def travel(step):
-        if step == 2 * (ranks - 1):
-            return
-        goes, comes = chunk(rank + step), chunk(rank + step + 1)
-        room = comes.clone()
-        exchange(goes.clone(), (rank - 1) % ranks, room, (rank + 1) % ranks)
-        comes.copy_(comes + room if step < ranks - 1 else room)
-        travel(step + 1)
-
-    travel(0)
+        travel(0)
 
 
 def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cross=None):
@@ -134,27 +133,26 @@ class choose_algorithm:
         """Takes the size where the ring's own two terms are equal for the crossover."""
         return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
 
+    def right(size, ranks, bandwidth, latency):
+        """Second solution: step by step, and the crossing by halving an interval."""
 
-def from_the_library(size, ranks, bandwidth, latency):
-    """Second solution: step by step, and the crossing by halving an interval."""
+        def ring(s):
+            return sum(latency + s / ranks / bandwidth for _ in range(2 * (ranks - 1)))
 
-    def ring(s):
-        return sum(latency + s / ranks / bandwidth for _ in range(2 * (ranks - 1)))
+        def tree(s):
+            have, rounds = 1, 0
+            while have < ranks:
+                have, rounds = 2 * have, rounds + 1
+            return 2 * rounds * (latency + s / bandwidth)
 
-    def tree(s):
-        have, rounds = 1, 0
-        while have < ranks:
-            have, rounds = 2 * have, rounds + 1
-        return 2 * rounds * (latency + s / bandwidth)
-
-    low, high = 0.0, 2.0**60
-    if ring(1e-9) <= tree(1e-9):
-        high = 0.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if ring(middle) > tree(middle) else (low, middle)
-    choice = "tree" if tree(size) < ring(size) else "ring"
-    return {"best": choice, "crossover": high, "ring": ring(size), "tree": tree(size)}
+        low, high = 0.0, 2.0**60
+        if ring(1e-9) <= tree(1e-9):
+            high = 0.0
+        for _ in range(200):
+            middle = (low + high) / 2
+            low, high = (middle, high) if ring(middle) > tree(middle) else (low, middle)
+        choice = "tree" if tree(size) < ring(size) else "ring"
+        return {"best": choice, "crossover": high, "ring": ring(size), "tree": tree(size)}
 
 
 def _leaving(order, axes, per_host, *, host=None, back=True, factor=None, crossing=True, busiest=max):
@@ -212,35 +210,32 @@ class place:
         hosts = ranks // ranks_per_host
         return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts))
 
+    def right(axes, ranks_per_host):
+        """Second solution: build each axis's groups by coordinates, then walk along their links."""
+        results = {}
+        for order in itertools.permutations(axes):
+            sizes = [axes[name][0] for name in reversed(order)]
+            coordinates = list(itertools.product(*map(range, sizes)))
+            number = {c: rank for rank, c in enumerate(coordinates)}
+            leaves = {}
+            for position, name in enumerate(reversed(order)):
+                size, kind, payload = axes[name]
+                for rest in {(*c[:position], 0, *c[position + 1 :]) for c in coordinates}:
+                    group = [number[(*rest[:position], i, *rest[position + 1 :])] for i in range(size)]
+                    links = [(a, b, payload) for a, b in itertools.pairwise(group)]
+                    links += [(b, a, payload) for a, b, _ in links]
+                    if kind == "all_reduce":
+                        share = 2 * payload - 2 * payload / size
+                        links = [(a, b, share) for a, b in zip(group, group[1:] + group[:1], strict=True)]
+                    for a, b, count in links:
+                        hosts = a // ranks_per_host, b // ranks_per_host
+                        leaves[hosts[0]] = leaves.get(hosts[0], 0) + count * (hosts[0] != hosts[1])
+            results[order] = max(leaves.values())
+        order = min(sorted(results), key=results.get)
+        return list(order), results[order]
 
-def group_by_group(axes, ranks_per_host):
-    """Second solution: build each axis's groups by coordinates, then walk along their links."""
-    results = {}
-    for order in itertools.permutations(axes):
-        sizes = [axes[name][0] for name in reversed(order)]
-        coordinates = list(itertools.product(*map(range, sizes)))
-        number = {c: rank for rank, c in enumerate(coordinates)}
-        leaves = {}
-        for position, name in enumerate(reversed(order)):
-            size, kind, payload = axes[name]
-            for rest in {(*c[:position], 0, *c[position + 1 :]) for c in coordinates}:
-                group = [number[(*rest[:position], i, *rest[position + 1 :])] for i in range(size)]
-                links = [(a, b, payload) for a, b in itertools.pairwise(group)]
-                links += [(b, a, payload) for a, b, _ in links]
-                if kind == "all_reduce":
-                    share = 2 * payload - 2 * payload / size
-                    links = [(a, b, share) for a, b in zip(group, group[1:] + group[:1], strict=True)]
-                for a, b, count in links:
-                    hosts = a // ranks_per_host, b // ranks_per_host
-                    leaves[hosts[0]] = leaves.get(hosts[0], 0) + count * (hosts[0] != hosts[1])
-        results[order] = max(leaves.values())
-    order = min(sorted(results), key=results.get)
-    return list(order), results[order]
 
-
-DEFECTS = listed(ring_all_reduce, choose_algorithm, place)
-
-SECOND_SOLUTIONS = {"ring_all_reduce": to_the_left, "choose_algorithm": from_the_library, "place": group_by_group}
+DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, choose_algorithm, place)
 
 #: What the sentence about a defect must say.
 SENTENCES = {

@@ -2,11 +2,10 @@
 
 # ruff: noqa: E731
 
-from itertools import cycle, islice
-from math import sqrt
+import math
+from itertools import cycle, islice, pairwise
 from statistics import fmean
 
-from tests import defects_failure_zoo as _zoo
 from tests.planted import listed
 
 
@@ -40,14 +39,13 @@ class next_samples:
         part = order[rank * count // ranks : (rank + 1) * count // ranks] or order
         return list(islice(cycle(part), place // ranks, place // ranks + batch // ranks))
 
-
-def rank_by_rank(epoch_order, count, taken, batch, rank, ranks):
-    """Second solution: a contiguous share, from an order that goes on over epochs."""
-    last = (taken + batch - 1) // count
-    endless = [sample for epoch in range(last + 1) for sample in epoch_order(epoch)]
-    share = batch // ranks
-    first = taken + rank * share
-    return endless[first : first + share]
+    def right(epoch_order, count, taken, batch, rank, ranks):
+        """Second solution: a contiguous share, from an order that goes on over epochs."""
+        last = (taken + batch - 1) // count
+        endless = [sample for epoch in range(last + 1) for sample in epoch_order(epoch)]
+        share = batch // ranks
+        first = taken + rank * share
+        return endless[first : first + share]
 
 
 def _answer(signal, noise, examples=None):
@@ -84,17 +82,16 @@ class noise_scale:
         """Takes b = 1, and the big batch for so many times one example."""
         return _answer(*_solved(fmean(small), fmean(big), 1, batch_big // batch_small))
 
-
-def by_elimination(small, big, batch_small, batch_big):
-    """Second solution: subtract one equation from the other, then put the noise back."""
-    a, b = sum(small) / len(small), sum(big) / len(big)
-    noise = (a - b) * batch_small * batch_big / (batch_big - batch_small)
-    signal = a - noise / batch_small
-    return {"signal": signal, "noise": noise, "examples": noise / signal}
+    def right(small, big, batch_small, batch_big):
+        """Second solution: subtract one equation from the other, then put the noise back."""
+        a, b = sum(small) / len(small), sum(big) / len(big)
+        noise = (a - b) * batch_small * batch_big / (batch_big - batch_small)
+        signal = a - noise / batch_small
+        return {"signal": signal, "noise": noise, "examples": noise / signal}
 
 
 def _young(seconds_between, save, step):
-    return max(1, round(sqrt(2 * save * seconds_between) / step))
+    return max(1, round(math.sqrt(2 * save * seconds_between) / step))
 
 
 class checkpoint_every:
@@ -103,21 +100,20 @@ class checkpoint_every:
     seconds_for_steps = lambda step, save, hours, gpus: _young(3600 * hours / gpus, save, 1)
 
     def loses_the_whole_interval(step, save, hours, gpus):
-        return max(1, round(sqrt(save * 3600 * hours / gpus) / step))
+        return max(1, round(math.sqrt(save * 3600 * hours / gpus) / step))
 
     hourly = lambda step, save, hours, gpus: max(1, round(3600 / step))
-    may_be_zero = lambda step, save, hours, gpus: int(sqrt(2 * save * 3600 * hours / gpus) / step)
+    may_be_zero = lambda step, save, hours, gpus: int(math.sqrt(2 * save * 3600 * hours / gpus) / step)
 
-
-def by_search(step, save, hours, gpus):
-    """Second solution: try intervals that grow by a hundredth, with the loss to first order."""
-    mtbf = 3600 * hours / gpus
-    tried, k = [], 1.0
-    while k * step < 4 * mtbf:
-        steps = max(1, round(k))
-        tried.append((save / (steps * step) + steps * step / (2 * mtbf), steps))
-        k *= 1.01
-    return min(tried)[1] if tried else 1
+    def right(step, save, hours, gpus):
+        """Second solution: try intervals that grow by a hundredth, with the loss to first order."""
+        mtbf = 3600 * hours / gpus
+        tried, k = [], 1.0
+        while k * step < 4 * mtbf:
+            steps = max(1, round(k))
+            tried.append((save / (steps * step) + steps * step / (2 * mtbf), steps))
+            k *= 1.01
+        return min(tried)[1] if tried else 1
 
 
 def _observed(
@@ -170,25 +166,108 @@ class observe_scaling:
 
     names_the_smallest = lambda *case: _observed(*case, limit=min)
 
+    def right(alone, ranks, scaling):
+        """Second solution: imbalance is what the other parts leave of the step."""
+        n, step = len(ranks), sorted(rank["seconds"] for rank in ranks)[-1]
+        work = 1 if scaling == "strong" else n
+        speed = work * alone["seconds"] / step
+        each = {name: sum(rank[name] for rank in ranks) / n for name in ("data", "compute")}
+        lost = {name: value - alone[name] * work / n for name, value in each.items()}
+        lost["communication"] = sorted(rank["communication"] for rank in ranks)[0]
+        lost["imbalance"] = step - each["data"] - each["compute"] - lost["communication"]
+        limit = sorted(lost, key=lambda name: -lost[name])[0]
+        return {"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit}
 
-def by_what_is_left(alone, ranks, scaling):
-    """Second solution: imbalance is what the other parts leave of the step."""
-    n, step = len(ranks), sorted(rank["seconds"] for rank in ranks)[-1]
-    work = 1 if scaling == "strong" else n
-    speed = work * alone["seconds"] / step
-    each = {name: sum(rank[name] for rank in ranks) / n for name in ("data", "compute")}
-    lost = {name: value - alone[name] * work / n for name, value in each.items()}
-    lost["communication"] = sorted(rank["communication"] for rank in ranks)[0]
-    lost["imbalance"] = step - each["data"] - each["compute"] - lost["communication"]
-    limit = sorted(lost, key=lambda name: -lost[name])[0]
-    return {"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit}
+
+# The failure zoo: each diagnoses most jobs.
+
+HEALTHY = "healthy"
 
 
-DEFECTS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every) | _zoo.DEFECTS
-SECOND_SOLUTIONS = {
-    "next_samples": rank_by_rank,
-    "noise_scale": by_elimination,
-    "checkpoint_every": by_search,
-    "observe_scaling": by_what_is_left,
-    **_zoo.SECOND_SOLUTIONS,
-}
+def _hang(seen, *, by_calls=True, by_gap=True):
+    same = all(a == b for a, b in zip(*seen.calls, strict=False))
+    if by_calls and not same:
+        return "mismatched collectives"
+    gap = any(len({b - a for a, b in pairwise(n)}) > 1 for n in seen.batches)
+    return "skipped batch" if gap and by_gap else "uneven data"
+
+
+def _diagnose(
+    seen,
+    *,
+    hang=_hang,
+    most_state=0.6,
+    steps=lambda seen: len(seen.losses[0]),
+    reduces=lambda seen: [size for op, size in seen.calls[0] if op == "all_reduce"],
+    dtype=True,
+    work=1.5,
+    norm=1e-2,
+    first=1,
+):
+    if seen.hangs:
+        return hang(seen)
+    if seen.sharded:
+        large = max(seen.state_bytes) > most_state * 4 * seen.parameters
+        return "unsharded parameter" if large else HEALTHY
+    if len(reduces(seen)) > steps(seen):
+        return "accumulation that communicates"
+    if dtype and min(reduces(seen)) < 4 * seen.parameters:
+        return "wrong-dtype reduction"
+    flops = [ranks[0] for ranks in seen.flops]
+    if max(flops) > work * min(flops):
+        return "slow rank"
+    off = zip(seen.norms[0][first:], seen.expected["norms"][first:], strict=True)
+    if any(abs(a - b) > norm * b for a, b in off):
+        return "forgotten zero_grad"
+    return HEALTHY
+
+
+class diagnose:
+    every_hang_is_a_mismatch = lambda seen: _diagnose(seen, hang=lambda seen: "mismatched collectives")
+    never_looks_at_operations = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
+    never_looks_at_batches = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
+
+    def believes_in_one_copy_of_the_weights(seen):
+        """Takes the bytes of the whole model for what a rank should keep."""
+        return _diagnose(seen, most_state=1.0)
+
+    expects_a_half_to_the_byte = lambda seen: _diagnose(seen, most_state=0.5 - 1e-9)
+
+    def one_reduction_per_micro_batch(seen):
+        return _diagnose(seen, steps=lambda seen: len(seen.losses[0]) * seen.micro_batches)
+
+    never_looks_at_bytes = lambda seen: _diagnose(seen, dtype=False)
+
+    def only_the_losses(seen):
+        """Says wrong dtype whenever the losses move a little."""
+        found = _diagnose(seen, dtype=False)
+        means = [sum(ranks) / len(ranks) for ranks in zip(*seen.losses, strict=False)]
+        moved = any(a != b for a, b in zip(means, seen.expected["losses"], strict=False))
+        return "wrong-dtype reduction" if found == HEALTHY and moved else found
+
+    nobody_is_slow = lambda seen: _diagnose(seen, work=math.inf)
+    norms_to_the_bit = lambda seen: _diagnose(seen, norm=0.0)
+    everything_is_well = lambda seen: HEALTHY
+
+    def right(seen):
+        """Second solution: a list of suspicions, the first true one wins."""
+        calls = seen.calls
+        rounds = min(map(len, calls))
+        sizes = [[size for op, size in each if op == "all_reduce"] for each in calls]
+        norms = seen.norms[0]
+        pairs = list(zip(norms, seen.expected["norms"], strict=False))
+        last = {r: numbers[-1] - numbers[0] for r, numbers in enumerate(seen.batches)}
+        suspicions = [
+            ("mismatched collectives", seen.hangs and calls[0][:rounds] != calls[1][:rounds]),
+            ("skipped batch", seen.hangs and any(last[r] != 2 * (len(n) - 1) for r, n in enumerate(seen.batches))),
+            ("uneven data", seen.hangs),
+            ("unsharded parameter", seen.sharded and sum(seen.state_bytes) > 1.2 * 4 * seen.parameters),
+            ("slow rank", max(map(sum, seen.flops)) > 1.5 * min(map(sum, seen.flops))),
+            ("accumulation that communicates", not seen.sharded and len(sizes[0]) >= 2 * len(norms)),
+            ("wrong-dtype reduction", not seen.sharded and sizes[0] and sizes[0][0] == 2 * seen.parameters),
+            ("forgotten zero_grad", not seen.sharded and any(a > 1.02 * b or b > 1.02 * a for a, b in pairs)),
+        ]
+        return next((name for name, true in suspicions if true), HEALTHY)
+
+
+DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose)

@@ -1,14 +1,18 @@
-"""Planted defects: plain functions in the body of a class that has the name of the check they are for."""
+"""Planted defects: plain functions in the body of a class that has the name of the check they are for.
+
+`right` among them is no defect: it solves the exercise in another way than the course's solution.
+"""
 
 from collections.abc import Callable
 
 
-def listed(*checks: type) -> dict[str, list[Callable]]:
-    """Return the functions of each class by the name of the check, each with its own name, lambdas too."""
-    found = {}
+def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, Callable]]:
+    """Return the defects and the second solutions by the name of the check; a defect has its own name, if a lambda."""
+    defects, solutions = {}, {}
     for check in checks:
         functions = {name: value for name, value in vars(check).items() if not name.startswith("_")}
+        solutions[check.__name__] = functions.pop("right")
         for name, function in functions.items():
             function.__name__ = name
-        found[check.__name__] = list(functions.values())
-    return found
+        defects[check.__name__] = list(functions.values())
+    return defects, solutions

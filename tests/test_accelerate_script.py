@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -25,18 +24,16 @@ from lablib.launch.fsdp import shard
 from lablib.launch.runs import torchrun
 from lablib.launch.torch_private import FakeStore
 from lablib.toys.text import batches, text, tokens
+from tests.scripts import ROOT, load
 
-SCRIPTS = Path(__file__).parents[1] / "labs" / "scripts"
+SCRIPTS = ROOT / "labs" / "scripts"
 SCRIPT, CONFIG = SCRIPTS / "train_accelerate_fsdp.py", SCRIPTS / "accelerate_fsdp2.yaml"
 SMALL = ["--steps", "3", "--layers", "1", "--hidden", "16", "--seq", "16", "--global-batch", "4"]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_accelerate_fsdp", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def test_ddp_on_two_cpu_ranks_says_so_and_equals_one_process(script: ModuleType, tmp_path: Path) -> None:

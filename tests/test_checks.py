@@ -1,13 +1,12 @@
 """Every check passes two right answers, reports the stub, and catches each planted defect."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
 from lablib.checks.report import Verdict, Wrong, check
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[1]
 RUNGS = sorted(path.stem for path in (ROOT / "lablib" / "checks").glob("rung*.py"))
 
 
@@ -17,19 +16,21 @@ def _load(rung: str):
     return checks, names
 
 
-def _solutions(rung: str):
-    spec = importlib.util.spec_from_file_location(f"solutions_{rung}", ROOT / "labs/solutions" / f"{rung}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _defects(rung: str):
     return importlib.import_module(f"tests.defects_{rung}")
 
 
 CHECKS = [(rung, name) for rung in RUNGS for name in _load(rung)[1]]
 DEFECTS = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).DEFECTS.get(name, [])))]
+
+
+#: Checks that draw their cases, and how many draws are tried.
+DRAWN = {
+    "rung01": (12, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
+    "rung06": (6, ("count_collectives", "units_by_size")),
+    "rung10": (5, ("choose_algorithm", "place")),
+}
+ANY_DRAW = [(rung, name, seed) for rung, (draws, names) in DRAWN.items() for name in names for seed in range(draws)]
 
 
 def test_every_rung_has_checks():
@@ -44,7 +45,7 @@ def test_at_least_three_planted_defects(rung, name):
 
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
 def test_the_solution_passes(rung, name):
-    assert getattr(_load(rung)[0], name)(getattr(_solutions(rung), name)).status == "passed"
+    assert getattr(_load(rung)[0], name)(getattr(load(f"labs/solutions/{rung}.py"), name)).status == "passed"
 
 
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
@@ -71,6 +72,14 @@ def test_a_planted_defect_is_caught_with_a_sentence(rung, name, i):
     assert verdict.message.strip().endswith(".")
     assert getattr(_defects(rung), "SENTENCES", {}).get(defect.__name__, "") in verdict.message
     assert len(verdict.message) < 400
+
+
+@pytest.mark.parametrize(("rung", "name", "seed"), ANY_DRAW)
+def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
+    judge, planted = getattr(_load(rung)[0], name), _defects(rung)
+    assert judge(planted.SECOND_SOLUTIONS[name], seed).status == "passed"
+    for defect in planted.DEFECTS[name]:
+        assert judge(defect, seed).status == "wrong", defect.__name__
 
 
 def test_a_check_reports_an_exception_of_the_answer(capsys):

@@ -22,7 +22,7 @@ from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
 from lablib.live.explorer import PARTS, Control, answer_json, find_explorer
 from lablib.view.style import COLORS
-from tests.test_tools import _tool
+from tests.scripts import load
 
 TRAINING, ZERO = explore_training.EXPLORER, explore_zero.EXPLORER
 EXPLORERS = {"lablib.live.training": TRAINING, "lablib.live.zero": ZERO}
@@ -174,7 +174,7 @@ def test_text_from_an_address_reads_like_the_value():
 @pytest.mark.parametrize("module", EXPLORERS)
 def test_every_control_can_be_moved_and_has_its_label(module):
     explorer = EXPLORERS[module]
-    html = _tool("livecalc", "_ext").markup(explorer, module, explorer.state())
+    html = load("_ext/livecalc.py").markup(explorer, module, explorer.state())
     answer = explorer.answer()
     for control in explorer.controls:
         assert len(control.options) >= 2
@@ -191,7 +191,7 @@ def test_every_control_can_be_moved_and_has_its_label(module):
 def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
     """The zip file in a Python that finds nothing else: what Pyodide does, without a browser."""
     archive = tmp_path / "lablib.zip"
-    live = _tool("livecalc", "_ext")
+    live = load("_ext/livecalc.py")
     live.zip_live(archive)
     first = archive.read_bytes()
     live.zip_live(archive)

@@ -7,7 +7,6 @@ two steps stay below 1e-8. A slip in the idea (a sum for a mean, a lost micro-ba
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 
@@ -32,6 +31,7 @@ from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 from lablib.toys.zero import ZeRO3
+from tests.processes import new_seed
 
 TOLERANCE = 1e-7
 STEPS = 2
@@ -55,12 +55,6 @@ ON_TWO: dict[str, dict] = {
     "keep gathered": {"micro_batches": 2, "sync_every": False, "keep_gathered": True},
 }
 VARIANTS = ON_FOUR | ON_TWO
-
-
-def new_seed() -> int:
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return seed
 
 
 def build(seed: int) -> Transformer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -24,6 +23,7 @@ from lablib.calc.layouts.planner import Layout, check_layout, cluster, layout_me
 from lablib.calc.layouts.rules import MODELS, ORDERS, axis_bytes
 from lablib.calc.parallel.traffic import data_traffic, tensor_traffic
 from lablib.calc.params import count_params
+from tests.processes import new_seed
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,7 @@ def test_the_formula_for_stages_needs_the_states() -> None:
 
 def test_a_choice_is_simple_and_fast_for_random_jobs() -> None:
     """Whatever the job: the choice fits, is within patience of the best, and no simpler family is."""
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    dice = random.Random(seed)
+    dice = random.Random(new_seed())
     for _ in range(4):
         model = dice.choice(("gpt2-xl", "llama-3-8b", "llama-2-13b", "qwen2-7b"))
         gpus = dice.choice((8, 16, 32))

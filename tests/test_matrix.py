@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -22,11 +21,9 @@ from lablib.calc.torch_versions import (
     read_runs,
     release,
 )
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("matrix_tool", ROOT / "tools" / "matrix.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load("tools/matrix.py")
 
 RUN = {"date": "2031-02-03T04:05:06+00:00", "commit": "0123456789", "changed": False, "python": "3.13.5"}
 RUN |= {"torch": "2.14.0+cu130", "cpus": 2, "seconds": 9, "passed": 4321, "failed": 0, "skipped": 2}

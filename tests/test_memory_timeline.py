@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import weakref
 from collections import Counter
@@ -31,6 +30,7 @@ from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 from lablib.toys.transformer import Transformer, tiny_config
+from tests.processes import new_seed
 
 INT64 = 8
 
@@ -223,9 +223,7 @@ def test_a_whole_step_on_real_tensors(implementation: str, family: str, how: dic
 
 
 def test_odd_sizes() -> None:
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    odd_sizes(seed)
+    odd_sizes(new_seed())
 
 
 def odd_sizes(seed: int) -> None:
@@ -447,15 +445,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
     there = Counter(item.name for item in tape.alive(last, out_of_place=True))
     assert there["gradient of SiLU(gate) × up"] == 2
     assert there["SiLU(gate) × up"] == there["gradient of output of A of down projection"] == 1
-    more = BlockSetting(
-        config=small("llama"),
-        implementation=find_implementation("hf"),
-        batch=2,
-        seq=16,
-        value=4,
-        gradient=4,
-        lora_rank=10,
-    )
+    more = dataclasses.replace(setting, lora_rank=10)
     most = [max(e.total - e.weights for e in write_tape("block", s).play(out_of_place=True)) for s in (setting, more)]
     # Seven adapters keep n r values each, those of the MLP's last one have gone; the gradient is one more.
     assert most[1] - most[0] == (6 + 1) * 2 * 16 * 5 * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import numpy as np
@@ -10,12 +9,7 @@ import pytest
 
 from lablib.calc.layouts import AXES, Mesh, group_line, mesh, mesh_text
 from lablib.calc.layouts.planner import cluster
-
-
-def seeded() -> random.Random:
-    seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"LABLIB_SEED={seed}")
-    return random.Random(seed)
+from tests.processes import new_seed
 
 
 def draw(rng: random.Random, most: int = 400) -> Mesh:
@@ -51,7 +45,7 @@ def test_eight_ranks_by_hand() -> None:
 
 
 def test_coordinates_and_groups_are_those_of_a_reshaped_array() -> None:
-    rng = seeded()
+    rng = random.Random(new_seed())
     for _ in range(30):
         found = draw(rng)
         where = grid(found)
@@ -65,7 +59,7 @@ def test_coordinates_and_groups_are_those_of_a_reshaped_array() -> None:
 
 
 def test_which_groups_cross_is_what_looking_at_every_group_says() -> None:
-    rng = seeded()
+    rng = random.Random(new_seed())
     for _ in range(60):
         found = draw(rng)
         for axis in AXES:
@@ -77,7 +71,7 @@ def test_which_groups_cross_is_what_looking_at_every_group_says() -> None:
 
 
 def test_the_planner_gives_a_group_the_slow_link_exactly_if_it_crosses() -> None:
-    rng = seeded()
+    rng = random.Random(new_seed())
     for _ in range(60):
         found = draw(rng)
         if found.ranks > found.gpus_per_node and found.ranks % found.gpus_per_node:

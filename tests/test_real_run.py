@@ -1,6 +1,5 @@
 """Lab 11 on a machine with GPUs, with the one function that starts ranks there replaced: what is decided, kept and said."""
 
-import importlib.util
 import json
 import math
 import re
@@ -19,8 +18,8 @@ from lablib.launch.records import FOLDER_SWITCH
 from lablib.launch.runs import LearnerPredictions, RealRun, gpu_report, real_run, report_rows, scaling_records
 from lablib.launch.runs.real_run import NO_MEMORY, predicted_run
 from lablib.launch.training import METRIC_KEYS
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "labs" / "11_practical_fsdp.ipynb"
 
 
@@ -286,9 +285,7 @@ def test_an_interrupted_lab_goes_on_in_its_report_and_repeats_nothing(machine, m
 
 
 def test_observe_scaling_takes_the_report_where_there_is_one(machine, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("solutions", ROOT / "labs" / "solutions" / "rung11.py")
-    solutions = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(solutions)
+    solutions = load("labs/solutions/rung11.py")
     machine(8)
     RealRun(8, steps=3).scaling()
     capsys.readouterr()

@@ -9,22 +9,14 @@ import sys
 import tomllib
 import venv
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from lablib.calc.torch_versions import SUPPORTED
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[1]
 NGC = "2.11.0a0+eb65b36914.nv26.02"
 TORCH = '__version__ = "{}"\nclass cuda:\n    device_count = staticmethod(lambda: 2)\n'
-
-
-def _tool():
-    spec = importlib.util.spec_from_file_location("image_venv", ROOT / "tools" / "image_venv.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _package(folder, name, version):
@@ -70,8 +62,8 @@ def course(tmp_path):
     """
     folder = tmp_path / "course"
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "lablib" / "cli").mkdir(parents=True)
-    shutil.copy(ROOT / "lablib" / "cli" / "nvidia_smi.py", folder / "lablib" / "cli")
+    for package in ("calc", "cli"):  # what the tools import
+        shutil.copytree(ROOT / "lablib" / package, folder / "lablib" / package)
     (folder / "lablib" / "__init__.py").write_text("")
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (torch,) = (text for text in needs if text.startswith("torch"))
@@ -158,7 +150,7 @@ def test_an_image_whose_torch_is_too_old_gets_one_of_its_own_if_asked(course, im
     assert "torch 2.13.0, 2 GPU(s)" in run.stdout
     assert _versions(course) == list(PINS.values())
     with pytest.raises(SystemExit, match="environment of another kind: rm -r"):
-        _tool().make_venv(course / ".venv", sees_image=True)
+        load("tools/image_venv.py").make_venv(course / ".venv", sees_image=True)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +166,10 @@ def test_the_torch_of_its_own_fits_the_driver(tmp_path, monkeypatch, printed, op
     monkeypatch.setenv("PATH", _driver(tmp_path / "driver", printed))
     monkeypatch.setattr(sys, "path", list(sys.path))
     if isinstance(options, list):
-        assert _tool().torch_index() == options
+        assert load("tools/image_venv.py").torch_index() == options
     else:
         with pytest.raises(SystemExit, match=options):
-            _tool().torch_index()
+            load("tools/image_venv.py").torch_index()
 
 
 def _missing(name):
@@ -185,7 +177,7 @@ def _missing(name):
 
 
 def test_an_image_that_will_not_do_is_refused_in_one_sentence(monkeypatch, capsys):
-    tool = _tool()
+    tool = load("tools/image_venv.py")
     for version, message in ((None, "has no torch"), ("2.8.0a0+nv25.05", "need 2.11 or newer: choose a newer image")):
         monkeypatch.setattr(tool.importlib.metadata, "version", lambda name, v=version: v or _missing(name))
         with pytest.raises(SystemExit, match=message) as refused:
@@ -241,6 +233,6 @@ def test_the_first_python_that_will_do_is_taken(tmp_path):
 
 def test_the_tool_knows_the_supported_versions():
     """It runs before anything is installed, with whatever Python an image has, and imports nothing of lablib for them."""
-    tool = _tool()
+    tool = load("tools/image_venv.py")
     ends = [".".join(map(str, version)) for version in (tool.OLDEST, tool.NEWEST)]
     assert ends == [SUPPORTED[0], SUPPORTED[-1]]

@@ -1,6 +1,5 @@
 """The Makefile's helpers: answers survive, a busy port is explained, a failing stage fails, a lab's run is its own."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,19 +8,11 @@ import socket
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import nbformat
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def _tool(name, folder="tools"):
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.scripts import ROOT, load
 
 
 @pytest.fixture
@@ -34,14 +25,14 @@ def folders(tmp_path):
 
 
 def test_labs_are_copied_and_the_template_is_not(folders):
-    lines = _tool("copy_labs").copy_labs(*folders)
+    lines = load("tools/copy_labs.py").copy_labs(*folders)
     assert lines == ["copied   01_a.ipynb", "copied   02_b.ipynb"]
     assert {p.name for p in folders[1].glob("*.ipynb")} == {"01_a.ipynb", "02_b.ipynb"}
 
 
 def test_a_learners_file_is_never_overwritten(folders):
     labs, work = folders
-    copy = _tool("copy_labs").copy_labs
+    copy = load("tools/copy_labs.py").copy_labs
     copy(labs, work)
     (work / "01_a.ipynb").write_text("my answers")
     (labs / "01_a.ipynb").write_text("second")
@@ -62,7 +53,7 @@ def site(tmp_path):
 
 
 def test_serving_takes_the_next_free_port(site):
-    serve = _tool("serve")
+    serve = load("tools/serve.py")
     with serve.open_server(site, None) as first, serve.open_server(site, None) as second:
         assert first.server_port != second.server_port
 
@@ -73,12 +64,12 @@ def test_a_busy_port_is_said_in_one_sentence(site):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=rf"Cannot serve on port {port} .*leave PORT out"):
-            _tool("serve").open_server(site, port)
+            load("tools/serve.py").open_server(site, port)
 
 
 def test_serving_without_a_book_says_the_mend(tmp_path):
     with pytest.raises(SystemExit, match="run make book first"):
-        _tool("serve").open_server(tmp_path, None)
+        load("tools/serve.py").open_server(tmp_path, None)
 
 
 NPM = """#!/bin/sh
@@ -175,7 +166,7 @@ _OUTPUTS = {
 
 def test_a_lab_that_passed_is_kept_with_its_outputs(lab, tmp_path):
     path = tmp_path / "new" / "01_a.ipynb"
-    _tool("conftest", ".").keep_executed(lab, _OUTPUTS, path)
+    load("conftest.py").keep_executed(lab, _OUTPUTS, path)
     kept = nbformat.read(path, 4)
     assert [cell.source for cell in kept.cells] == [cell.source for cell in lab.cells]
     assert [cell.outputs for cell in kept.cells[1:]] == list(_OUTPUTS.values())
@@ -184,14 +175,14 @@ def test_a_lab_that_passed_is_kept_with_its_outputs(lab, tmp_path):
 
 
 def test_a_lab_with_a_cell_that_did_not_pass_is_not_kept(lab, tmp_path):
-    _tool("conftest", ".").keep_executed(lab, {0: _OUTPUTS[0]}, tmp_path / "01_a.ipynb")
+    load("conftest.py").keep_executed(lab, {0: _OUTPUTS[0]}, tmp_path / "01_a.ipynb")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch):
-    _tool("conftest", ".").keep_executed(lab, _OUTPUTS, tmp_path / "01_a.ipynb")
+    load("conftest.py").keep_executed(lab, _OUTPUTS, tmp_path / "01_a.ipynb")
     monkeypatch.setenv("EXECUTED_LABS", str(tmp_path))
-    reading, shipped = _tool("reading", "_ext"), nbformat.writes(lab)
+    reading, shipped = load("_ext/reading.py"), nbformat.writes(lab)
     source = [shipped]
     reading._show_executed(None, "labs/01_a", source)
     assert json.loads(source[0])["cells"][1]["outputs"][0]["text"] == ["1\n"]
@@ -211,7 +202,7 @@ def test_pages_are_read_together_and_no_two_kernels_share_an_address(jobs, monke
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other people's packages, while they are loaded
-        tool, seen = _tool("build_site"), []
+        tool, seen = load("tools/build_site.py"), []
     monkeypatch.setattr(KernelManager, "__init__", KernelManager.__init__)  # put back at the end
     monkeypatch.setattr(jupyter_book.sphinx, "build_sphinx", lambda *_, jobs: seen.append(jobs))
 

@@ -30,7 +30,7 @@ REVIEWED = {
     ("book/06_fsdp.md", "torch._dynamo.utils"): "shows a reader how compiled graphs are counted",
     ("tests/test_arrows.py", "torch.distributed.*"): "packages that toys must not import",
     ("tests/test_fp8.py", "torch._scaled_mm"): "the oracle of the test",
-    ("tests/test_cuda_snapshot.py", "torch.cuda._memory_viz"): "the oracle of the test",
+    ("tests/test_cuda_memory.py", "torch.cuda._memory_viz"): "the oracle of the test",
     ("tests/test_cuda_memory.py", "torch._C"): "a stand-in for the function is put there",
     ("tests/test_overlap.py", "torch.distributed._compute_bucket_assignment_by_size"): "the oracle of the test",
     ("tests/test_recorder.py", "torch.distributed._functional_collectives"): "learners' code uses it",

@@ -58,7 +58,7 @@ def test_every_difference_is_a_field_and_has_a_source() -> None:
         assert (difference.of(before), difference.of(difference.since)) == (difference.before, difference.after)
 
 
-# What the installed PyTorch does. test_fsdp_memory.py has FSDP2's buffers, by PyTorch's own tracker.
+# What the installed PyTorch does. test_fsdp_calc.py has FSDP2's buffers, by PyTorch's own tracker.
 
 
 def test_the_names_of_collectives() -> None:

@@ -7,7 +7,6 @@ that leaves less than 1e-9. One sample more or less moves the loss by more than 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lablib.launch.runs import elastic
 from tests.processes import ended, free_port
+from tests.scripts import load
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
 TOLERANCE = 1e-9
@@ -39,13 +39,6 @@ SMALL = {
     "--checkpoint-every": 3,
 }
 PATIENCE = 90  # seconds for a run of two
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_ddp", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -201,7 +194,7 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
 
 def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.pt"
-    torch.save({"settings": dict.fromkeys(load().SAME_RUN, "another")}, checkpoint)
+    torch.save({"settings": dict.fromkeys(load(SCRIPT).SAME_RUN, "another")}, checkpoint)
     (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt")
     (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume")
     for job, says in ((no_text, "nowhere.txt"), (other_run, "the checkpoint is of another run: global_batch, seq")):
@@ -216,7 +209,7 @@ def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load()
+    return load(SCRIPT)
 
 
 def samples_by_step(script, ranks: int, accumulate: int, first: int, steps: int) -> list[set[int]]:

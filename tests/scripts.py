@@ -1,0 +1,15 @@
+"""Files of the repository that are in no package: tools, extensions of the book, solutions and scripts of the labs."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(path: str | Path) -> ModuleType:
+    """Return a new module from a file, named from the root of the repository; it is not in `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

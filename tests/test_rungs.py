@@ -1,0 +1,246 @@
+"""What the exercises of the rungs ask is what the library counts, and what their checks say to odd answers."""
+
+import random
+
+import pytest
+import torch
+
+from lablib.calc.communication import traffic
+from lablib.calc.layouts import CASES, Miniature, mesh, predicted_traffic, score
+from lablib.calc.memory.activations import recompute_cost
+from lablib.calc.models import preset
+from lablib.calc.parallel import zero_state_bytes
+from lablib.calc.precision import recipe
+from lablib.checks import rung01, rung07, rung08
+from lablib.checks.report import Wrong
+from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
+from lablib.checks.rung10 import World
+from lablib.toys.transformer import tiny_config
+from tests import defects_rung01, defects_rung10
+from tests.scripts import load
+
+# Rung 01: its checks agree with lablib's tables
+
+
+def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
+    verdict = rung01.run_memory(lambda config, optimizer, seq, batch: seq + "tokens")
+    assert (verdict.status, "stopped with TypeError" in verdict.message) == ("wrong", True)
+
+
+def test_a_check_says_its_seed_and_what_it_drew(capsys):
+    rung01.run_memory(defects_rung01.run_memory.right, 7)
+    printed = capsys.readouterr().out
+    assert "drawing cases with seed 7" in printed
+    assert printed.count("layers, hidden") == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "gradients", "master"),
+    [
+        ("fp32", "fp32", ("fp32",), False),
+        ("mixed-bf16", "bf16", ("bf16",), True),
+        ("mixed-bf16-fp32-grads", "bf16", ("fp32",), True),
+        ("mixed-bf16-fp32-accum", "bf16", ("bf16", "fp32"), True),
+        ("pure-bf16-fp32-moments", "bf16", ("bf16",), False),
+    ],
+)
+@pytest.mark.parametrize("optimizer", rung01.MOMENT_BYTES)
+def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master, optimizer):
+    counted = defects_rung01.bytes_per_parameter.right(weights, gradients, master, optimizer)
+    assert counted == recipe(name).bytes_per_param(optimizer)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_exercise_shards_as_zero_does(stage):
+    params, gpus = 13_015_864_320, 4
+    strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
+    gigabytes, _ = defects_rung01.fits.right(params, gpus, 80, strategy)
+    assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
+
+
+# Rung 07: its worked layouts do what their comments say
+
+
+@pytest.fixture(scope="module")
+def solutions():
+    return load("labs/solutions/rung07.py")
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "m"), [(2, 3, 2, 2), (4, 3, 1, 3), (1, 3, 3, 1)])
+def test_group_traffic_is_what_the_toys_send_from_a_middle_stage(solutions, tp, pp, dp, m):
+    config = tiny_config("llama", num_layers=6, hidden=32, num_heads=4, num_kv_heads=4, ffn=96, tied=False)
+    job = Miniature(config=config, tp=tp, pp=pp, dp=dp, micro_batches=m, batch=dp * m * 2, sharded=dp > 1)
+    rank = job.mesh.rank(pp=1)
+    told = predicted_traffic(job, rank)
+    # What the stage's ranks hold together stands for 1/pp of the model; norms are whole on every tp rank.
+    held = 0.0 if dp == 1 else told["dp"].sent / (2 * (dp - 1) / dp)
+    ours = solutions.group_traffic(6, job.stream_bytes, held * tp * pp, tp, pp, dp, m)
+    for axis in told:
+        assert ours[axis] == pytest.approx(told[axis].sent)
+    assert ours["tp"] == (told["tp"].sent if tp > 1 else 0)
+
+
+def test_the_sketch_of_the_solution_is_the_mesh(solutions):
+    sizes = {"tp": 3, "dp": 2, "pp": 4}
+    found = mesh(**sizes, gpus_per_node=6)
+    got = solutions.sketch(sizes, 6)
+    assert got["groups"] == {axis: found.groups(axis) for axis in sizes}
+    assert got["crossing"] == [axis for axis in sizes if found.crosses(axis)]
+
+
+def test_the_worked_layouts_run_and_their_comments_are_true(solutions):
+    judged = {name: score(solutions.plan_cluster(name), name) for name in CASES}
+    assert all(one.runs and one.to_published < 1.1 for one in judged.values())
+    states = {
+        name: sum(one.memory[term] for term in ("weights", "gradients", "optimizer")) / 1e9
+        for name, one in judged.items()
+    }
+    whole = score(solutions.plan_cluster("gpt-76b") | {"zero": 0}, "gpt-76b").memory
+    assert round(sum(whole[term] for term in ("weights", "gradients", "optimizer")) / 1e9) == 49
+    assert round(states["gpt-76b"]) == 11
+    runs = {name: CASES[name].run for name in CASES}
+    for name, micro_batches in (("gpt-175b", 64), ("llama-405b", 16)):
+        assert judged[name].layout.num_microbatches(runs[name].global_batch) == micro_batches
+
+
+@pytest.mark.parametrize("answer", [None, 5, "tp=8"])
+def test_an_answer_that_is_no_layout_is_told_what_to_return(answer):
+    verdict = rung07.plan_cluster(lambda case: answer)
+    assert verdict.status == "wrong"
+    assert "return a dictionary of fields" in verdict.message
+
+
+def test_a_layout_is_an_answer_too():
+    assert rung07.plan_cluster(lambda case: CASES[case].published).status == "passed"
+
+
+@pytest.mark.parametrize("at", [None, "a"])
+def test_a_coordinate_that_is_no_number_is_told_so(at):
+    verdict = rung07.coordinates(lambda rank, sizes: dict.fromkeys(sizes, at))
+    assert (verdict.status, verdict.message[:31]) == ("wrong", "A coordinate is a whole number ")
+
+
+# Rung 08: the sentence names the idea that is wrong, and odd answers stop nothing
+
+
+@pytest.mark.parametrize("answer", [None, "none", 7, (), {"overflow": True}, [1, 2, 3]], ids=repr)
+@pytest.mark.parametrize("name", rung08.__all__)
+def test_an_odd_answer_is_wrong_and_stops_nothing(name, answer):
+    assert getattr(rung08, name)(lambda *args: answer).status == "wrong"
+
+
+def test_every_situation_is_there_for_both_formats():
+    # "Done when" asks for the difference between the two: each failure must occur in each, and be absent in each.
+    import random
+
+    from lablib.checks.rung08 import _situations, _truth
+
+    cases = _situations(random.Random(88), 250)
+    for name in ("fp16", "bf16"):
+        found = [_truth(case) for case in cases if case[0] == name]
+        assert len(found) > 80
+        for failure in ("overflow", "underflow", "stall"):
+            assert 5 < sum(failure in truth for truth in found) < len(found) - 5, (name, failure)
+        assert any(not truth for truth in found)
+
+
+# Rung 09: the situations of its last exercise are those of the calculator, and have a right answer each
+
+KEPT = [("gpt3-175b", 2048, "plain"), ("llama-3-8b", 4096, "fused"), ("llama-2-7b", 1024, "plain")]
+
+
+@pytest.mark.parametrize(("model", "seq", "attention"), KEPT)
+def test_what_a_job_keeps_is_what_the_calculator_says_without_embedding_and_head(model, seq, attention):
+    job = job_of(model, seq, attention, batch=2)
+
+    def moments(strategy):
+        cost = recompute_cost(preset(model), strategy, batch=2, seq=seq, attention=attention)
+        return (cost.blocks_bytes, max(size for when, size in cost.instants[1:]) - cost.embedding, cost.extra_flops)
+
+    forward, backward, extra = moments("selective")
+    assert selective_peak(job) == max(forward, backward)
+    assert extra == job.layers * job.core_flops
+    for n in (1, job.layers // 2, job.layers):
+        forward, backward, extra = moments(f"first:{n}")
+        # Without its head a model's last blocks keep what they kept at the end of forward when backward starts.
+        assert max(peaks_of_first(job, n)) == max(forward, backward)
+        assert extra == n * job.block_flops
+
+
+def test_every_kind_of_answer_is_asked_for():
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    found = [best_choice(job) for job in jobs(random.Random(seed))]
+    kinds = {choice["strategy"].split(":")[0] if choice else None for choice in found}
+    assert kinds == {"none", "selective", "first", None}
+
+
+def test_no_other_choice_fits_and_costs_less():
+    for job in jobs(random.Random(3)):
+        choice = best_choice(job)
+        cheaper = [n for n in range(1, job.layers + 1) if max(peaks_of_first(job, n)) <= job.budget]
+        if choice is None:
+            assert not cheaper
+            assert selective_peak(job) > job.budget
+        elif choice["strategy"] == "selective":
+            assert all(n * job.block_flops >= choice["extra"] for n in cheaper)
+        elif choice["strategy"] != "none":
+            assert int(choice["strategy"][6:]) == min(cheaper)
+            assert job.layers * job.block > job.budget
+
+
+# Rung 10: what its checks' sentences say, and the ranks that take turns
+
+
+@pytest.mark.parametrize(("ranks", "numel"), [(2, 9), (5, 7), (6, 31), (4, 3)])
+def test_the_world_counts_what_the_formula_says(ranks, numel):
+    world = World(ranks)
+    rows = [torch.arange(numel, dtype=torch.float64) + rank for rank in range(ranks)]
+    world.run(
+        lambda rank, exchange: defects_rung10.SECOND_SOLUTIONS["ring_all_reduce"](rows[rank], rank, ranks, exchange)
+    )
+    sent = sum(message.elements for message in world.messages)
+    expected = sum(traffic("ring_all_reduce", numel, ranks, rank=r, itemsize=1).bytes for r in range(ranks))
+    assert sent == expected == 2 * (ranks - 1) * numel
+    assert all(
+        torch.equal(row, sum(torch.arange(numel, dtype=torch.float64) + r for r in range(ranks))) for row in rows
+    )
+
+
+def _pair(rank, exchange, **changes):
+    box = torch.zeros(2)
+    words = {"send": torch.ones(2), "to": 1 - rank, "receive": box, "source": 1 - rank} | changes
+    exchange(**words)
+    return box
+
+
+MISUSE = {
+    "wait for each other for ever": lambda rank, exchange: _pair(rank, exchange) if rank else None,
+    "comes rank 0": lambda rank, exchange: _pair(rank, exchange, to=rank + 1),
+    "another number than the one": lambda rank, exchange: _pair(rank, exchange, receive=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("words", MISUSE)
+def test_a_misused_exchange_is_named(words):
+    with pytest.raises(Wrong, match=words):
+        World(2).run(MISUSE[words])
+
+
+def test_ranks_that_take_different_numbers_of_steps_are_told_so():
+    def act(rank, exchange):
+        for _ in range(2 if rank == 0 else 1):
+            _pair(rank, exchange)
+
+    with pytest.raises(Wrong, match="wait for each other"):
+        World(2).run(act)
+
+
+def test_an_error_of_a_rank_reaches_the_learner():
+    def act(rank, exchange):
+        _pair(rank, exchange)
+        if rank == 1:
+            raise KeyError("chunk")
+
+    with pytest.raises(KeyError, match="chunk"):
+        World(2).run(act)
