@@ -85,7 +85,7 @@ def _probe_bytes(
 def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
     """Judge `fits(params, gpus, capacity_gib, strategy)`, which returns GB per GPU and whether it fits."""
     dice = _dice(seed)
-    # 13B on four 80 GiB cards first; then sizes drawn so that every strategy meets both verdicts.
+    # 13B on four 80 GiB GPUs first; then sizes drawn so that every strategy meets both verdicts.
     cases = [(13_015_864_320, 4, 80, strategy) for strategy in STRATEGIES]
     for strategy in STRATEGIES:
         for _ in range(6):
@@ -103,7 +103,7 @@ def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
         _judge_fit(gigabytes, bool(verdict), params, gpus, capacity_gib, strategy)
     gigabytes = {strategy: _bytes_per_gpu(cases[0][0], 4, strategy) / 1e9 for strategy in STRATEGIES}
     answers = ", ".join(f"{strategy} {needed:.0f} GB" for strategy, needed in gigabytes.items())
-    return f"{len(cases)} cases right. 13B on 4 cards: {answers}."
+    return f"{len(cases)} cases right. 13B on 4 GPUs: {answers}."
 
 
 def _bytes_per_gpu(params: float, gpus: int, strategy: str) -> float:

@@ -49,7 +49,7 @@ def largest(bytes_at: Callable[[int], int], capacity: int) -> int:
 
 def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int, recompute: str, device: str) -> Answer:
     """Return what a training run on one device needs, by term, and where it stops fitting."""
-    config, card = preset(model), accelerator(device)
+    config, gpu = preset(model), accelerator(device)
     settings = {"recipe": recipe, "optimizer": optimizer, "recompute": recompute}
 
     def run(blocks: int, micro_batch: int = micro_batch, seq: int = seq) -> MemoryBreakdown:
@@ -61,7 +61,7 @@ def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int,
         return one + (config.num_layers - 1) * (two - one)
 
     memory = run(config.num_layers)
-    capacity = card.memory_bytes
+    capacity = gpu.memory_bytes
     blocks = largest(lambda n: run(n).total, capacity)
     batch = largest(lambda n: whole(micro_batch=n), capacity)
     tokens = largest(lambda n: whole(seq=n), capacity)
@@ -70,12 +70,12 @@ def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int,
     ends = {"blocks": blocks, "micro_batch": batch, "seq": tokens}
     params = shape_params(config, blocks)
     return Answer(
-        picture=_picture(config, memory, (run(1), run(2)), card, blocks),
-        caption=_caption(config, memory, card, blocks, params),
+        picture=_picture(config, memory, (run(1), run(2)), gpu, blocks),
+        caption=_caption(config, memory, gpu, blocks, params),
         table=_table(config, memory, ends, params),
         call=_call(model, settings, micro_batch, seq, device),
         numbers=dict(memory.terms)
-        | {"total": memory.total, "headroom": memory.headroom(card)}
+        | {"total": memory.total, "headroom": memory.headroom(gpu)}
         | {f"largest_{name}": size for name, size in ends.items()},
     )
 
@@ -90,12 +90,12 @@ def _picture(
     config: ModelConfig,
     memory: MemoryBreakdown,
     small: tuple[MemoryBreakdown, MemoryBreakdown],
-    card: Accelerator,
+    gpu: Accelerator,
     blocks: int,
 ) -> str:
     present, needs = config.num_layers, f"{memory.total / GB:,.1f} GB"
     roles = {role: size / GB for role, size in memory.by_role().items()}
-    limit, limit_text = card.memory_gb, f"{card.name}: {card.memory_gb:.1f} GB"
+    limit, limit_text = gpu.memory_gb, f"{gpu.name}: {gpu.memory_gb:.1f} GB"
     title = f"{config.name}, {config.num_layers} blocks"
     head, below = bars(
         [Bar(label="", parts=roles, text=needs)], top=0, title=title, labels=0, limit=limit, limit_text=limit_text
@@ -128,10 +128,10 @@ def _picture(
     return picture(head + rest, end, alt)
 
 
-def _caption(config: ModelConfig, memory: MemoryBreakdown, card: Accelerator, blocks: int, params: int) -> str:
-    left = memory.headroom(card)
+def _caption(config: ModelConfig, memory: MemoryBreakdown, gpu: Accelerator, blocks: int, params: int) -> str:
+    left = memory.headroom(gpu)
     verdict = f"{left / GB:,.1f} GB to spare" if left >= 0 else f"{-left / GB:,.1f} GB too many"
-    needs = f"{config.name} needs {memory.total / GB:,.1f} GB, and one {card.name} has {card.memory_gb:.1f}: {verdict}."
+    needs = f"{config.name} needs {memory.total / GB:,.1f} GB, and one {gpu.name} has {gpu.memory_gb:.1f}: {verdict}."
     if not blocks:
         return f"{needs} With these settings not even one block of this shape fits."
     return (

@@ -71,19 +71,16 @@ def least_ranks(params: int, stage: int, capacity: int) -> int | None:
 
 def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str) -> Answer:
     """Return what each rank holds and sends, in the chosen stage and beside it in the others."""
-    params, card = count_params(preset(model)).total, accelerator(device)
+    params, gpu = count_params(preset(model)).total, accelerator(device)
     held = {each: state_terms(params, ranks, each) for each in STAGES}
     sent = {each: step_traffic(params, ranks, each, micro_batches) for each in STAGES}
-    ends = {
-        "ranks": least_ranks(params, stage, card.memory_bytes),
-        "params": max_params(card.memory_bytes, ranks, stage),
-    }
+    ends = {"ranks": least_ranks(params, stage, gpu.memory_bytes), "params": max_params(gpu.memory_bytes, ranks, stage)}
     numbers = {name: size for name, size in held[stage].items() if size}
     for each in STAGES:
         numbers |= {f"held_{each}": sum(held[each].values()), f"sent_{each}": round(sum(sent[each].values()))}
     return Answer(
-        picture=_picture(model, ranks, stage, micro_batches, held, sent, card),
-        caption=_caption(model, ranks, stage, held, sent, card),
+        picture=_picture(model, ranks, stage, micro_batches, held, sent, gpu),
+        caption=_caption(model, ranks, stage, held, sent, gpu),
         table=_table(stage, held[stage], sent[stage], ends),
         call=_call(model, ranks, stage, micro_batches),
         numbers=numbers | {"least_ranks": ends["ranks"] or 0, "largest_params": ends["params"]},
@@ -114,7 +111,7 @@ def _picture(
     micro_batches: int,
     held: dict[int, dict[str, int]],
     sent: dict[int, dict[str, float]],
-    card: Accelerator,
+    gpu: Accelerator,
 ) -> str:
     def rows(parts_of: dict[int, dict[str, float]]) -> list[Bar]:
         return [
@@ -131,14 +128,14 @@ def _picture(
         memory,
         top=0,
         title=f"Each of {on} holds, {model}",
-        limit=card.memory_gb,
-        limit_text=f"{card.name}: {card.memory_gb:.1f} GB",
+        limit=gpu.memory_gb,
+        limit_text=f"{gpu.name}: {gpu.memory_gb:.1f} GB",
     )
     second, end = bars(traffic, top=below + 16, title=f"Each sends in a step of {of}")
     told = "; ".join(
         f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
     )
-    alt = f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {card.memory_gb:.1f} GB."
+    alt = f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.memory_gb:.1f} GB."
     return picture(first + second, end, alt)
 
 
@@ -148,17 +145,17 @@ def _caption(
     stage: int,
     held: dict[int, dict[str, int]],
     sent: dict[int, dict[str, float]],
-    card: Accelerator,
+    gpu: Accelerator,
 ) -> str:
     bytes_held, alone = sum(held[stage].values()), sum(held[0].values())
     moved, by_ddp = sum(sent[stage].values()), sum(sent[0].values())
-    fits = "fits" if bytes_held <= card.memory_bytes else "does not fit"
+    fits = "fits" if bytes_held <= gpu.memory_bytes else "does not fit"
     times = moved / by_ddp if by_ddp else 1.0
     against = "" if not stage else ", as much as DDP" if times == 1 else f", {times:.3g} times as much as DDP"
     less = f", {alone / bytes_held:.3g} times less than DDP" if stage and ranks > 1 else ""
     return (
         f"{model}, {STAGES[stage]}: a rank holds {_size(bytes_held / GB)} of states{less}, and sends "
-        f"{_size(moved / GB)} in a step{against}. It {fits} on one {card.name}, before activations."
+        f"{_size(moved / GB)} in a step{against}. It {fits} on one {gpu.name}, before activations."
     )
 
 
