@@ -335,7 +335,7 @@ def test_an_old_option_works_and_says_its_new_name(command: list[str]) -> None:
     assert "--kernels is now called --implementation" in warned
 
 
-# `rung fit`: the answers of `memory_fit`, in text of 80 columns and in JSON
+# `rung fit`: the answers of `lablib.calc.layouts.fit`, in text of 80 columns and in JSON
 
 
 def test_a_run_that_fits_says_with_what_room() -> None:

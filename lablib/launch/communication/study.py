@@ -86,8 +86,6 @@ def measure(settings: StudySettings | None = None, parts: Sequence[str] = PARTS)
 
 def study_job(settings: StudySettings, parts: Sequence[str]) -> list[Sample]:
     """Measure all parts on this rank, from the widest link to the narrowest."""
-    # SAME MODULE  # here: torch is for the ranks alone
-
     todo = Parts(settings, parts)
     samples = todo.at_rate(None)
     rates = {*settings.ddp_rates, settings.link_rate, settings.savings_rate, settings.placement_rate}
