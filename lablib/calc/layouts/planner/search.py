@@ -22,10 +22,10 @@ from os import PathLike
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
-from lablib.calc.layouts.planner.calibration import EFFICIENCY
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
-from lablib.calc.layouts.planner.time import Efficiency, Workload, step_time
+from lablib.calc.layouts.planner.rates import FITTED, Fitted
+from lablib.calc.layouts.planner.time import Workload, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.precision import Recipe, recipe
@@ -127,10 +127,10 @@ class Plan:
             found.setdefault(candidate.layout.shape, candidate)
         return list(found.values())[:top]
 
-    def at(self, efficiency: Efficiency) -> Plan:
+    def at(self, fitted: Fitted) -> Plan:
         """Return the same layouts timed with other constants; what fits does not depend on them."""
         fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
-        return replace(self, candidates=_timed(self.load, fitting, efficiency))
+        return replace(self, candidates=_timed(self.load, fitting, fitted))
 
     def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
         """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts."""
@@ -165,7 +165,7 @@ def plan(
     attention: str = "fused",
     sequence_parallel: bool = True,
     reserve: int = RESERVE,
-    efficiency: Efficiency = EFFICIENCY,
+    fitted: Fitted = FITTED,
     **fixed: int | str,
 ) -> Plan:
     """Return every layout that fits, by predicted step time.
@@ -198,7 +198,7 @@ def plan(
     found = search(load, fixed, capacity)
     if not found.valid:
         raise ValueError(_no_layout(load, fixed))
-    return _ranked(load, capacity, found, efficiency)
+    return _ranked(load, capacity, found, fitted)
 
 
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
@@ -343,8 +343,8 @@ def _splits(load: Workload, tp: int, cp: int) -> bool:
     return True
 
 
-def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency) -> Plan:
-    candidates = _timed(load, found.fitting, efficiency)
+def _ranked(load: Workload, capacity: int, found: Found, fitted: Fitted) -> Plan:
+    candidates = _timed(load, found.fitting, fitted)
     dropped = [
         Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
         for total, layout, memory in found.least.values()
@@ -353,10 +353,9 @@ def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency)
     return Plan(load, capacity, candidates, tuple(dropped), found.valid, dict(found.dropped.most_common()))
 
 
-def _timed(
-    load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], efficiency: Efficiency
-) -> tuple[Candidate, ...]:
-    found = [Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in fitting]
+def _timed(load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], fitted: Fitted) -> tuple[Candidate, ...]:
+    rates = load.rates(fitted)
+    found = [Candidate(layout, step_time(load.job(layout), rates), memory) for layout, memory in fitting]
     # Among equal times the least memory is the better one.
     return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
 

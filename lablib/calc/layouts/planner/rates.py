@@ -1,0 +1,126 @@
+"""How close real runs come to the full rates: the fitted constants of the planner, each with a physical name.
+
+    FITTED.rates("a100", attention="flash-2", kernels="fused")    # the numbers for one job
+    FITTED                                                        # all of them; `lablib.proof.planner` fits and judges them
+
+A share is of the full rate: of what large matrix products reach on the GPU (`layout.ACHIEVABLE`), of the memory's
+bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
+their FLOPs and bytes. A share of matrix products is fitted for each generation of GPUs, one of fused attention for each
+generation and kernel, one of the memory for each way of writing the kernels between the products: fused, as Megatron-LM
+and torch.compile have them, or one PyTorch operator after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.errors import one_of
+from lablib.calc.hardware import Accelerator
+
+#: The generation whose constants stand for a GPU, by its first match: NVIDIA's NVLink tells its data-center GPUs apart.
+GENERATIONS = {"nvlink5": "b200", "nvlink4": "h100", "nvlink4-h800": "h100", "nvlink-c2c": "h100"}
+KERNELS = ("fused", "eager")
+
+
+def generation(card: Accelerator) -> str:
+    """Return the generation whose constants stand for a GPU: measured runs are of three."""
+    if card.scale_up in GENERATIONS:
+        return GENERATIONS[card.scale_up]
+    return "h100" if "fp8" in card.flops else "a100"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The constants of one job; a share of 1 and 0 seconds are the full rates.
+
+    Attributes:
+        matmul: Share of the rate of large matrix products.
+        attention: Share of the GPU's peak that fused attention reaches, counting the unmasked half of the scores.
+        memory: Share of the memory's bandwidth that kernels between the products reach.
+        network: Share of a link's bandwidth.
+        overlap: Seconds that a second of hidden communication still costs: both want the same multiprocessors.
+        product: Seconds of a matrix product in which the GPU is not full: its launch, first and last tiles.
+        hop: Seconds of a message from one rank of a ring to the next, beside its bytes.
+        layer: Seconds that the host needs to issue a layer's forward pass.
+        step: Seconds of a step that no layout shrinks: data, gradient norm, waiting for the slowest.
+    """
+
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    network: float = 1.0
+    overlap: float = 0.0
+    product: float = 0.0
+    hop: float = 0.0
+    layer: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The constants of all jobs.
+
+    Attributes:
+        matmul: By generation.
+        attention: By generation and kernel.
+        memory: By how the kernels between the products are written, one of `KERNELS`.
+    """
+
+    published = (("a100", "flash-2"), ("h100", "flash-2"))
+    matmul: dict[str, float]
+    attention: dict[tuple[str, str], float]
+    memory: dict[str, float]
+    network: float
+    overlap: float
+    product: float
+    hop: float
+    layer: float
+    step: float
+
+    def rates(self, name: str, *, attention: str = "flash-2", kernels: str = "fused") -> Rates:
+        """Return the constants of one job.
+
+        Args:
+            name: A generation.
+            attention: A fused kernel that was measured on it.
+            kernels: One of `KERNELS`.
+
+        Raises:
+            ValueError: If there is no constant for it; it names those that there are.
+        """
+        one_of("kernels", kernels, KERNELS)
+        known = [kernel for card, kernel in self.attention if card == name]
+        return Rates(
+            matmul=self.matmul[name],
+            attention=self.attention[name, one_of(f"attention on {name}", attention, known)],
+            memory=self.memory[kernels],
+            network=self.network,
+            overlap=self.overlap,
+            product=self.product,
+            hop=self.hop,
+            layer=self.layer,
+            step=self.step,
+        )
+
+
+#: The result of `lablib.proof.planner.fit_rates` on all rows that are fitted; a test fits again. FlashAttention-2's
+#: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
+#: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
+FITTED = Fitted(
+    matmul={"a100": 0.8574, "h100": 0.9387, "b200": 0.5862},
+    attention={
+        ("a100", "flash-2"): 0.58,
+        ("h100", "flash-2"): 0.30,
+        ("a100", "triton"): 0.3217,
+        ("h100", "triton"): 0.1622,
+        ("h100", "transformer-engine"): 0.4987,
+        ("b200", "transformer-engine"): 0.3898,
+    },
+    memory={"fused": 0.9455, "eager": 0.7111},
+    network=0.7969,
+    overlap=0.4814,
+    product=41.37e-6,
+    hop=21.14e-6,
+    layer=934.0e-6,
+    step=15.44e-3,
+)
