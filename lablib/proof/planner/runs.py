@@ -10,7 +10,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lablib.calc.layouts.planner import MEASURED_RUNS, UNFITTED, Run, counted_flops
+from lablib.calc.layouts.planner import MEASURED_RUNS, UNFITTED, Framework, Run, counted_flops
 from lablib.calc.models import ModelConfig
 
 ROWS = Path(__file__).with_name("measured_runs.csv")
@@ -148,11 +148,9 @@ def _run(row: dict[str, str]) -> Run:
         virtual_stages=int(row["v"]),
         sequence_parallel=row["sp"] == "1",
         attention=row["attention"],
-        kernel=row["kernel"] or "flash-2",
-        kernels=row["kernels"],
+        framework=Framework(attention=row["kernel"] or "flash-2", kernels=row["kernels"], **yes),
         recipe=row["recipe"],
         nic=float(row["nic_gb"]) * 1e9 if row["nic_gb"] else None,
-        **yes,
     )
     flops = counted_flops(run, run.recompute or "none")
     return replace(run, tflops=flops / float(row["seconds"]) / run.gpus / 1e12)

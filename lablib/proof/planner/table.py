@@ -67,7 +67,7 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
         "card": card(run),
         "gpu": run.gpu,
         "gpus": run.gpus,
-        "kernels": run.kernels,
+        "kernels": run.framework.kernels,
         "zero": run.zero,
         "sharded": (run.zero or 0) >= 2,
         "billions": round(count_params(run.model).total / 1e9, 3),

@@ -38,13 +38,14 @@ from lablib.calc.layouts.planner.explain import (
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, chunk_layers, cluster
 from lablib.calc.layouts.planner.likeness import LIKE_THIS, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.rates import FITTED, KERNELS, Fitted, Rates, generation
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
     "FIELDS",
     "FITTED",
+    "FRAMEWORKS",
     "KERNELS",
     "LIKE_THIS",
     "LLAMA3",
@@ -57,6 +58,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Fitted",
+    "Framework",
     "Layout",
     "Likeness",
     "MicroBatch",

@@ -24,7 +24,7 @@ from itertools import product
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner.layout import Layout, check_layout, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.rates import FITTED, Fitted
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
 from lablib.calc.layouts.planner.time import Job, Workload, step_time
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
@@ -49,14 +49,9 @@ class Run:
         virtual_stages: Chunks in a stage, or None if not printed.
         sequence_parallel: Whether tp splits norms too.
         attention: "plain" or "fused".
-        kernel: Fused attention by its name in `rates.FITTED`.
-        kernels: How what lies between the products is written: "fused" or "eager".
-        stops_early: Whether recomputation stops behind the last tensor that backward needs.
+        framework: Kernels and what hides; see `Framework`.
         nic: Bytes per second of one device out of its node, or None for the usual network card.
         rails: Whether a group uses all its network cards in a node together; see `Cluster`.
-        dp_hides: Whether gradients are sent behind the backward pass, and not after it.
-        tp_hides: Whether products hide tensor-parallel collectives.
-        pp_hides: Whether the sends of interleaved stages hide.
     """
 
     name: str
@@ -78,17 +73,12 @@ class Run:
     virtual_stages: int | None = None
     sequence_parallel: bool = False
     attention: str = "plain"
-    kernel: str = "flash-2"
-    kernels: str = "fused"
-    stops_early: bool = False
+    framework: Framework = FRAMEWORKS["paper"]
     recipe: str = "megatron-fp16"
     gpus_per_node: int = 8
     nic: float | None = None
     rails: bool = True
     ep: int = 1
-    dp_hides: bool = True
-    tp_hides: bool = False
-    pp_hides: bool = False
 
     @property
     def dp(self) -> int:
@@ -129,17 +119,17 @@ def narayanan(
         "counts": "hardware",
         "zero": 0,
         "recompute": "full",
-        "dp_hides": False,
+        "framework": Framework(dp_hides=False),
     }
     sizes = {"tp": tp, "pp": pp, "gpus": gpus, "seq": 2048, "global_batch": batch, "tflops": tflops}
     return Run(model=model, gpu="a100", **sizes, **fields | more)
 
 
 _TABLE_2 = (
-    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4, "rails": False, "dp_hides": True}),
-    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1, "rails": False, "dp_hides": True}),
-    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4, "rails": False, "dp_hides": True}),
-    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1, "rails": False, "dp_hides": True}),
+    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4, "rails": False, "framework": Framework()}),
+    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1, "rails": False, "framework": Framework()}),
+    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4, "rails": False, "framework": Framework()}),
+    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1, "rails": False, "framework": Framework()}),
     (96, 12288, 96, 8, 12, 384, 1536, 153, {"micro_batch": 1}),
     (96, 12288, 96, 8, 12, 1536, 1536, 141, {"micro_batch": 1}),
     (105, 20480, 128, 8, 35, 560, 2240, 171, {"micro_batch": 1}),
@@ -178,6 +168,7 @@ def _korthikanti() -> list[Run]:
                     micro_batch=micro,
                     virtual_stages=chunks,
                     sequence_parallel=sequence_parallel,
+                    framework=Framework(dp_hides=False),
                 )
             )
     return rows
@@ -202,7 +193,9 @@ def _llama3(gpus: int, cp: int, seq: int, batch: int, tflops: float, recompute: 
         recompute=recompute,
         sequence_parallel=True,
         attention="fused",
-        kernel="transformer-engine",  # not stated: the faster of the two that were measured on H100
+        framework=Framework(
+            attention="transformer-engine"
+        ),  # not stated: the faster of the two that were measured on H100
         recipe="mixed-bf16",
     )
 
@@ -230,7 +223,9 @@ MEASURED_RUNS: tuple[Run, ...] = (
 #: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
 UNFITTED: tuple[Run, ...] = tuple(
     replace(
-        narayanan(96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, dp_hides=True),
+        narayanan(
+            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, framework=Framework()
+        ),
         name=f"GPT-175B, batch {micro}",
         paper="FSDP (arXiv 2304.11277)",
         table="section 5.4",
@@ -275,12 +270,7 @@ def workload_of_run(run: Run) -> Workload:
         recipe(run.recipe),
         run.attention,
         run.sequence_parallel,
-        run.kernel,
-        run.kernels,
-        run.stops_early,
-        run.dp_hides,
-        run.tp_hides,
-        run.pp_hides,
+        run.framework,
     )
 
 

@@ -17,7 +17,9 @@ from lablib.calc.layouts.planner.search import Candidate, Plan, plan
 
 PART_NAMES = {
     "matmul": "matrix products",
+    "attention": "attention",
     "memory": "memory-bound kernels",
+    "latency": "launches and latency",
     "tp": "tensor-parallel collectives",
     "cp": "context-parallel collectives",
     "ep": "expert all-to-alls",
@@ -25,6 +27,7 @@ PART_NAMES = {
     "dp": "exposed data parallelism",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "step": "waiting for the slowest",
 }
 SMALL = 0.002  # of a step: differences below are not worth a word
 
@@ -142,6 +145,10 @@ def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
         recipe_=run.recipe,
         attention=run.attention,
         sequence_parallel=run.sequence_parallel,
+        gpus_per_node=run.gpus_per_node,
+        nic=run.nic,
+        rails=run.rails,
+        framework=run.framework,
         **own,
         **{name: value for name, value in fixed.items() if value is not None},
     )

@@ -1,7 +1,7 @@
 """How close real runs come to the full rates: the fitted constants of the planner, each with a physical name.
 
-    FITTED.rates("a100", attention="flash-2", kernels="fused")    # the numbers for one job
-    FITTED                                                        # all of them; `lablib.proof.planner` fits and judges them
+    FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
+    FITTED                                    # all of them; `lablib.proof.planner` fits and judges them
 
 A share is of the full rate: of what large matrix products reach on the GPU (`layout.ACHIEVABLE`), of the memory's
 bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
@@ -27,6 +27,39 @@ def generation(card: Accelerator) -> str:
     if card.scale_up in GENERATIONS:
         return GENERATIONS[card.scale_up]
     return "h100" if "fp8" in card.flops else "a100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a framework does that changes a step's time.
+
+    Attributes:
+        attention: Its kernel of fused attention, as `Fitted.attention` calls it.
+        kernels: How what lies between the products is written, one of `KERNELS`.
+        stops_early: Whether recomputation stops behind the last tensor that backward needs.
+        dp_hides: Whether gradients are sent behind the last backward, and not after it.
+        tp_hides: Whether products are cut into pieces that hide tensor-parallel collectives.
+        pp_hides: Whether the sends of interleaved stages hide.
+    """
+
+    attention: str = "flash-2"
+    kernels: str = "fused"
+    stops_early: bool = False
+    dp_hides: bool = True
+    tp_hides: bool = False
+    pp_hides: bool = False
+
+
+#: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, torchtitan compiles its
+#: blocks; PyTorch's recomputation stops early (torch.utils.checkpoint, early_stop) and its SDPA takes FlashAttention-2.
+#: Megatron-Core has Transformer Engine's attention, sends gradients behind backward with --overlap-grad-reduce and
+#: stages' tensors behind computing where they are interleaved.
+FRAMEWORKS = {
+    "paper": Framework(),
+    "hf": Framework(kernels="eager", stops_early=True),
+    "torchtitan": Framework(stops_early=True),
+    "megatron": Framework(attention="transformer-engine", pp_hides=True),
+}
 
 
 @dataclass(frozen=True)
@@ -77,23 +110,20 @@ class Fitted:
     layer: float
     step: float
 
-    def rates(self, name: str, *, attention: str = "flash-2", kernels: str = "fused") -> Rates:
+    def rates(self, name: str, framework: Framework = FRAMEWORKS["paper"]) -> Rates:
         """Return the constants of one job.
+
+        A kernel that was not measured on a generation counts as the fastest that was.
 
         Args:
             name: A generation.
-            attention: A fused kernel that was measured on it.
-            kernels: One of `KERNELS`.
-
-        Raises:
-            ValueError: If there is no constant for it; it names those that there are.
         """
-        one_of("kernels", kernels, KERNELS)
-        known = [kernel for card, kernel in self.attention if card == name]
+        one_of("kernels", framework.kernels, KERNELS)
+        measured = {kernel: share for (card, kernel), share in self.attention.items() if card == name}
         return Rates(
             matmul=self.matmul[name],
-            attention=self.attention[name, one_of(f"attention on {name}", attention, known)],
-            memory=self.memory[kernels],
+            attention=measured.get(framework.attention, max(measured.values())),
+            memory=self.memory[framework.kernels],
             network=self.network,
             overlap=self.overlap,
             product=self.product,

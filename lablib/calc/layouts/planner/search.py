@@ -8,8 +8,7 @@ the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages
 fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
 less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
 
-A prediction is right to some 5 percent on the published runs that `calibration` was fitted to, and 6 on papers that it
-never saw: layouts closer than that are a tie.
+How wrong a prediction was on measured runs like this one `Plan.like` says; layouts closer than that are a tie.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
+from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
-from lablib.calc.layouts.planner.rates import FITTED, Fitted
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
 from lablib.calc.layouts.planner.time import Workload, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, resolve_model
 from lablib.calc.models import ModelConfig
@@ -132,6 +132,10 @@ class Plan:
         fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
         return replace(self, candidates=_timed(self.load, fitting, fitted))
 
+    def like(self, candidate: Candidate) -> Likeness:
+        """Return the measured runs like a candidate, and how wrong their predictions were."""
+        return like_this(self.load, candidate.layout)
+
     def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
         """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts."""
         load = self.load
@@ -165,6 +169,7 @@ def plan(
     attention: str = "fused",
     sequence_parallel: bool = True,
     reserve: int = RESERVE,
+    framework: Framework = FRAMEWORKS["paper"],
     fitted: Fitted = FITTED,
     **fixed: int | str,
 ) -> Plan:
@@ -180,6 +185,7 @@ def plan(
         recipe_: Dtypes of the states, with AdamW.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
+        framework: Which kernels run, and what hides behind what.
         reserve: Bytes of a device kept free for context, libraries and fragmentation.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
@@ -193,7 +199,7 @@ def plan(
     _check_numbers(fixed, seq=length, global_batch=global_batch)
     if not 0 <= reserve < machine.gpu.memory_bytes:
         raise ValueError(f"reserve={reserve} bytes must be at least 0 and less than {machine.gpu.memory_bytes}")
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel)
+    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, framework)
     capacity = machine.gpu.memory_bytes - reserve
     found = search(load, fixed, capacity)
     if not found.valid:

@@ -46,7 +46,7 @@ from math import log2
 
 from lablib.calc.communication import ring_all_gather_bytes
 from lablib.calc.layouts.planner.layout import Cluster, Layout, layers_per_stage
-from lablib.calc.layouts.planner.rates import FITTED, Fitted, Rates, generation
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
@@ -394,6 +394,7 @@ class Workload:
     Attributes:
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
+        framework: Which kernels run, and what hides behind what.
     """
 
     model: ModelConfig
@@ -403,12 +404,7 @@ class Workload:
     recipe: Recipe = field(default_factory=lambda: recipe("mixed-bf16"))
     attention: str = "fused"
     sequence_parallel: bool = True
-    kernel: str = "flash-2"
-    kernels: str = "fused"
-    stops_early: bool = False
-    dp_hides: bool = True
-    tp_hides: bool = False
-    pp_hides: bool = False
+    framework: Framework = FRAMEWORKS["paper"]
     _cache: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -418,7 +414,7 @@ class Workload:
 
     def rates(self, fitted: Fitted = FITTED) -> Rates:
         """Return the constants of this job."""
-        return fitted.rates(generation(self.cluster.gpu), attention=self.kernel, kernels=self.kernels)
+        return fitted.rates(generation(self.cluster.gpu), self.framework)
 
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
         """Return the work of one dense layer, one layer with experts, and the head."""
@@ -435,7 +431,7 @@ class Workload:
                 attention=self.attention,
                 sequence_parallel=self.sequence_parallel,
                 dropout=self.dropout,
-                stops_early=self.stops_early,
+                stops_early=self.framework.stops_early,
             )
             first, last = (
                 layer_work(model, self.cluster, batch, layer=i, ep=layout.ep, recompute=layout.recompute)
@@ -514,9 +510,9 @@ class Workload:
             zero=layout.zero,
             optimizer=optimizer,
             doublings=log2(self.cluster.nodes),
-            dp_hides=self.dp_hides,
-            tp_hides=self.tp_hides,
-            pp_hides=self.pp_hides and layout.virtual_stages > 1,
+            dp_hides=self.framework.dp_hides,
+            tp_hides=self.framework.tp_hides,
+            pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
         )
 
     def _kinds(self, pp: int, virtual_stages: int) -> tuple[tuple[tuple[int, int, bool], int], ...]:
