@@ -157,9 +157,9 @@ FIGURES = {
         lambda: mesh_view.step_parts({"one": {"matmul": 2.0, "bubble": 1.0}, "two": {"matmul": 2.5, "tp": 0.25}}),
         {"rows": ["one", "two"]},
     ),
-    "predicted_against_published": (
-        lambda: mesh_view.predicted_against_published([("a", 44, 49), ("a", 138, 110), ("b", 430, 465)]),
-        {},
+    "predicted_over_measured": (
+        lambda: mesh_view.predicted_over_measured({"a": [0.8, 1.0, 1.0, 1.3], "b": [0.5]}, unseen={"b"}),
+        {"rows": ["a", "b"]},
     ),
     "stacked_bars": (
         lambda: memory.stacked_bars({"a": {"weights": 2, "gradients": 2, "optimizer": 12}}, xlabel="bytes"),
@@ -363,8 +363,11 @@ def test_sums_stay_sums():
     tops = [collection.get_paths()[0].get_extents().y1 for collection in ax.collections]
     assert tops == pytest.approx([10, 50])
     assert list(FIGURES["fit_and_residuals"][0]().axes[1].lines[0].get_ydata()) == [50, 0]
-    points = [line for line in FIGURES["predicted_against_published"][0]().axes[0].lines if line.get_marker() != "None"]
-    assert [list(line.get_xdata()) for line in points] == [[44, 138], [430]]
+    strips = [line for line in FIGURES["predicted_over_measured"][0]().axes[0].lines if line.get_marker() != "None"]
+    # A dot's place is rounded to an eightieth of a factor of e, and equal ones do not hide each other.
+    assert [list(line.get_xdata()) for line in strips] == [pytest.approx(xs, rel=1 / 160) for xs in ([0.8, 1, 1, 1.3], [0.5])]  # fmt: skip
+    assert len(set(zip(strips[0].get_xdata(), strips[0].get_ydata(), strict=True))) == 4
+    assert strips[0].get_color() != strips[1].get_color()
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ Every function takes numbers that `lablib.calc` computed, or that a run measured
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import exp, log
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from lablib.view.style import COLORS, HATCHES, figure, with_legend
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
 
 #: One colour per rank; the numbers in the boxes say the same for readers who see no hue.
 _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
@@ -189,7 +190,9 @@ _FILLS = tuple(COLORS[role] for role in ("weights", "gradients", "optimizer", "a
 #: Parts of a step and how they are drawn.
 _PARTS = {
     "matmul": ("matrix products", COLORS["forward"], None),
+    "attention": ("fused attention", COLORS["activations"], None),
     "memory": ("memory-bound kernels", COLORS["optimizer"], None),
+    "latency": ("starts of kernels and messages", COLORS["weights"], None),
     "tp": ("tensor parallelism", COLORS["communication"], HATCHES["communication"]),
     "cp": ("context parallelism", COLORS["gradients"], HATCHES["communication"]),
     "ep": ("expert parallelism", COLORS["activations"], HATCHES["communication"]),
@@ -197,6 +200,7 @@ _PARTS = {
     "dp": ("exposed data parallelism", COLORS["backward"], HATCHES["communication"]),
     "bubble": ("bubble", COLORS["idle"], HATCHES["idle"]),
     "optimizer": ("optimizer", COLORS["neutral"], None),
+    "step": ("once a step", COLORS["backward"], None),
 }
 
 
@@ -244,25 +248,30 @@ def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:
     return with_legend(fig, 2)
 
 
-def predicted_against_published(rows: Sequence[tuple[str, float, float]]) -> Figure:
-    """Draw published rates against predicted ones on log scales, one colour a paper, with lines of 10 and 25 percent."""
-    fig, ax = figure(height=3.6)
-    rates = [rate for _, *pair in rows for rate in pair]
-    ends = [min(rates) / 1.25, max(rates) * 1.25]
-    for share, dash in ((0.0, "-"), (0.1, "--"), (0.25, ":")):
-        for sign in {share, -share}:
-            line = [end * (1 + sign) for end in ends]
-            ax.plot(ends, line, dash, color=COLORS["neutral"], linewidth=0.9)
-    for number, paper in enumerate(dict.fromkeys(paper for paper, _, _ in rows)):
-        points = [(published, predicted) for name, published, predicted in rows if name == paper]
-        ax.plot(*zip(*points, strict=True), "os^D"[number % 4], color=_FILLS[number % 4], label=paper, markersize=5)
-    ax.set(xscale="log", yscale="log")
-    ticks = [tick for tick in (25, 50, 100, 200, 400, 800, 1600) if ends[0] <= tick <= ends[1]]
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_minor_locator(NullLocator())
-        axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
-    ax.set_xlim(ends)
-    ax.set_ylim(ends)
-    ax.set(xlabel="published TFLOP/s per device", ylabel="predicted")
-    ax.legend(loc="upper left")
-    return fig
+def predicted_over_measured(strips: Mapping[str, Sequence[float]], *, unseen: Collection[str]) -> Figure:
+    """Draw one dot for every measured run, a strip a source, on bands of 10 and 25 percent; those of `unseen` stand out."""
+    fig, ax = figure(height=0.31 * len(strips) + 1.2)
+    for share in (0.25, 0.1):
+        ax.axvspan(1 - share, 1 + share, color=COLORS["neutral"], alpha=0.2, linewidth=0)
+    ax.axvline(1, color=COLORS["neutral"], linewidth=0.9)
+    for row, (source, ratios) in enumerate(strips.items()):
+        columns: dict[int, int] = {}
+        at = []
+        for ratio in sorted(ratios):
+            column = round(80 * log(ratio))  # dots that have room beside each other
+            height = columns[column] = columns.get(column, -1) + 1
+            at.append((exp(column / 80), (height + 1) // 2 * (-1) ** height))  # 0, -1, 1, -2, 2, ...
+        step = 0.4 / max(4, *(abs(height) for _, height in at))
+        xs, ys = zip(*((x, row + step * height) for x, height in at), strict=True)
+        new = source in unseen
+        look = {"marker": "D", "color": COLORS["backward"]} if new else {"marker": "o", "color": COLORS["forward"]}
+        label = "a source that nothing is fitted to" if new else "by constants fitted to the other sources"
+        first = label not in ax.get_legend_handles_labels()[1]
+        ax.plot(xs, ys, linestyle="", markersize=2.6, label=label if first else None, **look)
+    name_rows(ax, list(strips))
+    ax.set(xscale="log", ylim=(len(strips) - 0.4, -0.6))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ticks = (0.5, 0.6, 0.75, 0.9, 1, 1.1, 1.25, 1.5)
+    ax.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    ax.set_xlabel("predicted over measured seconds")
+    return with_legend(fig, 1)
