@@ -65,7 +65,7 @@ def test_what_does_not_fit_names_the_term_that_broke_it() -> None:
 
 def test_slow_layouts_hear_the_idea() -> None:
     across = score({"tp": 16, "pp": 4, "dp": 16, "recompute": "full", "zero": 1}, "gpt-76b")
-    assert across.to_planner > 2
+    assert across.to_planner > 1.5
     assert any("leaves the node of 8" in sentence for sentence in across.sentences)
     idle = score({"tp": 8, "pp": 8, "recompute": "full", "micro_batch": 8}, "gpt-175b")
     assert any("8 micro-batches for 8 stages leave the pipeline idle" in sentence for sentence in idle.sentences)

@@ -8,7 +8,7 @@ from lablib.calc.hardware import ACCELERATORS, ALIASES, LINKS, accelerator, link
 @pytest.mark.parametrize("key", ACCELERATORS)
 def test_every_number_has_a_source(key):
     card = ACCELERATORS[key]
-    assert set(card.sources) == {"memory", "memory_bandwidth", "flops", "links"}
+    assert set(card.sources) == {"memory", "memory_bandwidth", "flops", "links"} | ({"nic"} if card.nic else set())
     assert all(len(source) > 10 for source in card.sources.values())
     assert card.memory_note
 
@@ -29,7 +29,7 @@ def test_numbers_are_plausible_and_links_exist(key):
     assert card.driver_bytes is None or 0.93 < card.driver_bytes / card.memory_bytes <= 1
     # Bytes a second are far fewer than FLOPs a second on every accelerator: a swapped unit would show.
     assert 20 < max(card.flops.values()) / card.memory_bandwidth < 1000
-    assert all(name in LINKS for name in (card.scale_up, card.host) if name)
+    assert all(name in LINKS for name in (card.scale_up, card.host, card.nic) if name)
 
 
 def test_rates_are_dense_and_double_as_the_dtype_halves():

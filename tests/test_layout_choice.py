@@ -88,7 +88,7 @@ def test_a_choice_is_simple_and_fast_for_random_jobs() -> None:
         gpus = dice.choice((8, 16, 32))
         gpu = dice.choice(("a100", "h100", "l40s"))
         patience = dice.choice((0.0, 0.05, 0.3))
-        job = {"gpus": gpus, "gpu": gpu, "seq": 1024, "global_batch": gpus * dice.randint(1, 4)}
+        job = {"gpus": gpus, "gpu": gpu, "seq": 1024, "global_batch": gpus * dice.randint(1, 4), "nic": "200gbe"}
         found = plan(model, **job)
         if not found.candidates:
             with pytest.raises(ValueError, match="nothing fits"):
@@ -146,7 +146,7 @@ def test_four_microbatches_a_stage_bound_the_bubble_and_chunks_need_fewer() -> N
 
 
 def test_tp_leaves_the_node_and_costs_more_than_it_saves() -> None:
-    inside = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("h100", 64))}
+    inside = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("h100", 64, nics_per_node=1))}
     assert [row.crosses for row in inside.values()] == [False] * 4 + [True] * 2
     totals = [inside[tp].total for tp in (1, 2, 4, 8)]
     assert totals == sorted(totals, reverse=True)
@@ -154,7 +154,7 @@ def test_tp_leaves_the_node_and_costs_more_than_it_saves() -> None:
     # Where it fails: in a domain of 72, tp=16 pays; over PCIe, tp=8 is inside and mostly waits all the same.
     wide = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("h100", 72, gpus_per_node=72), (8, 16))}
     assert wide[16].total < wide[8].total
-    pcie = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("l40s", 64))}
+    pcie = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("l40s", 64, nic="100gbe"))}
     assert not pcie[8].crosses
     assert pcie[8].share > 0.5 > inside[8].share
     with pytest.raises(ValueError, match="no degree of"):

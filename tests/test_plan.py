@@ -396,7 +396,7 @@ def test_the_drop_of_zero_3_on_many_devices_is_seen(judged: list[Prediction]) ->
 
 
 def test_a_paper_that_nothing_was_fitted_to() -> None:
-    """FSDP's 175B runs: right with all cards of a node in use, and far off at the rate of one, as the page must say."""
+    """FSDP's 175B runs: right with all cards of a node in use, and far off at the rate of one."""
     rows = [predict_run(run) for run in UNFITTED]
     print(table(rows))
     assert max(abs(row.error) for row in rows) <= 0.10

@@ -39,13 +39,21 @@ class Link:
     Attributes:
         bandwidth: Bytes per second, per direction.
         latency_s: Seconds before the first byte of a message arrives, or None where none is published.
+        joins: Most devices that it joins, 2 for a bridge; None where it joins all of a node.
+        peers: Devices that the bandwidth is divided over, where each has a link of its own; 1 where a switch takes all.
         source: Where the numbers come from.
     """
 
     name: str
     bandwidth: float
     latency_s: float | None = None
+    joins: int | None = None
+    peers: int = 1
     source: str
+
+    def among(self, ranks: int) -> float:
+        """Return the bytes per second that one of so many devices sends to the others: links to outsiders are idle."""
+        return self.bandwidth * min(max(ranks - 1, 1), self.peers) / self.peers
 
     @property
     def both_ways(self) -> float:
@@ -53,8 +61,8 @@ class Link:
         return 2 * self.bandwidth
 
 
-def _link(name: str, gigabytes: float, source: str, latency_s: float | None = None) -> Link:
-    return Link(name=name, bandwidth=round(gigabytes * 1e9), latency_s=latency_s, source=source)
+def _link(name: str, gigabytes: float, source: str, latency_s: float | None = None, **wiring: int) -> Link:
+    return Link(name=name, bandwidth=round(gigabytes * 1e9), latency_s=latency_s, source=source, **wiring)
 
 
 _PCIE = f"{STAS}, network chapter, PCIe table; 16 lanes"
@@ -77,13 +85,19 @@ LINKS: dict[str, Link] = {
     ),
     "nvlink5": _link("NVLink 5 (B200, GB200)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
     "nvlink-bridge": _link(
-        "NVLink bridge (PCIe cards, in pairs)", 300, "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)"
+        "NVLink bridge (PCIe cards, in pairs)",
+        300,
+        "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)",
+        joins=2,
     ),
     "nvlink-c2c": _link(
         "NVLink-C2C (GH200, GPU to CPU)", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways (secondary)"
     ),
     "infinity-fabric": _link(
-        "Infinity Fabric (MI300X)", 448, f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64"
+        "Infinity Fabric (MI300X)",
+        448,
+        f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64",
+        peers=7,
     ),
     "ib-edr": _link("InfiniBand EDR, 100 Gb/s", 12.5, _INFINIBAND, 0.5e-6),
     "ib-hdr": _link("InfiniBand HDR, 200 Gb/s", 25, _INFINIBAND, 0.6e-6),
@@ -108,6 +122,22 @@ def link(name: str) -> Link:
     if key not in LINKS:
         raise ValueError(f"unknown link {name!r}; known are {', '.join(LINKS)}")
     return LINKS[key]
+
+
+#: The links that leave a node, one card's.
+NETWORKS = tuple(key for key in LINKS if key.startswith("ib-") or key.endswith("gbe"))
+
+
+def given_link(name: str, value: str | float) -> Link:
+    """Return a link by name, or one of a rate: a rate holds for every group of devices.
+
+    Args:
+        name: What it is for, as messages call it: "nic" or "intra".
+        value: As `link_rate` takes it.
+    """
+    rate = link_rate(name, value)
+    key = str(value).strip().lower().replace("_", "-")
+    return LINKS.get(key) or Link(name=f"{rate / GB:g} GB/s", bandwidth=rate, source="given")
 
 
 def link_rate(name: str, value: str | float) -> float:
@@ -146,7 +176,10 @@ class Accelerator:
             matrix units there, or no figure with a source.
         scale_up: Key in `LINKS` of the link to its neighbours, or None where there is only PCIe.
         host: Key in `LINKS` of the link to the CPU, or None where the table has none.
-        sources: Where the numbers come from, by "memory", "memory_bandwidth", "flops" and "links".
+        nic: Key in `LINKS` of its network card in the vendor's reference system, or None where none is published.
+        gpus_per_node: Devices that talk without a network: those of a server, or of a rack behind NVLink switches.
+        gpus_per_host: Devices under one operating system.
+        sources: Where the numbers come from, by "memory", "memory_bandwidth", "flops", "links" and "nic".
     """
 
     name: str
@@ -157,6 +190,9 @@ class Accelerator:
     flops: dict[str, float]
     scale_up: str | None
     host: str | None
+    nic: str | None = None
+    gpus_per_node: int = 8
+    gpus_per_host: int = 8
     sources: dict[str, str]
 
     @property
@@ -196,6 +232,10 @@ def _card(
     *,
     scale_up: str | None = None,
     host: str | None,
+    nic: str | None = None,
+    nic_source: str = "",
+    gpus_per_node: int = 8,
+    gpus_per_host: int = 8,
     mib: int = 0,
     source: str,
     **sources: str,
@@ -210,7 +250,12 @@ def _card(
         flops={dtype: round(rate * 1e12) for dtype, rate in peaks.items()},
         scale_up=scale_up,
         host=host,
-        sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source) | sources,
+        nic=nic,
+        gpus_per_node=gpus_per_node,
+        gpus_per_host=gpus_per_host,
+        sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source)
+        | ({"nic": nic_source} if nic else {})
+        | sources,
     )
 
 
@@ -218,6 +263,11 @@ _A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
 _H100 = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
 _A100_SOURCE = "NVIDIA A100 datasheet and Ampere whitepaper; A100 columns agree with " + STAS
 _H100_SOURCE = "NVIDIA H100 datasheet and Hopper whitepaper, dense rates; bf16, fp8 and memory agree with " + STAS
+_DGX_A100 = {"nic": "ib-hdr", "nic_source": "DGX A100: 8 cards of 200 Gb/s, " + LINKS["dgx-a100"].source}
+_DGX_H100 = {
+    "nic": "ib-ndr",
+    "nic_source": "NVIDIA DGX BasePOD reference architecture, DGX H100 and H200: 8 ConnectX-7 of 400 Gb/s",
+}
 
 ACCELERATORS: dict[str, Accelerator] = {
     "t4": _card(
@@ -268,14 +318,15 @@ ACCELERATORS: dict[str, Accelerator] = {
     ),
     "a100-40gb": _card(
         "A100 SXM 40 GB", 40, "HBM2", 1.555, _A100,
-        scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE,
+        scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE, **_DGX_A100,
     ),
     "a100-40gb-pcie": _card(
         "A100 PCIe 40 GB", 40, "HBM2", 1.555, _A100,
         scale_up="nvlink-bridge", host="pcie4-x16", source=_A100_SOURCE,
     ),
     "a100-80gb": _card(
-        "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16", mib=81920, source=_A100_SOURCE
+        "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16", mib=81920,
+        source=_A100_SOURCE, **_DGX_A100,
     ),
     "a100-80gb-pcie": _card(
         "A100 PCIe 80 GB", 80, "HBM2e", 1.935, _A100, scale_up="nvlink-bridge", host="pcie4-x16", mib=81920,
@@ -283,7 +334,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     ),
     "h100": _card(
         "H100 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4", host="pcie5-x16", mib=81559,
-        source=_H100_SOURCE,
+        source=_H100_SOURCE, **_DGX_H100,
     ),
     "h100-pcie": _card(
         "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
@@ -302,24 +353,30 @@ ACCELERATORS: dict[str, Accelerator] = {
     "h800": _card(
         "H800 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4-h800", host="pcie5-x16",
         source="an H100 with slower NVLink: H100 figures; DeepSeek-V3 (arXiv 2412.19437), section 3",
+        nic="ib-ndr", nic_source="DeepSeek-V3 (arXiv 2412.19437), section 3: 50 GB/s a GPU",
     ),
     "h200": _card(
         "H200 SXM", 141, "HBM3e", 4.8, _H100, scale_up="nvlink4", host="pcie5-x16", mib=143771,
-        source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}",
+        source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}", **_DGX_H100,
     ),
     "b200": _card(
         "B200 (DGX, HGX)", 180, "HBM3e; 192 GB are built in, 180 are for use", 8.0,
         {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16", mib=183359,
         source=f"NVIDIA Blackwell architecture brief, HGX B200 at 1,000 W, dense rates; {STAS}",
+        nic="ib-ndr", nic_source="NVIDIA DGX B200 user guide, hardware overview: 8 ConnectX-7 of 400 Gb/s",
     ),
     "gb200": _card(
         "GB200, per GPU", 186, "HBM3e", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
         source=f"NVIDIA Blackwell architecture brief, GB200 at 1,200 W, dense rates; {STAS}",
+        links="NVIDIA multi-node NVLink tuning guide, GB200 72x1: 18 trays of 4 GPUs behind NVLink switches",
+        gpus_per_node=72, gpus_per_host=4, nic="ib-ndr",
+        nic_source="Azure ND GB200 v6: 4 ConnectX-7 of 400 Gb/s for the 4 GPUs of a tray (secondary)",
     ),
     "b300": _card(
         "B300 (DGX, HGX)", 270, "HBM3e; 288 GB are built in, 270 are for use", 8.0,
         {"bf16": 2250, "fp16": 2250, "fp8": 4500, "tf32": 1125}, scale_up="nvlink5", host="pcie6-x16", mib=275040,
         source="NVIDIA HGX B300 datasheet, an eighth of the board, half of its sparse rates (secondary)",
+        nic="ib-xdr", nic_source=LINKS["dgx-b300"].source,
     ),
     "mi300x": _card(
         "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",

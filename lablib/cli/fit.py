@@ -27,7 +27,9 @@ def fit(
     *,
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")],
     gpus: Annotated[int | None, typer.Option(help="GPUs in all; default: dp x tp x cp x pp.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
+    ] = None,
     reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
     step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = ("foreach"),
     nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,

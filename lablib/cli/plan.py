@@ -21,12 +21,15 @@ def plan(
     global_batch: Annotated[int, typer.Option(help="Sequences in a step, over all replicas.")],
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")] = "h100",
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
-    nic: Annotated[
-        str | None, typer.Option(help="One GPU's link out of its node: ib-ndr, 400gbe, or '40 GB/s'.")
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
     ] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="A network card: ib-ndr, 400gbe, or '40 GB/s'; default: the vendor's.")
+    ] = None,
+    nics_per_node: Annotated[int | None, typer.Option(help="Network cards of a node; default: one a GPU.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")] = None,
-    rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = False,
+    rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = True,
     recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
@@ -69,6 +72,7 @@ def plan(
         nic=nic,
         intra=intra,
         rails=rails,
+        nics_per_node=nics_per_node,
         recipe_=recipe,
         attention=attention,
         sequence_parallel=sequence_parallel,

@@ -21,7 +21,7 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import EFFICIENCY, RESERVE, Cluster, Layout, Workload, cluster, step_time
+from lablib.calc.layouts.planner import EFFICIENCY, RESERVE, Cluster, Layout, Workload, check_nodes, cluster, step_time
 from lablib.calc.memory import (
     GRADIENT_TERMS,
     WEIGHT_TERMS,
@@ -111,7 +111,7 @@ def setup(
     *,
     gpu: str | Accelerator,
     gpus: int | None = None,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     reserve: int = RESERVE,
     step: str = "foreach",
     nic: str | float | None = None,
@@ -123,7 +123,7 @@ def setup(
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
-        gpus_per_node: GPUs that the scale-up link connects.
+        gpus_per_node: GPUs that the scale-up link connects; None means the accelerator's own.
         reserve: Bytes of a GPU that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
@@ -135,7 +135,8 @@ def setup(
     """
     settings = current_names(settings)
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
-    for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
+    node = card.gpus_per_node if gpus_per_node is None else gpus_per_node
+    for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", node)):
         check_whole(name, value, 1)
     if not isinstance(reserve, int) or isinstance(reserve, bool) or not 0 <= reserve < card.memory_bytes:
         raise ValueError(
@@ -159,14 +160,9 @@ def setup(
     if gpus is not None and run.ranks != gpus:
         raise ValueError(f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}")
     found = Setup(
-        run=run, gpu=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
+        run=run, gpu=card, gpus_per_node=node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
     )  # fmt: skip
-    if found.gpus > gpus_per_node and found.gpus % gpus_per_node:
-        whole = found.gpus // gpus_per_node * gpus_per_node
-        raise ValueError(
-            f"gpus={found.gpus} are not whole nodes of gpus_per_node={gpus_per_node}; "
-            f"use {whole} or {whole + gpus_per_node}"
-        )
+    check_nodes(found.gpus, node)
     _forward(run, step, 0)  # what the forward question refuses is refused here
     return found
 
@@ -349,7 +345,7 @@ def _workload(
 ) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
     key = (
-        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.intra, machine.inter,
+        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
         seq, sequences, dtypes, attention, sequence_parallel,
     )  # fmt: skip
     if key not in _WORKLOADS:

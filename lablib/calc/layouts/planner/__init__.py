@@ -33,7 +33,7 @@ from lablib.calc.layouts.planner.explain import (
     plan_run,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, chunk_layers, cluster
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, step_time, total_seconds
@@ -56,6 +56,7 @@ __all__ = [
     "Run",
     "Workload",
     "check_layout",
+    "check_nodes",
     "chunk_layers",
     "cluster",
     "divisors",

@@ -77,7 +77,7 @@ class Run:
     attention: str = "plain"
     recipe: str = "megatron-fp16"
     nic: float | None = None
-    rails: bool = False
+    rails: bool = True
 
     @property
     def dp(self) -> int:
@@ -123,11 +123,12 @@ def narayanan(
     return Run(model=model, gpu="a100", **sizes, **fields | more)
 
 
+# rails=False is measured behaviour: the nodes had 8 cards, and what DeepSpeed's rows show is the rate of one.
 _TABLE_2 = (
-    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4}),
-    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1}),
-    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4}),
-    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1}),
+    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4, "rails": False}),
+    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1, "rails": False}),
+    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4, "rails": False}),
+    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1, "rails": False}),
     (96, 12288, 96, 8, 12, 384, 1536, 153, {"micro_batch": 1}),
     (96, 12288, 96, 8, 12, 1536, 1536, 141, {"micro_batch": 1}),
     (105, 20480, 128, 8, 35, 560, 2240, 171, {"micro_batch": 1}),
@@ -215,7 +216,7 @@ MEASURED_RUNS: tuple[Run, ...] = (
 #: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
 UNFITTED: tuple[Run, ...] = tuple(
     replace(
-        narayanan(96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, rails=True),
+        narayanan(96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9),
         name=f"GPT-175B, batch {micro}",
         paper="FSDP (arXiv 2304.11277)",
         table="section 5.4",

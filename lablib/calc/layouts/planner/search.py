@@ -157,10 +157,11 @@ def plan(
     gpu: str | Accelerator = "h100",
     seq: int | None = None,
     global_batch: int,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     nic: str | float | None = None,
     intra: str | float | None = None,
-    rails: bool = False,
+    rails: bool = True,
+    nics_per_node: int | None = None,
     recipe_: str | Recipe = "mixed-bf16",
     attention: str = "fused",
     sequence_parallel: bool = True,
@@ -174,9 +175,11 @@ def plan(
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         seq: Tokens in a sequence; None means the model's longest.
         global_batch: Sequences in a step, over all replicas.
-        gpus_per_node: Devices that the scale-up link connects.
-        nic: Link, or bytes per second, of one device out of its node.
+        gpus_per_node: Devices that the scale-up link connects; None means the accelerator's own.
+        nic: Link, or bytes per second, of a network card; None means that of the vendor's reference system.
+        intra: The same inside a node; None means the accelerator's own.
         rails: Whether a group uses the cards of all its ranks in a node together.
+        nics_per_node: Network cards that the devices of a node share; None means one for each.
         recipe_: Dtypes of the states, with AdamW.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
@@ -184,7 +187,9 @@ def plan(
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
     config = resolve_model(model)
-    machine = cluster(gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails)
+    machine = cluster(
+        gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails, nics_per_node=nics_per_node
+    )
     dtypes = recipe(recipe_)
     if dtypes.casts:
         raise ValueError(f"recipe {dtypes.name!r} keeps casts of its weights, which the planner does not count")

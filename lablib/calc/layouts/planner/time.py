@@ -423,7 +423,7 @@ class Workload:
         tokens = layout.micro_batch * self.seq / layout.cp
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
-        link = self.cluster.bandwidth(layout.pp, layout.tp * layout.cp * layout.dp)
+        link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
         return Job(
             stages=stages,
             micro_batches=layout.num_microbatches(self.global_batch),
