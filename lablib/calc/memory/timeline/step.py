@@ -7,7 +7,7 @@ away. What data parallelism holds beside it comes from `gradients`. Read `Step.i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -219,15 +219,32 @@ class Step:
 
     # The step, instant by instant.
 
-    def instants(self) -> Iterator[MemoryInstant]:
-        """Yield the instants in the order of time."""
+    def peak(self) -> MemoryInstant:
+        """Return the fullest instant, the first one if several are.
+
+        Between blocks that are alike each instant differs from the one before by the same bytes: what a block keeps, the
+        gradients that it makes. So of a run of them only the first few and the last few can be the fullest.
+        """
+        reach = self.run.prefetch + 3  # weights gathered ahead, and the buffers that their neighbours still have
+        last = len(self.blocks) - 1
+        edges = {0, last} | {i for i in range(last) if self.blocks[i] is not self.blocks[i + 1]}
+        near = {i + step for i in edges for step in range(-reach, reach + 1)}
+        return max(self.instants(near), key=lambda instant: instant.total)
+
+    def instants(self, near: Container[int] | None = None) -> Iterator[MemoryInstant]:
+        """Yield the instants in the order of time.
+
+        Args:
+            near: Numbers of the blocks to describe; None means all.
+        """
         yield self._at_rest()
         kept, cached = self._before(), 0
         if "embedding" in self.ends:
             yield self._embedding_forward(kept)
             kept = plus(kept, self.ends["embedding"].kept)
         for number, block in enumerate(self.blocks):
-            yield self._block_forward(number, kept, cached)
+            if near is None or number in near:
+                yield self._block_forward(number, kept, cached)
             kept, cached = plus(kept, block.kept), cached + block.cached
         kept = plus(kept, {"stage_outputs": self.stage_ends(1).get("stage_outputs", 0)})
         made = Made()
@@ -240,7 +257,8 @@ class Step:
         for number in reversed(range(len(self.blocks))):
             block = self.blocks[number]
             kept = plus(kept, block.kept, times=-1) | {"received_gradient": self.received(number)}
-            yield self._block_backward(number, kept, made)
+            if near is None or number in near:
+                yield self._block_backward(number, kept, made)
             made = self.reduction.after(f"block {number}", made, block.weights)
         if "embedding" in self.ends:
             yield self._embedding_backward(kept, made)
