@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lablib.calc.hardware import accelerator
 from lablib.calc.layouts import CASES, plan_case, score
-from lablib.calc.layouts.planner import MEASURED_RUNS, RESERVE, Layout, predict_run
+from lablib.calc.layouts.planner import MEASURED_RUNS, Layout, predict_run
+from lablib.calc.memory import RESERVE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,7 +61,7 @@ def test_what_does_not_fit_names_the_term_that_broke_it() -> None:
     assert kept.term == "activations"
     assert "recompute" in kept.sentences[0]
     assert kept.points == 0
-    assert kept.capacity == 80 * 2**30 - RESERVE
+    assert kept.capacity == accelerator("a100").usable_bytes - RESERVE
     assert kept.step > 0, "a time is predicted; it counts for nothing"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lablib.cli.memory import settings_as_options
+from lablib.cli.memory import Reserve, settings_as_options
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.fit import Answer, Change, Setup
@@ -30,8 +30,8 @@ def fit(
     gpus_per_node: Annotated[
         int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
     ] = None,
-    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
-    step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = ("foreach"),
+    reserve: Reserve = "2.5 GiB",
+    step: Annotated[str, typer.Option(help="Optimizer: foreach, for-loop or fused.")] = "foreach",
     nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every change.")] = False,
@@ -57,7 +57,7 @@ def fit(
         **given,
     )
     changes = cheapest_change(have)
-    best = have if have.fits else changes[0].at if changes else None
+    best = have if have.within_budget else changes[0].at if changes else None
     answers = [] if best is None else [largest_micro_batch(best), longest_sequence(best)]
     fewest = [fewest_gpus(have)]
     if "recompute" not in given:
@@ -75,15 +75,13 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
 
     return {
         "model": have.run.model.name,
-        "gpu": have.gpu.name,
+        **have.verdict.as_dict(),
         "gpus": have.gpus,
         "seq": have.run.seq,
         "seq_given": "seq" in have.given,
-        "reserve": have.reserve,
         "budget": have.budget,
         "counted": counted(have),
         "memory": have.memory,
-        "fits": have.fits,
         "left": have.budget - have.memory,
         "unproven": list(unproven(have.run)),
         "changes": [
@@ -138,17 +136,18 @@ def fit_text(
         ),
         *[ASSUMED] * assumed_seq,
         *_wrap(
-            f"Budget of a GPU: {size(have.budget)}, its {card.memory_gib:g} GiB less {size(have.reserve)} kept "
-            f"free. Compared with it: {counted(have)}."
+            f"Budget of a GPU: {size(have.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(have.reserve)} "
+            f"kept free. Compared with it: {counted(have)}."
         ),
         "",
     ]
-    if have.fits:
+    if have.within_budget:
         room = f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."
         lines += _wrap(room + _mark(unproven(run)))
     else:
+        word = "is tight" if have.verdict.room >= 0 else "does not fit"
         lines += _wrap(
-            f"It does not fit: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
+            f"It {word}: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
             + (_follow(len(changes)) if changes else "No change that was tried makes it fit on these GPUs.")
         )
         lines += _changes(changes, show_all)
@@ -161,7 +160,7 @@ def fit_text(
         lines += ["", *_wrap(_headline(one) + mark), *_item(one.trade)]
     if any("(unproven:" in line for line in lines):
         lines += ["", *_wrap(MEANING[0].upper() + MEANING[1:])]
-    best = have if have.fits else changes[0].at if changes else None
+    best = have if have.within_budget else changes[0].at if changes else None
     if best is not None:
         words = textwrap.wrap(command(best, model), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
         lines += ["", "Term by term:", *" \\\n  ".join(["  " + words[0], *words[1:]]).split("\n")]
@@ -232,6 +231,5 @@ def command(have: Setup, model: str) -> str:
             words.append(flag)
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if have.run.implementation.eager:
-        words += ["--at", "peak", "--step", have.step]
+    words += ["--at", "peak"] + (["--step", have.step] if have.step != "foreach" else [])
     return " ".join(words)

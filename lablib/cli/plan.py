@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.cli.memory import Reserve
+
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
 
@@ -33,7 +35,7 @@ def plan(
     recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
-    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
+    reserve: Reserve = "2.5 GiB",
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,

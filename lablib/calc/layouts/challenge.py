@@ -21,7 +21,6 @@ from lablib.calc.layouts.planner import (
     FIELDS,
     MEASURED_RUNS,
     PART_NAMES,
-    RESERVE,
     Candidate,
     Layout,
     Plan,
@@ -34,6 +33,7 @@ from lablib.calc.layouts.planner import (
     step_time,
     workload_of_run,
 )
+from lablib.calc.memory import RESERVE
 
 #: Idle over busy time that a sentence is worth.
 LARGE_BUBBLE = 0.15
@@ -118,7 +118,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     """
     one = case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
     run, load = one.run, workload_of_run(one.run)
-    capacity = load.cluster.gpu.memory_bytes - RESERVE
+    capacity = load.cluster.gpu.usable_bytes - RESERVE
     empty = ({}, capacity, "", {}, None, None)
     try:
         given = layout if isinstance(layout, Layout) else _layout(layout)

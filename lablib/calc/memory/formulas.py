@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from heapq import heapreplace
-from math import prod
 from os import PathLike
 
 from lablib.calc.errors import check_stage
@@ -174,7 +173,7 @@ def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
 
 def parts_of_ranks(stage: Stage) -> list[list[int]]:
     """Return the sizes of the parameters whose optimizer states each data-parallel rank holds."""
-    return greedy_partition(map(prod, stage.trained_shapes), stage.run.replicas(False))
+    return greedy_partition(stage.trained_sizes, stage.run.replicas(False))
 
 
 def fullest_part(stage: Stage) -> list[int]:

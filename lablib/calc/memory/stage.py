@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from math import prod
 from types import MappingProxyType
 
 from lablib.calc.memory.config import RunConfig
@@ -207,6 +209,12 @@ class Stage:
         """Shapes of the trained tensors, in the order in which the optimizer has them."""
         shapes = {kind: in_order(self.run, tensors) for kind, tensors in self.tensors.items()}
         return tuple(shape for kind in self.units for shape in shapes[kind])
+
+    @cached_property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Numbers of elements of the trained tensors, in that order."""
+        sizes = {kind: [prod(shape) for shape in in_order(self.run, each)] for kind, each in self.tensors.items()}
+        return tuple(chain.from_iterable(sizes[kind] for kind in self.units))
 
 
 def _params(run: RunConfig, tensors: tuple[Tensor, ...]) -> Params:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.layouts.planner import plan
-from lablib.calc.units import GiB
 
 #: Minutes of the chapter and of the lab, by rung.
 STUDY_MINUTES = {
@@ -165,13 +164,13 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
     """
     n = machine.gpus
     common = {
-        "seq": seq, "gpus_per_node": max(8, n), "reserve": 2 * GiB, "zero": 3, "tp": 1, "pp": 1, "cp": 1,
+        "seq": seq, "gpus_per_node": max(8, n), "zero": 3, "tp": 1, "pp": 1, "cp": 1,
     }  # fmt: skip
     many = plan(model, gpu=machine.gpu, gpus=n, global_batch=batch * n, dp=n, **common)
     best = many.best
     # On one GPU the unsharded model may not fit: its time is asked for with memory for everything.
     alone = plan(
-        model, gpu=replace(machine.gpu, memory_bytes=2**50), gpus=1, global_batch=batch, dp=1, intra=many.cluster.intra,
+        model, gpu=replace(machine.gpu, cuda_bytes=2**50), gpus=1, global_batch=batch, dp=1, intra=many.cluster.intra,
         micro_batch=best.layout.micro_batch, recompute=best.layout.recompute, **common,
     ).best  # fmt: skip
     tokens = batch * n * seq / best.step

@@ -35,7 +35,7 @@ from lablib.calc.layouts.planner.explain import (
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
+from lablib.calc.layouts.planner.search import Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, step_time, total_seconds
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "MEASURED_RUNS",
     "NARAYANAN",
     "PART_NAMES",
-    "RESERVE",
     "UNFITTED",
     "WORKED_EXAMPLES",
     "Candidate",

@@ -26,15 +26,10 @@ from lablib.calc.layouts.planner.calibration import EFFICIENCY
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.time import Efficiency, Workload, step_time
-from lablib.calc.memory import ATTENTION, RECOMPUTE, resolve_model
+from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, check_reserve, resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import SCHEDULES
-from lablib.calc.units import GiB
-
-#: CUDA context, libraries and fragmentation.
-RESERVE = 3 * GiB
-
 
 MAX_MICRO_BATCH = 16
 
@@ -84,7 +79,7 @@ class Plan:
 
     Attributes:
         load: What is trained, and where.
-        capacity: Bytes of a device that a layout may use.
+        capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
         dropped: Shapes of which nothing fits, nearest to fitting first.
         valid: Layouts that divide what they must, fitting or not.
@@ -183,7 +178,7 @@ def plan(
         recipe_: Dtypes of the states, with AdamW.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
-        reserve: Bytes of a device kept free for context, libraries and fragmentation.
+        reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
     config = resolve_model(model)
@@ -196,10 +191,9 @@ def plan(
     one_of("attention", attention, ATTENTION)
     length = config.max_positions if seq is None else seq
     _check_numbers(fixed, seq=length, global_batch=global_batch)
-    if not 0 <= reserve < machine.gpu.memory_bytes:
-        raise ValueError(f"reserve={reserve} bytes must be at least 0 and less than {machine.gpu.memory_bytes}")
+    check_reserve(reserve, machine.gpu)
     load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel)
-    capacity = machine.gpu.memory_bytes - reserve
+    capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity)
     if not found.valid:
         raise ValueError(_no_layout(load, fixed))

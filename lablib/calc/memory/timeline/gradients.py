@@ -17,7 +17,7 @@ Source: torch/optim/adamw.py and adam.py; torch/distributed/fsdp/_fully_shard; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -229,7 +229,9 @@ def optimizer_terms(stage: Stage, memory: MemoryBreakdown, step: str, reduction:
     else:
         params = sum(stage.total_params["trained", expert] for expert in (False, True))
         params = shard_size(params, 1 if all_reduces(run) else reduction.ranks)
-        sizes = [min(prod(shape), params) for shape in stage.trained_shapes]
+        sizes = stage.trained_sizes
+        if step == "for-loop":
+            sizes = [min(size, params) for size in sizes]
     groups = optimizer_groups(stage)
     in_fp32 = recipe.gradients == FP32 or recipe.accumulation or recipe.gradient_copy
     converts = bool(recipe.master) and not in_fp32
@@ -269,7 +271,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
     return groups
 
 
-def _converting(sizes: list[int], low: int, rest: int) -> dict[str, int]:
+def _converting(sizes: Sequence[int], low: int, rest: int) -> dict[str, int]:
     """Gradients at the fullest instant of their conversion to fp32: one tensor at a time, in the model's order."""
     made, left = 0, sum(sizes)
     found: list[tuple[int, int]] = []
