@@ -439,6 +439,45 @@ def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8
 
 
+def test_every_answer_names_the_links_that_it_assumed() -> None:
+    for given, nic in (([], "InfiniBand NDR, 400 Gb/s, 50 GB/s a GPU out of it (assumed)"),
+                       (["--nic", "100gbe"], "Ethernet, 100 Gb/s, 12.5 GB/s a GPU out of it (given)")):  # fmt: skip
+        for answer in (PLAN, FIT):
+            out = " ".join(rung(*answer, *given)[1].split())
+            assert f"Links: NVLink 4 (H100, H200), 450 GB/s inside a node of 8 (assumed); {nic}" in out
+            links = json.loads(rung(*answer, *given, "--json")[1])["links"]
+            assert links["nic"]["from"] == ("given" if given else "assumed")
+            assert links["intra"]["bytes_per_second"] == 450e9
+    assert "assumed link of A10: PCIe 4 x16" in rung("cost", "2xa10@1")[1]
+    assert json.loads(rung("cost", "2xa10@1", "--json")[1])[0]["links"]["intra"]["bytes_per_second"] == 31.5e9
+
+
+def test_a_job_that_leaves_its_node_asks_for_a_network_card_that_nobody_named() -> None:
+    code, _, err = rung(*PLAN, "--gpu", "l40s")
+    assert code == 2
+    assert "give nic, a rate like '40 GB/s' or one of ib-edr" in err
+    assert rung(*PLAN, "--gpu", "l40s", "--nic", "200gbe")[0] == 0
+    code, out, _ = rung("fit", "llama-3-8b", "--gpu", "l40s", "--gpus", "16", "--seq", "1024")
+    assert code == 0  # memory needs no network
+    assert "No times: gpus=16 leave a node of gpus_per_node=8" in out
+    assert "times of a step are predicted" not in out
+
+
+def test_rails_and_shared_cards_are_flags() -> None:
+    def seconds(*more: str) -> float:
+        fixed = ("--tp", "1", "--pp", "1", "--zero", "3", "--json")
+        return json.loads(rung(*PLAN, *fixed, *more)[1])["layouts"][0]["step_seconds"]
+
+    assert seconds() == seconds("--rails") < seconds("--no-rails")
+    assert seconds() < seconds("--nics-per-node", "1")
+
+
+def test_a_rack_is_one_node_and_its_trays_are_hosts() -> None:
+    job = ["plan", "llama-3-8b", "--gpu", "gb200", "--gpus", "144", "--global-batch", "288", "--seq", "4096"]
+    assert json.loads(rung(*job, "--json")[1])["gpus_per_node"] == 72
+    assert "--nnodes=36 --nproc-per-node=4 " in rung(*job, "--export", "torchtitan")[1]
+
+
 def test_a_moment_is_compared_with_the_card_at_its_peak() -> None:
     run = ["memory", "llama-3-8b", "--seq", "512", "--gpu", "a100-80gb-pcie"]
     timeline = memory_timeline("llama-3-8b", seq=512)

@@ -14,11 +14,12 @@ from lablib.calc.layouts.fit import (
     cheapest_change,
     fewest_gpus,
     largest_micro_batch,
+    last_within,
     longest_sequence,
     setup,
     size,
 )
-from lablib.calc.layouts.fit.answers import _last, layouts
+from lablib.calc.layouts.fit.answers import layouts
 from lablib.calc.layouts.fit.changes import SAME, SLOW, TIE, knobs
 from lablib.calc.layouts.fit.settings import host_bytes, least_states, predicted_seconds, step_seconds
 from lablib.calc.layouts.planner import plan
@@ -131,10 +132,10 @@ def test_the_end_of_any_rising_need_is_found() -> None:
         slopes = [rng.choice([0, 1, 1, 7, 50]) for _ in range(60)]
         needs = [sum(slopes[: n + 1]) for n in range(60)] + [float("inf")] * 2000
         budget = rng.randint(0, 400)
-        assert _last(lambda n, needs=needs: needs[min(n, 2000) - 1], budget) == sum(one <= budget for one in needs), (
-            seed
-        )
-        square = _last(lambda n: 3 * n * n + 5, budget)
+        assert last_within(lambda n, needs=needs: needs[min(n, 2000) - 1], budget) == sum(
+            one <= budget for one in needs
+        ), seed
+        square = last_within(lambda n: 3 * n * n + 5, budget)
         assert square == max([n for n in range(1, 40) if 3 * n * n + 5 <= budget], default=0)
 
 

@@ -148,6 +148,12 @@ def test_no_link_is_assumed_in_silence() -> None:
     assert given["nic"] == {"link": "Ethernet, 100 Gb/s", "bytes_per_second": 12.5e9, "from": "given"}
     assert given["intra"] == {"link": "20 GB/s", "bytes_per_second": 20e9, "from": "given"}
     assert set(cluster("h100", 8).links()) == {"intra"}
+    assert cluster("mi300x", 8).links()["intra"]["pair_bytes_per_second"] == 64e9
+    assert cluster("h100-pcie", 8).links()["intra"]["pair_bytes_per_second"] == 300e9
+    assert cluster("mi300x", 16).links_text() == (
+        "Links: Infinity Fabric (MI300X), 448 GB/s inside a node of 8, 64 a pair (assumed); "
+        "InfiniBand NDR, 400 Gb/s, 50 GB/s a GPU out of it (assumed)"
+    )
 
 
 def test_1024_gpus_8_by_8_by_16() -> None:

@@ -71,7 +71,7 @@ def fit(
 
 def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
-    from lablib.calc.layouts.fit import counted, unproven
+    from lablib.calc.layouts.fit import counted, links_of, unproven
 
     return {
         "model": have.run.model.name,
@@ -81,6 +81,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         "seq_given": "seq" in have.given,
         "budget": have.budget,
         "counted": counted(have),
+        "links": links_of(have)[1] if have.gpus > 1 else {},
         "memory": have.memory,
         "left": have.budget - have.memory,
         "unproven": list(unproven(have.run)),
@@ -123,7 +124,7 @@ def fit_text(
 ) -> str:
     """Return the answers as text that fits 80 columns."""
     from lablib.calc.errors import plural
-    from lablib.calc.layouts.fit import MEANING, counted, size, unproven
+    from lablib.calc.layouts.fit import MEANING, counted, links_of, size, unproven
 
     run, card = have.run, have.gpu
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
@@ -139,6 +140,7 @@ def fit_text(
             f"Budget of a GPU: {size(have.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(have.reserve)} "
             f"kept free. Compared with it: {counted(have)}."
         ),
+        *(_wrap(links_of(have)[0] + ".") if have.gpus > 1 else []),
         "",
     ]
     if have.within_budget:
@@ -148,7 +150,7 @@ def fit_text(
         word = "is tight" if have.verdict.room >= 0 else "does not fit"
         lines += _wrap(
             f"It {word}: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
-            + (_follow(len(changes)) if changes else "No change that was tried makes it fit on these GPUs.")
+            + (_follow(changes) if changes else "No change that was tried makes it fit on these GPUs.")
         )
         lines += _changes(changes, show_all)
         if changes:
@@ -167,9 +169,10 @@ def fit_text(
     return "\n".join(lines)
 
 
-def _follow(count: int) -> str:
-    text = "One change makes" if count == 1 else f"{count} changes make"
-    return f"{text} it fit, the fastest of each kind first; times of a step are predicted."
+def _follow(changes: list[Change]) -> str:
+    text = "One change makes" if len(changes) == 1 else f"{len(changes)} changes make"
+    timed = any(one.seconds is not None for one in changes)
+    return f"{text} it fit" + (", the fastest of each kind first; times of a step are predicted." if timed else ".")
 
 
 def _changes(changes: list[Change], show_all: bool) -> list[str]:

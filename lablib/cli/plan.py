@@ -99,6 +99,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "gpus": machine.gpus,
         "gpu": machine.gpu.name,
         "gpus_per_node": machine.gpus_per_node,
+        "links": machine.links(),
         "seq": result.load.seq,
         "global_batch": result.load.global_batch,
         "recipe": result.load.recipe.name,
@@ -138,6 +139,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
         f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
+        *textwrap.wrap(machine.links_text(), 80, break_on_hyphens=False),
         "",
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
         f"{'zero':>5}{'mb':>4} {'recompute':<9} schedule",
@@ -163,7 +165,7 @@ def _export(result: Plan, framework: str) -> str:
         result.best.layout,
         seq=load.seq,
         global_batch=load.global_batch,
-        gpus_per_node=result.cluster.gpus_per_node,
+        gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
         sequence_parallel=load.sequence_parallel,
         dtype="fp16" if "fp16" in load.recipe.name else "bf16",
     )

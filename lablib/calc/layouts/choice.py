@@ -95,6 +95,11 @@ class Choice:
         return self.candidate.layout
 
     @property
+    def links(self) -> str:
+        """The links that its times assume, as a sentence."""
+        return self.plan.cluster.links_text()
+
+    @property
     def slower(self) -> float:
         """How much slower than the planner's best it is predicted to be, as a share."""
         return self.candidate.step / self.plan.best.step - 1

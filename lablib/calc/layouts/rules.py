@@ -271,11 +271,11 @@ def check_example(example: Example, *, gpu: str | Accelerator = "h100") -> tuple
     dp = example.gpus // width
     plain = state_bytes(example.params, tp=example.tp, pp=example.pp)
     share = f"{plain / 1e9:.1f} GB of states a rank without ZeRO"
-    if plain <= (1 - ROOM) * card.memory_bytes:
+    if plain <= (1 - ROOM) * card.usable_bytes:
         return True, f"{share}: fits on one {card.name}"
     for zero in (1, 2, 3):
         sharded = state_bytes(example.params, tp=example.tp, pp=example.pp, dp=dp * example.cp, zero=zero)
-        if sharded <= (1 - ROOM) * card.memory_bytes:
+        if sharded <= (1 - ROOM) * card.usable_bytes:
             return (
                 False,
                 f"{share}: does not fit on one {card.name}; zero={zero} over dp={dp} makes it {sharded / 1e9:.1f} GB",

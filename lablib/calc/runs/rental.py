@@ -130,7 +130,8 @@ class Expectation:
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
         mfu: 0 to 1.
-        bandwidth: Bytes per second of the link between the GPUs, per direction, as the table has it.
+        bandwidth: Bytes per second of one GPU to the others, per direction, as the table has it.
+        link: Name of that link.
     """
 
     machine: Machine
@@ -140,6 +141,7 @@ class Expectation:
     mfu: float
     memory: int
     bandwidth: float
+    link: str
 
     @property
     def efficiency(self) -> float:
@@ -174,4 +176,13 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
         micro_batch=best.layout.micro_batch, recompute=best.layout.recompute, **common,
     ).best  # fmt: skip
     tokens = batch * n * seq / best.step
-    return Expectation(machine, alone.step, best.step, tokens, many.mfu(best), best.total_memory, many.cluster.intra)
+    return Expectation(
+        machine,
+        alone.step,
+        best.step,
+        tokens,
+        many.mfu(best),
+        best.total_memory,
+        many.cluster.intra,
+        many.cluster.links()["intra"]["link"],
+    )

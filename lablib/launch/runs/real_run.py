@@ -26,7 +26,7 @@ import torch
 
 from lablib.calc.hardware import known_accelerator
 from lablib.calc.layouts.planner import plan
-from lablib.calc.memory import training_memory
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.precision import find_format
 from lablib.calc.runs import Trace, annotated_window, merge_traces, split_time
 from lablib.launch.measure import record_trace
@@ -102,10 +102,11 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     )  # fmt: skip
     if not found.candidates:
         return None
-    held = training_memory(
-        shape, recipe="fsdp2-mixed", attention="fused", dp=ranks, zero=3, micro_batch=micro_batch, seq=seq
-    )
-    return {"step": found.best.step, "memory_bytes": held.total}
+    held = memory_timeline(
+        shape, recipe="fsdp2-mixed", attention="fused", implementation="toy", sharding="fsdp2", step="fused",
+        dp=ranks, zero=3, micro_batch=micro_batch, seq=seq,
+    )  # fmt: skip
+    return {"step": found.best.step, "memory_bytes": held.peak_bytes}
 
 
 def lock_predictions(predictions: Predictions, yours: LearnerPredictions) -> None:

@@ -80,7 +80,7 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
     def at(number: int) -> Setup:
         return have.having(micro_batch=number)
 
-    value = _last(lambda number: at(number).memory, have.budget)
+    value = last_within(lambda number: at(number).memory, have.budget)
     trade = ""
     if value:
         tokens = plural(value * have.run.seq, "token")
@@ -110,7 +110,7 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     def need(steps: int) -> float:
         return at(steps * grain).memory if most is None or steps * grain <= most else float("inf")
 
-    value = grain * _last(need, have.budget)
+    value = grain * last_within(need, have.budget)
     beyond = value + grain if most is None or value + grain <= most else None
     trade = _kept(have, at(value), "seq") if value else ""
     if value and beyond is None:
@@ -171,7 +171,7 @@ def layouts(have: Setup, gpus: int) -> Iterator[Setup]:
     return (one for shape in _shapes(have) if (one := shape.at(have, gpus)) is not None)
 
 
-def _last(need: Callable[[int], float], budget: int) -> int:
+def last_within(need: Callable[[int], float], budget: int) -> int:
     """The largest number from 1 on whose need is within the budget, 0 if there is none; more never needs less.
 
     Most needs are nearly straight lines: a line through 1 and 2 says where to look, steps that double find both sides.

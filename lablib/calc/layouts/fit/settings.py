@@ -284,6 +284,15 @@ def step_seconds(have: Setup) -> float:
     return sum(step_time(job, EFFICIENCY).values()) + host_seconds(have)
 
 
+def links_of(have: Setup) -> tuple[str, dict[str, object]]:
+    """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
+    try:
+        machine = _cluster(have)
+    except ValueError as error:
+        return f"No times: {error}", {}
+    return machine.links_text(), machine.links()
+
+
 def predicted_seconds(have: Setup) -> float | None:
     """Return `step_seconds`, or None where the planner has no answer."""
     try:

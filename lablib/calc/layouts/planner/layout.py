@@ -229,17 +229,31 @@ class Cluster:
     def links(self) -> dict[str, dict[str, object]]:
         """Return the link inside a node and, if the cluster has several, out of it: name, rate and where it is from.
 
-        Rates are bytes per second of one device, per direction; "from" is "given" or "assumed".
+        Rates are bytes per second of one device, per direction; "from" is "given" or "assumed". Where a pair of devices
+        has another rate than all of a node, it is named.
         """
         found = {"intra": (self._inside(min(self.gpus, self.gpus_per_node)), self.intra, self.gpu.sources["links"])}
         if self.nodes > 1:
             found["nic"] = (self.nic, self.inter, self.gpu.sources.get("nic", ""))
-        return {
+        said = {
             name: {"link": one.name, "bytes_per_second": rate, "from": "given"}
             if name in self.given
             else {"link": one.name, "bytes_per_second": rate, "from": "assumed", "source": source}
             for name, (one, rate, source) in found.items()
         }
+        pair = self._inside(2).among(2)
+        if self.gpus > 1 and self.gpus_per_node > 1 and pair != self.intra:
+            said["intra"]["pair_bytes_per_second"] = pair
+        return said
+
+    def links_text(self) -> str:
+        """Return the links as a sentence: what every time that rests on them is said with."""
+        where = {"intra": f"inside a node of {self.gpus_per_node}", "nic": "a GPU out of it"}
+        parts = []
+        for name, one in self.links().items():
+            pair = f", {one['pair_bytes_per_second'] / 1e9:.4g} a pair" if "pair_bytes_per_second" in one else ""
+            parts.append(f"{one['link']}, {one['bytes_per_second'] / 1e9:.4g} GB/s {where[name]}{pair} ({one['from']})")
+        return "Links: " + "; ".join(parts)
 
     def _in_a_node(self, size: int, stride: int) -> bool:
         return self.gpus <= self.gpus_per_node or self.gpus_per_node % (size * stride) == 0
