@@ -8,11 +8,11 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lablib.calc.hardware import accelerator
-from lablib.calc.memory import RESERVE, training_memory, verdict
+from lablib.calc.memory import RESERVE, MemoryBreakdown, training_memory, verdict
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.memory.formulas import nf4_bytes
 from lablib.calc.memory.timeline import memory_timeline
@@ -435,3 +435,178 @@ def test_the_sum_of_terms_judges_nothing() -> None:
     card = accelerator("rtx-4090")
     assert training_memory("qwen2-0.5b", **run).total < card.usable_bytes
     assert verdict(memory_timeline("qwen2-0.5b", **run).peak_bytes, card).word == "does not fit"
+
+
+# Properties
+
+
+def layouts() -> st.SearchStrategy[dict]:
+    """Settings that are valid for TINY, in any combination.
+
+    The stage is fixed: the worst stage may be another one after a change, and properties hold for each stage.
+    """
+    return st.fixed_dictionaries(
+        {
+            "recipe": st.sampled_from(recipe_names()),
+            "optimizer": st.sampled_from(optimizer_names()),
+            "tuning": st.sampled_from(["full", "lora", "qlora"]),
+            "micro_batch": st.integers(1, 4),
+            "seq": st.sampled_from([16, 32, 64]),
+            "dp": st.integers(1, 9),
+            "zero": st.integers(0, 3),
+            "tp": st.sampled_from([1, 2, 4]),
+            "sequence_parallel": st.booleans(),
+            "pp": st.sampled_from([1, 2, 4]),
+            "stage": st.integers(0, 3),
+            "schedule": st.sampled_from(["1f1b", "gpipe"]),
+            "num_microbatches": st.integers(1, 8),
+            "cp": st.sampled_from([1, 2, 4]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "attention": st.sampled_from(["fused", "plain"]),
+            "offload": st.sampled_from(["none", "optimizer", "gradients", "parameters"]),
+        }
+    ).map(lambda layout: layout | {"stage": layout["stage"] % layout["pp"]})
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_terms_are_positive_integers_that_sum_to_the_total(layout: dict) -> None:
+    memory = training_memory(TINY, **layout)
+    assert all(isinstance(size, int) and size > 0 for size in memory.terms.values())
+    assert sum(memory.terms.values()) == memory.total == memory.states + memory.activations + memory.buffers
+    groups = (memory.state_terms, memory.activation_terms, memory.buffer_terms)
+    assert len(memory.terms) == sum(len(group) for group in groups)  # no name in two groups
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_more_sharding_never_needs_more_state(layout: dict) -> None:
+    by_stage = [training_memory(TINY, **layout | {"zero": zero}).states for zero in range(4)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    wider = training_memory(TINY, **layout | {"dp": layout["dp"] + 1})
+    assert wider.states <= training_memory(TINY, **layout).states
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_zero_without_replicas_changes_no_state(layout: dict) -> None:
+    alone = layout | {"dp": 1, "cp": 1}
+    assert len({training_memory(TINY, **alone | {"zero": zero}).states for zero in range(4)}) == 1
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_recomputation_never_needs_more(layout: dict) -> None:
+    none, selective, full = (
+        training_memory(TINY, **layout | {"recompute": recompute}) for recompute in ("none", "selective", "full")
+    )
+    assert full.activations <= selective.activations <= none.activations
+    assert full.total <= none.total
+    assert selective.total <= none.total
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_fused_attention_never_needs_more(layout: dict) -> None:
+    # At 32 tokens and more, scores outweigh the fp32 statistics that a fused kernel keeps in their place.
+    layout |= {"seq": 64}
+    fused, plain = (training_memory(TINY, **layout | {"attention": name}) for name in ("fused", "plain"))
+    assume(layout["recompute"] == "none")
+    assert fused.activations <= plain.activations
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_tensor_and_pipeline_parallelism_divide_states(layout: dict) -> None:
+    layout |= {"pp": 1, "stage": 0, "tuning": "full", "offload": "none", "optimizer": "adamw", "recipe": "mixed-bf16"}
+    one = training_memory(TINY, **layout | {"tp": 1}).states
+    for tp in (2, 4):
+        states = training_memory(TINY, **layout | {"tp": tp}).states
+        assert one <= tp * states  # what is replicated keeps it above an even share
+        assert states < one
+
+
+@settings(deadline=None)
+@given(layout=layouts(), stage=st.integers(0, 3))
+def test_gpipe_holds_at_least_as_much_as_1f1b(layout: dict, stage: int) -> None:
+    layout |= {"pp": 4, "stage": stage, "num_microbatches": layout["num_microbatches"] + 3}
+    held = [training_memory(TINY, **layout | {"schedule": name}).activations for name in ("1f1b", "gpipe")]
+    assert held[0] <= held[1]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("model", "bad", "message"),
+    [
+        ("lama-3-8b", {}, "unknown model 'lama-3-8b'; did you mean llama-3-8b"),
+        (
+            ModelConfig(
+                num_layers=2, hidden=96, num_heads=24, num_kv_heads=6, head_dim=4, ffn=96, vocab=8, max_positions=8
+            ),
+            {"tp": 8},
+            "tp=8 does not divide num_kv_heads=6; use 1, 2, 3 or 6",
+        ),
+        (TINY, {"tp": 3}, "tp=3 does not divide num_heads=4; use 1, 2 or 4"),
+        (TINY, {"pp": 3}, "pp=3 does not divide num_layers=4; use pp=1, 2 or 4, or give layers_per_stage"),
+        (TINY, {"pp": 8}, "pp=8 stages are more than the num_layers=4"),
+        (TINY, {"pp": 2, "layers_per_stage": [1, 2]}, r"has 2 that sum to 3"),
+        (TINY, {"cp": 3}, "cp=3 does not divide seq=64"),
+        (TINY, {"seq": 66, "tp": 4, "sequence_parallel": True}, "tp=4 does not divide seq=66"),
+        (TINY, {"seq": 128}, "seq=128 is more than the 64 learned positions of gpt"),
+        (TINY, {"dp": 0}, "dp=0 must be a whole number of at least 1"),
+        (TINY, {"dp": -8}, "dp=-8 must be"),
+        (TINY, {"micro_batch": 1.5}, "micro_batch=1.5 must be"),
+        (TINY, {"seq": True}, "seq=True must be"),
+        (TINY, {"num_microbatches": 0}, "num_microbatches=0 must be"),
+        (TINY, {"zero": 4}, "zero=4 does not exist"),
+        (TINY, {"zero": -1}, "zero=-1 must be"),
+        (TINY, {"lora_rank": 0, "tuning": "lora"}, "lora_rank=0 must be"),
+        (TINY, {"dropout": 1.0}, "dropout=1.0 must be"),
+        (TINY, {"recipe": "bf16"}, "unknown recipe 'bf16'"),
+        (TINY, {"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean adamw"),
+        (TINY, {"recompute": "some"}, "unknown recompute 'some'; use one of none, selective, full"),
+        (TINY, {"offload": "params"}, "unknown offload 'params'; did you mean parameters"),
+        (TINY, {"schedule": "1F1B"}, "did you mean 1f1b"),
+        (TINY, {"virtual_stages": 2, "pp": 2}, "virtual_stages=2 contradicts schedule='1f1b'"),
+        (TINY, {"schedule": "interleaved", "pp": 2}, "needs pp and virtual_stages of at least 2"),
+        (
+            TINY,
+            {"schedule": "interleaved", "pp": 2, "virtual_stages": 2, "num_microbatches": 3},
+            "num_microbatches=3 is not a multiple of pp=2.*use 4",
+        ),
+        (TINY, {"schedule": "gpipe", "pp": 2}, "give num_microbatches"),
+        (TINY, {"pp": 2, "stage": 2}, "stage=2 is not one of the pp=2 stages; use 0 to 1"),
+        (TINY, {"ep": 2, "dp": 2}, "ep=2 needs a model with experts and gpt has none"),
+        (MOE, {"ep": 3, "dp": 3}, "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+        (MOE, {"ep": 4, "dp": 2}, r"ep=4 does not divide dp \* cp=2; use 1 or 2"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(model: ModelConfig | str, bad: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_memory(model, **bad)
+
+
+def test_a_path_is_a_model(tmp_path) -> None:
+    config = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12,
+        "vocab_size": 50257, "n_positions": 1024,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    memory = training_memory(path)
+    assert isinstance(memory, MemoryBreakdown)
+    assert memory.total == training_memory(str(path)).total == training_memory("gpt2").total
+
+
+def test_implementation_is_still_accepted_under_its_old_name() -> None:
+    how = {"batch": 1, "seq": 8}
+    with pytest.warns(DeprecationWarning, match="kernels= is now called implementation=") as seen:
+        assert training_memory(TINY, kernels="toy") == training_memory(TINY, implementation="toy")
+    assert seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="'whole' is now called 'per-tensor'"):
+        assert training_memory(TINY, zero=1, sharding="whole").total == training_memory(TINY, zero=1).total
+    with pytest.warns(DeprecationWarning, match="implementation="):
+        old = layer_activations(TINY, kernels="toy", **how)
+    assert old == layer_activations(TINY, implementation="toy", **how)
