@@ -84,13 +84,13 @@ class LearnerPredictions:
         return {name: value for name, value in said.items() if value is not None}
 
 
-def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int) -> dict[str, float] | None:
+def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int) -> dict[str, Any] | None:
     """Return what the planner and the memory calculator say of a fully sharded run on this machine's GPUs.
 
     The planner knows nothing of a host that launches kernels too slowly: it is fitted to large models.
 
     Returns:
-        Seconds of a step and bytes of a rank, or None for a GPU that lablib has no figures for, or does not expect
+        Seconds of a step, bytes of a rank, and the links that the seconds assume; or None for a GPU that lablib has no figures for, or does not expect
         to hold the run.
     """
     gpu, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
@@ -106,7 +106,7 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
         shape, recipe="fsdp2-mixed", attention="fused", implementation="toy", sharding="fsdp2", step="fused",
         dp=ranks, zero=3, micro_batch=micro_batch, seq=seq,
     )  # fmt: skip
-    return {"step": found.best.step, "memory_bytes": held.peak_bytes}
+    return {"step": found.best.step, "memory_bytes": held.peak_bytes, "links": found.cluster.links_text()}
 
 
 def lock_predictions(predictions: Predictions, yours: LearnerPredictions) -> None:
