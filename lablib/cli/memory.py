@@ -88,7 +88,7 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
 
 if TYPE_CHECKING:
     from lablib.calc.memory import MemoryBreakdown, RunConfig, Verdict
-    from lablib.calc.memory.timeline import MemoryTimeline
+    from lablib.calc.memory.timeline import MemoryInstant, MemoryTimeline
 
 
 @settings_as_options
@@ -114,28 +114,31 @@ def memory(
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
     from lablib.calc.errors import one_of, plural
     from lablib.calc.memory import run_config, training_memory, verdict
-    from lablib.calc.memory.timeline import STEPS, memory_timeline
+    from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
 
     assumed = settings["seq"] is None
     run = run_config(named_model(model), **from_text(settings))
     one_of("step", step, STEPS)
-    timeline = found = None
-    if gpu is not None or at is not None or explain:
-        timeline = memory_timeline(run, step=step, stage=stage)
-        found = None if gpu is None else verdict(timeline.peak_bytes, gpu, parse_bytes(reserve))
     if at is not None or explain:
         if explain and at == "all":
             raise ValueError("--explain is about one instant: leave --at all out, or name an instant")
         at = "peak" if at is None else at
+        timeline = memory_timeline(run, step=step, stage=stage)
+        found = None if gpu is None else verdict(timeline.peak_bytes, gpu, parse_bytes(reserve))
         how = {"step": step, "at": at, "explain": explain}
         _print_instant(run, timeline, **how, found=found, unit=unit, as_json=as_json)
         return
+    peak = found = None
+    if gpu is not None:
+        whole = stage is None
+        peak = memory_peak(run, step=step).instant if whole else memory_timeline(run, step=step, stage=stage).peak
+        found = verdict(peak.total, gpu, parse_bytes(reserve))
     breakdown = training_memory(run, stage=stage)
     if as_json:
         typer.echo(json.dumps(breakdown.as_dict() | (found.as_dict() if found else {}), indent=1))
     else:
         typer.echo(memory_table(breakdown, unit=unit, pp=run.pp))
-        _compare(timeline, found, unit)
+        _compare(peak, found, unit)
         if assumed:
             typer.echo(
                 f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
@@ -170,7 +173,7 @@ def _print_instant(
         for instant in timeline.instants:
             mark = "  <- peak" if instant is timeline.peak else ""
             typer.echo(f"{instant.name:<32}{instant.total / size:>20,.{digits}f}{mark}")
-        _compare(timeline, found, unit)
+        _compare(timeline.peak, found, unit)
         return
     instant = timeline.instant(at)
     lines = explain_instant(timeline, at, run, step)
@@ -192,17 +195,17 @@ def _print_instant(
     typer.echo(f"{'total':<32}{instant.total / size:>20,.{digits}f}")
     if instant.at:
         typer.echo(f"\nFullest while this operator runs: {instant.at}.")
-    _compare(timeline, found, unit)
+    _compare(timeline.peak, found, unit)
 
 
-def _compare(timeline: MemoryTimeline | None, found: Verdict | None, unit: str) -> None:
+def _compare(instant: MemoryInstant | None, found: Verdict | None, unit: str) -> None:
     """Print the verdict, where there is a GPU."""
     from lablib.calc.units import BYTE_UNITS
 
     if found:
         size = BYTE_UNITS[unit]
         peak = f"{found.peak / size:,.{0 if size == 1 else 2}f} {unit}"
-        text = f"At its peak, {timeline.peak.name}, a rank needs {peak}. {found}"
+        text = f"At its peak, {instant.name}, a rank needs {peak}. {found}"
         typer.echo("\n" + "\n".join(textwrap.wrap(text, 80, break_on_hyphens=False)))
 
 

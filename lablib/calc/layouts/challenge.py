@@ -190,7 +190,7 @@ def _sentences(case: Case, mine: Candidate, published: float, best: Candidate, c
     if layout.tp > machine.gpus_per_node and seconds["tp"] > LARGE_SHARE * mine.step:
         found.append(
             f"tp={layout.tp} leaves the node of {machine.gpus_per_node}: its collectives wait for a link of "
-            f"{machine.inter / 1e9:.0f} GB/s in place of {machine.intra / 1e9:.0f} GB/s, in every layer."
+            f"{machine.bandwidth(layout.tp) / 1e9:.0f} GB/s in place of {machine.intra / 1e9:.0f} GB/s, in every layer."
         )
     m = layout.num_microbatches(case.run.global_batch)
     if seconds["bubble"] > LARGE_BUBBLE * (mine.step - seconds["bubble"]):

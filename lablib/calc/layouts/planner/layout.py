@@ -321,7 +321,8 @@ def check_nodes(gpus: int, gpus_per_node: int) -> None:
     if gpus > gpus_per_node and gpus % gpus_per_node:
         whole = gpus // gpus_per_node * gpus_per_node
         raise ValueError(
-            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}"
+            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}, "
+            "or give the gpus_per_node that the job gets"
         )
 
 
