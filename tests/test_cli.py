@@ -508,6 +508,7 @@ def test_memory_judges_by_the_peak_with_and_without_an_instant() -> None:
     for reserve, word in ((left - 1, "fits"), (left + 1, "tight")):
         data = json.loads(rung(*tight, "--reserve", f"{reserve} B", "--json")[1])
         assert (data["verdict"], data["fits"], data["headroom"]) == (word, True, left)
+        assert ("It is tight: " in rung("fit", *tight[1:], "--reserve", f"{reserve} B")[1]) == (word == "tight")
 
 
 TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10, "n_positions": 16}
