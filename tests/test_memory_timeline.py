@@ -270,7 +270,7 @@ def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
     timeline = memory_timeline(
         config,
         implementation="toy",
-        recipe={"fp32": "fp32", "bf16": "fsdp2-mixed"}[precision],
+        recipe={"fp32": "fp32", "bf16": "fsdp2-mixed-fp32-reduce"}[precision],
         dp=world,
         zero=3 if reshard else 2,
         sharding="fsdp2",
@@ -375,6 +375,11 @@ CAUSES: list[tuple[str, dict, dict]] = [
     ("all_gather_buffers", FSDP, FSDP | {"dp": 1}),
     ("reduce_scatter_buffers", FSDP, {"dp": 4}),
     ("unsharded_gradients", FSDP, {"dp": 4, "zero": 1}),
+    (
+        "reduced_shards",
+        FSDP | {"recipe": "fsdp2-mixed", "seq": 1},
+        FSDP | {"recipe": "fsdp2-mixed-fp32-reduce", "seq": 1},
+    ),
     ("gradient_buckets", {"dp": 4}, {"dp": 4, "gradient_as_bucket_view": True}),
     ("gradient_buckets", {"dp": 4}, {"dp": 1}),
     ("weight_casts", {"recipe": "autocast-bf16"}, {"recipe": "pure-bf16"}),
@@ -547,7 +552,7 @@ def test_a_tape_by_hand() -> None:
 def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
     for settings in (
         {"implementation": "hf", "micro_batch": 4, "seq": 512},
-        {"recipe": "fsdp2-mixed", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
+        {"recipe": "fsdp2-mixed-fp32-reduce", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
         {"tuning": "qlora", "seq": 512},
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
     ):

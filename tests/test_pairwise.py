@@ -94,8 +94,10 @@ def test_every_value_of_every_factor_is_judged() -> None:
 
 
 def test_names_and_settings() -> None:
-    case = Case(implementation="hf", family="qwen2", size="8b", sharding="fsdp2-keep", dp=8, recipe="fsdp2-mixed")
-    assert case.name == "qwen2.5-7b, hf, 1 x 64, fsdp2-mixed, fsdp2-keep, dp 8"
+    case = Case(
+        implementation="hf", family="qwen2", size="8b", sharding="fsdp2-keep", dp=8, recipe="fsdp2-mixed-fp32-reduce"
+    )
+    assert case.name == "qwen2.5-7b, hf, 1 x 64, fsdp2-mixed-fp32-reduce, fsdp2-keep, dp 8"
     settings = case.settings()
     assert (settings["zero"], settings["sharding"], settings["dp"]) == (2, "fsdp2", 8)
     assert Case(implementation="toy", family="qwen2").settings()["model"].family == "llama"

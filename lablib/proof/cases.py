@@ -17,7 +17,7 @@ FACTORS: dict[str, tuple] = {
     "size": ("tiny", "small", "8b", "70b"),
     "seq": (64, 1000, 2048),
     "micro_batch": (1, 3),
-    "recipe": ("fp32", "pure-bf16", "mixed-bf16", "autocast-bf16", "fsdp2-mixed"),
+    "recipe": ("fp32", "pure-bf16", "mixed-bf16", "autocast-bf16", "fsdp2-mixed-fp32-reduce"),
     "optimizer": ("adamw", "sgd", "sgd-momentum"),
     "step": ("for-loop", "foreach", "fused"),
     "recompute": ("none", "selective", "full"),

@@ -30,7 +30,7 @@ QUANTITIES = ("states", "activations", "total")
 OWN = "this course"
 
 #: Recipes that people call mixed precision: an fp32 copy of the weights and 16-bit values in forward.
-MIXED = ("mixed-bf16", "autocast-bf16", "fsdp2-mixed")
+MIXED = ("mixed-bf16", "autocast-bf16", "fsdp2-mixed", "fsdp2-mixed-fp32-reduce")
 
 #: A reason for not asking a calculator about a case, and when it holds.
 Limit = tuple[str, Callable[[Case], bool]]
@@ -631,7 +631,7 @@ CALCULATORS: tuple[Calculator, ...] = (
         (
             ("it estimates ZeRO-2 and ZeRO-3 only", lambda c: not c.shards),
             FULL_TUNING,
-            ("it counts mixed precision only", lambda c: c.recipe != "fsdp2-mixed"),
+            ("it counts mixed precision only", lambda c: not c.recipe.startswith("fsdp2-mixed")),
             ADAM,
             ("it knows no tensor parallelism", lambda c: c.tp > 1),
         ),

@@ -339,7 +339,7 @@ def _buckets(stage: Stage) -> int:
     to_host = run.offload in ("gradients", "parameters")
     travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
     sizes = {
-        kind: sum(params["trained", expert] for expert in travels) * run.recipe.gradients
+        kind: sum(params["trained", expert] for expert in travels) * run.recipe.reduced
         for kind, params in stage.params.items()
     }
     total = sum(sizes[kind] for kind in stage.units)

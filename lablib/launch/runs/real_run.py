@@ -103,7 +103,7 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     if not found.candidates:
         return None
     held = training_memory(
-        shape, recipe="fsdp2-mixed", attention="fused", dp=ranks, zero=3, micro_batch=micro_batch, seq=seq
+        shape, recipe="fsdp2-mixed-fp32-reduce", attention="fused", dp=ranks, zero=3, micro_batch=micro_batch, seq=seq
     )
     return {"step": found.best.step, "memory_bytes": held.total}
 

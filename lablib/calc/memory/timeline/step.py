@@ -29,6 +29,7 @@ from lablib.calc.memory.terms import listed
 from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
+CAST = "cast of the reduced gradients"
 MOST = 512  # pieces that are kept, of about 20 KB each
 
 
@@ -245,9 +246,10 @@ class Step:
         if "embedding" in self.ends:
             yield self._embedding_backward(kept, made)
             made = self.reduction.after(None, made, self.ends["embedding"].weights)
-        reduced = self.reduction.reducing("", made, 0)
+        reduced, cast = self.reduction.reducing("", made, 0), self.reduction.casting("", made)
         if reduced:
-            yield MemoryInstant("gradient reduction", "reduction", None, listed(self._sum(reduced)), "reduce-scatter")
+            found = (self._sum(reduced), "reduce-scatter"), (self._sum(cast), CAST)
+            yield _fullest("gradient reduction", "reduction", None, *found)
         yield self._optimizer_step()
 
     def _at_rest(self) -> MemoryInstant:
@@ -297,7 +299,7 @@ class Step:
         return _fullest("backward of the loss", BACKWARD, None, *found)
 
     def _block_backward(self, number: int, kept: Terms, made: Made) -> MemoryInstant:
-        """An operator, the reduce-scatter behind them, or the copy out of an all-gather before them."""
+        """An operator, the reduce-scatter behind them, the cast of its output, or the copy out of an all-gather before them."""
         block, unit, reduction, mask = self.blocks[number], f"block {number}", self.reduction, self.held_mask
         at, terms, weights = block.fullest(BACKWARD)
         unsharded, copied = (reduction.unsharded_weights(unit, BACKWARD, e) for e in ("compute", "copy"))
@@ -308,6 +310,7 @@ class Step:
             number,
             (self._sum(kept, terms, mask, unsharded, during), at),
             (self._sum(kept, block.end, reduction.reducing(unit, made, block.weights)), "reduce-scatter"),
+            (self._sum(kept, block.end, reduction.casting(unit, made)), CAST),
             (self._sum(kept, block.kept, block.begin, mask, copied, before), "all-gather"),
         )
 
