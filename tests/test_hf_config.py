@@ -23,7 +23,7 @@ EXPERTS = {"num_experts_per_tok": 2}
 DIVIDED = {name: value for name, value in ROTARY.items() if name != "head_dim"}
 LATENT = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 6, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 #: One small model of each family: every field that fixes a size.
