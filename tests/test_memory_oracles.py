@@ -22,7 +22,7 @@ from lablib.launch.fsdp import forecast
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeStore, MemTracker
 from lablib.proof.cases import Case, case_model
-from lablib.proof.grid import grid
+from lablib.proof.grid import FAMILIES, grid
 from lablib.proof.oracles import build_model, make_optimizer, measure_case
 from lablib.proof.oracles import measurement as memory_tracker
 from lablib.proof.oracles.measurement import MomentTracker, one_forward_one_backward
@@ -428,6 +428,46 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
             assert abs(mine.get(kind, 0) - kinds.get(kind, 0)) <= slack, (moment.name, kind)
         compared += 1
     assert compared >= case.model.num_layers // case.pp + 1
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(case.family for case in FAMILIES))
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"recipe": "pure-bf16", "micro_batch": 3},
+        {"attention": "plain"},
+        {"recipe": "autocast-bf16", "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_a_family_is_held_to_the_byte(family: str, how: dict) -> None:
+    """Hugging Face's own class, on real tensors: what forward keeps, and the step's peak."""
+    case = Case(implementation="hf", family=family, **how)
+    found, timeline = measure_case(case), timeline_of(case)
+    # A single sequence's loss holds two scalars more, and Gemma's embedding has a scale, a buffer.
+    assert 0 <= found.saved - sum(timeline.saved.values()) <= 8
+    # Counters of the optimizer, 4 bytes a tensor, frequencies of rotary positions, the loss, its gradient and that scale.
+    tensors = len(list(build_model(case).model.parameters()))
+    assert 0 <= found.peak - timeline.peak_bytes <= 4 * tensors + 64
+
+
+def test_a_sliding_window_keeps_a_mask_and_keys_for_every_head() -> None:
+    """Mistral's classes hand PyTorch's fused attention a mask once a sequence is as long as the window."""
+    case = Case(implementation="hf", family="mistral-window", recipe="pure-bf16", micro_batch=2)
+    model, seq = case.model, case.seq
+    windowed, plain = (
+        training_memory(**case.settings() | {"model": shape}).activations
+        for shape in (model, replace(model, window=0, window_layers=()))
+    )
+    # In bf16, for each layer: a mask of numbers, and 8 key and value heads of width 6 in place of 4.
+    mask, repeated = 2 * seq * seq * 2, 2 * 2 * seq * (8 - 4) * 6 * 2
+    assert windowed - plain == model.num_layers * (mask + repeated)
+    assert measure_case(case).saved == sum(timeline_of(case).saved.values())
+    # The mask of bools that all layers share is there in forward, and until the end where a checkpoint holds it.
+    timeline = timeline_of(replace(case, recompute="full"))
+    assert timeline.instant("backward of block 0").term("attention_mask") == 2 * seq * seq
+    shorter = replace(model, window=seq + 1)
+    assert training_memory(**case.settings() | {"model": shorter}).activations == plain
 
 
 def test_fsdp2_reduces_in_bf16_unless_its_policy_says_fp32() -> None:

@@ -382,11 +382,31 @@ EVERYDAY: tuple[Case, ...] = (
 )
 
 
+#: Families beside the factors', a sliding window, and FSDP2's default reduction: Hugging Face's classes alone.
+FAMILIES: tuple[Case, ...] = tuple(
+    Case(implementation="hf", family=family, **how)
+    for family, size in (
+        ("mistral-window", "small"),
+        ("qwen3", "small"),
+        ("starcoder2", "small"),
+        ("gemma", "small"),
+        ("olmo2", "8b"),
+        ("phi3", "small"),
+        ("gpt-neox", "small"),
+    )
+    for how in (
+        {"micro_batch": 3, "seq": 1000, "recipe": "pure-bf16", "step": "foreach"},
+        {"micro_batch": 3, "recipe": "autocast-bf16", "recompute": "full", "attention": "plain"},
+        {"size": size, "seq": 2048, "recipe": "fsdp2-mixed", "sharding": "fsdp2", "dp": 8, "step": "fused"},
+    )
+)
+
+
 @cache
 def grid() -> tuple[Case, ...]:
     """Return the cases: the landmarks, what shows every other allowed pair of values, and everyday ones."""
     rows = choose(FACTORS, RULES, [asdict(case) for case in LANDMARKS], cheap_first=("size",))
-    return (*(Case(**row) for row in rows), *EVERYDAY)
+    return (*(Case(**row) for row in rows), *EVERYDAY, *FAMILIES)
 
 
 # --- drawn at random ----------------------------------------------------------------------------------------

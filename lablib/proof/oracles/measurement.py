@@ -347,7 +347,7 @@ def _groups(subject: Subject, model: nn.Module) -> dict[str, int]:
 
 def _group_of(module: str) -> str:
     last = module.rpartition(".")[2]
-    if "norm" in last or last.startswith("ln_"):
+    if ("norm" in last and last not in ("q_norm", "k_norm")) or last.startswith("ln_"):
         return "norms"
     for group, marks in (("attention", ("attn", "attention")), ("mlp", ("mlp", "router", "experts"))):
         if any(mark in module for mark in marks):

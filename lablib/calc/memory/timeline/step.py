@@ -417,9 +417,12 @@ class Step:
 
     @cached_property
     def attention_mask(self) -> Terms:
-        """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
+        """Hugging Face's mask, one for each sequence: in the dtype of the stream, or a window's for fused attention."""
         run = self.run
-        if not run.implementation.shares_mask or run.attention == "fused":
+        if run.attention == "fused":
+            windowed = run.implementation.masks_window(run.model, run.seq)
+            return {"attention_mask": run.micro_batch * run.seq * run.seq} if windowed else {}
+        if not run.implementation.shares_mask:
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
