@@ -1,6 +1,6 @@
-"""Activations of Hugging Face's eager classes: GPT-2, Llama, Qwen2 and Mistral as `transformers` writes them.
+"""Activations of Hugging Face's eager classes, as `transformers` writes them: the families of `share.FAMILIES`.
 
-The blocks are those of `lablib.calc.memory.activations.toy`, operator by operator, but for four things:
+The blocks are those of `lablib.calc.memory.activations.toy`, operator by operator, but for these things:
 
 | what | our transformer | Hugging Face |
 |---|---|---|
@@ -9,11 +9,17 @@ The blocks are those of `lablib.calc.memory.activations.toy`, operator by operat
 | tokens | windows of s + 1 | s, which are the labels too |
 | targets | a copy, where a view cannot be | a shifted copy always |
 
+| a sliding window, fused attention | none | a mask of numbers a layer, `b s²`, once s is as long; k and v for every query head |
+| RMSNorm of Gemma and OLMo 2 | | the normed value in fp32; Gemma: 1 + weight too |
+| norms on q and k (Qwen 3, OLMo 2) | none | as the others, over a head or all of them |
+| q, k, v in one matrix (Phi-3, Pythia) | three matrices | v is a view of all three; q, k and the output are copies |
+| Pythia's block | one half after the other | both norms read the same stream |
+
 RMSNorm in fp32, rotary positions in four products, and SiLU and product as two operators are the same, so a Llama
 block with fused attention keeps the same bytes in both, and more than the papers' kernels count.
 
-This is training mode with `use_cache=False`, no attention mask, and dropout 0 unless asked for (GPT-2's own config
-says 0.1). Checked with transformers 5; names are those of the classes.
+This is training mode with `use_cache=False`, no padding, `attn_implementation` "sdpa" or "eager" (flash attention's own
+classes get the window as a number), and dropout 0 unless asked for (GPT-2's own config says 0.1). Checked with transformers 5; names are those of the classes.
 """
 
 from __future__ import annotations
