@@ -99,8 +99,8 @@ def test_a_shard_is_the_ceiling_of_its_share() -> None:
 
 
 def test_fsdp2_shards_weights_at_stage_2_and_gathers_them_in_bf16() -> None:
-    reshard = training_memory(TINY, recipe="fsdp2-mixed", dp=4, zero=3)
-    keep = training_memory(TINY, recipe="fsdp2-mixed", dp=4, zero=2)
+    reshard = training_memory(TINY, recipe="fsdp2-mixed-fp32-reduce", dp=4, zero=3)
+    keep = training_memory(TINY, recipe="fsdp2-mixed-fp32-reduce", dp=4, zero=2)
     assert reshard.states == keep.states == 16 * -(-N // 4)
     assert keep.terms["gathered_weights"] == 2 * N
     largest = (TINY.vocab + TINY.max_positions) * TINY.hidden  # the embedding is larger than a block

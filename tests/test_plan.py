@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import statistics
 import time
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import accelerator
@@ -27,6 +29,7 @@ from lablib.calc.layouts.planner import (
     cluster,
     judge_runs,
     layout_memory,
+    not_modelled,
     place_of_published,
     plan,
     plan_reasons,
@@ -43,6 +46,7 @@ from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
 from lablib.calc.schedules import schedule, simulate
+from lablib.cli.main import app
 from tests.processes import new_seed
 
 FULL = Efficiency(1.0, 1.0, 0.0)
@@ -80,7 +84,7 @@ def test_matrix_products_are_those_of_step_flops(recompute: str, experts: dict) 
     layout = Layout(tp=3, pp=3, dp=2, micro_batch=2, recompute=recompute)
     check_layout(layout, model, gpus=18, seq=240, global_batch=12)
     done = whole_step(load, layout).matmul * machine.gpu.peak() * machine.achievable * layout.tp * layout.dp
-    flops = step_flops(model, batch=12, seq=240, recompute=recompute, selective_passes=1)
+    flops = step_flops(model, batch=12, seq=240, recompute=recompute, selective_passes=1, early_stop=False)
     padded = 6 * 12 * 240 * model.hidden * (-(-model.vocab // 3) * 3 - model.vocab)  # vocabulary rounded up to tp
     assert done == pytest.approx(flops.hardware + padded, rel=1e-12)
 
@@ -240,6 +244,21 @@ def test_candidates_are_valid_sorted_and_fit() -> None:
     assert result.mfu(best) == pytest.approx(result.tflops(best) / 989.4)
     flops = step_flops(preset("llama-3-8b"), batch=96, seq=8192, causal=True).model
     assert result.tflops(best) == pytest.approx(flops / best.step / 24 / 1e12)
+
+
+def test_what_the_planner_does_not_know_is_said() -> None:
+    mistral = preset("mistral-7b-v0.1")
+    (said,) = not_modelled(mistral, 32768)
+    assert said.startswith("window=4096 in 32 of 32 layers: attention is timed over all tokens")
+    assert not_modelled(mistral, 4096) == not_modelled(preset("llama-3-8b"), 131072) == []
+    fields = [clause.partition(":")[0] for clause in not_modelled(preset("gpt-oss-20b"), 8192)]
+    assert fields == ["window=128 in 12 of 24 layers", "attention_sinks"]
+    fields = [clause.partition(":")[0] for clause in not_modelled(preset("pythia-1.4b"), 2048)]
+    assert fields == ["parallel_block", "rotary_dim=32"]
+    how = ["plan", "mistral-7b-v0.1", "--gpus", "8", "--global-batch", "8", "--seq", "8192"]
+    assert "Not modelled: window=4096" in CliRunner().invoke(app, how).stdout
+    (clause,) = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)["not_modelled"]
+    assert clause.startswith("window=4096")
 
 
 def test_what_does_not_fit_names_its_largest_term() -> None:

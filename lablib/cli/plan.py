@@ -93,6 +93,8 @@ def plan(
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
+    from lablib.calc.layouts.planner import not_modelled
+
     machine = result.cluster
     return {
         "model": result.load.model.name,
@@ -111,6 +113,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
             {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
             for one in result.dropped[:top]
         ],
+        "not_modelled": not_modelled(result.load.model, result.load.seq),
         "why": why,
     }
 
@@ -132,7 +135,9 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
-    """Return the best layouts as aligned text, and why the winner wins."""
+    """Return the best layouts as aligned text, what the planner does not know of the model, and why the winner wins."""
+    from lablib.calc.layouts.planner import not_modelled
+
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
@@ -153,6 +158,9 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
+    unknown = [f"Not modelled: {clause}." for clause in not_modelled(load.model, load.seq)]
+    if unknown:
+        lines += ["", *(textwrap.fill(line, 80) for line in unknown)]
     return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 

@@ -203,9 +203,14 @@ def megatron_arguments(job: ExportJob) -> list[str]:
             f"zero={layout.zero} with pp={layout.pp}: Megatron-LM shards the optimizer (zero=1) beside a pipeline, and "
             "gradients and weights only with its FSDP, without one"
         )
-    if job.model.family in ("gemma2", "gemma3"):
-        raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer")
+    if job.model.family not in MEGATRON:
+        why = " for its four norms a layer" if job.model.norms_per_layer == 4 else ", as far as this course knows them"
+        raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches{why}")
     return [*_model_arguments(job.model, job.seq), *_degree_arguments(job), *_memory_arguments(job)]
+
+
+#: Families whose blocks `_model_arguments` can say.
+MEGATRON = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3")
 
 
 def megatron_script(job: ExportJob) -> str:
@@ -327,6 +332,17 @@ BLOCKS = {
     "gemma2": "Gemma2DecoderLayer",
     "gemma3": "Gemma3DecoderLayer",
     "deepseek-v3": "DeepseekV3DecoderLayer",
+    "gemma": "GemmaDecoderLayer",
+    "olmo2": "Olmo2DecoderLayer",
+    "phi3": "Phi3DecoderLayer",
+    "glm4": "Glm4DecoderLayer",
+    "starcoder2": "Starcoder2DecoderLayer",
+    "gpt-neox": "GPTNeoXLayer",
+    "falcon": "FalconDecoderLayer",
+    "cohere": "CohereDecoderLayer",
+    "cohere2": "Cohere2DecoderLayer",
+    "gpt-oss": "GptOssDecoderLayer",
+    "deepseek-v2": "DeepseekV2DecoderLayer",
 }
 
 

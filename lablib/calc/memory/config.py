@@ -157,6 +157,7 @@ class RunConfig:
         self._check_ranges()
         self._check_split()
         self._check_tensor_parallel()
+        self._check_adapters()
         self._check_schedule()
         self._check_sharding()
 
@@ -219,8 +220,11 @@ class RunConfig:
         if self.tp == 1 or not self.implementation.eager:
             return
         how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
-        if m.tied or self.implementation.joins_qkv(m):
+        unknown = m.family not in ("gpt2", "llama", "qwen2", "mistral") or self.implementation.masks_window(m, self.seq)
+        if m.tied or self.implementation.joins_qkv(m) or unknown:
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
+            if unknown:
+                why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
         for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
@@ -236,6 +240,15 @@ class RunConfig:
             raise ValueError(
                 f"{how} is not known with recipe={self.recipe.name!r}, which has a master copy; use 'fsdp2-mixed', "
                 "'autocast-bf16', 'pure-bf16' or 'fp32', or implementation='paper'"
+            )
+
+    def _check_adapters(self) -> None:
+        """`lablib.launch.training.add_lora` puts adapters beside matrices with Llama's names."""
+        if self.tuning != "full" and not self.implementation.names_as_llama(self.model):
+            raise ValueError(
+                f"tuning={self.tuning!r} is not known with implementation={self.implementation!r} and family "
+                f"{self.model.family!r}, whose matrices have other names than Llama's; use tuning='full', or "
+                "implementation='paper'"
             )
 
     def _check_schedule(self) -> None:

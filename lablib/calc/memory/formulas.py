@@ -233,9 +233,17 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if run.implementation.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
     if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
-        embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
+        wide = run.implementation.wide_tables(run.model)
+        embedding["positions"] *= 1 if wide else FP32 // run.recipe.activation  # in the dtype of the stream
+    if run.implementation.wide_tables(run.model) and _casts_inputs(run):
+        # FSDP2 casts what enters a block, and each block keeps tables of its own.
+        embedding["positions"] *= run.model.num_layers * run.recipe.gathered // FP32
     tokens = embedding.pop("tokens", 0)
     return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
+
+
+def _casts_inputs(run: RunConfig) -> bool:
+    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered and run.recompute != "full"
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
@@ -338,7 +346,7 @@ def _buckets(stage: Stage) -> int:
     to_host = run.offload in ("gradients", "parameters")
     travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
     sizes = {
-        kind: sum(params["trained", expert] for expert in travels) * run.recipe.gradients
+        kind: sum(params["trained", expert] for expert in travels) * run.recipe.reduced
         for kind, params in stage.params.items()
     }
     total = sum(sizes[kind] for kind in stage.units)

@@ -36,7 +36,39 @@ class Implementation(str):
         return 0.0
 
     def joins_qkv(self, config: ModelConfig) -> bool:
-        """Return whether q, k and v are one matrix, and matrices have their inputs first (Conv1D)."""
+        """Return whether q, k and v are one matrix."""
+        return False
+
+    def joins_gate(self, config: ModelConfig) -> bool:
+        """Return whether gate and up are one matrix."""
+        return False
+
+    def inputs_first(self, config: ModelConfig) -> bool:
+        """Return whether matrices have their inputs first (Conv1D)."""
+        return False
+
+    def wide_norms(self, config: ModelConfig) -> bool:
+        """Return whether an RMSNorm multiplies with its weight in fp32, and not in the model's dtype."""
+        return False
+
+    def shifts_norms(self, config: ModelConfig) -> bool:
+        """Return whether an RMSNorm multiplies with 1 + its weight, in fp32: a tensor of its own."""
+        return False
+
+    def names_as_llama(self, config: ModelConfig) -> bool:
+        """Return whether its matrices have names that our adapters know."""
+        return True
+
+    def wide_tables(self, config: ModelConfig) -> bool:
+        """Return whether rotary tables are fp32 always, and what they turn is cast back."""
+        return False
+
+    def joins_rotated(self, config: ModelConfig) -> bool:
+        """Return whether the turned part of a head is put together with the rest, even where the rest is nothing."""
+        return False
+
+    def masks_window(self, config: ModelConfig, seq: int) -> bool:
+        """Return whether fused attention gets a sliding window as a mask of every pair of tokens."""
         return False
 
     def norms_last(self, config: ModelConfig) -> bool:
@@ -57,10 +89,34 @@ class _HuggingFace(Implementation):
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
 
     def joins_qkv(self, config: ModelConfig) -> bool:
+        return config.family in ("gpt2", "phi3", "gpt-neox")
+
+    def joins_gate(self, config: ModelConfig) -> bool:
+        return config.family == "phi3"
+
+    def inputs_first(self, config: ModelConfig) -> bool:
         return config.family == "gpt2"
 
+    def wide_norms(self, config: ModelConfig) -> bool:
+        return config.family in ("gemma", "olmo2")
+
+    def shifts_norms(self, config: ModelConfig) -> bool:
+        return config.family == "gemma"
+
+    def names_as_llama(self, config: ModelConfig) -> bool:
+        return config.family not in ("starcoder2", "phi3", "gpt-neox")
+
+    def wide_tables(self, config: ModelConfig) -> bool:
+        return config.family == "olmo2"
+
+    def joins_rotated(self, config: ModelConfig) -> bool:
+        return config.family in ("phi3", "gpt-neox")
+
+    def masks_window(self, config: ModelConfig, seq: int) -> bool:
+        return config.window > 0 and seq >= config.window
+
     def norms_last(self, config: ModelConfig) -> bool:
-        return config.family != "gpt2"
+        return config.family not in ("gpt2", "gpt-neox")
 
 
 IMPLEMENTATIONS = {"paper": _Paper("paper"), "toy": Implementation("toy"), "hf": _HuggingFace("hf")}

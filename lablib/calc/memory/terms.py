@@ -215,6 +215,7 @@ TERMS: dict[str, Term] = {
         "gradients",
         FSDP,
         ("unsharded_gradients", "whole gradients of the unit in use", _reducing("unsharded gradients", "temporary")),
+        ("reduced_shards", "the unit's shard in the dtype of the reduction, and in that of the weights", "temporary"),
         ("root_gradients", "whole gradients of the root, which wait for the end of backward", "temporary"),
         proof="fsdp2",
     ),

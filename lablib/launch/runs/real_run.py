@@ -103,7 +103,7 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     if not found.candidates:
         return None
     held = memory_timeline(
-        shape, recipe="fsdp2-mixed", attention="fused", implementation="toy", sharding="fsdp2", step="fused",
+        shape, recipe="fsdp2-mixed-fp32-reduce", attention="fused", implementation="toy", sharding="fsdp2", step="fused",
         dp=ranks, zero=3, micro_batch=micro_batch, seq=seq,
     )  # fmt: skip
     return {"step": found.best.step, "memory_bytes": held.peak_bytes, "links": found.cluster.links_text()}

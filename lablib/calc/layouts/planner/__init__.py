@@ -27,6 +27,7 @@ from lablib.calc.layouts.planner.calibration import (
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
     WORKED_EXAMPLES,
+    not_modelled,
     place_in_plan,
     place_of_published,
     plan_reasons,
@@ -63,6 +64,7 @@ __all__ = [
     "layer_work",
     "layout_memory",
     "megatron_gpt",
+    "not_modelled",
     "nothing_fits",
     "place_in_plan",
     "place_of_published",

@@ -1,7 +1,7 @@
 """Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
 
 Three implementations are counted: "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`) and "hf" (Hugging
-Face's eager GPT-2, Llama, Qwen2 and Mistral). Their formulas are in the modules `paper`, `toy` and `hf`.
+Face's eager classes of `share.FAMILIES`). Their formulas are in the modules `paper`, `toy` and `hf`.
 
 With t ranks "toy" and "hf" are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided,
 the stream, its norms and the gathered logits are not. `toy_activations` counts `lablib.toys.tensor_parallel` instead.

@@ -14,7 +14,7 @@ The papers' kernel is Megatron-LM's: one operator, which keeps fp32 probabilitie
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all
+from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all, rmsnorm
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
@@ -47,7 +47,7 @@ def eager_head(s: BlockSetting) -> Tape:
     words = -(-c.vocab // s.tp)
     x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
     norm = {"kind": "norms", "name": "final norm"}
-    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
+    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else rmsnorm(e, s, x, c.hidden, **norm)
     if s.implementation.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
         e.tape.hold(x)
     if s.tp == 1:
@@ -101,6 +101,8 @@ def embedding(s: BlockSetting) -> Tape:
             label="position embeddings",
         )
         x = e.make("add positions", [x, places], numbers, item, gradient=[SHARED, SHARED if same else NEW])
+    if c.family == "gemma" and eager:
+        x = e.scale(x, "scale the embeddings")
     if s.dropout:
         if eager:
             e.dropout(x, kind="embedding")

@@ -5,7 +5,8 @@ Gradients are made block by block in backward. What happens then:
     one rank         they stay until the optimizer has used them
     DDP              they stay, and its buckets are a second copy unless they live in there
     ZeRO 1, 2        buckets travel; stage 2 keeps a shard of each block's gradients
-    ZeRO 3, FSDP2    a block's gradients are copied into the buffer of a reduce-scatter, whose output is the shard.
+    ZeRO 3, FSDP2    a block's gradients are copied into the buffer of a reduce-scatter, whose output is the shard,
+                     or is cast to it where the policy reduces in another dtype than that of the shards.
                      FSDP2 keeps that buffer until the next block's turn, and the root's gradients until the end.
 
 The optimizer (`optimizer_terms`), in PyTorch's three implementations of AdamW: "foreach" takes the square root of all
@@ -120,6 +121,10 @@ class Reduction:
             return {}
         return {"gradients": made.done, "communication_buckets": self._in_buckets}
 
+    def casting(self, unit: str, made: Made) -> Terms:
+        """Return what the cast of a unit's reduced gradients holds; nothing where they are not cast."""
+        return {}
+
 
 class Fsdp2Reduction(Reduction):
     """Gradients and unsharded weights of `fully_shard`, with one unit for each block; the root has the ends."""
@@ -180,23 +185,34 @@ class Fsdp2Reduction(Reduction):
         """Return what has been made when a unit's backward has ended; the root's gradients wait."""
         if unit is None:
             return replace(made, root=made.root + size)
-        buffer = self._buffer(unit)
-        new = 0 if self.lasting.get("gradients") else buffer // self.ranks
-        return Made(made.done + new, made.root, buffer)
+        new = 0 if self.lasting.get("gradients") else self._shard(unit)
+        return Made(made.done + new, made.root, self._buffer(unit))
 
     def reducing(self, unit: str, made: Made, size: int) -> Terms:
         """Return what the reduce-scatter of a unit holds: its gradients and the buffer that they are copied into."""
+        return self._behind(unit, made, "unsharded_gradients", size if unit else made.root)
+
+    def casting(self, unit: str, made: Made) -> Terms:
+        """Return what the cast of a reduced shard holds: the buffer, the shard, and the shard in the dtype of the weights."""
+        if self.run.recipe.reduced == self.run.recipe.gradients:
+            return {}
+        return self._behind(unit, made, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
+
+    def _behind(self, unit: str, made: Made, name: str, size: int) -> Terms:
         terms = {
             **(self.held.get(("backward", unit, "release"), {}) if unit else {}),
             "gradients": made.done,
-            "unsharded_gradients": size if unit else made.root,
+            name: size,
             "root_gradients": made.root if unit else 0,
             "reduce_scatter_buffers": self._buffer(unit),
         }
         return {term: size for term, size in terms.items() if size}
 
     def _buffer(self, unit: str) -> int:
-        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.gradients
+        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.reduced
+
+    def _shard(self, unit: str) -> int:
+        return padded(self.units[unit].shapes, self.ranks) // self.ranks * self.run.recipe.gradients
 
 
 def _fsdp2_units(stage: Stage) -> list[Unit]:

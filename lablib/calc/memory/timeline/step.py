@@ -29,6 +29,7 @@ from lablib.calc.memory.terms import listed
 from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
+CAST = "cast of the reduced gradients"
 MOST = 512  # pieces that are kept, of about 20 KB each
 
 
@@ -263,9 +264,10 @@ class Step:
         if "embedding" in self.ends:
             yield self._embedding_backward(kept, made)
             made = self.reduction.after(None, made, self.ends["embedding"].weights)
-        reduced = self.reduction.reducing("", made, 0)
+        reduced, cast = self.reduction.reducing("", made, 0), self.reduction.casting("", made)
         if reduced:
-            yield MemoryInstant("gradient reduction", "reduction", None, listed(self._sum(reduced)), "reduce-scatter")
+            found = (self._sum(reduced), "reduce-scatter"), (self._sum(cast), CAST)
+            yield _fullest("gradient reduction", "reduction", None, *found)
         yield self._optimizer_step()
 
     def _at_rest(self) -> MemoryInstant:
@@ -315,7 +317,7 @@ class Step:
         return _fullest("backward of the loss", BACKWARD, None, *found)
 
     def _block_backward(self, number: int, kept: Terms, made: Made) -> MemoryInstant:
-        """An operator, the reduce-scatter behind them, or the copy out of an all-gather before them."""
+        """An operator, the reduce-scatter behind them, the cast of its output, or the copy out of an all-gather before them."""
         block, unit, reduction, mask = self.blocks[number], f"block {number}", self.reduction, self.held_mask
         at, terms, weights = block.fullest(BACKWARD)
         unsharded, copied = (reduction.unsharded_weights(unit, BACKWARD, e) for e in ("compute", "copy"))
@@ -326,6 +328,7 @@ class Step:
             number,
             (self._sum(kept, terms, mask, unsharded, during), at),
             (self._sum(kept, block.end, reduction.reducing(unit, made, block.weights)), "reduce-scatter"),
+            (self._sum(kept, block.end, reduction.casting(unit, made)), CAST),
             (self._sum(kept, block.kept, block.begin, mask, copied, before), "all-gather"),
         )
 
@@ -432,9 +435,12 @@ class Step:
 
     @cached_property
     def attention_mask(self) -> Terms:
-        """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
+        """Hugging Face's mask, one for each sequence: in the dtype of the stream, or a window's for fused attention."""
         run = self.run
-        if not run.implementation.shares_mask or run.attention == "fused":
+        if run.attention == "fused":
+            windowed = run.implementation.masks_window(run.model, run.seq)
+            return {"attention_mask": run.micro_batch * run.seq * run.seq} if windowed else {}
+        if not run.implementation.shares_mask:
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
