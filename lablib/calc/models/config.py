@@ -14,7 +14,9 @@ One class covers the common families, because they differ in few ways:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lablib.calc.models.details import Rotary, Router
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "deepseek-v3")
 
@@ -53,6 +55,9 @@ class ModelConfig:
         qk_nope_head_dim: MLA: part of a query or key head without position.
         qk_rope_head_dim: MLA: part with rotary position, shared by all key heads.
         v_head_dim: MLA: width of a value head.
+        norm_eps: Epsilon of the norms; 0 where it is not known.
+        rotary: Rotary positions; None where they are not known, or learned.
+        router: How a token finds its experts; None where it is not known, or there are none.
     """
 
     name: str = "custom"
@@ -84,6 +89,9 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    norm_eps: float = field(default=0.0, compare=False)  # these three change no size
+    rotary: Rotary | None = field(default=None, compare=False)
+    router: Router | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

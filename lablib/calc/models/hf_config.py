@@ -10,9 +10,10 @@ An image-and-text Gemma 3 keeps its decoder under `text_config` and leaves out w
 decoder is what is counted, without the part that sees.
 
 What changes the model in a way that is not counted is refused: cross-attention, experts in every other layer, another
-head. What changes no size is passed over: rotary scaling, sliding windows (`flops` counts full attention), softcaps,
-activation functions, dtypes, `quantization_config` (how a checkpoint is stored; the recipe says how it is trained),
-and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave out too.
+head. What changes no size is read by `details` where an exporter needs it, and passed over otherwise: sliding windows
+(`flops` counts full attention), softcaps, activation functions, dtypes, `quantization_config` (how a checkpoint is
+stored; the recipe says how it is trained), and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave
+out too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from os import PathLike
 from pathlib import Path
 
 from lablib.calc.models.config import ModelConfig
+from lablib.calc.models.details import read_details
 
 #: A default that says: the field must be there.
 REQUIRED = object()
@@ -316,7 +318,7 @@ def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
         usable = isinstance(own_name, str) and own_name.strip() and own_name.isprintable()
         name = own_name if usable else model_type
     try:
-        return ModelConfig(name=name, family=family, **sizes)
+        return ModelConfig(name=name, family=family, **sizes, **read_details(fields, family))
     except ValueError as error:
         raise ValueError(f"{f.where}: {error}") from None
 
