@@ -27,6 +27,7 @@ from lablib.calc.layouts.planner import (
     cluster,
     judge_runs,
     layout_memory,
+    not_modelled,
     place_of_published,
     plan,
     plan_reasons,
@@ -431,3 +432,23 @@ def test_why_two_of_them_are_missed() -> None:
     larger = place_of_published(replace(llama, gpu="h200"))
     assert larger.place is not None
     assert larger.slower < 0.05
+
+
+def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
+    model = preset("qwen3-30b-a3b")
+    found = plan(model, gpus=64, seq=4096, global_batch=256, ep=8, tp=1, pp=1)
+    tokens, params = 256 * 4096, count_params(model)
+    flops = step_flops(model, batch=256, seq=4096, causal=True)
+    # Looking up an embedding is no product, and norms are no matrix: 6 FLOPs for every other active parameter.
+    products = 6 * tokens * (params.active - model.vocab * model.hidden)
+    assert flops.model - 3 * flops.by_component["scores"] == pytest.approx(products, rel=1e-3)
+    assert found.tflops(found.best) * 1e12 * found.best.step * 64 == pytest.approx(flops.model)
+
+
+def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
+    load = Workload(preset("deepseek-v3"), cluster("h800", 2048), 4096, 15360)
+    said = " ".join(not_modelled(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
+    assert "limits a token to 4 of 8 groups" in said
+    assert "61 layers in unequal chunks: 3 in the first, 4 in each other, 2 in the last" in said
+    dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
+    assert not_modelled(dense, Layout(dp=8)) == []

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
+    from lablib.calc.models import ModelConfig
 
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 
@@ -27,7 +28,9 @@ def plan(
     ] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")] = None,
     rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = False,
-    recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
+    recipe: Annotated[
+        str | None, typer.Option(help="Dtypes, as in `rung memory`; default: mixed-bf16, or what --export trains in.")
+    ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
     reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
@@ -50,6 +53,7 @@ def plan(
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
+    from lablib.calc.layouts import framework_recipe
     from lablib.calc.layouts.planner import nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
@@ -69,7 +73,7 @@ def plan(
         nic=nic,
         intra=intra,
         rails=rails,
-        recipe_=recipe,
+        recipe_=recipe or (framework_recipe(export) if export else "mixed-bf16"),
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
@@ -87,9 +91,14 @@ def plan(
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
-    machine = result.cluster
+    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.params import count_params
+
+    machine, params = result.cluster, count_params(result.load.model)
     return {
         "model": result.load.model.name,
+        "parameters": params.total,
+        "active_parameters": params.active,
         "gpus": machine.gpus,
         "gpu": machine.gpu.name,
         "gpus_per_node": machine.gpus_per_node,
@@ -104,6 +113,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
             {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
             for one in result.dropped[:top]
         ],
+        "not_modelled": not_modelled(result.load, result.best.layout),
         "why": why,
     }
 
@@ -126,11 +136,14 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
+    from lablib.calc.layouts.planner import not_modelled
+
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
+        *_parameters(load.model),
         f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
         "",
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
@@ -145,20 +158,47 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
+    limits = not_modelled(load, result.best.layout)
+    if limits:
+        items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]
+        lines += ["", "Not modelled (first layout):", *items]
     return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
+def _parameters(model: ModelConfig) -> list[str]:
+    """Total and active parameters of a model with experts."""
+    from lablib.calc.params import count_params
+
+    if not model.is_moe:
+        return []
+    params = count_params(model)
+    return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active: MFU counts the active ones"]
+
+
 def _export(result: Plan, framework: str) -> str:
+    """The fastest layout that the framework can run, as its file; a faster one that it cannot run is said."""
     from lablib.calc.layouts import export_job, export_layout
 
-    load = result.load
-    job = export_job(
-        load.model,
-        result.best.layout,
-        seq=load.seq,
-        global_batch=load.global_batch,
-        gpus_per_node=result.cluster.gpus_per_node,
-        sequence_parallel=load.sequence_parallel,
-        dtype="fp16" if "fp16" in load.recipe.name else "bf16",
-    )
-    return export_layout(job, framework)
+    load, refused = result.load, None
+    for candidate in result.candidates:
+        try:
+            job = export_job(
+                load.model,
+                candidate.layout,
+                seq=load.seq,
+                global_batch=load.global_batch,
+                gpus_per_node=result.cluster.gpus_per_node,
+                sequence_parallel=load.sequence_parallel,
+                recipe=load.recipe.name,
+                attention=load.attention,
+            )
+            text = export_layout(job, framework)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if refused:
+            slower = candidate.step / result.best.step - 1
+            note = f"{framework} cannot run the fastest layout, {result.best.layout} ({refused}). Exported is {candidate.layout}"
+            typer.echo(textwrap.fill(f"{note}, {slower:.1%} slower.", 80), err=True)
+        return text
+    raise ValueError(f"{framework} can run none of the layouts that fit; of the fastest: {refused}")

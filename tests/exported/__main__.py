@@ -24,7 +24,11 @@ def main() -> None:
         if have != EXPORTERS[case.framework].proven:
             raise SystemExit(f"{have} is installed, and the files name {EXPORTERS[case.framework].proven}")
         text = export_layout(case.exported(), case.framework)
-        found[case.name] = {"with": have, "text": text.splitlines(), "read": read(case.framework, text, case.exported())}
+        found[case.name] = {
+            "with": have,
+            "text": text.splitlines(),
+            "read": read(case.framework, text, case.exported()),
+        }
         print(f"read: {case.name}")
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +42,8 @@ def installed(framework: str) -> str | None:
 
 def read(framework: str, text: str, job: ExportJob) -> dict:
     """Return what the framework's parser reads, by its own names."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
         found = READERS[framework](text, job)
     return json.loads(json.dumps(found))
 
@@ -199,9 +201,7 @@ def read_accelerate(text: str, job: ExportJob) -> dict:
     for block in blocks.values():
         if not set(block) <= known:
             raise ValueError(f"not options of `accelerate launch`: {sorted(set(block) - known)}")
-    sizes = {
-        name.removeprefix("parallelism_config_"): size for name, size in blocks["parallelism_config"].items()
-    }
+    sizes = {name.removeprefix("parallelism_config_"): size for name, size in blocks["parallelism_config"].items()}
     names = ("num_processes", "num_machines", "mixed_precision")
     return {
         "distributed_type": config.distributed_type.value,

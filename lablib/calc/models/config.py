@@ -14,7 +14,8 @@ One class covers the common families, because they differ in few ways:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 
 from lablib.calc.models.details import Rotary, Router
 
@@ -89,9 +90,9 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
-    norm_eps: float = field(default=0.0, compare=False)  # these three change no size
-    rotary: Rotary | None = field(default=None, compare=False)
-    router: Router | None = field(default=None, compare=False)
+    norm_eps: float = dataclasses.field(default=0.0, compare=False)  # these three change no size
+    rotary: Rotary | None = dataclasses.field(default=None, compare=False)
+    router: Router | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

@@ -80,11 +80,7 @@ DETAILS: dict[str, dict] = {
     **dict.fromkeys(("llama-3.2-1b", "llama-3.2-3b"), _LLAMA_32),
     **dict.fromkeys(("qwen2-0.5b", "qwen2-7b", "qwen2.5-0.5b", "qwen2.5-7b"), _QWEN),
     **dict.fromkeys(("qwen3-0.6b", "qwen3-8b"), _QWEN),
-    "mixtral-8x7b": {
-        "norm_eps": 1e-5,
-        "rotary": Rotary(base=1_000_000.0),
-        "router": Router(coefficient=0.02),
-    },
+    "mixtral-8x7b": {"norm_eps": 1e-5, "rotary": Rotary(base=1_000_000.0), "router": Router(coefficient=0.02)},
     "qwen3-30b-a3b": _QWEN | {"router": Router(coefficient=0.001)},
     "deepseek-v3": {
         "norm_eps": 1e-6,

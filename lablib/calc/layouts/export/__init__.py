@@ -4,6 +4,7 @@
     print(export_layout(job, "megatron"))
 
     job           what is exported, and how it was counted
+    frameworks    the four, by name
     torchtitan    a Python configuration
     megatron      arguments of pretrain_gpt.py
     accelerate    YAML
@@ -16,39 +17,7 @@ that version is installed, and holds the recorded files to what is written today
 Read `job` first, then `megatron`.
 """
 
-from __future__ import annotations
+from lablib.calc.layouts.export.frameworks import EXPORTERS, export_layout, framework_recipe
+from lablib.calc.layouts.export.job import ExportJob, export_job
 
-from lablib.calc.errors import one_of
-from lablib.calc.layouts.export.accelerate import ACCELERATE
-from lablib.calc.layouts.export.deepspeed import DEEPSPEED
-from lablib.calc.layouts.export.job import Exporter, ExportJob, export_job
-from lablib.calc.layouts.export.megatron import MEGATRON
-from lablib.calc.layouts.export.torchtitan import TORCHTITAN
-
-__all__ = [
-    "ACCELERATE",
-    "DEEPSPEED",
-    "EXPORTERS",
-    "MEGATRON",
-    "TORCHTITAN",
-    "ExportJob",
-    "Exporter",
-    "export_job",
-    "export_layout",
-]
-
-EXPORTERS: dict[str, Exporter] = {
-    "torchtitan": TORCHTITAN,
-    "megatron": MEGATRON,
-    "deepspeed": DEEPSPEED,
-    "accelerate": ACCELERATE,
-}
-
-
-def export_layout(job: ExportJob, framework: str) -> str:
-    """Return the layout as text that the framework reads.
-
-    Args:
-        framework: One of `EXPORTERS`.
-    """
-    return EXPORTERS[one_of("framework", framework, EXPORTERS)].text(job)
+__all__ = ["EXPORTERS", "ExportJob", "export_job", "export_layout", "framework_recipe"]

@@ -74,7 +74,7 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
 def _recipe(job: ExportJob) -> str:
     if job.layout.zero:
         return job.dtypes("Accelerate's FSDP2", SHARDED)
-    return job.dtypes("Accelerate's DDP (zero=0)", REPLICATED)
+    return job.dtypes("Accelerate's DDP (zero=0; shards are zero=1, 2 and 3)", REPLICATED)
 
 
 def _refuse(job: ExportJob) -> None:
@@ -83,6 +83,8 @@ def _refuse(job: ExportJob) -> None:
         if value > 1:
             raise ValueError(f"{name}={value}: Accelerate has no such parallelism; use torchtitan or Megatron-LM")
     job.require_fused("Accelerate")
+    if layout.gpus == 1 and layout.zero:
+        raise ValueError(f"zero={layout.zero} on one GPU: Accelerate shards over at least two processes; use zero=0")
     if layout.recompute == "selective":
         raise ValueError("recompute='selective': Accelerate checkpoints whole blocks; use 'full' or 'none'")
     if layout.zero == 0 and layout.recompute == "full":
@@ -110,7 +112,9 @@ def accelerate_yaml(job: ExportJob) -> str:
     if recipe == "pure-bf16":
         lines.append("# In the script: from_pretrained(..., dtype=torch.bfloat16); the file has no key for it.")
     if layout.zero in (1, 2):
-        lines.append(f"# zero={layout.zero}: FSDP2 that keeps gathered weights until backward; it shards gradients with both.")
+        lines.append(
+            f"# zero={layout.zero}: FSDP2 that keeps gathered weights until backward; it shards gradients with both."
+        )
     if job.nodes > 1:
         lines.append("# On every machine: its own machine_rank, and the address of the first for MASTER_ADDR.")
     for key, value in entries.items():

@@ -44,18 +44,18 @@ def deepspeed_json(job: ExportJob) -> str:
     if layout.tp > 1:
         tree["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.ep > 1:
-        tree["expert_parallel"] = {
-            "enabled": True,
-            "autoep_size": layout.ep,
-            "preset_model": PRESETS[job.model.family],
-        }
+        tree["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep, "preset_model": PRESETS[job.model.family]}
     return json.dumps(tree, indent=2) + "\n"
 
 
 def _refuse(job: ExportJob) -> None:
     layout = job.layout
     for name, value, why in (
-        ("pp", layout.pp, "DeepSpeed's pipelines are built in code (PipelineModule), and its file has no word for them"),
+        (
+            "pp",
+            layout.pp,
+            "DeepSpeed's pipelines are built in code (PipelineModule), and its file has no word for them",
+        ),
         ("cp", layout.cp, "DeepSpeed splits sequences over heads (Ulysses), which is not what was counted"),
     ):
         if value > 1:
@@ -73,7 +73,9 @@ def _refuse(job: ExportJob) -> None:
     if layout.ep > 1 and layout.tp > 1:
         raise ValueError(f"ep={layout.ep} with tp={layout.tp}: DeepSpeed folds the two, which is not what was counted")
     if layout.ep > 1 and job.model.family not in PRESETS:
-        raise ValueError(f"ep={layout.ep}: DeepSpeed has no preset for {job.model.family!r}; {', '.join(PRESETS)} have one")
+        raise ValueError(
+            f"ep={layout.ep}: DeepSpeed has no preset for {job.model.family!r}; {', '.join(PRESETS)} have one"
+        )
 
 
 def _said(job: ExportJob, recipe: str) -> list[str]:

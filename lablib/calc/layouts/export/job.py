@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import either, one_of
 from lablib.calc.layouts.planner import Layout, check_layout
 from lablib.calc.memory import ATTENTION, resolve_model
 from lablib.calc.models import ModelConfig
@@ -56,7 +56,7 @@ class ExportJob:
         names = list(known)
         name = self.recipe or names[0]
         if name not in names:
-            raise ValueError(f"recipe {name!r}: {framework} trains in {' or '.join(names)}")
+            raise ValueError(f"recipe {name!r}: {framework} trains in {either(names)}")
         return name
 
     def require_fused(self, framework: str) -> None:

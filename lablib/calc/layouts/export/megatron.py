@@ -51,7 +51,9 @@ def megatron_arguments(job: ExportJob) -> list[str]:
     if job.model.family in ("gemma2", "gemma3"):
         raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer")
     if job.model.family not in FAMILIES:
-        raise ValueError(f"family {job.model.family!r}: not held to Megatron-LM's switches; known are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"family {job.model.family!r}: not held to Megatron-LM's switches; known are {', '.join(FAMILIES)}"
+        )
     if job.model.is_moe and job.layout.tp > 1 and not job.sequence_parallel:
         raise ValueError(
             f"sequence_parallel=False with tp={layout.tp} and experts: Megatron-LM refuses to train it; use "
@@ -181,7 +183,9 @@ def _router_arguments(name: str, router: Router) -> list[str]:
     if router.score == "sigmoid" and not router.normalized:
         raise ValueError(f"router of {name}: Megatron-LM makes the weights of a sigmoid router sum to one")
     if router.coefficient is None:
-        raise ValueError(f"the coefficient of {name}'s balance loss is not known here; give its config.json as the model")
+        raise ValueError(
+            f"the coefficient of {name}'s balance loss is not known here; give its config.json as the model"
+        )
     found = [f"--moe-router-score-function {router.score}", "--moe-router-dtype fp32"]
     if router.score == "softmax" and not router.normalized:
         found.append("--moe-router-pre-softmax")
@@ -231,6 +235,11 @@ def _degree_arguments(job: ExportJob) -> list[str]:
     first, middle, last = chunk_layers(job.model.num_layers, layout.pp, layout.virtual_stages)
     if (first, last) == (middle - 1, middle - 1):
         found += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    elif 0 in (first, last):
+        raise ValueError(
+            f"pp={layout.pp}: {job.model.num_layers} layers as {first} + {layout.pp - 2} x {middle} + {last}, and "
+            "Megatron-LM wants a layer in the first and the last stage"
+        )
     elif first != middle or last != middle:
         found += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
     return found

@@ -106,7 +106,9 @@ def _refuse(job: ExportJob) -> None:
             "expert_parallel_degree takes ranks from dp and tp; use tp=1, or Megatron-LM"
         )
     if layout.ep > 1 and layout.zero == 0:
-        raise ValueError(f"ep={layout.ep} with zero=0: torchtitan takes expert-parallel ranks from those of FSDP; use zero=3")
+        raise ValueError(
+            f"ep={layout.ep} with zero=0: torchtitan takes expert-parallel ranks from those of FSDP; use zero=3"
+        )
 
 
 def training(job: ExportJob, recipe: str) -> dict[str, object]:
@@ -138,7 +140,9 @@ def parallelism(job: ExportJob) -> dict[str, object]:
         "expert_parallel_degree": layout.ep,
     }
     if layout.cp > 1:
-        found["context_parallel_load_balancer"] = "headtail"
+        found["context_parallel_load_balancer"] = (
+            "ptrr"  # the default, "headtail", cannot split its FlexAttention's mask
+        )
     if layout.pp > 1:
         first, middle, last = chunk_layers(job.model.num_layers, layout.pp, layout.virtual_stages)
         found |= {
@@ -157,7 +161,9 @@ def _said(job: ExportJob) -> list[str]:
     if layout.zero == 1:
         found.append("# zero=1 was counted; FSDP2 shards gradients too, and needs less.")
     if layout.recompute == "selective":
-        found.append("# Selective: torchtitan keeps every second product and attention; counted is attention run again.")
+        found.append(
+            "# Selective: torchtitan keeps every second product and attention; counted is attention run again."
+        )
     epsilon = FLAVORS[model.name][3]
     if model.norm_eps and model.norm_eps != epsilon:
         found.append(f"# Norms have epsilon {epsilon:g} here, and {model.norm_eps:g} in the model's configuration.")
