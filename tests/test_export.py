@@ -10,6 +10,7 @@ import pytest
 
 from lablib.calc.layouts import export_job, export_layout
 from lablib.calc.layouts.export import EXPORTERS
+from lablib.calc.layouts.export.accelerate import BLOCKS
 from lablib.calc.layouts.planner import Layout, chunk_layers
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
@@ -294,6 +295,15 @@ def test_presets_and_configurations_say_the_same_of_positions() -> None:
     read_back = from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaled})
     assert read_back.rotary == preset("llama-3.1-8b").rotary
     assert preset("llama-3-8b").rotary != preset("llama-3.1-8b").rotary
+
+
+def test_accelerates_blocks_are_transformers_classes() -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = Path(transformers.__file__).parent / "models"
+    for family, block in BLOCKS.items():
+        name = family.replace("-", "_")
+        source = (folder / name / f"modeling_{name}.py").read_text(encoding="utf-8")
+        assert f"class {block}(" in source, family
 
 
 def test_megatrons_fsdp_and_its_other_modes_want_other_environments() -> None:

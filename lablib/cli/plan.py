@@ -82,7 +82,7 @@ def plan(
     if not result.candidates:
         raise ValueError(nothing_fits(result))
     if export:
-        typer.echo(_export(result, export), nl=False)
+        typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
     else:
@@ -175,7 +175,7 @@ def _parameters(model: ModelConfig) -> list[str]:
     return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active: MFU counts the active ones"]
 
 
-def _export(result: Plan, framework: str) -> str:
+def _export(result: Plan, framework: str, recipe: str | None) -> str:
     """The fastest layout that the framework can run, as its file; a faster one that it cannot run is said."""
     from lablib.calc.layouts import export_job, export_layout
 
@@ -189,7 +189,7 @@ def _export(result: Plan, framework: str) -> str:
                 global_batch=load.global_batch,
                 gpus_per_node=result.cluster.gpus_per_node,
                 sequence_parallel=load.sequence_parallel,
-                recipe=load.recipe.name,
+                recipe=recipe,
                 attention=load.attention,
             )
             text = export_layout(job, framework)

@@ -103,6 +103,7 @@ def _model_arguments(model: ModelConfig, seq: int) -> list[str]:
         found.append(f"--kv-channels {model.head_dim}")
     if not model.learned_positions:
         found += _rotary_arguments(model)
+    found += _window_arguments(model)
     if model.gated_mlp:
         found.append("--swiglu")
     if model.norm == "rmsnorm":
@@ -151,6 +152,18 @@ def _rotary_arguments(model: ModelConfig) -> list[str]:
             f"high={rotary.high:g}): pretrain_gpt.py has arguments for Llama 3's and for latent attention's YaRN alone"
         )
     return [*found, "--rope-type rope", "--no-rope-fusion"] if model.is_mla else found
+
+
+def _window_arguments(model: ModelConfig) -> list[str]:
+    """Keys to the left and to the right that a query sees beside its own, and the layers where it is so."""
+    window, layers = getattr(model, "window", 0), getattr(model, "window_layers", ())
+    if not window:
+        return []
+    found = [f"--window-size {window - 1},0"]
+    if set(range(model.num_layers)) - set(layers):
+        pattern = ",".join(str(int(layer in layers)) for layer in range(model.num_layers))
+        found.append(f'--window-attn-skip-freq "[{pattern}]"')
+    return found
 
 
 def _has(rotary: Rotary, built_in: dict[str, float]) -> bool:
