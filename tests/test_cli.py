@@ -575,6 +575,20 @@ def test_a_plan_of_experts_names_both_counts_and_what_it_takes_for_granted() -> 
     assert all(" ".join(line.split()) in text for line in found["not_modelled"])
 
 
+def test_a_fit_of_experts_says_the_same() -> None:
+    call = ["fit", "qwen3-30b-a3b", "--gpu", "h100", "--dp", "8", "--ep", "8", "--zero", "2", "--seq", "4096"]
+    code, out, _ = rung(*call)
+    params = count_params(preset("qwen3-30b-a3b"))
+    assert code == 0
+    assert f"{params.active / 1e9:.3g} B active" in out
+    assert "ep=8 is taken out of dp=8" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    found = json.loads(rung(*call, "--json")[1])
+    assert found["active_parameters"] == params.active
+    assert len(found["not_modelled"]) == 3
+    assert json.loads(rung(*FITS, "--json")[1])["not_modelled"] == []
+
+
 def test_what_does_not_concern_a_layout_is_not_said_of_it() -> None:
     small = ["plan", "gpt2", "--gpus", "1", "--gpu", "a100", "--seq", "1024", "--global-batch", "8"]
     assert json.loads(rung(*small, "--json")[1])["not_modelled"] == []

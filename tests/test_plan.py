@@ -449,6 +449,6 @@ def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     load = Workload(preset("deepseek-v3"), cluster("h800", 2048), 4096, 15360)
     said = " ".join(not_modelled(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
     assert "limits a token to 4 of 8 groups" in said
-    assert "61 layers in unequal chunks: 3 in the first, 4 in each other, 2 in the last" in said
+    assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
     assert not_modelled(dense, Layout(dp=8)) == []

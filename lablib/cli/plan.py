@@ -143,7 +143,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
-        *_parameters(load.model),
+        *parameters_line(load.model),
         f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
         "",
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
@@ -165,14 +165,14 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
-def _parameters(model: ModelConfig) -> list[str]:
-    """Total and active parameters of a model with experts."""
+def parameters_line(model: ModelConfig) -> list[str]:
+    """Return a line with total and active parameters of a model with experts, and none for another."""
     from lablib.calc.params import count_params
 
     if not model.is_moe:
         return []
     params = count_params(model)
-    return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active: MFU counts the active ones"]
+    return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active"]
 
 
 def _export(result: Plan, framework: str, recipe: str | None) -> str:

@@ -13,7 +13,7 @@
 Read `search` first, then `time`. Chapter 07.
 """
 
-from lablib.calc.layouts.planner.assumptions import not_modelled, refuse_unmodelled
+from lablib.calc.layouts.planner.assumptions import expert_limits, not_modelled, refuse_unmodelled
 from lablib.calc.layouts.planner.calibration import (
     EFFICIENCY,
     LLAMA3,
@@ -61,6 +61,7 @@ __all__ = [
     "chunk_layers",
     "cluster",
     "divisors",
+    "expert_limits",
     "judge_runs",
     "layer_work",
     "layout_memory",

@@ -6,15 +6,19 @@ another plan of it (FP8, a zero-bubble schedule) is refused by name where it is 
 
 from __future__ import annotations
 
-from lablib.calc.errors import plural
 from lablib.calc.layouts.planner.layout import Layout, chunk_layers
 from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.models import ModelConfig
 from lablib.calc.schedules import SCHEDULES, schedule_names
 
 
 def not_modelled(load: Workload, layout: Layout) -> list[str]:
     """Return what is taken for granted about a layout, one sentence each."""
-    found = [*_experts(load, layout), *_overlap(layout), *_pipeline(load, layout)]
+    found = [
+        *expert_limits(load.model, ep=layout.ep, out_of=f"dp={layout.dp}", tp=layout.tp),
+        *_overlap(layout),
+        *_pipeline(load, layout),
+    ]
     if layout.cp > 1:
         found.append(
             f"cp={layout.cp}: keys and values of the whole sequence are gathered, and every rank attends to as many "
@@ -33,27 +37,32 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
     return found
 
 
-def _experts(load: Workload, layout: Layout) -> list[str]:
-    model = load.model
+def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int) -> list[str]:
+    """Return what is taken for granted about the experts of a model; nothing where it has none.
+
+    Args:
+        out_of: The ranks that ep is taken from, as text: "dp=8".
+    """
     if not model.is_moe:
         return []
     found = [
         f"Tokens are spread evenly over {model.num_experts} experts, and none is dropped: the busiest rank of a real "
         "router takes longer and needs more memory."
     ]
-    if layout.ep == 1:
+    if ep == 1:
         return found
-    split = f", and an expert is split over tp={layout.tp}" if layout.tp > 1 else ""
+    split = f", and an expert is split over tp={tp}" if tp > 1 else ""
     found.append(
-        f"ep={layout.ep} is taken out of dp={layout.dp}{split}; experts over tp or cp ranks (folding), or split over "
-        "another number, are not searched."
+        f"ep={ep} is taken out of {out_of}{split}; experts over other ranks (folding), or split over another number, are "
+        "not searched."
     )
     text = (
-        f"Every one of a token's {plural(model.experts_per_token, 'copy').replace('copys', 'copies')} is sent to its "
+        f"Every one of a token's {model.experts_per_token} copies is sent to its expert and back, and no computation "
     )
-    text += "expert and back, and no computation hides it"
+    text += "hides it"
     if model.router is not None and model.router.groups > 1:
-        text += f"; {model.name} limits a token to {model.router.group_topk} of {model.router.groups} groups, which sends less"
+        groups = f"{model.router.group_topk} of {model.router.groups} groups"
+        text += f"; {model.name} limits a token to {groups}, which sends less"
     return [*found, text + "."]
 
 
@@ -71,8 +80,8 @@ def _pipeline(load: Workload, layout: Layout) -> list[str]:
         f"pp={layout.pp}: zero-bubble schedules and DualPipe, which keeps two copies of the weights, are not searched."
     ]
     first, middle, last = chunk_layers(layers, layout.pp, layout.virtual_stages)
-    if (first, last) != (middle, middle):
-        text = f"{layers} layers in unequal chunks: {first} in the first, {middle} in each other, {last} in the last"
+    if (first, last) not in ((middle, middle), (middle - 1, middle - 1)):
+        text = f"{layers} layers are {first} in the first stage, {middle} in each other and {last} in the last"
         most = (layers + 2) // layout.pp
         if not any(chunk_layers(layers, layout.pp, chunks) for chunks in range(2, most + 1)):
             text += "; they make no equal virtual stages, and unequal ones are not searched"
