@@ -377,8 +377,8 @@ CAUSES: list[tuple[str, dict, dict]] = [
     ("unsharded_gradients", FSDP, {"dp": 4, "zero": 1}),
     (
         "reduced_shards",
-        FSDP | {"recipe": "fsdp2-mixed", "seq": 1},
-        FSDP | {"recipe": "fsdp2-mixed-fp32-reduce", "seq": 1},
+        FSDP | {"dp": 2, "recipe": "fsdp2-mixed"},
+        FSDP | {"dp": 2, "recipe": "fsdp2-mixed-fp32-reduce"},
     ),
     ("gradient_buckets", {"dp": 4}, {"dp": 4, "gradient_as_bucket_view": True}),
     ("gradient_buckets", {"dp": 4}, {"dp": 1}),

@@ -3,7 +3,7 @@
     config      `ModelConfig`: all that the calculators need to know about a model
     details     what changes no size and yet is another model: rotary positions, router, epsilon
     presets     published models by name
-    hf_config   a Hugging Face `config.json` as a ModelConfig
+    hf_config   a Hugging Face `config.json` as a ModelConfig; its fields are in `hf_fields`, its families in `hf_families`
     tensors     the tensors of a model, and what a rank of tensor or expert parallelism holds of each
 
 Read `config` first. Every chapter uses it, from 01 on.

@@ -156,10 +156,10 @@ def _rotary_arguments(model: ModelConfig) -> list[str]:
 
 def _window_arguments(model: ModelConfig) -> list[str]:
     """Keys to the left and to the right that a query sees beside its own, and the layers where it is so."""
-    window, layers = getattr(model, "window", 0), getattr(model, "window_layers", ())
-    if not window:
+    layers = model.window_layers
+    if not model.num_window_layers:
         return []
-    found = [f"--window-size {window - 1},0"]
+    found = [f"--window-size {model.window - 1},0"]
     if set(range(model.num_layers)) - set(layers):
         pattern = ",".join(str(int(layer in layers)) for layer in range(model.num_layers))
         found.append(f'--window-attn-skip-freq "[{pattern}]"')

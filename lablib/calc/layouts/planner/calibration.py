@@ -303,7 +303,8 @@ def counted_flops(run: Run, recompute: str) -> float:
     Fused attention skips the masked half of the scores, and the half is what is counted for it.
     """
     causal = run.attention == "fused"
-    flops = step_flops(run.model, batch=run.global_batch, seq=run.seq, recompute=recompute, causal=causal)
+    how = {"recompute": recompute, "causal": causal, "early_stop": False}  # Megatron's replays run to the end
+    flops = step_flops(run.model, batch=run.global_batch, seq=run.seq, **how)
     return flops.hardware if run.counts == "hardware" else flops.model
 
 

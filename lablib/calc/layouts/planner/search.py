@@ -142,6 +142,7 @@ class Plan:
             seq=load.seq,
             recompute=candidate.layout.recompute,
             causal=load.attention == "fused",
+            early_stop=False,  # as the step's time counts replays
         )
         return (flops.hardware if hardware else flops.model) / candidate.step / self.cluster.gpus / 1e12
 

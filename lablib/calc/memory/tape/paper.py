@@ -82,15 +82,23 @@ class _PaperBlock:
         e.tape.recomputing = s.recompute == "full"
         x = e.input("input of the block", s.stream * self.c.hidden, needs_grad=s.input_needs_grad)
         e.tape.hold(x)
-        y = self.attention(paper_norm(e, s, x, "norm 1"))
-        x = self.add(x, y, "attention", "the norm behind norm 1")
-        y = self.experts if self.c.has_experts(s.layer) else self.mlp
-        self.add(x, y(paper_norm(e, s, x, "norm 2")), "mlp", "the norm behind norm 2")
+        before = not self.c.post_norm
+        normed = paper_norm(e, s, x, "norm 1") if before else x
+        y = self.attention(normed)
+        behind = self.add(x, y, "attention", "the norm behind norm 1")
+        if not self.c.parallel_block:
+            x = behind
+        if before and self.c.norms_per_layer > 1:
+            normed = paper_norm(e, s, x, "norm 2")
+        elif not before:
+            normed = x
+        mlp = self.experts if self.c.has_experts(s.layer) else self.mlp
+        self.add(behind, mlp(normed), "mlp", "the norm behind norm 2")
         if s.recompute == "full":
             e.tape.kinds[e.tape.inputs[0]] = "input"
 
     def add(self, x: Value, y: Value, kind: str, norm: str) -> Value:
-        if self.c.norms_per_layer == 4:
+        if self.c.ends_with_norm:
             y = paper_norm(self.e, self.s, y, norm)
         if self.s.dropout:
             y = self.e.make(
