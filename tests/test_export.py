@@ -134,6 +134,8 @@ def test_megatron_builds_the_same_model(case: Case) -> None:
     config = found["config"]
     assert count_params(megatrons_model(found, model.vocab)).total == count_params(model).total
     assert config["layernorm_epsilon"] == model.norm_eps
+    # A query sees its own key, and so many to the left and to the right.
+    assert config["window_size"] == ([model.window - 1, 0] if model.window else None)
     rotary = model.rotary
     if rotary is not None:
         assert (found["rotary_base"], found["rotary_percent"]) == (rotary.base, rotary.share)
@@ -248,6 +250,7 @@ def arguments(model: ModelConfig) -> dict[str, str]:
                               "original_max_position_embeddings": 8192}},
             {"use-rope-scaling": "", "rope-scaling-factor": "32"},
         ),
+        ({"model_type": "mistral", "sliding_window": 64}, {"window-size": "63,0", "window-attn-skip-freq": None}),
         # transformers 5 writes both into one field
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rotary-base": "1000000"}),
     ],

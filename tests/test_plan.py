@@ -452,3 +452,8 @@ def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
     assert not_modelled(dense, Layout(dp=8)) == []
+    window = preset("gemma-2-2b")
+    for seq, said in ((8192, 1), (window.window, 0)):
+        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
+        assert len(found) == said
+        assert all("13 of 26 layers see 4,096 tokens" in line for line in found)

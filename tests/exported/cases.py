@@ -43,6 +43,7 @@ CASES = (
     Case("megatron", "llama-3.2-1b", Layout(dp=8, zero=2)),
     Case("megatron", "llama-2-13b", Layout(tp=2, pp=2, dp=2, cp=2)),
     Case("megatron", "mixtral-8x7b", Layout(tp=2, dp=8, ep=4, zero=1)),
+    Case("megatron", "mistral-7b-v0.1", Layout(tp=2, dp=4, zero=1), {"seq": 8192}),
     Case("megatron", "qwen2-7b", Layout(tp=2, dp=4, zero=1, recompute="full")),
     Case("megatron", "qwen3-0.6b", Layout(dp=8), {"attention": "plain"}),
     Case("megatron", "qwen3-30b-a3b", Layout(pp=4, dp=8, ep=8, zero=1)),

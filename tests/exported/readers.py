@@ -115,7 +115,7 @@ MEGATRON_FIELDS = (
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split", "bf16", "fp16",
+    "account_for_loss_in_pipeline_split", "bf16", "fp16", "window_size", "window_attn_skip_freq",
 )  # fmt: skip
 MEGATRON_ARGS = (
     "seq_length", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent",

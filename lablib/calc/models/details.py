@@ -76,6 +76,7 @@ DETAILS: dict[str, dict] = {
     **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-6.7b", "gpt3-175b"), _GPT),
     **dict.fromkeys(("llama-2-7b", "llama-2-13b", "llama-2-70b"), _LLAMA_2),
     **dict.fromkeys(("llama-3-8b", "llama-3-70b"), _LLAMA_3),
+    "mistral-7b-v0.1": _LLAMA_2,
     **dict.fromkeys(("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"), _LLAMA_31),
     **dict.fromkeys(("llama-3.2-1b", "llama-3.2-3b"), _LLAMA_32),
     **dict.fromkeys(("qwen2-0.5b", "qwen2-7b", "qwen2.5-0.5b", "qwen2.5-7b"), _QWEN),

@@ -24,7 +24,12 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
             f"cp={layout.cp}: keys and values of the whole sequence are gathered, and every rank attends to as many "
             "pairs; rings and Ulysses take other times."
         )
-    card = load.cluster.gpu
+    model, card = load.model, load.cluster.gpu
+    if model.num_window_layers and load.seq > model.window:
+        found.append(
+            f"{model.num_window_layers} of {model.num_layers} layers see {model.window:,} tokens: the predicted time has "
+            "full attention in them, and MFU does not."
+        )
     if "fp8" in card.flops:
         found.append(
             f"Products run in {'bf16' if 'bf16' in card.flops else 'fp16'}: FP8, which {card.name} has, is not modelled."
