@@ -3,8 +3,9 @@
 The calculators do without these; an exporter that leaves them to a framework's defaults trains another model in silence.
 Read `Rotary` and `Router` first.
 
-`DETAILS` repeats the published configurations: config.json of the models on the Hugging Face hub, and for DeepSeek-V3
-also its paper (arXiv 2412.19437, section 4.2: group-limited routing to 4 of 8 nodes, balance loss of 0.0001 in a sequence).
+`DETAILS` repeats the models' own config.json as public repositories hold copies of it (secondary; one size of each row
+was looked up), and for DeepSeek-V3 its paper (arXiv 2412.19437, sections 4.2 and 4.3: positions, routing, and a balance
+loss of 0.0001 in a sequence).
 A preset that is not listed has none of them, and an exporter that needs one says so.
 """
 

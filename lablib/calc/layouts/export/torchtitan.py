@@ -84,6 +84,7 @@ def torchtitan_config(job: ExportJob) -> str:
             "        model_spec=spec,",
             "        # The logits in one piece, as they are counted; ChunkedLossWrapper needs less.",
             "        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),",
+            '        hf_assets_path="./assets/hf",  # yours: the tokenizer',
             '        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),  # yours',
             "        optimizer=default_adamw(lr=3e-4),  # yours",
             *_call("training", "TrainingConfig", training(job, recipe)),
