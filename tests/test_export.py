@@ -343,6 +343,7 @@ MOE = "qwen3-30b-a3b"
         ("torchtitan", "llama-3-8b", {"dp": 8}, {"recipe": "mixed-bf16"}, "trains in fsdp2-mixed-fp32-reduce or fp32"),
         ("torchtitan", "qwen2-7b", {"dp": 8}, {}, "ships no qwen2-7b"),
         ("torchtitan", MOE, {"dp": 4, "tp": 2}, {}, "splits no expert over tp"),
+        ("torchtitan", "llama-3.2-1b", {"dp": 4, "pp": 2}, {}, "pp=2 with the tied output of llama-3.2-1b"),
         ("torchtitan", MOE, {"dp": 8, "ep": 8}, {}, "ep=8 with zero=0"),
         ("torchtitan", "llama-3-8b", {"dp": 8}, {"attention": "plain"}, "attention='plain'"),
         ("accelerate", "llama-3-8b", {"dp": 4, "pp": 2}, {}, "pp=2: Accelerate has no such parallelism"),

@@ -101,6 +101,8 @@ def _refuse(job: ExportJob) -> None:
     if model.name not in FLAVORS:
         raise ValueError(f"torchtitan ships no {model.name}; here it can train {', '.join(FLAVORS)}")
     job.require_fused("torchtitan")
+    if layout.pp > 1 and model.tied:
+        raise ValueError(f"pp={layout.pp} with the tied output of {model.name}: torchtitan cannot cut it; use pp=1")
     if layout.tp > 1 and model.is_moe:
         raise ValueError(
             f"tp={layout.tp} with experts: torchtitan splits no expert over tp, as was counted; its "
