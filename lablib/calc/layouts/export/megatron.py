@@ -45,8 +45,8 @@ def megatron_arguments(job: ExportJob) -> list[str]:
         raise ValueError("schedule='gpipe' does not exist in Megatron-LM; use '1f1b' or 'interleaved'")
     if layout.zero > 1 and layout.pp > 1:
         raise ValueError(
-            f"zero={layout.zero} with pp={layout.pp}: Megatron-LM shards the optimizer (zero=1) beside a pipeline, and "
-            "gradients and weights only with its FSDP, without one"
+            f"zero={layout.zero} with pp={layout.pp}: Megatron-LM shards the optimizer (zero=1) beside a pipeline; its FSDP, "
+            "which shards gradients and weights too, is exported without one; use zero=1"
         )
     if job.model.family in ("gemma2", "gemma3"):
         raise ValueError(f"family {job.model.family!r}: pretrain_gpt.py has no switches for its four norms a layer")
