@@ -30,7 +30,14 @@ def main() -> None:
             "read": read(case.framework, text, case.exported()),
         }
         print(f"read: {case.name}")
-    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    entries = ",\n".join(json.dumps(name) + ": " + _entry(one) for name, one in found.items())
+    RECORD.write_text("{\n" + entries + "\n}\n", encoding="utf-8")
+
+
+def _entry(one: dict) -> str:
+    """One case: the file line by line, and what was read of it on one line."""
+    text = ",\n".join("  " + json.dumps(line) for line in one["text"])
+    return f'{{"with": {json.dumps(one["with"])}, "text": [\n{text}\n ],\n "read": {json.dumps(one["read"])}}}'
 
 
 if __name__ == "__main__":
