@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from lablib.calc.layouts.fit import cheapest_change, fewest_gpus, largest_micro_
 from lablib.calc.layouts.planner import plan
 from lablib.calc.memory import SETTINGS, training_memory, verdict
 from lablib.calc.memory.timeline import memory_timeline
-from lablib.calc.models import preset_names
+from lablib.calc.models import preset, preset_names
 from lablib.calc.params import count_params
 from lablib.cli import doctor
 from lablib.cli.fit import SHOWN, command, fit
@@ -192,6 +191,10 @@ def test_models_lists_every_preset_with_its_count() -> None:
         ([*PLAN, "--gpu", "h9"], "unknown accelerator 'h9'"),
         ([*PLAN, "--json", "--export", "megatron"], "give one"),
         ([*PLAN, "--nic", "fast"], "unknown link 'fast'"),
+        ([*PLAN, "--recipe", "fp8"], "the planner models no FP8 or FP4"),
+        ([*PLAN, "--schedule", "dualpipe-v"], "nor its second copy of the weights"),
+        ([*PLAN, "--schedule", "zb-h1"], "the planner models 1f1b, gpipe, interleaved"),
+        ([*PLAN, "--export", "fairscale"], "unknown framework 'fairscale'"),
         ([*PLAN, "--recompute", "some"], "unknown recompute 'some'"),
         (["memory"], "model"),
         (["train"], "train"),
@@ -579,9 +582,80 @@ def test_table_and_reasons_fit_80_columns() -> None:
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
 def test_export_prints_the_winner(framework: str) -> None:
-    code, out, _ = rung(*PLAN, "--tp", "2", "--pp", "2", "--zero", "1", "--export", framework)
+    code, out, err = rung(*PLAN, "--tp", "2", "--pp", "2", "--zero", "1", "--export", framework)
+    assert (code, err) == (0, "")
+    said = {"torchtitan": "pipeline_parallel_degree=2,", "megatron": "--pipeline-model-parallel-size 2 "}
+    assert said[framework] in out
+
+
+@pytest.mark.parametrize(
+    ("framework", "recipe"),
+    [
+        ("torchtitan", "fsdp2-mixed-fp32-reduce"),
+        ("megatron", "mixed-bf16-fp32-grads"),
+        ("deepspeed", "mixed-bf16"),
+        ("accelerate", "fsdp2-mixed"),
+    ],
+)
+def test_a_plan_for_a_framework_counts_what_it_trains_in(framework: str, recipe: str) -> None:
+    code, out, _ = rung(*PLAN, "--export", framework)
     assert code == 0
-    if framework == "torchtitan":
-        assert tomllib.loads(out)["parallelism"]["pipeline_parallel_degree"] == 2
-    else:
-        assert "--pipeline-model-parallel-size 2" in out
+    best = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, recipe_=recipe).best.layout
+    head = out.splitlines()[2 if framework == "deepspeed" else 0]
+    assert f", {recipe}." in head
+    assert str(best) in head or framework in ("deepspeed", "accelerate")  # which may not run the fastest
+
+
+def test_a_layout_that_a_framework_cannot_run_is_passed_over_and_named() -> None:
+    code, out, err = rung(*PLAN, "--micro-batch", "1", "--recompute", "none", "--tp", "1", "--export", "deepspeed")
+    result = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, micro_batch=1, recompute="none", tp=1)
+    runnable = next(c for c in result.candidates if c.layout.pp == c.layout.cp == 1)
+    assert code == 0
+    assert str(runnable.layout) in out
+    assert bool(err) is (runnable is not result.best)
+    if err:
+        assert f"{runnable.step / result.best.step - 1:.1%} slower" in " ".join(err.split())
+    code, _, err = rung(*PLAN, "--pp", "2", "--export", "accelerate")
+    assert code != 0
+    assert "accelerate can run none of the layouts that fit" in err
+
+
+MOE_PLAN = ["plan", "qwen3-30b-a3b", "--gpus", "64", "--seq", "4096", "--global-batch", "256"]
+
+
+def test_a_plan_of_experts_names_both_counts_and_what_it_takes_for_granted() -> None:
+    params = count_params(preset("qwen3-30b-a3b"))
+    code, out, _ = rung(*MOE_PLAN, "--ep", "8")
+    assert code == 0
+    assert f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active" in out
+    text = " ".join(out.split())
+    assert "Tokens are spread evenly over 128 experts" in text
+    assert "ep=8 is taken out of dp=" in text
+    assert "Every one of a token's 8 copies is sent" in text
+    found = json.loads(rung(*MOE_PLAN, "--ep", "8", "--json")[1])
+    assert (found["parameters"], found["active_parameters"]) == (params.total, params.active)
+    assert all(" ".join(line.split()) in text for line in found["not_modelled"])
+
+
+def test_a_fit_of_experts_says_the_same() -> None:
+    call = ["fit", "qwen3-30b-a3b", "--gpu", "h100", "--dp", "8", "--ep", "8", "--zero", "2", "--seq", "4096"]
+    code, out, _ = rung(*call)
+    params = count_params(preset("qwen3-30b-a3b"))
+    assert code == 0
+    assert f"{params.active / 1e9:.3g} B active" in out
+    assert "ep=8 is taken out of dp=8" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    found = json.loads(rung(*call, "--json")[1])
+    assert found["active_parameters"] == params.active
+    assert len(found["not_modelled"]) == 3
+    assert json.loads(rung(*FITS, "--json")[1])["not_modelled"] == []
+
+
+def test_what_does_not_concern_a_layout_is_not_said_of_it() -> None:
+    small = ["plan", "gpt2", "--gpus", "1", "--gpu", "a100", "--seq", "1024", "--global-batch", "8"]
+    assert json.loads(rung(*small, "--json")[1])["not_modelled"] == []
+    assert "Not modelled" not in rung(*small)[1]
+    said = " ".join(json.loads(rung(*PLAN, "--tp", "2", "--pp", "2", "--json")[1])["not_modelled"])
+    assert "asynchronous tensor parallelism" in said
+    assert "DualPipe, which keeps two copies of the weights" in said
+    assert "expert" not in said

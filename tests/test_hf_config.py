@@ -9,7 +9,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lablib.calc.models import ModelConfig, from_hf
+from lablib.calc.models import ModelConfig, from_hf, preset
+from lablib.calc.models.details import read_details
 from lablib.calc.models.hf_families import GEMMA3_TEXT, KNOWN
 from lablib.calc.params import count_params
 from lablib.cli.main import app
@@ -312,3 +313,25 @@ def test_the_command_line_reads_files_and_says_one_sentence(command, tmp_path) -
         assert err.startswith("rung: ")
         assert said in err
         assert err.count("\n") == 1
+
+
+def test_positions_and_router_that_transformers_writes_are_read() -> None:
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    llama = from_hf(transformers.LlamaConfig(rope_parameters=scaled, rms_norm_eps=1e-5).to_dict())
+    assert (llama.rotary, llama.norm_eps) == (preset("llama-3.1-8b").rotary, preset("llama-3.1-8b").norm_eps)
+    deepseek = from_hf(transformers.DeepseekV3Config(aux_loss_alpha=1e-4).to_dict())
+    assert deepseek.router == preset("deepseek-v3").router
+    for normalized in (True, False):
+        config = transformers.Qwen3MoeConfig(norm_topk_prob=normalized, router_aux_loss_coef=0.5).to_dict()
+        router = from_hf(config).router
+        assert (router.score, router.normalized, router.coefficient) == ("softmax", normalized, 0.5)
+
+
+def test_deepseeks_older_spelling_of_its_positions_is_read() -> None:
+    yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    found = read_details({"rope_theta": 10000, "rope_scaling": yarn, "rms_norm_eps": 1e-6}, "deepseek-v3")
+    assert found == {"rotary": preset("deepseek-v3").rotary, "norm_eps": 1e-6}
+    # Strange types are not taken for numbers; what needs them says that they are not known.
+    assert read_details({"rope_theta": "10000", "rope_scaling": [], "rms_norm_eps": True}, "llama") == {}

@@ -29,7 +29,7 @@ from lablib.calc.layouts.planner import (
     cluster,
     judge_runs,
     layout_memory,
-    not_modelled,
+    model_limits,
     place_of_published,
     plan,
     plan_reasons,
@@ -248,16 +248,16 @@ def test_candidates_are_valid_sorted_and_fit() -> None:
 
 def test_what_the_planner_does_not_know_is_said() -> None:
     mistral = preset("mistral-7b-v0.1")
-    (said,) = not_modelled(mistral, 32768)
+    (said,) = model_limits(mistral, 32768)
     assert said.startswith("window=4096 in 32 of 32 layers: attention is timed over all tokens")
-    assert not_modelled(mistral, 4096) == not_modelled(preset("llama-3-8b"), 131072) == []
-    fields = [clause.partition(":")[0] for clause in not_modelled(preset("gpt-oss-20b"), 8192)]
+    assert model_limits(mistral, 4096) == model_limits(preset("llama-3-8b"), 131072) == []
+    fields = [clause.partition(":")[0] for clause in model_limits(preset("gpt-oss-20b"), 8192)]
     assert fields == ["window=128 in 12 of 24 layers", "attention_sinks"]
-    fields = [clause.partition(":")[0] for clause in not_modelled(preset("pythia-1.4b"), 2048)]
+    fields = [clause.partition(":")[0] for clause in model_limits(preset("pythia-1.4b"), 2048)]
     assert fields == ["parallel_block", "rotary_dim=32"]
     how = ["plan", "mistral-7b-v0.1", "--gpus", "8", "--global-batch", "8", "--seq", "8192"]
     assert "Not modelled: window=4096" in CliRunner().invoke(app, how).stdout
-    (clause,) = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)["not_modelled"]
+    (clause,) = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)["model_limits"]
     assert clause.startswith("window=4096")
 
 
@@ -450,3 +450,28 @@ def test_why_two_of_them_are_missed() -> None:
     larger = place_of_published(replace(llama, gpu="h200"))
     assert larger.place is not None
     assert larger.slower < 0.05
+
+
+def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
+    model = preset("qwen3-30b-a3b")
+    found = plan(model, gpus=64, seq=4096, global_batch=256, ep=8, tp=1, pp=1)
+    tokens, params = 256 * 4096, count_params(model)
+    flops = step_flops(model, batch=256, seq=4096, causal=True)
+    # Looking up an embedding is no product, and norms are no matrix: 6 FLOPs for every other active parameter.
+    products = 6 * tokens * (params.active - model.vocab * model.hidden)
+    assert flops.model - 3 * flops.by_component["scores"] == pytest.approx(products, rel=1e-3)
+    assert found.tflops(found.best) * 1e12 * found.best.step * 64 == pytest.approx(flops.model)
+
+
+def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
+    load = Workload(preset("deepseek-v3"), cluster("h800", 2048), 4096, 15360)
+    said = " ".join(model_limits(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
+    assert "limits a token to 4 of 8 groups" in said
+    assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
+    dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
+    assert model_limits(dense, Layout(dp=8)) == []
+    window = preset("gemma-2-2b")
+    for seq, said in ((8192, 1), (window.window, 0)):
+        found = model_limits(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
+        assert len(found) == said
+        assert all("13 of 26 layers see 4,096 tokens" in line for line in found)

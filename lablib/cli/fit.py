@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lablib.cli.memory import Reserve, settings_as_options
+from lablib.cli.plan import parameters_line
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.fit import Answer, Change, Setup
+    from lablib.calc.memory import RunConfig
 
 ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
@@ -72,10 +74,15 @@ def fit(
 def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
     from lablib.calc.layouts.fit import counted, links_of, unproven
+    from lablib.calc.params import count_params
 
+    run, params = have.run, count_params(have.run.model)
     return {
         "model": have.run.model.name,
         **have.verdict.as_dict(),
+        "parameters": params.total,
+        "active_parameters": params.active,
+        "not_modelled": _limits(run),
         "gpus": have.gpus,
         "seq": have.run.seq,
         "seq_given": "seq" in have.given,
@@ -100,6 +107,13 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         **{answer.question.replace(" ", "_").replace("-", "_"): _answer(answer) for answer in answers},
         "fewest_gpus": [_answer(one) | {"layout": _layout(one.at)} for one in fewest],
     }
+
+
+def _limits(run: RunConfig) -> list[str]:
+    from lablib.calc.layouts.planner import expert_limits
+
+    ranks = f"dp x cp={run.dp * run.cp}" if run.cp > 1 else f"dp={run.dp}"
+    return expert_limits(run.model, ep=run.ep, out_of=ranks, tp=run.tp)
 
 
 def _layout(at: Setup | None) -> dict[str, object] | None:
@@ -136,6 +150,8 @@ def fit_text(
             + " ".join(f"{name}={getattr(run, name)}" for name in ("dp", "tp", "cp", "pp", "zero"))
         ),
         *[ASSUMED] * assumed_seq,
+        *parameters_line(run.model),
+        *[line for limit in _limits(run) for line in _wrap(limit)],
         *_wrap(
             f"Budget of a GPU: {size(have.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(have.reserve)} "
             f"kept free. Compared with it: {counted(have)}."

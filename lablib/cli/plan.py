@@ -13,6 +13,7 @@ from lablib.cli.memory import Reserve
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
+    from lablib.calc.models import ModelConfig
 
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 
@@ -32,7 +33,9 @@ def plan(
     nics_per_node: Annotated[int | None, typer.Option(help="Network cards of a node; default: one a GPU.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")] = None,
     rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = True,
-    recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
+    recipe: Annotated[
+        str | None, typer.Option(help="Dtypes, as in `rung memory`; default: mixed-bf16, or what --export trains in.")
+    ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
     reserve: Reserve = "2.5 GiB",
@@ -55,6 +58,7 @@ def plan(
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
+    from lablib.calc.layouts import framework_recipe
     from lablib.calc.layouts.planner import nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
@@ -75,7 +79,7 @@ def plan(
         intra=intra,
         rails=rails,
         nics_per_node=nics_per_node,
-        recipe_=recipe,
+        recipe_=recipe or (framework_recipe(export) if export else "mixed-bf16"),
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
@@ -84,7 +88,7 @@ def plan(
     if not result.candidates:
         raise ValueError(nothing_fits(result))
     if export:
-        typer.echo(_export(result, export), nl=False)
+        typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
     else:
@@ -94,10 +98,13 @@ def plan(
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
     from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.params import count_params
 
-    machine = result.cluster
+    machine, params = result.cluster, count_params(result.load.model)
     return {
         "model": result.load.model.name,
+        "parameters": params.total,
+        "active_parameters": params.active,
         "gpus": machine.gpus,
         "gpu": machine.gpu.name,
         "gpus_per_node": machine.gpus_per_node,
@@ -113,7 +120,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
             {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
             for one in result.dropped[:top]
         ],
-        "not_modelled": not_modelled(result.load.model, result.load.seq),
+        "not_modelled": not_modelled(result.load, result.best.layout),
         "why": why,
     }
 
@@ -135,7 +142,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
-    """Return the best layouts as aligned text, what the planner does not know of the model, and why the winner wins."""
+    """Return the best layouts as aligned text, and why the winner wins."""
     from lablib.calc.layouts.planner import not_modelled
 
     load, machine = result.load, result.cluster
@@ -143,6 +150,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
+        *parameters_line(load.model),
         f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
         *textwrap.wrap(machine.links_text(), 80, break_on_hyphens=False),
         "",
@@ -158,23 +166,47 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
-    unknown = [f"Not modelled: {clause}." for clause in not_modelled(load.model, load.seq)]
-    if unknown:
-        lines += ["", *(textwrap.fill(line, 80) for line in unknown)]
+    limits = not_modelled(load, result.best.layout)
+    if limits:
+        items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]
+        lines += ["", "Not modelled (first layout):", *items]
     return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
-def _export(result: Plan, framework: str) -> str:
+def parameters_line(model: ModelConfig) -> list[str]:
+    """Return a line with total and active parameters of a model with experts, and none for another."""
+    from lablib.calc.params import count_params
+
+    if not model.is_moe:
+        return []
+    params = count_params(model)
+    return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active"]
+
+
+def _export(result: Plan, framework: str, recipe: str | None) -> str:
+    """The fastest layout that the framework can run, as its file; a faster one that it cannot run is said."""
     from lablib.calc.layouts import export_job, export_layout
 
-    load = result.load
-    job = export_job(
-        load.model,
-        result.best.layout,
-        seq=load.seq,
-        global_batch=load.global_batch,
-        gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
-        sequence_parallel=load.sequence_parallel,
-        dtype="fp16" if "fp16" in load.recipe.name else "bf16",
-    )
-    return export_layout(job, framework)
+    load, refused = result.load, None
+    for candidate in result.candidates:
+        try:
+            job = export_job(
+                load.model,
+                candidate.layout,
+                seq=load.seq,
+                global_batch=load.global_batch,
+                gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
+                sequence_parallel=load.sequence_parallel,
+                recipe=recipe,
+                attention=load.attention,
+            )
+            text = export_layout(job, framework)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if refused:
+            slower = candidate.step / result.best.step - 1
+            note = f"{framework} cannot run the fastest layout, {result.best.layout} ({refused}). Exported is {candidate.layout}"
+            typer.echo(textwrap.fill(f"{note}, {slower:.1%} slower.", 80), err=True)
+        return text
+    raise ValueError(f"{framework} can run none of the layouts that fit; of the fastest: {refused}")

@@ -15,7 +15,7 @@ Read `meshes` first, then `planner.search`. Chapter 07.
 
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
-from lablib.calc.layouts.export import export_job, export_layout
+from lablib.calc.layouts.export import export_job, export_layout, framework_recipe
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
 from lablib.calc.layouts.meshes import AXES, Mesh, group_line, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
@@ -44,6 +44,7 @@ __all__ = [
     "exchange_cost",
     "export_job",
     "export_layout",
+    "framework_recipe",
     "group_line",
     "mesh",
     "mesh_text",

@@ -22,7 +22,10 @@ One class covers the common families, because they differ in few ways:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+
+from lablib.calc.models.details import Rotary, Router
 
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "starcoder2"),
@@ -73,6 +76,9 @@ class ModelConfig:
         qk_nope_head_dim: MLA: part of a query or key head without position.
         qk_rope_head_dim: MLA: part with rotary position, shared by all key heads.
         v_head_dim: MLA: width of a value head.
+        norm_eps: Epsilon of the norms; 0 where it is not known.
+        rotary: Rotary positions; None where they are not known, or learned.
+        router: How a token finds its experts; None where it is not known, or there are none.
     """
 
     name: str = "custom"
@@ -112,6 +118,9 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    norm_eps: float = dataclasses.field(default=0.0, compare=False)  # these three change no size
+    rotary: Rotary | None = dataclasses.field(default=None, compare=False)
+    router: Router | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

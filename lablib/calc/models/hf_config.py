@@ -11,14 +11,16 @@ decoder is what is counted, without the part that sees.
 
 What changes the model in a way that is not counted is refused: cross-attention, experts in every other layer, another
 head, and a field that other families have parameters for and this one's class does not read (`hf_families.UNREAD`).
-What changes no size is passed over: rotary scaling, softcaps, the scale of logits, activation functions, dtypes,
-`quantization_config` (how a checkpoint is stored; the recipe says how it is trained), and DeepSeek's
-`num_nextn_predict_layers`, which its published 671B leave out too.
+What changes no size is read by `details` where an exporter needs it (rotary positions, the router), and passed over
+otherwise: softcaps, the scale of logits, activation functions, dtypes, `quantization_config` (how a checkpoint is
+stored; the recipe says how it is trained), and DeepSeek's `num_nextn_predict_layers`, which its published 671B leave
+out too.
 """
 
 from __future__ import annotations
 
 from lablib.calc.models.config import ModelConfig
+from lablib.calc.models.details import read_details
 from lablib.calc.models.hf_families import BY_TYPE, GEMMA3_TEXT, TYPE_OF, UNREAD
 from lablib.calc.models.hf_fields import Fields, load, shown
 
@@ -52,7 +54,7 @@ def from_hf(source: object, *, name: str | None = None) -> ModelConfig:
         usable = isinstance(own_name, str) and own_name.strip() and own_name.isprintable()
         name = own_name if usable else model_type
     try:
-        return ModelConfig(name=name, family=family, **sizes)
+        return ModelConfig(name=name, family=family, **sizes, **read_details(fields, family))
     except ValueError as error:
         raise ValueError(f"{f.where}: {error}") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 
 from lablib.calc.models.config import ModelConfig
+from lablib.calc.models.details import DETAILS
 
 
 def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_dim: int = 0) -> dict:
@@ -210,7 +211,7 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
         raise ValueError(f"unknown model {name!r}; did you mean {', '.join(close)}?")
-    return ModelConfig(name=name, **PRESETS[name])
+    return ModelConfig(name=name, **PRESETS[name], **DETAILS.get(name, {}))
 
 
 def preset_names() -> list[str]:

@@ -6,12 +6,14 @@
     memory        what a layout needs of each GPU
     time          how long a step takes: work, exposed communication, bubble
     search        `plan`
+    assumptions   what a layout's prediction takes for granted, and what is refused
     explain       the answer in sentences, and where published layouts land in it
     calibration   the published runs that the two fitted constants come from
 
 Read `search` first, then `time`. Chapter 07.
 """
 
+from lablib.calc.layouts.planner.assumptions import expert_limits, model_limits, not_modelled, refuse_unmodelled
 from lablib.calc.layouts.planner.calibration import (
     EFFICIENCY,
     LLAMA3,
@@ -27,7 +29,6 @@ from lablib.calc.layouts.planner.calibration import (
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
     WORKED_EXAMPLES,
-    not_modelled,
     place_in_plan,
     place_of_published,
     plan_reasons,
@@ -60,10 +61,12 @@ __all__ = [
     "chunk_layers",
     "cluster",
     "divisors",
+    "expert_limits",
     "judge_runs",
     "layer_work",
     "layout_memory",
     "megatron_gpt",
+    "model_limits",
     "not_modelled",
     "nothing_fits",
     "place_in_plan",
@@ -73,6 +76,7 @@ __all__ = [
     "plan_run",
     "predict_run",
     "reason_against",
+    "refuse_unmodelled",
     "step_time",
     "total_seconds",
     "workload_of_run",

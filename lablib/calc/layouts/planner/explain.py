@@ -14,7 +14,6 @@ from lablib.calc.layouts.planner.calibration import LLAMA3, Run
 from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.search import Candidate, Plan, plan
 from lablib.calc.layouts.planner.time import Efficiency
-from lablib.calc.models import ModelConfig
 
 PART_NAMES = {
     "matmul": "matrix products",
@@ -52,26 +51,6 @@ def plan_reasons(result: Plan) -> list[str]:
         if line:
             lines.append(line)
     return lines + _dropped(result)
-
-
-def not_modelled(model: ModelConfig, seq: int) -> list[str]:
-    """Return what a model has and the planner's time does not know, one clause for each field; nothing for most."""
-    found = []
-    if model.window and seq > model.window:
-        layers = f"{model.num_window_layers} of {model.num_layers} layers"
-        found.append(
-            f"window={model.window} in {layers}: attention is timed over all tokens, and kept as a kernel keeps it that "
-            "takes windows; with a mask, as Hugging Face's classes do it, rung memory --implementation hf counts more"
-        )
-    said = {
-        "parallel_block": "attention and MLP are timed one after the other, and with tp as two all-reduces, not one",
-        "qk_norm": "norms on q and k take no time",
-        "attention_sinks": "sinks take no time",
-    }
-    found += [f"{field}: {what}" for field, what in said.items() if getattr(model, field)]
-    if model.turned_dim not in (0, model.head_dim):
-        found.append(f"rotary_dim={model.rotary_dim}: rotary positions are timed over whole heads")
-    return found
 
 
 def reason_against(best: Candidate, other: Candidate) -> str:

@@ -22,6 +22,7 @@ from os import PathLike
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
+from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
 from lablib.calc.layouts.planner.calibration import EFFICIENCY
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
@@ -182,6 +183,7 @@ def plan(
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
+    refuse_unmodelled(recipe=recipe_, schedule=fixed.get("schedule"))
     config = resolve_model(model)
     machine = cluster(
         gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails, nics_per_node=nics_per_node
