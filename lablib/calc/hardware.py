@@ -1,6 +1,6 @@
 """Accelerators and links: capacity, bandwidth and peak rates, each with its source, and the names that drivers give.
 
-    accelerator("h100").memory_bytes
+    accelerator("h100").usable_bytes
     known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"; None where the course has no figures
 
 Links are in bytes per second **per direction**. NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s
@@ -10,7 +10,7 @@ large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and 
 
 Capacity: vendors print "80 GB" for 80 GiB of memory, of which `nvidia-smi` shows 79.65 on an H100 and CUDA gives out
 79.11. So capacities here are GiB, and `memory_gb` says the same in GB. `cuda_bytes` is what a program sees
-(`torch.cuda.mem_get_info()[1]`), as PyTorch's out-of-memory messages print it; drivers differ by a tenth of a GiB, and
+(`torch.cuda.mem_get_info()[1]`), as PyTorch's out-of-memory messages print it; drivers differ by up to 0.2 GiB, and
 the least that was found is taken. `usable_bytes` is that less the CUDA context, and is what a run is judged by.
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
@@ -31,7 +31,7 @@ from lablib.calc.units import GB, PB, GiB, parse_bandwidth
 
 #: What a process takes from a GPU beside PyTorch's allocator: the driver's context and the kernels that were loaded.
 #: Out-of-memory messages name it as the memory of the process less what PyTorch has allocated and reserved: 0.13 GiB on
-#: T4, 0.22 on A10, 0.41 and 0.48 on L40S, 0.44 and 0.48 on RTX 4090, 0.49 on A100, 0.58 on RTX 5090, 0.66 on H100 NVL
+#: T4, 0.22 on A10, 0.41 and 0.48 on L40S, 0.48 on RTX 4090, 0.49 on A100, 0.58 on RTX 5090, 0.66 on H100 NVL
 #: (the messages in `ACCELERATORS`). Before kernels were loaded when first used, with CUDA 11.7, it was more than 1 GB
 #: (github.com/pytorch/pytorch/issues/107667).
 CUDA_CONTEXT = GiB // 2
