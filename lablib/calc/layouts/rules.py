@@ -27,7 +27,16 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.layouts.choice import Choice, choose
 from lablib.calc.layouts.meshes import mesh
-from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, MicroBatch, layer_work, megatron_gpt, total_seconds
+from lablib.calc.layouts.planner import (
+    FITTED,
+    Cluster,
+    Layout,
+    MicroBatch,
+    generation,
+    layer_work,
+    megatron_gpt,
+    pass_seconds,
+)
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset
 from lablib.calc.parallel import zero_state_bytes
@@ -127,9 +136,10 @@ def tensor_rule(
         if config.num_heads % tp or tp > machine.gpus:
             continue
         passes = layer_work(config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0)
-        both = passes.forward + passes.backward
-        collectives = both.tp / EFFICIENCY.bandwidth
-        full = total_seconds(passes.forward, EFFICIENCY) + total_seconds(passes.backward, EFFICIENCY)
+        rates = FITTED.rates(generation(machine.gpu))
+        both = [pass_seconds(work, rates) for work in (passes.forward, passes.backward)]
+        collectives = sum(seconds["tp"] for seconds in both)
+        full = sum(sum(seconds.values()) for seconds in both)
         grid = mesh(tp=tp, dp=max(1, machine.gpus // tp), gpus_per_node=machine.gpus_per_node)
         rows.append(TensorCost(tp, grid.crosses("tp"), full - collectives, collectives))
     if not rows:

@@ -20,7 +20,7 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import EFFICIENCY, Cluster, Layout, Workload, check_nodes, cluster, step_time
+from lablib.calc.layouts.planner import Cluster, Layout, Workload, check_nodes, cluster, step_time
 from lablib.calc.memory import (
     GRADIENT_TERMS,
     RESERVE,
@@ -278,10 +278,10 @@ def step_seconds(have: Setup) -> float:
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
-    job = _workload(
+    load = _workload(
         run.model, _cluster(have), run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel
-    ).job(layout)
-    return sum(step_time(job, EFFICIENCY).values()) + host_seconds(have)
+    )
+    return sum(step_time(load.job(layout), load.rates()).values()) + host_seconds(have)
 
 
 def links_of(have: Setup) -> tuple[str, dict[str, object]]:

@@ -1,29 +1,31 @@
 """Every layout of a model on a cluster, ordered by predicted step time.
 
-`plan(model, cluster, ...)` searches, `plan_reasons` explains its first choice, `judge_runs` judges the time model on published runs.
+`plan(model, cluster, ...)` searches, `plan_reasons` explains its first choice, `predict_run` what it says of published runs.
 
     layout        a layout and a cluster, and which layouts fit on which
     memory        what a layout needs of each GPU
     time          how long a step takes: work, exposed communication, bubble
+    rates         how close runs come to full rates: the fitted constants
     search        `plan`
     assumptions   what a layout's prediction takes for granted, and what is refused
+    likeness      how wrong the times were on measured runs like this one
     explain       the answer in sentences, and where published layouts land in it
-    calibration   the published runs that the two fitted constants come from
+    calibration   published runs as jobs, and what is predicted for them
 
 Read `search` first, then `time`. Chapter 07.
 """
 
 from lablib.calc.layouts.planner.assumptions import expert_limits, model_limits, not_modelled, refuse_unmodelled
 from lablib.calc.layouts.planner.calibration import (
-    EFFICIENCY,
     LLAMA3,
     MEASURED_RUNS,
     NARAYANAN,
     UNFITTED,
     Run,
-    judge_runs,
+    counted_flops,
     megatron_gpt,
     predict_run,
+    run_choices,
     workload_of_run,
 )
 from lablib.calc.layouts.planner.explain import (
@@ -36,13 +38,18 @@ from lablib.calc.layouts.planner.explain import (
     reason_against,
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
+from lablib.calc.layouts.planner.likeness import LIKE_THIS, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import Candidate, Plan, divisors, nothing_fits, plan
-from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, step_time, total_seconds
+from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
-    "EFFICIENCY",
     "FIELDS",
+    "FITTED",
+    "FRAMEWORKS",
+    "KERNELS",
+    "LIKE_THIS",
     "LLAMA3",
     "MEASURED_RUNS",
     "NARAYANAN",
@@ -51,24 +58,31 @@ __all__ = [
     "WORKED_EXAMPLES",
     "Candidate",
     "Cluster",
+    "Fitted",
+    "Framework",
     "Layout",
+    "Likeness",
     "MicroBatch",
     "Plan",
+    "Rates",
     "Run",
     "Workload",
     "check_layout",
     "check_nodes",
     "chunk_layers",
     "cluster",
+    "counted_flops",
     "divisors",
     "expert_limits",
-    "judge_runs",
+    "generation",
     "layer_work",
     "layout_memory",
+    "like_this",
     "megatron_gpt",
     "model_limits",
     "not_modelled",
     "nothing_fits",
+    "pass_seconds",
     "place_in_plan",
     "place_of_published",
     "plan",
@@ -77,7 +91,7 @@ __all__ = [
     "predict_run",
     "reason_against",
     "refuse_unmodelled",
+    "run_choices",
     "step_time",
-    "total_seconds",
     "workload_of_run",
 ]

@@ -44,8 +44,8 @@ def model_limits(model: ModelConfig, seq: int) -> list[str]:
     if model.window and seq > model.window:
         layers = f"{model.num_window_layers} of {model.num_layers} layers"
         found.append(
-            f"window={model.window} in {layers}: attention is timed over all tokens, and kept as a kernel keeps it that "
-            "takes windows; with a mask, as Hugging Face's classes do it, rung memory --implementation hf counts more"
+            f"window={model.window} in {layers}: timed and kept as by a kernel that takes windows; "
+            "with a mask, as Hugging Face's classes do it, all pairs are computed and more is kept"
         )
     said = {
         "parallel_block": "attention and MLP are timed one after the other, and with tp as two all-reduces, not one",

@@ -1,34 +1,31 @@
-"""The three fitted constants of the planner, the published runs they come from, and how far off they are.
+"""Runs that papers published, each as the planner's own job, and what it predicts for them.
 
-    EFFICIENCY      fitted on all rows of `MEASURED_RUNS`: what the planner uses
-    judge_runs()    every row predicted by constants that never saw its paper: what to believe
+    predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
 
-The constants minimize the sum over rows of (log of predicted over published)². A row says what its paper prints; what
-it leaves out is None, and the best choice counts. Only the ZeRO-3 rows of Narayanan et al. have much communication to
-hide: without that paper `overlap` goes to its bound of 1, and those rows come out slow.
+A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `lablib.proof.planner` has
+many more rows, fits the constants to them and judges them.
 
 - Narayanan et al. 2021 (arXiv 2104.04473), tables 1 and 2: A100 80 GB, DGX nodes with 8 HDR cards; activations are
-  recomputed in full, and the printed rate counts that. Sequences of 2,048 tokens, vocabulary 51,200.
-  The ZeRO-3 rows are DeepSpeed's of that time.
-- Korthikanti et al. 2022 (arXiv 2205.05198): the same machines; iteration times with full recomputation, and with
-  sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
+  recomputed in full, and the printed rate counts that. Sequences of 2,048 tokens, vocabulary 51,200. The ZeRO-3 rows are
+  DeepSpeed's of that time, whose rings that leave a node got the rate of one card; Megatron-LM's gradients wait for the
+  last backward (`--overlap-grad-reduce` came in 2023).
+- Korthikanti et al. 2022 (arXiv 2205.05198), table 5: the same machines; iteration times with full recomputation, and
+  with sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
 - Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens.
   Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
-  the GPU's, since the first stage keeps 68 to 75 GB of activations. With 4 the errors of these rows are 2 to 4 points
-  smaller, and the worst error of all rows, each predicted without its own paper, is 26 percent in place of 24.
+  the GPU's, since the first stage keeps 68 to 75 GB of activations.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner.layout import Layout, check_layout, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.time import Efficiency, Job, Workload, step_time
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
+from lablib.calc.layouts.planner.time import Job, Workload, step_time
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -52,6 +49,7 @@ class Run:
         virtual_stages: Chunks in a stage, or None if not printed.
         sequence_parallel: Whether tp splits norms too.
         attention: "plain" or "fused".
+        framework: Kernels and what hides; see `Framework`.
         nic: Bytes per second of one device out of its node, or None for the usual network card.
         rails: Whether a group uses all its network cards in a node together; see `Cluster`.
     """
@@ -75,9 +73,12 @@ class Run:
     virtual_stages: int | None = None
     sequence_parallel: bool = False
     attention: str = "plain"
+    framework: Framework = FRAMEWORKS["paper"]
     recipe: str = "megatron-fp16"
+    gpus_per_node: int = 8
     nic: float | None = None
     rails: bool = True
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -118,6 +119,7 @@ def narayanan(
         "counts": "hardware",
         "zero": 0,
         "recompute": "full",
+        "framework": Framework(dp_hides=False),
     }
     sizes = {"tp": tp, "pp": pp, "gpus": gpus, "seq": 2048, "global_batch": batch, "tflops": tflops}
     return Run(model=model, gpu="a100", **sizes, **fields | more)
@@ -125,10 +127,10 @@ def narayanan(
 
 # rails=False is measured behaviour: the nodes had 8 cards, and what DeepSpeed's rows show is the rate of one.
 _TABLE_2 = (
-    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4, "rails": False}),
-    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1, "rails": False}),
-    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4, "rails": False}),
-    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1, "rails": False}),
+    (96, 12288, 96, 1, 1, 384, 1536, 144, {"zero": 3, "micro_batch": 4, "rails": False, "framework": Framework()}),
+    (96, 12288, 96, 1, 1, 1536, 1536, 44, {"zero": 3, "micro_batch": 1, "rails": False, "framework": Framework()}),
+    (105, 20480, 128, 1, 1, 640, 2560, 138, {"zero": 3, "micro_batch": 4, "rails": False, "framework": Framework()}),
+    (105, 20480, 128, 1, 1, 2240, 2240, 48, {"zero": 3, "micro_batch": 1, "rails": False, "framework": Framework()}),
     (96, 12288, 96, 8, 12, 384, 1536, 153, {"micro_batch": 1}),
     (96, 12288, 96, 8, 12, 1536, 1536, 141, {"micro_batch": 1}),
     (105, 20480, 128, 8, 35, 560, 2240, 171, {"micro_batch": 1}),
@@ -142,6 +144,8 @@ def _korthikanti() -> list[Run]:
     for layers, hidden, heads, pp, gpus, batch, micro, chunks, full, present in (
         (48, 6144, 64, 1, 8, 4, 4, 1, 1.42, 1.10),
         (96, 12288, 96, 8, 64, 64, 1, 3, 18.13, 13.75),
+        (105, 20480, 128, 35, 280, 280, 1, 3, 49.05, 37.83),
+        (128, 25600, 160, 64, 512, 512, 1, 1, 94.42, 71.49),
     ):
         model = megatron_gpt(layers, hidden, heads)
         flops = 72 * batch * layers * 2048 * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (12 * hidden * layers))
@@ -165,6 +169,7 @@ def _korthikanti() -> list[Run]:
                     micro_batch=micro,
                     virtual_stages=chunks,
                     sequence_parallel=sequence_parallel,
+                    framework=Framework(dp_hides=False),
                 )
             )
     return rows
@@ -189,6 +194,9 @@ def _llama3(gpus: int, cp: int, seq: int, batch: int, tflops: float, recompute: 
         recompute=recompute,
         sequence_parallel=True,
         attention="fused",
+        framework=Framework(
+            attention="transformer-engine"
+        ),  # not stated: the faster of the two that were measured on H100
         recipe="mixed-bf16",
     )
 
@@ -216,7 +224,9 @@ MEASURED_RUNS: tuple[Run, ...] = (
 #: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
 UNFITTED: tuple[Run, ...] = tuple(
     replace(
-        narayanan(96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9),
+        narayanan(
+            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, framework=Framework()
+        ),
         name=f"GPT-175B, batch {micro}",
         paper="FSDP (arXiv 2304.11277)",
         table="section 5.4",
@@ -225,11 +235,6 @@ UNFITTED: tuple[Run, ...] = tuple(
 )
 
 
-#: The result of `fit(MEASURED_RUNS)`; a test fits again.
-EFFICIENCY = Efficiency(matmul=0.8139, bandwidth=0.7455, overlap=0.4117)
-
-START = (0.8, 0.8, 0.2)
-STEPS = (0.1, 1e-4)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -249,7 +254,6 @@ class Prediction:
     tflops: float
     seconds: dict[str, float]
     memory: dict[str, int]
-    efficiency: Efficiency
 
     @property
     def error(self) -> float:
@@ -261,16 +265,17 @@ def workload_of_run(run: Run) -> Workload:
     """Return what a row trains and where."""
     return Workload(
         run.model,
-        cluster(run.gpu, run.gpus, nic=run.nic, rails=run.rails),
+        cluster(run.gpu, run.gpus, gpus_per_node=run.gpus_per_node, nic=run.nic, rails=run.rails),
         run.seq,
         run.global_batch,
         recipe(run.recipe),
         run.attention,
         run.sequence_parallel,
+        run.framework,
     )
 
 
-def choices(run: Run) -> list[tuple[Layout, Job, float]]:
+def run_choices(run: Run) -> list[tuple[Layout, Job, float]]:
     """Return the layouts that a row may mean, each as work and with the FLOPs that its paper would count for a device.
 
     Memory is not checked: the layout of a paper did fit.
@@ -283,7 +288,7 @@ def choices(run: Run) -> list[tuple[Layout, Job, float]]:
         (1, 2, 3) if run.zero is None else (run.zero,),
     ):
         layout = Layout(
-            tp=run.tp, cp=run.cp, dp=run.dp, pp=run.pp, zero=zero, micro_batch=micro, recompute=again,
+            tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=zero, micro_batch=micro, recompute=again,
             virtual_stages=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
         )  # fmt: skip
         try:
@@ -309,54 +314,17 @@ def counted_flops(run: Run, recompute: str) -> float:
     return flops.hardware if run.counts == "hardware" else flops.model
 
 
-def predict_run(run: Run, rates: Efficiency = EFFICIENCY) -> Prediction:
+def predict_run(run: Run, fitted: Fitted = FITTED) -> Prediction:
     """Return the row as the planner predicts it."""
-    options = choices(run)
+    options = run_choices(run)
     if not options:
         raise ValueError(
             f"no layout: tp={run.tp}, cp={run.cp}, pp={run.pp} and dp={run.dp} do not go into gpus={run.gpus}, "
             f"num_layers={run.model.num_layers} and global_batch={run.global_batch}"
         )
-    speed, i = _best(options, rates)
+    load = workload_of_run(run)
+    rates = load.rates(fitted)
+    timed = [(flops / sum(step_time(job, rates).values()), i) for i, (_, job, flops) in enumerate(options)]
+    speed, i = max(timed)
     layout, job, _ = options[i]
-    memory = layout_memory(workload_of_run(run), layout)
-    return Prediction(run, layout, speed / 1e12, step_time(job, rates), memory, rates)
-
-
-def _best(options: list[tuple[Layout, Job, float]], rates: Efficiency) -> tuple[float, int]:
-    """FLOP/s of the fastest choice, and its number."""
-    return max((flops / sum(step_time(job, rates).values()), i) for i, (_, job, flops) in enumerate(options))
-
-
-def fit(runs: Sequence[Run] = MEASURED_RUNS) -> Efficiency:
-    """Return the constants that suit these rows best, by a pattern search: a step along each axis while it helps."""
-    if not runs:
-        raise ValueError("runs is empty: at least one row is needed to fit three constants")
-    options = [(run.tflops * 1e12, choices(run)) for run in runs]
-
-    def loss(point: tuple[float, ...]) -> float:
-        rates = Efficiency(*point)
-        return sum(math.log(_best(choice, rates)[0] / published) ** 2 for published, choice in options)
-
-    point, (step, smallest) = START, STEPS
-    best = loss(point)
-    while step > smallest:
-        before = best
-        for axis in range(3):
-            for move in (step, -step):
-                other = tuple(x + move * (i == axis) for i, x in enumerate(point))
-                # Shares lie between 0 and 1; the first two divide.
-                if min(other[:2]) > 0 and min(other) >= 0 and max(other) <= 1 and loss(other) < best:
-                    best, point = loss(other), other
-        if best == before:
-            step /= 2
-    return Efficiency(*point)
-
-
-def judge_runs(runs: Sequence[Run] = MEASURED_RUNS) -> list[Prediction]:
-    """Return every row predicted by constants fitted on the rows of the other papers."""
-    papers = list(dict.fromkeys(run.paper for run in runs))
-    if len(papers) < 2:
-        raise ValueError(f"all rows are of {papers}: at least two papers are needed to leave one out")
-    rates = {paper: fit([run for run in runs if run.paper != paper]) for paper in papers}
-    return [predict_run(run, rates[run.paper]) for run in runs]
+    return Prediction(run, layout, speed / 1e12, step_time(job, rates), layout_memory(load, layout))

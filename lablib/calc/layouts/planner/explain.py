@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from lablib.calc.layouts.planner.calibration import LLAMA3, Run
 from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.rates import Fitted
 from lablib.calc.layouts.planner.search import Candidate, Plan, plan
-from lablib.calc.layouts.planner.time import Efficiency
 
 PART_NAMES = {
     "matmul": "matrix products",
+    "attention": "attention",
     "memory": "memory-bound kernels",
+    "latency": "launches and latency",
     "tp": "tensor-parallel collectives",
     "cp": "context-parallel collectives",
     "ep": "expert all-to-alls",
@@ -25,6 +27,7 @@ PART_NAMES = {
     "dp": "exposed data parallelism",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "step": "waiting for the slowest",
 }
 SMALL = 0.002  # of a step: differences below are not worth a word
 
@@ -123,16 +126,16 @@ class Place:
     slower: float | None
 
 
-def plan_run(run: Run, efficiency: Efficiency | None = None) -> Plan:
+def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
     """Return the planner's layouts for a published row.
 
     Args:
-        efficiency: The fitted constants; None means the planner's own.
+        fitted: Constants; None means the planner's own.
     """
     fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
     if run.paper != LLAMA3:
         fixed["cp"] = 1
-    own = {} if efficiency is None else {"efficiency": efficiency}
+    own = {} if fitted is None else {"fitted": fitted}
     return plan(
         run.model,
         gpus=run.gpus,
@@ -142,25 +145,29 @@ def plan_run(run: Run, efficiency: Efficiency | None = None) -> Plan:
         recipe_=run.recipe,
         attention=run.attention,
         sequence_parallel=run.sequence_parallel,
+        gpus_per_node=run.gpus_per_node,
+        nic=run.nic,
+        rails=run.rails,
+        framework=run.framework,
         **own,
         **{name: value for name, value in fixed.items() if value is not None},
     )
 
 
-def place_of_published(run: Run, efficiency: Efficiency | None = None) -> Place:
+def place_of_published(run: Run, fitted: Fitted | None = None) -> Place:
     """Return the place of a row's layout.
 
     Args:
-        efficiency: The fitted constants; None means the planner's own.
+        fitted: Constants; None means the planner's own.
     """
-    return place_in_plan(plan_run(run, efficiency), run)
+    return place_in_plan(plan_run(run, fitted), run)
 
 
 def place_in_plan(found: Plan, run: Run) -> Place:
     """Return the place of a row's layout among those of a plan.
 
     Args:
-        found: What `plan_run` found for the row; `found.at(efficiency)` ranks it anew without a new search.
+        found: What `plan_run` found for the row; `found.at(fitted)` ranks it anew without a new search.
     """
     shapes = found.distinct()
     for number, candidate in enumerate(shapes, start=1):

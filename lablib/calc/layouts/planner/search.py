@@ -8,8 +8,7 @@ the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages
 fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
 less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
 
-A prediction is right to some 5 percent on the published runs that `calibration` was fitted to, and 6 on papers that it
-never saw: layouts closer than that are a tie.
+How wrong a prediction was on measured runs like this one `Plan.like` says; layouts closer than that are a tie.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
-from lablib.calc.layouts.planner.calibration import EFFICIENCY
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
+from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
-from lablib.calc.layouts.planner.time import Efficiency, Workload, step_time
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
+from lablib.calc.layouts.planner.time import Workload, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, check_reserve, resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.precision import Recipe, recipe
@@ -123,10 +123,14 @@ class Plan:
             found.setdefault(candidate.layout.shape, candidate)
         return list(found.values())[:top]
 
-    def at(self, efficiency: Efficiency) -> Plan:
+    def at(self, fitted: Fitted) -> Plan:
         """Return the same layouts timed with other constants; what fits does not depend on them."""
         fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
-        return replace(self, candidates=_timed(self.load, fitting, efficiency))
+        return replace(self, candidates=_timed(self.load, fitting, fitted))
+
+    def like(self, candidate: Candidate) -> Likeness:
+        """Return the measured runs like a candidate, and how wrong their predictions were."""
+        return like_this(self.load, candidate.layout)
 
     def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
         """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts."""
@@ -163,7 +167,8 @@ def plan(
     attention: str = "fused",
     sequence_parallel: bool = True,
     reserve: int = RESERVE,
-    efficiency: Efficiency = EFFICIENCY,
+    framework: Framework = FRAMEWORKS["paper"],
+    fitted: Fitted = FITTED,
     **fixed: int | str,
 ) -> Plan:
     """Return every layout that fits, by predicted step time.
@@ -180,6 +185,7 @@ def plan(
         recipe_: Dtypes of the states, with AdamW.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
+        framework: Which kernels run, and what hides behind what.
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
@@ -195,12 +201,12 @@ def plan(
     length = config.max_positions if seq is None else seq
     _check_numbers(fixed, seq=length, global_batch=global_batch)
     check_reserve(reserve, machine.gpu)
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel)
+    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, framework)
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity)
     if not found.valid:
         raise ValueError(_no_layout(load, fixed))
-    return _ranked(load, capacity, found, efficiency)
+    return _ranked(load, capacity, found, fitted)
 
 
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
@@ -345,8 +351,8 @@ def _splits(load: Workload, tp: int, cp: int) -> bool:
     return True
 
 
-def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency) -> Plan:
-    candidates = _timed(load, found.fitting, efficiency)
+def _ranked(load: Workload, capacity: int, found: Found, fitted: Fitted) -> Plan:
+    candidates = _timed(load, found.fitting, fitted)
     dropped = [
         Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
         for total, layout, memory in found.least.values()
@@ -355,10 +361,9 @@ def _ranked(load: Workload, capacity: int, found: Found, efficiency: Efficiency)
     return Plan(load, capacity, candidates, tuple(dropped), found.valid, dict(found.dropped.most_common()))
 
 
-def _timed(
-    load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], efficiency: Efficiency
-) -> tuple[Candidate, ...]:
-    found = [Candidate(layout, step_time(load.job(layout), efficiency), memory) for layout, memory in fitting]
+def _timed(load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], fitted: Fitted) -> tuple[Candidate, ...]:
+    rates = load.rates(fitted)
+    found = [Candidate(layout, step_time(load.job(layout), rates), memory) for layout, memory in fitting]
     # Among equal times the least memory is the better one.
     return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
 

@@ -1,24 +1,27 @@
 """The time of a training step: the work of a micro-batch at full rates, what overlaps, and the bubble.
 
-One rank has three kinds of work for a micro-batch, each limited by another part of the machine (`layer_work`):
+One rank has these kinds of work for a micro-batch, each limited by another part of the machine (`layer_work`):
 
 - **matmul**: FLOPs over the rate that large matrix products reach on the device;
-- **memory**: bytes of everything between the products (norms, activations, dropout, softmax) over the memory's rate;
-- **network**: bytes that a rank sends over the bandwidth of the link that its group uses.
+- **attention**: FLOPs of a fused kernel, which has a rate of its own: softmax runs between its two products;
+- **memory**: bytes over the memory's rate: those of the kernels between the products (norms, activations, dropout), and
+  what the products themselves read and write, since the first and last tiles wait for it;
+- **network**: bytes that a rank sends over the bandwidth of the link that its group uses;
+- **counts**: products, hops of messages and layers, each of which costs time however small it is.
 
-A `Workload` puts them together stage by stage, and `step_time` makes seconds of them:
+A `Workload` puts them together stage by stage, and `step_time` makes seconds of them by the constants of `rates`:
 
-    stage      T = matmul / e_matmul + (memory + tp + cp + ep + pp) / e_bandwidth
-    pipeline   m T_max + (sum of the other stages' T) / v            (v chunks a stage: the bubble shrinks)
-    step       pipeline + exposed data parallelism + optimizer
+    pass       P = matmul / e + attention / e + memory / e + network / e + products t_product + hops t_hop
+               or layers t_layer, if that is more: the host issues kernels no faster
+    pipeline   m P_max + (sum of the other stages' P) / v            (v chunks a stage: the bubble shrinks)
+    step       pipeline + exposed data parallelism + optimizer + log2(nodes) t_step
 
-Collectives of tp, cp and ep, and the sends of pp, wait for their result and nothing hides them. Data parallelism hides:
-stages 0 and 1 send gradients once a step, behind the last micro-batch's backward, and gather weights behind the first
-forward; stage 2 scatters gradients after every micro-batch, behind its backward; stage 3 gathers weights for forward and
-again for backward, and scatters gradients, behind each micro-batch. What is longer than the work that hides it is
-exposed. What is hidden is not free either: the kernels that send take multiprocessors and memory bandwidth from those
-that compute, so hidden seconds cost `e_overlap` of themselves. The three e, the same for every layout, model and device,
-are the only fitted numbers (`calibration`).
+Collectives of tp, cp and ep, and the sends of pp, wait for their result. Nothing hides them unless the framework cuts
+them and their products into pieces (`tp_hides`, `pp_hides`). Data parallelism hides: stages 0 and 1 send gradients once
+a step, behind the last micro-batch's backward, and gather weights behind the first forward; stage 2 scatters gradients
+after every micro-batch, behind its backward; stage 3 gathers weights for forward and again for backward, and scatters
+gradients, behind each micro-batch. What is longer than the work that hides it is exposed. What is hidden is not free
+either: the kernels that send take multiprocessors and memory bandwidth from those that compute.
 
 Bytes of a kernel are its reads and writes: a norm 2 accesses a value; dropout and residual 3; an activation function its
 inputs and output. Unfused attention writes, normalizes, drops and reads its scores: 6 accesses and a mask for every pair
@@ -27,23 +30,31 @@ accesses for every 2 of forward. Every micro-batch also reads the weights, once 
 their gradients, a read and a write: with few tokens a micro-batch this is what limits it. Backward multiplies twice what
 forward does; fused attention computes the scores again there, 5 products for 2 (Dao 2023, arXiv 2307.08691).
 
-Left out: latency, stragglers, oversubscribed switches, experts that get more tokens than others. Every copy of a token
-counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most four (arXiv 2412.19437),
-so a layout like its own is predicted far too slow here.
+A hop is a step of a tree: NCCL sends small messages along trees, whose depth grows with log2 of the ranks, and large
+ones around rings, whose time is all bytes.
+
+Left out: oversubscribed switches, experts that get more tokens than others, memory so full that the allocator frees and
+asks again. Every copy of a token counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most
+four (arXiv 2412.19437), so a layout like its own is predicted too slow here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from math import log2
 
 from lablib.calc.communication import ring_all_gather_bytes
+from lablib.calc.flops import attended_pairs
 from lablib.calc.layouts.planner.layout import Cluster, Layout, layers_per_stage
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 
-PARTS = ("matmul", "memory", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
+PARTS = (
+    "matmul", "attention", "memory", "latency", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer", "step",
+)  # fmt: skip
 
 
 BACKWARD_BYTES = 1.5  # three accesses for two
@@ -54,30 +65,34 @@ FUSED_BACKWARD = 2.5  # five products for two
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of work at full rates: matrix products, memory traffic, and three kinds of collectives.
+    """What a pass asks of the machine, each part at its full rate.
 
     Attributes:
-        memory: Kernels that are limited by memory.
+        matmul: Seconds of matrix products at the rate that large ones reach.
+        attention: Seconds of fused attention at the peak.
+        memory: Seconds of kernels that are limited by memory.
+        tp: Seconds of tensor-parallel collectives at the rate of the link; cp and ep likewise.
+        products: Matrix products, counted: each has a start and an end in which the GPU is not full.
+        hops: Messages on the way round the rings of these collectives, one after the other.
+        layers: Forward passes of a layer that the host has to issue; a backward counts as two.
     """
 
     matmul: float = 0.0
+    attention: float = 0.0
     memory: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
+    products: float = 0.0
+    hops: float = 0.0
+    layers: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmul + other.matmul,
-            self.memory + other.memory,
-            self.tp + other.tp,
-            self.cp + other.cp,
-            self.ep + other.ep,
-        )
+        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, n: float) -> Work:
         """Return n times as much."""
-        return Work(self.matmul * n, self.memory * n, self.tp * n, self.cp * n, self.ep * n)
+        return Work(*(n * mine for mine in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,7 @@ class MicroBatch:
     attention: str = "fused"
     sequence_parallel: bool = True
     dropout: bool = False
+    stops_early: bool = False
 
     @property
     def tokens(self) -> float:
@@ -132,34 +148,45 @@ def layer_work(
     """
     experts = model.has_experts(layer)
     tokens, seq, tp, cp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.cp, batch.value, batch.gradient
-    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
+    peak, hbm = cluster.gpu.peak(_dtype(cluster)), cluster.gpu.memory_bandwidth
+    rate = peak * cluster.achievable
     dense = 2 * tokens * (attention_matrices(model) + _mlp_weights(model, experts)) / tp
     scores = 2 * tokens * seq * model.num_heads * (model.head_dim + model.value_dim) / tp
+    flat, square = _layer_bytes(model, batch, experts)
     fused = batch.attention == "fused"
     if fused:
-        scores /= 2
-    flat, square = _layer_bytes(model, batch, experts)
-    pairs = 0.0 if fused else square * tokens * seq * model.num_heads / tp
+        # Masked scores are not computed, nor those outside of a window; of layers with and without one, the mean.
+        needed = attended_pairs(model, seq, causal=True) / model.num_layers / seq**2
+        kernel = Work(attention=scores * needed / peak)
+    else:
+        kernel = Work(matmul=scores / rate, memory=square * tokens * seq * model.num_heads / tp / hbm, products=2)
     weights = _local_weights(model, experts, tp, ep)
-    kernels = (flat * tokens + pairs) / hbm
-    forward = Work(
-        matmul=(dense + scores) / rate,
-        memory=kernels + value * weights / hbm,
+    operands = _operand_bytes(model, batch, experts)
+    matrices = Work(matmul=dense / rate, memory=operands * tokens / hbm, products=_products(model, experts))
+    between = Work(memory=flat * tokens / hbm)
+    sent = Work(
         tp=4 * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
         cp=_key_bytes(model, batch) * (cp - 1) / cp / cluster.bandwidth(cp, tp),
         ep=_all_to_all_bytes(model, batch, ep) / cluster.bandwidth(ep, tp * cp) if experts else 0.0,
+        # Two all-reduces, each around the ring twice; keys once; tokens to the experts and back.
+        hops=4 * log2(tp) + log2(cp) + (2 * log2(ep) if experts else 0),
     )
-    backward = Work(
-        matmul=(2 * dense + (FUSED_BACKWARD if fused else 2) * scores) / rate,
-        memory=BACKWARD_BYTES * kernels + (value + 2 * gradient) * weights / hbm,
-        tp=forward.tp,
-        cp=forward.cp,
-        ep=forward.ep,
+    forward = matrices + between + kernel + sent + Work(memory=value * weights / hbm, layers=1)
+    backward = (
+        matrices.times(2)
+        + between.times(BACKWARD_BYTES)
+        + replace(kernel.times(2), memory=BACKWARD_BYTES * kernel.memory, attention=FUSED_BACKWARD * kernel.attention)
+        + sent
+        + Work(memory=(value + 2 * gradient) * weights / hbm, layers=2)
     )
     if recompute == "full":
-        backward = backward + forward
+        # What comes behind the last tensor that backward needs is not run again: the MLP's last product.
+        last = tokens * model.hidden * _mlp_width(model, experts) * 2 / tp / rate if batch.stops_early else 0.0
+        backward = backward + replace(
+            forward, matmul=forward.matmul - last, products=forward.products - batch.stops_early
+        )
     elif recompute == "selective":
-        backward = backward + Work(matmul=scores / rate, memory=pairs / hbm)
+        backward = backward + kernel
     return Passes(forward, backward)
 
 
@@ -171,10 +198,23 @@ def head_work(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> Passes
     product, loss, weights = (2 * tokens * model.hidden * vocab / rate, 3 * 4 * tokens * vocab, model.hidden * vocab)
     # One gather of the stream forward, one scatter of its gradient backward.
     sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
+    loss += value * tokens * (model.hidden + vocab)
     return Passes(
-        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent),
-        Work(matmul=2 * product, memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm, tp=sent),
+        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent, products=1, hops=log2(tp)),
+        Work(
+            matmul=2 * product,
+            memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm,
+            tp=sent,
+            products=2,
+            hops=log2(tp),
+        ),
     )
+
+
+def _products(model: ModelConfig, experts: bool) -> int:
+    """Matrix products of a layer's forward pass: q, k and v are one, gate and up too, all experts together (grouped)."""
+    mlp = 2 + (1 + 2 * bool(model.num_shared_experts) if experts else 0)
+    return 2 + (3 if model.is_mla else 0) + mlp
 
 
 def _dtype(cluster: Cluster) -> str:
@@ -214,6 +254,19 @@ def _layer_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> tuple[
     return stream / (batch.tp if batch.sequence_parallel else 1) + inner / batch.tp, pair
 
 
+def _mlp_width(model: ModelConfig, experts: bool) -> int:
+    """Inner width of all MLPs that a token visits."""
+    return model.ffn if not experts else (model.experts_per_token + model.num_shared_experts) * model.expert_ffn
+
+
+def _operand_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> float:
+    """Bytes of a token that forward's products read and write; the parts that tp splits, and the stream that it does not."""
+    width = _mlp_width(model, experts)
+    latents = model.q_lora_rank + model.kv_lora_rank
+    split = model.q_width + 2 * model.kv_width + model.attn_width + (3 if model.gated_mlp else 2) * width
+    return batch.value * (4 * model.hidden + 2 * latents + split / batch.tp)
+
+
 def _key_bytes(model: ModelConfig, batch: MicroBatch) -> float:
     """Bytes of keys and values of full sequences on one tensor-parallel rank."""
     width = model.kv_lora_rank + model.qk_rope_head_dim if model.is_mla else 2 * model.kv_width / batch.tp
@@ -223,21 +276,6 @@ def _key_bytes(model: ModelConfig, batch: MicroBatch) -> float:
 def _all_to_all_bytes(model: ModelConfig, batch: MicroBatch, ep: int) -> float:
     """Bytes that a rank sends to experts and back in forward."""
     return 2 * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value * (ep - 1) / ep
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """How close a run comes to the full rates.
-
-    Attributes:
-        matmul: Share of the rate of large matrix products.
-        bandwidth: Share of a bandwidth, the memory's or a link's.
-        overlap: Seconds that a second of hidden communication still costs.
-    """
-
-    matmul: float
-    bandwidth: float
-    overlap: float
 
 
 @dataclass(frozen=True)
@@ -268,56 +306,88 @@ class Job:
 
     stages: tuple[Stage, ...]
     micro_batches: int
-    chunks: int
-    send: float
-    scatter: float
-    gather: float
-    zero: int
-    optimizer: float
+    chunks: int = 1
+    send: float = 0.0
+    sends: int = 0
+    scatter: float = 0.0
+    gather: float = 0.0
+    hops: float = 0.0
+    zero: int = 0
+    optimizer: float = 0.0
+    doublings: float = 0.0
+    dp_hides: bool = True
+    tp_hides: bool = False
+    pp_hides: bool = False
 
 
-def total_seconds(work: Work, rates: Efficiency) -> float:
-    """Return how long work takes if nothing overlaps."""
-    bytes_moved = work.memory + work.tp + work.cp + work.ep
-    return work.matmul / rates.matmul + bytes_moved / rates.bandwidth
+def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False) -> dict[str, float]:
+    """Return the seconds of a forward or backward pass by part.
+
+    Args:
+        tp_hides: Whether products hide tensor-parallel collectives.
+    """
+    seconds = {
+        "matmul": work.matmul / rates.matmul,
+        "attention": work.attention / rates.attention,
+        "memory": work.memory / rates.memory,
+        "tp": work.tp / rates.network,
+        "cp": work.cp / rates.network,
+        "ep": work.ep / rates.network,
+    }
+    if tp_hides:
+        seconds["tp"] = _added(seconds["tp"], seconds["matmul"], rates)
+    latency = work.products * rates.product + work.hops * rates.hop
+    # The host issues kernels ahead of the GPU; where they are short the GPU waits for it.
+    waits = max(0.0, work.layers * rates.layer - sum(seconds.values()) - latency)
+    seconds["latency"] = latency + waits
+    return seconds
 
 
-def step_time(job: Job, rates: Efficiency) -> dict[str, float]:
+def step_time(job: Job, rates: Rates) -> dict[str, float]:
     """Return the seconds of a step by part; they sum to the step."""
-    send = job.send / rates.bandwidth
-    longest, others, slowest = -1.0, 0.0, job.stages[0]
+    send = job.send / rates.network + job.sends * rates.hop
+    longest, others, slowest = -1.0, 0.0, None
     for stage in job.stages:
-        each = total_seconds(stage.work.forward, rates) + total_seconds(stage.work.backward, rates) + send
+        forward, backward = (
+            pass_seconds(work, rates, tp_hides=job.tp_hides) for work in (stage.work.forward, stage.work.backward)
+        )
+        each = sum(forward.values()) + sum(backward.values())
+        each += _added(send, each, rates) if job.pp_hides else send
         others += stage.count * each
         if each > longest:
-            longest, slowest = each, stage
-    m, forward, backward = job.micro_batches, slowest.work.forward, slowest.work.backward
-    exposed, again = _exposed(job, total_seconds(forward, rates), total_seconds(backward, rates), rates)
-    return {
-        "matmul": m * (forward.matmul + backward.matmul) / rates.matmul,
-        "memory": m * (forward.memory + backward.memory) / rates.bandwidth,
-        "tp": m * (forward.tp + backward.tp) / rates.bandwidth,
-        "cp": m * (forward.cp + backward.cp) / rates.bandwidth,
-        "ep": m * (forward.ep + backward.ep) / rates.bandwidth,
+            longest, slowest = each, (forward, backward)
+    forward, backward = slowest
+    send = longest - sum(forward.values()) - sum(backward.values())
+    m = job.micro_batches
+    exposed, again = _exposed(job, sum(forward.values()), sum(backward.values()), rates)
+    seconds = {name: m * (forward[name] + backward[name]) for name in forward}
+    return seconds | {
         "pp": m * send,
         "dp": exposed + m * again,
         "bubble": (others - longest) / job.chunks,
-        "optimizer": job.optimizer / rates.bandwidth,
+        "optimizer": job.optimizer / rates.memory,
+        "step": job.doublings * rates.step,
     }
 
 
-def _exposed(job: Job, forward: float, backward: float, rates: Efficiency) -> tuple[float, float]:
+def _added(sending: float, computing: float, rates: Rates) -> float:
+    """Seconds that sending adds to the computing that hides it."""
+    return max(0.0, sending - computing) + rates.overlap * min(sending, computing)
+
+
+def _exposed(job: Job, forward: float, backward: float, rates: Rates) -> tuple[float, float]:
     """Seconds that data parallelism adds: once a step, and in every micro-batch."""
-    scatter, gather = job.scatter / rates.bandwidth, job.gather / rates.bandwidth
-
-    def added(sending: float, computing: float) -> float:
-        return max(0.0, sending - computing) + rates.overlap * min(sending, computing)
-
+    around = job.hops * rates.hop
+    scatter, gather = job.scatter / rates.network + around, job.gather / rates.network + around
+    if job.zero == 0:
+        scatter, gather = scatter + around, 0.0
+    if not job.dp_hides:
+        return scatter + gather, 0.0
     if job.zero == 3:
-        return 0.0, added(gather, forward) + added(gather + scatter, backward)
+        return 0.0, _added(gather, forward, rates) + _added(gather + scatter, backward, rates)
     if job.zero == 2:
-        return added(gather, forward), added(scatter, backward)
-    return added(gather, forward) + added(scatter, backward), 0.0
+        return _added(gather, forward, rates), _added(scatter, backward, rates)
+    return _added(gather, forward, rates) + _added(scatter, backward, rates), 0.0
 
 
 @dataclass
@@ -327,6 +397,7 @@ class Workload:
     Attributes:
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
+        framework: Which kernels run, and what hides behind what.
     """
 
     model: ModelConfig
@@ -336,12 +407,17 @@ class Workload:
     recipe: Recipe = field(default_factory=lambda: recipe("mixed-bf16"))
     attention: str = "fused"
     sequence_parallel: bool = True
+    framework: Framework = FRAMEWORKS["paper"]
     _cache: dict = field(default_factory=dict, repr=False)
 
     @property
     def dropout(self) -> bool:
         """Whether the model trains with dropout: GPT-2 and GPT-3 shapes do, as `activations` assumes."""
         return self.model.family == "gpt2"
+
+    def rates(self, fitted: Fitted = FITTED) -> Rates:
+        """Return the constants of this job."""
+        return fitted.rates(generation(self.cluster.gpu), self.framework)
 
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
         """Return the work of one dense layer, one layer with experts, and the head."""
@@ -358,6 +434,7 @@ class Workload:
                 attention=self.attention,
                 sequence_parallel=self.sequence_parallel,
                 dropout=self.dropout,
+                stops_early=self.framework.stops_early,
             )
             first, last = (
                 layer_work(model, self.cluster, batch, layer=i, ep=layout.ep, recompute=layout.recompute)
@@ -429,10 +506,16 @@ class Workload:
             micro_batches=layout.num_microbatches(self.global_batch),
             chunks=layout.virtual_stages,
             send=cut * tokens * self.model.hidden * self.recipe.activation / split / link,
+            sends=cut,
             scatter=scatter,
             gather=gather,
+            hops=log2(layout.dp * layout.cp) * (-(-self.model.num_layers // layout.pp) + 1),
             zero=layout.zero,
             optimizer=optimizer,
+            doublings=log2(self.cluster.nodes),
+            dp_hides=self.framework.dp_hides,
+            tp_hides=self.framework.tp_hides,
+            pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
         )
 
     def _kinds(self, pp: int, virtual_stages: int) -> tuple[tuple[tuple[int, int, bool], int], ...]:

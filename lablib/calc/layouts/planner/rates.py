@@ -1,0 +1,156 @@
+"""How close real runs come to the full rates: the fitted constants of the planner, each with a physical name.
+
+    FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
+    FITTED                                    # all of them; `lablib.proof.planner` fits and judges them
+
+A share is of the full rate: of what large matrix products reach on the GPU (`layout.ACHIEVABLE`), of the memory's
+bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
+their FLOPs and bytes. A share of matrix products is fitted for each generation of GPUs, one of fused attention for each
+generation and kernel, one of the memory for each way of writing the kernels between the products: fused, as Megatron-LM
+and torch.compile have them, or one PyTorch operator after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lablib.calc.errors import one_of
+from lablib.calc.hardware import Accelerator
+
+#: The generation whose constants stand for a GPU, by its first match: NVIDIA's NVLink tells its data-center GPUs apart.
+GENERATIONS = {"nvlink5": "b200", "nvlink4": "h100", "nvlink4-h800": "h100", "nvlink-c2c": "h100"}
+KERNELS = ("fused", "eager")
+
+
+def generation(card: Accelerator) -> str:
+    """Return the generation whose constants stand for a GPU: measured runs are of three."""
+    if card.scale_up in GENERATIONS:
+        return GENERATIONS[card.scale_up]
+    return "h100" if "fp8" in card.flops else "a100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a framework does that changes a step's time.
+
+    Attributes:
+        attention: Its kernel of fused attention, as `Fitted.attention` calls it.
+        kernels: How what lies between the products is written, one of `KERNELS`.
+        stops_early: Whether recomputation stops behind the last tensor that backward needs.
+        dp_hides: Whether gradients are sent behind the last backward, and not after it.
+        tp_hides: Whether products are cut into pieces that hide tensor-parallel collectives.
+        pp_hides: Whether the sends of interleaved stages hide.
+    """
+
+    attention: str = "flash-2"
+    kernels: str = "fused"
+    stops_early: bool = False
+    dp_hides: bool = True
+    tp_hides: bool = False
+    pp_hides: bool = False
+
+
+#: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, torchtitan compiles its
+#: blocks; PyTorch's recomputation stops early (torch.utils.checkpoint, early_stop) and its SDPA takes FlashAttention-2.
+#: Megatron-Core has Transformer Engine's attention, sends gradients behind backward with --overlap-grad-reduce and
+#: stages' tensors behind computing where they are interleaved.
+FRAMEWORKS = {
+    "paper": Framework(),
+    "hf": Framework(kernels="eager", stops_early=True),
+    "torchtitan": Framework(stops_early=True),
+    "megatron": Framework(attention="transformer-engine", pp_hides=True),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The constants of one job; a share of 1 and 0 seconds are the full rates.
+
+    Attributes:
+        matmul: Share of the rate of large matrix products.
+        attention: Share of the GPU's peak that fused attention reaches, counting the unmasked half of the scores.
+        memory: Share of the memory's bandwidth that kernels between the products reach.
+        network: Share of a link's bandwidth.
+        overlap: Seconds that a second of hidden communication still costs: both want the same multiprocessors.
+        product: Seconds of a matrix product in which the GPU is not full: its launch, first and last tiles.
+        hop: Seconds of a message from one rank of a ring to the next, beside its bytes.
+        layer: Seconds that the host needs to issue a layer's forward pass.
+        step: Seconds of a step that no layout shrinks: data, gradient norm, waiting for the slowest.
+    """
+
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    network: float = 1.0
+    overlap: float = 0.0
+    product: float = 0.0
+    hop: float = 0.0
+    layer: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The constants of all jobs.
+
+    Attributes:
+        matmul: By generation.
+        attention: By generation and kernel.
+        memory: By how the kernels between the products are written, one of `KERNELS`.
+    """
+
+    published = (("a100", "flash-2"), ("h100", "flash-2"))
+    matmul: dict[str, float]
+    attention: dict[tuple[str, str], float]
+    memory: dict[str, float]
+    network: float
+    overlap: float
+    product: float
+    hop: float
+    layer: float
+    step: float
+
+    def rates(self, name: str, framework: Framework = FRAMEWORKS["paper"]) -> Rates:
+        """Return the constants of one job.
+
+        A kernel that was not measured on a generation counts as the fastest that was.
+
+        Args:
+            name: A generation.
+        """
+        one_of("kernels", framework.kernels, KERNELS)
+        measured = {kernel: share for (card, kernel), share in self.attention.items() if card == name}
+        return Rates(
+            matmul=self.matmul[name],
+            attention=measured.get(framework.attention, max(measured.values())),
+            memory=self.memory[framework.kernels],
+            network=self.network,
+            overlap=self.overlap,
+            product=self.product,
+            hop=self.hop,
+            layer=self.layer,
+            step=self.step,
+        )
+
+
+#: The result of `lablib.proof.planner.fit_rates` on all rows that are fitted; a test fits again. FlashAttention-2's
+#: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
+#: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
+FITTED = Fitted(
+    matmul={"a100": 0.8574, "h100": 0.9387, "b200": 0.5893},
+    attention={
+        ("a100", "flash-2"): 0.58,
+        ("h100", "flash-2"): 0.30,
+        ("a100", "triton"): 0.3217,
+        ("h100", "triton"): 0.1622,
+        ("h100", "transformer-engine"): 0.4987,
+        ("b200", "transformer-engine"): 0.3890,
+    },
+    memory={"fused": 0.9449, "eager": 0.7112},
+    network=0.7969,
+    overlap=0.4815,
+    product=41.35e-6,
+    hop=21.02e-6,
+    layer=934.0e-6,
+    step=15.43e-3,
+)
