@@ -32,7 +32,7 @@ def cost(
             {
                 "machine": each.machine.name, "minutes": minutes, "cost": bill,
                 "labs": [{"lab": b.lab, "minutes": b.minutes, "cost": each.machine.cost(b.minutes, "second")} for b in labs],
-                "step_seconds": each.seconds, "efficiency": each.efficiency, "mfu": each.mfu,
+                "step_seconds": each.seconds, "step_error": each.like.as_dict(), "efficiency": each.efficiency, "mfu": each.mfu,
                 "links": {"intra": {"link": each.link, "bytes_per_second": each.bandwidth, "from": "assumed"}},
                 "tokens_per_second": each.tokens_per_second, "memory_bytes": each.memory,
                 "cost_of_tokens": each.cost_of(wanted),
@@ -61,5 +61,7 @@ def cost(
         )
     for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):
         typer.echo(f"assumed link of {name}")
+    for text in dict.fromkeys(f"{each.machine.gpu.name}: {each.like.sentence}" for each in expected):
+        typer.echo(f"error of ms/step on {text}")
     if any(each.efficiency > 1 for each in expected):
         typer.echo("above 100%: sharded, a GPU updates only its part of the weights")

@@ -73,7 +73,7 @@ def fit(
 
 def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
-    from lablib.calc.layouts.fit import counted, links_of, unproven
+    from lablib.calc.layouts.fit import counted, like_of, links_of, unproven
     from lablib.calc.params import count_params
 
     run, params = have.run, count_params(have.run.model)
@@ -99,6 +99,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
                 "memory": one.memory,
                 "budget": one.budget,
                 "step_seconds": one.seconds,
+                "step_error": None if one.seconds is None else like_of(one.at).as_dict(),
                 "unproven": list(one.unproven),
                 "traded": [one.trade],
             }
@@ -192,6 +193,8 @@ def _follow(changes: list[Change]) -> str:
 
 
 def _changes(changes: list[Change], show_all: bool) -> list[str]:
+    from lablib.calc.layouts.fit import like_of
+
     lines, shown, hidden = [], Counter(), 0
     for one in changes:
         shown[one.kind] += 1
@@ -201,6 +204,7 @@ def _changes(changes: list[Change], show_all: bool) -> list[str]:
         took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
         lines += ["", *_wrap(f"{one.kind}: {one}{took}{_mark(one.unproven)}")]
         lines += _item(one.trade)
+        lines += _item(f"error of that time: {like_of(one.at).sentence}") if took else []
     return lines + (["", "--all prints the other changes."] if hidden else [])
 
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from lablib.calc.hardware import Accelerator, accelerator
-from lablib.calc.layouts.planner import plan
+from lablib.calc.layouts.planner import FRAMEWORKS, Likeness, plan
 
 #: Minutes of the chapter and of the lab, by rung.
 STUDY_MINUTES = {
@@ -132,6 +132,7 @@ class Expectation:
         mfu: 0 to 1.
         bandwidth: Bytes per second of one GPU to the others, per direction, as the table has it.
         link: Name of that link.
+        like: Measured runs like this one, and how wrong predictions of them were.
     """
 
     machine: Machine
@@ -142,6 +143,7 @@ class Expectation:
     memory: int
     bandwidth: float
     link: str
+    like: Likeness
 
     @property
     def efficiency(self) -> float:
@@ -156,8 +158,8 @@ class Expectation:
 def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch: int = 8) -> Expectation:
     """Predict a step of FSDP (ZeRO-3) on a machine and on one of its GPUs, with the same batch per GPU.
 
-    The prediction takes the link's line rate times the planner's fitted share. It knows nothing of launch overhead,
-    which small models on fast GPUs feel, nor of a virtual machine without peer access: `rung doctor --gpu` measures.
+    The prediction takes the link's line rate times the planner's fitted share, and kernels that run one by one, as the
+    course's own model has them. It knows nothing of a virtual machine without peer access: `rung doctor --gpu` measures.
 
     Args:
         machine: Its GPUs are in one node.
@@ -166,7 +168,7 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
     """
     n = machine.gpus
     common = {
-        "seq": seq, "gpus_per_node": max(8, n), "zero": 3, "tp": 1, "pp": 1, "cp": 1,
+        "seq": seq, "gpus_per_node": max(8, n), "zero": 3, "tp": 1, "pp": 1, "cp": 1, "framework": FRAMEWORKS["hf"],
     }  # fmt: skip
     many = plan(model, gpu=machine.gpu, gpus=n, global_batch=batch * n, dp=n, **common)
     best = many.best
@@ -185,4 +187,5 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
         best.total_memory,
         many.cluster.intra,
         many.cluster.links()["intra"]["link"],
+        many.like(best),
     )

@@ -224,6 +224,7 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "predicted": predicted,
             "predicted_memory": told.get("memory_bytes"),
             "predicted_links": told.get("links"),
+            "predicted_error": told.get("step_error"),
             "error": predicted / measured.median - 1 if predicted else None,
             "yours": record.get("yours") or {},
             "where": where_of(record),

@@ -12,7 +12,7 @@ Read `answers` first. Chapter 01; `rung fit`.
 
 from lablib.calc.layouts.fit.answers import Answer, fewest_gpus, largest_micro_batch, last_within, longest_sequence
 from lablib.calc.layouts.fit.changes import Change, cheapest_change
-from lablib.calc.layouts.fit.settings import MEANING, Setup, counted, links_of, setup, size, unproven
+from lablib.calc.layouts.fit.settings import MEANING, Setup, counted, like_of, links_of, setup, size, unproven
 
 __all__ = [
     "MEANING",
@@ -24,6 +24,7 @@ __all__ = [
     "fewest_gpus",
     "largest_micro_batch",
     "last_within",
+    "like_of",
     "links_of",
     "longest_sequence",
     "setup",

@@ -20,7 +20,7 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import Cluster, Layout, Workload, check_nodes, cluster, step_time
+from lablib.calc.layouts.planner import Cluster, Layout, Likeness, Workload, check_nodes, cluster, like_this, step_time
 from lablib.calc.memory import (
     GRADIENT_TERMS,
     RESERVE,
@@ -271,16 +271,21 @@ def host_seconds(have: Setup) -> float:
     return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.gpu.host].bandwidth
 
 
-def step_seconds(have: Setup) -> float:
-    """Return the predicted seconds of a step of `have.sequences` sequences."""
+def _job(have: Setup) -> tuple[Workload, Layout]:
+    """The run as the planner has it."""
     run = have.run
     layout = Layout(
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
-    load = _workload(
-        run.model, _cluster(have), run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel
-    )
+    machine = _cluster(have)
+    load = _workload(run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel)
+    return load, layout
+
+
+def step_seconds(have: Setup) -> float:
+    """Return the predicted seconds of a step of `have.sequences` sequences."""
+    load, layout = _job(have)
     return sum(step_time(load.job(layout), load.rates()).values()) + host_seconds(have)
 
 
@@ -291,6 +296,11 @@ def links_of(have: Setup) -> tuple[str, dict[str, object]]:
     except ValueError as error:
         return f"No times: {error}", {}
     return machine.links_text(), machine.links()
+
+
+def like_of(have: Setup) -> Likeness:
+    """Return the measured runs like this one, and how wrong their predicted times were."""
+    return like_this(*_job(have))
 
 
 def predicted_seconds(have: Setup) -> float | None:
