@@ -517,8 +517,15 @@ def test_table_and_reasons_fit_80_columns() -> None:
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
 def test_export_prints_the_winner(framework: str) -> None:
-    code, out, _ = rung(*PLAN, "--tp", "2", "--pp", "2", "--zero", "1", "--export", framework)
+    how = (*PLAN, "--tp", "2", "--pp", "2", "--zero", "1", "--export", framework)
+    if framework == "torchtitan":
+        code, out, err = rung(*how)
+        assert (code, out) == (2, "")
+        assert "implementation='torchtitan' with tp=2 is not known" in err, "nobody has counted it, so nothing is said"
+        how += ("--implementation", "paper")
+    code, out, err = rung(*how)
     assert code == 0
+    assert err.startswith(f"counted as {'paper' if framework == 'torchtitan' else 'megatron'}: tp=2 cp=1 pp=2")
     if framework == "torchtitan":
         assert tomllib.loads(out)["parallelism"]["pipeline_parallel_degree"] == 2
     else:
