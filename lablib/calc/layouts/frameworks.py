@@ -47,7 +47,7 @@ def counting_for(
     *,
     seq: int | None,
     global_batch: int,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     implementation: str | None = None,
 ) -> Counting:
     """Return what a plan for a framework counts; it accepts the layouts that the framework's exporter does.
@@ -65,7 +65,7 @@ def counting_for(
     config = resolve_model(model)
     job = {
         "seq": config.max_positions if seq is None else seq, "global_batch": global_batch,
-        "gpus_per_node": gpus_per_node,
+        "gpus_per_node": gpus_per_node or 8,
         "sequence_parallel": find_implementation(counted.implementation).splits_stream,
     }  # fmt: skip
 
