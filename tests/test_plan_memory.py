@@ -97,6 +97,11 @@ def test_what_nobody_counts_is_not_listed() -> None:
     assert {(c.layout.cp, c.layout.pp) for c in found.distinct()} == {(1, 1)}
     assert any("cp=" in reason for reason in found.left_out)
     assert any("pp=" in reason for reason in found.left_out)
+    # A GPU's autocast takes LayerNorm to fp32 beside FSDP2's policy; DDP under autocast is counted.
+    norms = counting_for("accelerate", "gpt2-xl", seq=1024, global_batch=16)
+    small = plan("gpt2-xl", gpus=8, seq=1024, global_batch=16, counting=norms)
+    assert {c.layout.zero for c in small.candidates} == {0}
+    assert any("with LayerNorm" in reason for reason in small.left_out)
     with pytest.raises(ValueError, match=r"none of .* layouts can be counted: .*knows gpt2, llama"):
         plan("mixtral-8x7b", gpus=16, seq=4096, global_batch=64, counting=Counting(implementation="hf"))
     with pytest.raises(ValueError, match="unknown framework"):

@@ -7,7 +7,8 @@
 | megatron | megatron | bf16 weights, gradients accumulated in fp32, as `--bf16` sets | fused (Apex's or Transformer Engine's) |
 | deepspeed | hf | bf16 weights and gradients, fp32 master | fused |
 
-Accelerate 1.15: `set_mixed_precision` of its FSDP plugin makes the policy, and `prepare_model` runs DDP under autocast.
+Accelerate 1.15: `set_mixed_precision` of its FSDP plugin makes the policy, and `prepare_model` runs every model under
+autocast.
 torchtitan: torchtitan/distributed/fsdp.py and config. Megatron-LM: megatron/training/arguments.py, `validate_args`.
 """
 
@@ -70,6 +71,12 @@ def counting_for(
     }  # fmt: skip
 
     def accepts(layout: Layout) -> None:
+        # Autocast runs beside FSDP2's policy. It changes nothing of an RMSNorm written out, and takes LayerNorm to fp32.
+        if framework == "accelerate" and layout.zero and config.norm == "layernorm":
+            raise ValueError(
+                f"zero={layout.zero} with LayerNorm: under Accelerate autocast runs it in fp32 beside FSDP2's policy, "
+                "which is not counted; use zero=0"
+            )
         export_layout(export_job(config, layout, **job), framework)
 
     return replace(counted, framework=framework, accepts=accepts)
