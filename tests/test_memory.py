@@ -219,6 +219,21 @@ def test_llama_3_layers_on_16_stages() -> None:
     assert memory.ranks == 8192
 
 
+def test_llama_3_layers_in_eight_chunks_a_stage() -> None:
+    """The embedding stands for a layer of the first chunk and the head for one of the last; nothing else may be short."""
+    sizes = [7] + [8] * 14 + [7]
+    stages = stage_layers(126, 16, 8, layers_per_stage=sizes)
+    assert [len(chunk) for chunk in stages[0]] == [0] + [1] * 7
+    assert [len(chunk) for chunk in stages[-1]] == [1] * 7 + [0]
+    in_order = [layer for chunk in range(8) for stage in stages for layer in stage[chunk]]
+    assert in_order == list(range(126))
+    for wrong in ([8] * 15 + [6], [8, 7] + [8] * 13 + [7]):
+        with pytest.raises(ValueError, match="virtual_stages=8 does not divide layers_per_stage="):
+            stage_layers(126, 16, 8, layers_per_stage=wrong)
+    run = {"seq": 64, "pp": 6, "num_microbatches": 6, "layers_per_stage": [0, 1, 1, 1, 1, 0]}
+    assert training_memory(TINY, **run).ranks == 6, "stages of the embedding and of the head alone"
+
+
 def test_interleaved_chunks_cover_the_layers_in_order() -> None:
     assert stage_layers(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated
 
 import typer
@@ -62,6 +63,6 @@ def cost(
     for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):
         typer.echo(f"assumed link of {name}")
     for text in dict.fromkeys(f"{each.machine.gpu.name}: {each.like.sentence}" for each in expected):
-        typer.echo(f"error of ms/step on {text}")
+        typer.echo(textwrap.fill(f"error of ms/step on {text}", 80, subsequent_indent="  "))
     if any(each.efficiency > 1 for each in expected):
         typer.echo("above 100%: sharded, a GPU updates only its part of the weights")

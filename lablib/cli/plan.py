@@ -36,6 +36,10 @@ def plan(
     recipe: Annotated[
         str | None, typer.Option(help="Dtypes, as in `rung memory`; default: mixed-bf16, or what --export trains in.")
     ] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="Whose memory is counted, as in `rung memory`; default: what --export runs, or paper."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
     reserve: Reserve = "2.5 GiB",
@@ -58,8 +62,8 @@ def plan(
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
-    from lablib.calc.layouts import framework_recipe
-    from lablib.calc.layouts.planner import nothing_fits, plan_reasons
+    from lablib.calc.layouts import counting_for
+    from lablib.calc.layouts.planner import Counting, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
@@ -68,8 +72,16 @@ def plan(
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
+    config = named_model(model)
+    if export:
+        counting = counting_for(
+            export, config, seq=seq, global_batch=global_batch, gpus_per_node=gpus_per_node,
+            implementation=implementation, recipe=recipe, attention=attention,
+        )  # fmt: skip
+    else:
+        counting = Counting(implementation=implementation or "paper")
     result = find(
-        named_model(model),
+        config,
         gpus=gpus,
         gpu=gpu,
         seq=seq,
@@ -79,7 +91,8 @@ def plan(
         intra=intra,
         rails=rails,
         nics_per_node=nics_per_node,
-        recipe_=recipe or (framework_recipe(export) if export else "mixed-bf16"),
+        recipe_=recipe,
+        counting=counting,
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
@@ -88,6 +101,14 @@ def plan(
     if not result.candidates:
         raise ValueError(nothing_fits(result))
     if export:
+        best = result.best
+        typer.echo(
+            f"counted as {counting.implementation}: {best.layout} peaks at {best.total_memory / 1e9:.1f} of "
+            f"{result.capacity / 1e9:.1f} GB ({best.peak.at})",
+            err=True,
+        )
+        for what in counting.not_counted:
+            typer.echo(f"not counted: {what}", err=True)
         typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
@@ -112,12 +133,16 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "seq": result.load.seq,
         "global_batch": result.load.global_batch,
         "recipe": result.load.recipe.name,
+        "implementation": result.counting.implementation,
+        "framework": result.counting.framework or None,
+        "not_counted": list(result.counting.not_counted),
         "capacity_bytes": result.capacity,
         "valid": result.valid,
+        "left_out": result.left_out,
         "dropped_by": result.dropped_by,
         "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
         "dropped": [
-            {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
+            {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.peak.terms}
             for one in result.dropped[:top]
         ],
         "not_modelled": not_modelled(result.load, result.best.layout),
@@ -132,12 +157,17 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
+        "step_error": result.like(candidate).as_dict(),
         "mfu": result.mfu(candidate),
         "tflops_per_gpu": result.tflops(candidate),
         "hardware_tflops_per_gpu": result.tflops(candidate, hardware=True),
         "tokens_per_second": load.global_batch * load.seq / candidate.step,
         "memory_bytes": candidate.total_memory,
-        "memory": candidate.memory,
+        "memory": candidate.peak.terms,
+        "peak_at": candidate.peak.at,
+        "stage": candidate.peak.stage,
+        "verdict": "fits",
+        "headroom": result.capacity - candidate.total_memory,
     }
 
 
@@ -151,7 +181,18 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
         *parameters_line(load.model),
-        f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
+        f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
+        *textwrap.wrap(
+            f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
+            f"{load.recipe.name}; all of these fit",
+            80,
+        ),
+        *(
+            line
+            for reason, count in result.left_out.items()
+            for line in textwrap.wrap(f"Not listed: {count:,} layouts, {reason}", 80, break_long_words=False)
+        ),
+        *(line for what in result.counting.not_counted for line in textwrap.wrap(f"Not counted: {what}", 80)),
         *textwrap.wrap(machine.links_text(), 80, break_on_hyphens=False),
         "",
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
@@ -166,6 +207,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
+    lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
     limits = not_modelled(load, result.best.layout)
     if limits:
         items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]

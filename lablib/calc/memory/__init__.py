@@ -18,7 +18,7 @@ Read `formulas` first, then `activations.paper`. Chapters 01 and 09.
 
 from lablib.calc.memory.config import ATTENTION, OFFLOADS, RECOMPUTE, SETTINGS, RunConfig, resolve_model, run_config
 from lablib.calc.memory.formulas import autocast_activations, stage_memory, training_memory, weights_are_sharded
-from lablib.calc.memory.implementation import current_names
+from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
 from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, When, find_term
@@ -26,6 +26,7 @@ from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, Memory
 __all__ = [
     "ATTENTION",
     "GRADIENT_TERMS",
+    "IMPLEMENTATIONS",
     "OFFLOADS",
     "RECOMPUTE",
     "RESERVE",
@@ -40,6 +41,7 @@ __all__ = [
     "autocast_activations",
     "check_reserve",
     "current_names",
+    "find_implementation",
     "find_term",
     "resolve_model",
     "run_config",

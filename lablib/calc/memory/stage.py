@@ -65,6 +65,19 @@ def unit_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> tuple[list[Shape],
     return (full, []) if run.tuning == "full" else (adapter_shapes(run, tensors), full)
 
 
+def joined_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> set[Shape]:
+    """Return the shapes of a block's matrices where those that read the same input are one: q, k and v; gate and up."""
+    rows: Counter[tuple[str, int, int]] = Counter()
+    for number, tensor in enumerate(tensors):
+        if tensor.inputs == 1 or tensor.component == "router":
+            continue
+        outputs, inputs = tensor.shape(run.tp)
+        own = 0 if tensor.split == "outputs" else number  # a latent's matrices stay apart
+        copies = tensor.copies // (run.model.num_experts if tensor.is_expert else 1)
+        rows[tensor.component, inputs, own] += outputs * copies
+    return {(outputs, inputs) for (_, inputs, _), outputs in rows.items()}
+
+
 def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
     """Return the parameters that rank 0 keeps: `Σ ceil(rows / ranks) · row`."""
     return padded(list(shapes), ranks) // ranks

@@ -231,6 +231,13 @@ TERMS: dict[str, Term] = {
         ("dequantized_weights", "the largest matrix in the compute dtype"),
         proof="unproven",
     ),
+    **_terms(
+        "buffers",
+        "Transformer Engine, module/base.py, get_dummy_wgrad",
+        ("dummy_weight_gradients", "bytes of a weight × every shape of the blocks' matrices, once"),
+        proof="unproven",
+    ),
+    **_terms("buffers", "torchtitan, models/common/rope.py", ("rotary_tables", "4 s d for each block", "buffers")),
     **_terms("buffers", KORTHIKANTI, ("recomputed_layer", "what the largest layer computes again"), proof="unproven"),
     # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
     **_terms(

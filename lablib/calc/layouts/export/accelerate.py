@@ -114,11 +114,16 @@ def _refuse(job: ExportJob) -> None:
 def accelerate_yaml(job: ExportJob) -> str:
     """Return Accelerate's file as text; accumulation and batch stand in its comments, since the script sets them."""
     layout, entries, recipe = job.layout, accelerate_config(job), _recipe(job)
+    # Between the micro-batches of a step FSDP2 would keep whole gradients, which are not counted, unless it is told.
+    how = f"gradient_accumulation_steps={job.accumulation}"
+    if layout.zero and job.accumulation > 1:
+        plugin = f"num_steps={job.accumulation}, sync_each_batch=True"
+        how = f"gradient_accumulation_plugin=GradientAccumulationPlugin({plugin})"
     lines = [
         f"# {counted(job, recipe)}.",
         f"# Read by the parser of {PROVEN}.",
-        f"# In the script: Accelerator(gradient_accumulation_steps={job.accumulation}), a loader with batch_size="
-        f"{layout.micro_batch}, and sequences of {job.seq} tokens.",
+        f"# In the script: Accelerator({how}), a loader with batch_size={layout.micro_batch}, and sequences of "
+        f"{job.seq} tokens.",
     ]
     if recipe == "pure-bf16":
         lines.append("# In the script: from_pretrained(..., dtype=torch.bfloat16); the file has no key for it.")

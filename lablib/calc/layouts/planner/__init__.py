@@ -6,6 +6,8 @@
     memory        what a layout needs of each GPU
     time          how long a step takes: work, exposed communication, bubble
     rates         how close runs come to full rates: the fitted constants
+    peak          the same at its fullest, as the memory calculator counts an implementation
+    candidates    layouts by time, each judged by its peak before it is named
     search        `plan`
     assumptions   what a layout's prediction takes for granted, and what is refused
     likeness      how wrong the times were on measured runs like this one
@@ -28,9 +30,11 @@ from lablib.calc.layouts.planner.calibration import (
     run_choices,
     workload_of_run,
 )
+from lablib.calc.layouts.planner.candidates import Candidate
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
     WORKED_EXAMPLES,
+    counting_of_run,
     place_in_plan,
     place_of_published,
     plan_reasons,
@@ -40,8 +44,9 @@ from lablib.calc.layouts.planner.explain import (
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
 from lablib.calc.layouts.planner.likeness import LIKE_THIS, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
+from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
-from lablib.calc.layouts.planner.search import Candidate, Plan, divisors, nothing_fits, plan
+from lablib.calc.layouts.planner.search import NEAREST, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
@@ -53,11 +58,13 @@ __all__ = [
     "LLAMA3",
     "MEASURED_RUNS",
     "NARAYANAN",
+    "NEAREST",
     "PART_NAMES",
     "UNFITTED",
     "WORKED_EXAMPLES",
     "Candidate",
     "Cluster",
+    "Counting",
     "Fitted",
     "Framework",
     "Layout",
@@ -72,11 +79,14 @@ __all__ = [
     "chunk_layers",
     "cluster",
     "counted_flops",
+    "counted_run",
+    "counting_of_run",
     "divisors",
     "expert_limits",
     "generation",
     "layer_work",
     "layout_memory",
+    "layout_peak",
     "like_this",
     "megatron_gpt",
     "model_limits",

@@ -56,6 +56,7 @@ class Framework:
 #: stages' tensors behind computing where they are interleaved.
 FRAMEWORKS = {
     "paper": Framework(),
+    "toy": Framework(kernels="eager", stops_early=True),
     "hf": Framework(kernels="eager", stops_early=True),
     "torchtitan": Framework(stops_early=True),
     "megatron": Framework(attention="transformer-engine", pp_hides=True),

@@ -58,7 +58,9 @@ def head(share: Share) -> dict[str, int]:
     return {
         "norms": share.stream(config.hidden),
         "head": share.stream(config.hidden),
-        "logits": share.tokens * -(-config.vocab // share.tp) * FP32,
+        "logits": share.tokens
+        * -(-config.vocab // share.tp)
+        * (share.value if share.implementation.keeps_logits else FP32),
     }
 
 

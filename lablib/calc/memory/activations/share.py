@@ -23,7 +23,7 @@ class Share:
     Attributes:
         batch: Sequences.
         seq: Tokens in a sequence, s, before context parallelism divides it.
-        implementation: "paper", "toy" or "hf".
+        implementation: Whose operators; a name of `lablib.calc.memory.implementation`.
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor-parallel ranks too.
         cp: Context-parallel ranks; each holds `s / cp` tokens and sees every key.
@@ -57,12 +57,12 @@ class Share:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
         if whose.eager:
+            CHECKS[whose](config)
             if cp > 1 or self.sequence_parallel:
                 raise ValueError(
                     f"implementation={whose!r} knows tp alone: cp={cp} must be 1 and sequence_parallel="
                     f"{self.sequence_parallel} False; use implementation='paper' for more"
                 )
-            CHECKS[whose](config)
         must_divide("tp", tp, "num_heads", config.num_heads)
         must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
         must_divide("tp", tp, "ffn", config.ffn)
@@ -183,4 +183,20 @@ def check_hugging_face(config: ModelConfig) -> None:
         )
 
 
-CHECKS: dict[str, Callable[[ModelConfig], None]] = {"toy": check_config, "hf": check_hugging_face}
+def check_torchtitan(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one that torchtitan's Llama 3 can be.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not known here.
+    """
+    if config.family != "llama" or config.tied or config.qkv_bias or not config.gated_mlp or config.norm != "rmsnorm":
+        raise ValueError(
+            f"{config.name}: implementation='torchtitan' knows its Llama 3, of family 'llama' with an untied head, not "
+            f"family {config.family!r}; use implementation='paper'"
+        )
+    refuse_extras(config, "torchtitan's Llama 3 has")
+
+
+CHECKS: dict[str, Callable[[ModelConfig], None]] = {
+    "toy": check_config, "hf": check_hugging_face, "torchtitan": check_torchtitan,
+}  # fmt: skip

@@ -16,8 +16,11 @@ FP32 = 4
 class Eager:
     """Writes operators on a tape."""
 
-    def __init__(self, *, value: int, gradient: int, low: int = 0, frozen: bool = False) -> None:
+    def __init__(
+        self, *, value: int, gradient: int, low: int = 0, frozen: bool = False, fused_gradients: bool = False
+    ) -> None:
         self.tape = Tape()
+        self.fused_gradients = fused_gradients  # a matrix adds its gradient to a buffer, and makes none
         self.value, self.gradient, self.low, self.frozen = value, gradient, low, frozen
         self.item: dict[Value, int] = {}  # bytes of a number
 

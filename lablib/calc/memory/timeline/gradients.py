@@ -52,6 +52,8 @@ def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> 
     Args:
         memory: Its bytes, as `stage_memory` counts them.
     """
+    if stage.run.implementation.accumulates_in_kernel and stage.run.tuning == "full":
+        return MegatronReduction(stage, memory, accumulates)
     return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, memory, accumulates)
 
 
@@ -78,6 +80,8 @@ class Reduction:
         self.unsharded = {name: buffers.get(name, 0) for name in ("gathered_weights", "dequantized_weights")}
         self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
         self.lasting: dict[str, int] = {}
+        if buffers.get("rotary_tables"):
+            self.lasting["rotary_tables"] = buffers["rotary_tables"]
         if all_reduces(run) and not self.on_host:
             # DDP makes its buckets once, and they stay.
             self.lasting["gradient_buckets"] = self.buckets
@@ -124,6 +128,25 @@ class Reduction:
     def casting(self, unit: str, made: Made) -> Terms:
         """Return what the cast of a unit's reduced gradients holds; nothing where they are not cast."""
         return {}
+
+
+class MegatronReduction(Reduction):
+    """Gradients of Megatron-LM: one buffer in the dtype of the accumulation, there from the first step on.
+
+    Matrices add to it themselves. Embeddings and norms make a gradient in the dtype of the weights, which a hook adds to
+    it and drops. Ranks reduce the buffer in place, so there are no buckets beside it.
+
+    Source: megatron/core/distributed, param_and_grad_buffer.py and distributed_data_parallel.py.
+    """
+
+    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
+        super().__init__(stage, memory, accumulates)
+        dummies = dict(memory.buffer_terms).get("dummy_weight_gradients", 0)
+        self.lasting = {"gradients": self.all_gradients, "dummy_weight_gradients": dummies}
+        self.gradient_bytes = self.run.recipe.weights
+        self.table_bytes = -(-self.run.model.vocab // self.run.tp) * self.run.model.hidden * self.gradient_bytes
+        self.accumulates_in_place, self.shards_gradients = not self.on_host, False
+        self.all_there = True
 
 
 class Fsdp2Reduction(Reduction):

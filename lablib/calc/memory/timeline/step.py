@@ -272,7 +272,7 @@ class Step:
 
     def _at_rest(self) -> MemoryInstant:
         terms = plus(self.reduction.lasting, self.states)
-        if not self.run.gradient_as_bucket_view:
+        if not (self.run.gradient_as_bucket_view or self.run.implementation.accumulates_in_kernel):
             terms.pop("gradients", None)
         return MemoryInstant("states", "states", None, listed(terms), "")
 
@@ -457,7 +457,7 @@ class Step:
         first = self.blocks[0] if self.blocks else next(iter(self.ends.values()))
         alone = self.stage.is_first and not self.blocks
         stream = (first.tape.operators[-1].outputs if alone else first.tape.inputs)[0]
-        if not self.stage.is_last:
+        if not self.stage.is_last and self.run.implementation.keeps_stage_outputs:
             terms["stage_outputs"] = count * stream.bytes
         if not self.stage.is_first and stream.name not in first.kept_names:
             terms["stage_inputs"] = count * stream.bytes
