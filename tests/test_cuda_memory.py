@@ -14,7 +14,7 @@ import torch
 from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
-from lablib.calc.layouts.planner import RESERVE
+from lablib.calc.memory import RESERVE
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.runs import load_snapshot, replay_snapshot
 from lablib.calc.runs.cuda_snapshot import BEFORE, NO_FRAMES, Block

@@ -20,7 +20,7 @@ CLAIMS = {
     "70B is 140 GB in fp16": ("140 GB", "840 GB", "6 times", "1,120 GB", "8 times"),
     "7B takes 84 GB": ("112 GB", "40%"),
     "optimizer of 7B takes 56 GB": ("28 GB", "84 GB"),
-    "1.5B is a good first run": ("24.9 GB", "25.8 GB"),
+    "1.5B is a good first run": ("24.9 GB", "23.1 GB"),
     "7B keeps 8 GB of activations": ("9.1 GB", "8.5 GiB", "30.6 GB", "0.54 GB"),
     "no activations are stored": ("4.8 GB", "7.7 GB"),
     "because of the KV cache": ("1.1 GB",),

@@ -13,7 +13,8 @@ import pytest
 
 from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.hardware import accelerator
-from lablib.calc.memory import training_memory
+from lablib.calc.memory import verdict
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, zero_state_bytes
 from lablib.calc.params import count_params
@@ -48,7 +49,7 @@ def memory_of(state, **other):
     blocks = other.pop("blocks", None)
     model = preset(state["model"])
     shape = model if blocks is None else replace(model, num_layers=blocks)
-    return training_memory(shape, **settings | other)
+    return memory_timeline(shape, **settings | other).peak
 
 
 def possible(state):
@@ -56,7 +57,7 @@ def possible(state):
     return not model.learned_positions or state["seq"] <= model.max_positions
 
 
-def test_the_training_explorer_shows_training_memory():
+def test_the_training_explorer_shows_the_peak():
     for state in around(TRAINING) + at_random(TRAINING, 60):
         answer = TRAINING.answer(state)
         if not possible(state):
@@ -64,15 +65,20 @@ def test_the_training_explorer_shows_training_memory():
             assert (answer["picture"], answer["table"], answer["numbers"]) == ("", "", {})
             continue
         memory = memory_of(state)
-        expected = memory.terms | {"total": memory.total, "headroom": memory.headroom(state["device"])}
+        found = verdict(memory.total, state["device"])
+        expected = dict(memory.terms) | {"total": memory.total, "headroom": found.room}
         assert {name: answer["numbers"][name] for name in expected} == expected, state
         assert f"{memory.total / 1e9:,.2f} GB" in answer["table"]
-        assert ("to spare" in answer["caption"]) == memory.fits(state["device"])
+        assert f": {found.word}, " in answer["caption"]
 
 
 def test_it_stops_fitting_where_it_says():
-    """The explorer divides; the calculator is asked at the size that it names and at the next one."""
+    """The calculator is asked at the size that the explorer names and at the next one."""
     sizes = {"blocks": 4000, "micro_batch": math.inf, "seq": math.inf}  # a thousand blocks take a while
+
+    def fits(state, **other):
+        return verdict(memory_of(state, **other).total, state["device"]).word == "fits"
+
     seen = dict.fromkeys(sizes, 0)
     small = [state | {"model": "llama-3.2-3b", "recompute": "full"} for state in around(TRAINING)[::3]]
     for state in filter(possible, around(TRAINING) + small + at_random(TRAINING, 30)):
@@ -82,10 +88,10 @@ def test_it_stops_fitting_where_it_says():
             if n > most:
                 continue
             if n:
-                assert memory_of(state, **{name: n}).fits(state["device"]), (state, name, n)
+                assert fits(state, **{name: n}), (state, name, n)
             last = name == "seq" and model.learned_positions and n == model.max_positions
             if not last:
-                assert not memory_of(state, **{name: n + 1}).fits(state["device"]), (state, name, n)
+                assert not fits(state, **{name: n + 1}), (state, name, n)
             seen[name] += bool(n)
     assert min(seen.values()) >= 10, seen
 
@@ -100,7 +106,7 @@ def test_the_zero_explorer_shows_what_is_held_and_sent():
             assert numbers[f"sent_{stage}"] == pytest.approx(units * unit, rel=1e-12, abs=1)
             if k == 1:
                 assert numbers[f"sent_{stage}"] == round(data_parallel_bytes(2 * params, ranks, stage=stage))
-        capacity = accelerator(state["device"]).memory_bytes
+        capacity = accelerator(state["device"]).usable_bytes
         least = numbers["least_ranks"]
         if least:
             assert zero_state_bytes(params, least, state["stage"]) <= capacity
@@ -119,7 +125,7 @@ def test_the_call_gives_the_numbers_of_the_page(explorer, capsys):
         names = {}
         exec(compile(unescape(answer["call"]), "call", "exec"), names)
         if explorer is TRAINING:
-            assert names["memory"].total == answer["numbers"]["total"]
+            assert names["step"].peak_bytes == answer["numbers"]["total"]
             assert str(answer["numbers"]["headroom"]) in capsys.readouterr().out
         else:
             assert sum(names["held"].values()) == answer["numbers"][f"held_{state['stage']}"]

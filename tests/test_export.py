@@ -1,269 +1,368 @@
-"""The exporters: parsed by the real packages where they are installed, else against documented option names."""
+"""The exporters: each file is held to what its framework's own parser read in it, and to what was planned."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from lablib.calc.layouts import export_job, export_layout
-from lablib.calc.layouts.export import (
-    EXPORTERS,
-    ExportJob,
-    accelerate_yaml,
-    deepspeed_json,
-    megatron_arguments,
-    megatron_script,
-    torchtitan_config,
-    torchtitan_toml,
-)
-from lablib.calc.layouts.planner import WORKED_EXAMPLES, Layout
-from lablib.calc.models import ModelConfig, preset
+from lablib.calc.layouts.export import EXPORTERS
+from lablib.calc.layouts.export.accelerate import BLOCKS
+from lablib.calc.layouts.planner import Layout, chunk_layers
+from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
+from tests.exported.cases import CASES, Case
+from tests.exported.readers import installed, read
 
-#: Options of torchtitan/config/job_config.py (2025) that the exporter may use, and the values of those with a list.
-TORCHTITAN = {
-    "model": {"name", "flavor"},
-    "training": {
-        "local_batch_size", "global_batch_size", "seq_len", "mixed_precision_param", "mixed_precision_reduce",
-    },
-    "parallelism": {
-        "data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
-        "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree",
-        "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage",
-    },
-    "activation_checkpoint": {"mode", "selective_ac_option"},
+PROVEN = json.loads((Path(__file__).parent / "exported" / "proven.json").read_text(encoding="utf-8"))
+
+
+def of(framework: str) -> list[Case]:
+    return [case for case in CASES if case.framework == framework]
+
+
+def named(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_proven_file_is_what_is_written_today(case: Case) -> None:
+    proof = PROVEN[case.name]
+    text = export_layout(case.exported(), case.framework)
+    assert text.splitlines() == proof["text"], "read it again: python -m tests.exported"
+    assert text.endswith("\n")
+    assert proof["with"] == EXPORTERS[case.framework].proven
+    assert f"Read by the parser of {proof['with']}." in text  # the file says so itself
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_its_own_parser_reads_it_again(case: Case) -> None:
+    have, proven = installed(case.framework), PROVEN[case.name]["with"]
+    if have != proven:
+        pytest.skip(f"{have or 'no ' + case.framework} is installed, and {proven} has read this file")
+    text = export_layout(case.exported(), case.framework)
+    assert read(case.framework, text, case.exported()) == PROVEN[case.name]["read"]
+
+
+@pytest.mark.parametrize("case", of("torchtitan"), ids=named)
+def test_torchtitan_holds_what_was_planned(case: Case) -> None:
+    job, found = case.exported(), PROVEN[case.name]["read"]
+    model, layout = job.model, job.layout
+    replicas = layout.dp if layout.zero == 0 else 1
+    assert found["dims"] == {
+        "dp_replicate": replicas, "dp_shard": layout.dp // replicas, "cp": layout.cp, "tp": layout.tp,
+        "pp": layout.pp, "ep": layout.ep,
+    }  # fmt: skip
+    batch = found["training"]
+    assert (batch["global_batch_size"], batch["seq_len"]) == (job.global_batch, job.seq)
+    assert batch["local_batch_size"] == (job.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch)
+    assert (batch["dtype"], batch["mixed_precision_param"], batch["mixed_precision_reduce"]) == (
+        "float32", "bfloat16", "float32",
+    )  # fmt: skip
+    assert found["parallelism"]["fsdp_reshard_after_forward"] == ("always" if layout.zero == 3 else "never")
+    kind = {"none": None, "selective": "SelectiveAC.Config", "full": "FullAC.Config"}
+    assert found["activation_checkpoint"] == kind[layout.recompute]
+    if layout.pp > 1:
+        first, middle, last = chunk_layers(model.num_layers, layout.pp, layout.virtual_stages)
+        assert found["layers_of_chunks"] == [first, *[middle] * (layout.pp * layout.virtual_stages - 2), last]
+    if layout.cp > 1:  # its default cannot split the mask of its own attention
+        assert found["parallelism"]["context_parallel_load_balancer"] == "ptrr"
+    built = found["model"]
+    assert (built["layers"], built["hidden"], built["vocab"]) == (model.num_layers, model.hidden, model.vocab)
+    assert built["theta"] == model.rotary.base
+    assert built["scaling"] == {"llama3": "llama"}.get(model.rotary.scaling, model.rotary.scaling)
+    if model.rotary.scaling == "llama3":
+        assert built["scaling_factor"] == model.rotary.factor
+    if model.is_moe:
+        router = model.router
+        assert found["router"] == {
+            "num_experts": model.num_experts, "top_k": model.experts_per_token, "score_func": router.score,
+            "route_norm": router.normalized, "route_scale": router.scale,
+            "num_expert_groups": router.groups or None, "num_limited_groups": router.group_topk or None,
+        }  # fmt: skip
+
+
+def megatrons_model(found: dict, vocab: int) -> ModelConfig:
+    """The model that Megatron-LM builds of what it read."""
+    config = found["config"]
+    moe = config["num_moe_experts"] is not None
+    latent = config["multi_latent_attention"]
+    bias = config["add_bias_linear"]
+    expert = config["moe_ffn_hidden_size"] if moe else 0
+    return ModelConfig(
+        num_layers=config["num_layers"],
+        hidden=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_query_groups"],
+        head_dim=0 if latent else config["kv_channels"],
+        ffn=config["ffn_hidden_size"],
+        vocab=vocab,
+        max_positions=found["max_position_embeddings"],
+        learned_positions=found["position_embedding_type"] == "learned_absolute",
+        tied=not found["untie_embeddings_and_output_weights"],
+        norm=config["normalization"].lower(),
+        gated_mlp=config["gated_linear_unit"],
+        qkv_bias=bias or config["add_qkv_bias"],
+        attn_out_bias=bias,
+        mlp_bias=bias,
+        qk_norm=config["qk_layernorm"] and not latent,
+        num_experts=config["num_moe_experts"] or 0,
+        experts_per_token=config["moe_router_topk"] if moe else 0,
+        expert_ffn=expert,
+        num_shared_experts=(config["moe_shared_expert_intermediate_size"] or 0) // expert if moe else 0,
+        num_dense_layers=config["moe_layer_freq"].count(0) if isinstance(config["moe_layer_freq"], list) else 0,
+        **(
+            {
+                "q_lora_rank": config["q_lora_rank"],
+                "kv_lora_rank": config["kv_lora_rank"],
+                "qk_nope_head_dim": config["qk_head_dim"],
+                "qk_rope_head_dim": config["qk_pos_emb_head_dim"],
+                "v_head_dim": config["v_head_dim"],
+            }
+            if latent
+            else {}
+        ),
+    )
+
+
+@pytest.mark.parametrize("case", of("megatron"), ids=named)
+def test_megatron_builds_the_same_model(case: Case) -> None:
+    model, found = case.exported().model, PROVEN[case.name]["read"]
+    config = found["config"]
+    assert count_params(megatrons_model(found, model.vocab)).total == count_params(model).total
+    assert config["layernorm_epsilon"] == model.norm_eps
+    # A query sees its own key, and so many to the left and to the right.
+    assert config["window_size"] == ([model.window - 1, 0] if model.window else None)
+    rotary = model.rotary
+    if rotary is not None:
+        assert (found["rotary_base"], found["rotary_percent"]) == (rotary.base, rotary.share)
+        assert found["use_rope_scaling"] is (rotary.scaling == "llama3")
+        if rotary.scaling == "llama3":
+            assert found["rope_scaling_factor"] == rotary.factor
+        if model.is_mla:
+            names = ("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+            wanted = [rotary.scaling, rotary.factor, rotary.original, rotary.high, rotary.low]
+            assert [config[name] for name in names] == wanted
+            assert (config["mscale"], config["mscale_all_dim"]) == rotary.mscale
+    if model.is_moe:
+        router = model.router
+        wanted = {
+            "score_function": router.score, "pre_softmax": not router.normalized,
+            "num_groups": router.groups or None, "group_topk": router.group_topk or None,
+            "topk_scaling_factor": router.scale if router.scale != 1 else None,
+            "enable_expert_bias": router.bias, "load_balancing_type": router.balance,
+        }  # fmt: skip
+        assert {name: config[f"moe_router_{name}"] for name in wanted} == wanted
+        assert config["moe_aux_loss_coeff"] == router.coefficient
+
+
+@pytest.mark.parametrize("case", of("megatron"), ids=named)
+def test_megatron_runs_what_was_planned(case: Case) -> None:
+    job, found = case.exported(), PROVEN[case.name]["read"]
+    layout, config = job.layout, found["config"]
+    wanted = {
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep,
+        "virtual_pipeline_model_parallel_size": layout.virtual_stages if layout.virtual_stages > 1 else None,
+        "sequence_parallel": layout.tp > 1, "fp16": case.job.get("recipe") == "megatron-fp16",
+        "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
+    }  # fmt: skip
+    assert {name: config[name] for name in wanted} == wanted
+    if job.model.is_moe:  # by default Megatron-LM splits an expert over tp, and so it was counted
+        assert config["expert_tensor_parallel_size"] == layout.tp
+    assert (found["data_parallel_size"], found["seq_length"]) == (layout.dp, job.seq)
+    assert (found["micro_batch_size"], found["global_batch_size"]) == (layout.micro_batch, job.global_batch)
+    assert found["use_distributed_optimizer"] is (layout.zero > 0)
+    assert found["use_megatron_fsdp"] is (layout.zero > 1)
+    assert found["accumulate_allreduce_grads_in_fp32"] is config["bf16"]  # 18 bytes a parameter
+    first, middle, last = chunk_layers(job.model.num_layers, layout.pp, layout.virtual_stages)
+    ends = [config[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss")]
+    if any(ends):
+        assert (first, last) == (middle - ends[0], middle - ends[1])
+    elif config["num_layers_in_first_pipeline_stage"] is not None:
+        sides = [config[f"num_layers_in_{end}_pipeline_stage"] for end in ("first", "last")]
+        assert sides == [first, last]
+    else:
+        assert first == middle == last
+
+
+@pytest.mark.parametrize("case", of("deepspeed"), ids=named)
+def test_deepspeed_runs_what_was_planned(case: Case) -> None:
+    job, found = case.exported(), PROVEN[case.name]["read"]
+    layout = job.layout
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "stage")
+    sizes = [job.global_batch, layout.micro_batch, job.accumulation, layout.zero]
+    assert [found[name] for name in names] == sizes
+    assert found["fp16"] is not found["bf16"]
+    assert found["fp16"] is (case.job.get("recipe") == "mixed-fp16")
+    assert max(1, found["autotp_size"]) == layout.tp
+    if layout.ep > 1:
+        assert found["autoep"] == [True, layout.ep, "qwen3_moe"]
+    said = " ".join(json.loads("\n".join(PROVEN[case.name]["text"]))["_plan"])
+    assert ("gradient_checkpointing_enable" in said) is (layout.recompute == "full")
+
+
+@pytest.mark.parametrize("case", of("accelerate"), ids=named)
+def test_accelerate_runs_what_was_planned(case: Case) -> None:
+    job, found = case.exported(), PROVEN[case.name]["read"]
+    layout = job.layout
+    assert found["distributed_type"] == ("FSDP" if layout.zero else "MULTI_GPU")
+    assert (found["num_processes"], found["num_machines"]) == (layout.gpus, job.nodes)
+    assert found["mixed_precision"] == "bf16"
+    if layout.zero:
+        assert found["fsdp_config"]["fsdp_reshard_after_forward"] is (layout.zero == 3)
+        assert found["fsdp_config"]["fsdp_activation_checkpointing"] is (layout.recompute == "full")
+    assert found["total_size"] == (layout.gpus if layout.tp * layout.cp > 1 else None)
+    head = "\n".join(PROVEN[case.name]["text"])
+    assert f"gradient_accumulation_steps={job.accumulation}" in head
+    assert f"batch_size={layout.micro_batch}" in head
+
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 250000.0,
 }  # fmt: skip
 
-#: Options of Megatron-LM's megatron/training/arguments.py that the exporter may use.
-MEGATRON = {
-    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings",
-    "group-query-attention", "num-query-groups", "kv-channels", "position-embedding-type", "swiglu",
-    "normalization", "disable-bias-linear", "add-qkv-bias", "qk-layernorm", "untie-embeddings-and-output-weights",
-    "attention-dropout", "hidden-dropout", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
-    "moe-grouped-gemm", "moe-token-dispatcher-type", "moe-shared-expert-intermediate-size", "moe-layer-freq",
-    "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim",
-    "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "micro-batch-size",
-    "global-batch-size", "bf16", "fp16", "expert-model-parallel-size", "sequence-parallel",
-    "num-virtual-stages-per-pipeline-rank", "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-    "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "use-megatron-fsdp",
-    "data-parallel-sharding-strategy", "recompute-activations", "recompute-granularity", "recompute-method",
-    "recompute-num-layers",
-}  # fmt: skip
 
-LLAMA3 = Layout(tp=8, pp=16, dp=128, zero=1, schedule="interleaved", virtual_stages=8)
-
-
-def llama3() -> ExportJob:
-    return export_job("llama-3.1-405b", LLAMA3, seq=8192, global_batch=2048)
-
-
-def options(arguments: list[str]) -> dict[str, str]:
-    """Arguments as Megatron-LM's parser would see them: name to value, "" for a switch."""
+def arguments(model: ModelConfig) -> dict[str, str]:
+    """The options of an exported script."""
+    text = export_layout(export_job(model, Layout(dp=8), seq=1024, global_batch=64), "megatron")
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    words = words[words.index("pretrain_gpt.py") + 1 : -1]
     found: dict[str, str] = {}
-    for argument in arguments:
-        name, *value = shlex.split(argument)
-        assert name.startswith("--")
-        assert name[2:] not in found
-        found[name[2:]] = value[0] if value else ""
-        assert len(value) <= 1
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word[2:]] = "" if following.startswith("--") else following
     return found
 
 
-def model_of(found: dict[str, str], vocab: int) -> ModelConfig:
-    """The model that Megatron-LM would build of these options, by its own defaults: GPT-3's shape."""
-    heads = int(found["num-attention-heads"])
-    bias = "disable-bias-linear" not in found
-    moe = "num-experts" in found
-    frequency = eval(found["moe-layer-freq"]) if "moe-layer-freq" in found else []
-    shared = int(found.get("moe-shared-expert-intermediate-size", 0))
-    return ModelConfig(
-        num_layers=int(found["num-layers"]),
-        hidden=int(found["hidden-size"]),
-        num_heads=heads,
-        num_kv_heads=int(found["num-query-groups"]) if "group-query-attention" in found else heads,
-        head_dim=0 if "multi-latent-attention" in found else int(found.get("kv-channels", 0)),
-        ffn=int(found["ffn-hidden-size"]),
-        vocab=vocab,
-        max_positions=int(found["max-position-embeddings"]),
-        learned_positions=found.get("position-embedding-type") != "rope",
-        tied="untie-embeddings-and-output-weights" not in found,
-        norm="rmsnorm" if found.get("normalization") == "RMSNorm" else "layernorm",
-        gated_mlp="swiglu" in found,
-        qkv_bias=bias or "add-qkv-bias" in found,
-        attn_out_bias=bias,
-        mlp_bias=bias,
-        qk_norm="qk-layernorm" in found,
-        num_experts=int(found.get("num-experts", 0)),
-        experts_per_token=int(found.get("moe-router-topk", 0)),
-        expert_ffn=int(found.get("moe-ffn-hidden-size", 0)),
-        num_shared_experts=shared // int(found["moe-ffn-hidden-size"]) if moe else 0,
-        num_dense_layers=frequency.count(0),
-        q_lora_rank=int(found.get("q-lora-rank", 0)),
-        kv_lora_rank=int(found.get("kv-lora-rank", 0)),
-        qk_nope_head_dim=int(found.get("qk-head-dim", 0)),
-        qk_rope_head_dim=int(found.get("qk-pos-emb-head-dim", 0)),
-        v_head_dim=int(found.get("v-head-dim", 0)),
-    )
-
-
 @pytest.mark.parametrize(
-    "name",
-    ["gpt3-175b", "llama-2-13b", "llama-3-70b", "llama-3.2-1b", "qwen2-7b", "qwen3-8b", "qwen3-0.6b",
-     "mixtral-8x7b", "deepseek-v3"],
-)  # fmt: skip
-def test_megatron_builds_the_same_model_to_the_last_parameter(name: str) -> None:
-    model = preset(name)
-    job = export_job(model, Layout(dp=8, zero=1), seq=1024, global_batch=64)
-    found = options(megatron_arguments(job))
-    assert set(found) <= MEGATRON
-    assert count_params(model_of(found, model.vocab)).total == count_params(model).total
-
-
-def test_megatron_runs_llama_3s_layout() -> None:
-    found = options(megatron_arguments(llama3()))
-    assert {name: found[name] for name in found if "parallel-size" in name} == {
-        "tensor-model-parallel-size": "8",
-        "pipeline-model-parallel-size": "16",
-        "context-parallel-size": "1",
-    }
-    for switch in ("sequence-parallel", "use-distributed-optimizer", "swiglu", "group-query-attention", "bf16"):
-        assert found[switch] == ""
-    # 126 layers and the two ends over 16 x 8 chunks: one layer each.
-    assert found["num-virtual-stages-per-pipeline-rank"] == "8"
-    assert {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"} <= set(found)
-    text = megatron_script(llama3())
-    assert text.startswith("torchrun --nnodes=2048 --nproc-per-node=8 ")
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    assert words[-1] == "$@"
-    assert "pretrain_gpt.py" in words
-
-
-def test_megatron_runs_deepseek_v3s_layout() -> None:
-    layout = Layout(pp=16, dp=128, ep=64, zero=1, recompute="full")
-    found = options(megatron_arguments(export_job("deepseek-v3", layout, seq=4096, global_batch=15360)))
-    assert (found["expert-model-parallel-size"], found["pipeline-model-parallel-size"]) == ("64", "16")
-    first, last = (int(found[f"decoder-{end}-pipeline-num-layers"]) for end in ("first", "last"))
-    assert (61 - first - last) % 14 == 0
-    assert found["recompute-granularity"] == "full"
-    assert "sequence-parallel" not in found
-
-
-@pytest.mark.parametrize("name", list(WORKED_EXAMPLES))
-def test_published_layouts_run_in_both_frameworks(name: str) -> None:
-    layout, job = WORKED_EXAMPLES[name]
-    exported = export_job(name, layout, **job)
-    degrees = torchtitan_config(exported)["parallelism"]
-    assert degrees["pipeline_parallel_degree"] == 16
-    assert degrees["expert_parallel_degree"] == layout.ep
-    assert f"--nnodes={layout.gpus // 8} " in megatron_script(exported)
-
-
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [(Layout(dp=8, zero=2), "optim_grads"), (Layout(dp=8, zero=3, recompute="selective"), "optim_grads_params")],
-)
-def test_megatrons_own_fsdp(layout: Layout, strategy: str) -> None:
-    found = options(megatron_arguments(export_job("llama-3-8b", layout, seq=8192, global_batch=64)))
-    assert found["data-parallel-sharding-strategy"] == strategy
-    assert ("recompute-activations" in found) == (layout.recompute == "selective")
-
-
-def test_torchtitan_runs_llama_3s_layout() -> None:
-    text = torchtitan_toml(llama3(), path="run.toml")
-    read = tomllib.loads(text)
-    assert read == torchtitan_config(llama3())
-    for table, entries in read.items():
-        assert set(entries) <= TORCHTITAN[table]
-    degrees = read["parallelism"]
-    product = 1
-    for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree",
-                 "context_parallel_degree", "pipeline_parallel_degree"):  # fmt: skip
-        product *= degrees[name]
-    assert product == 16384
-    assert degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"
-    assert degrees["pipeline_parallel_layers_per_stage"] == 1
-    assert read["training"]["local_batch_size"] * 128 == read["training"]["global_batch_size"] == 2048
-    assert text.startswith("# torchrun --nnodes=2048")
-    assert "--job.config_file run.toml" in text.splitlines()[0]
-
-
-@pytest.mark.parametrize(("zero", "shard", "reshard"), [(0, 1, "never"), (2, 8, "never"), (3, 8, "always")])
-def test_torchtitan_shards_as_asked(zero: int, shard: int, reshard: str) -> None:
-    job = export_job(
-        "llama-3-8b", Layout(dp=8, zero=zero, micro_batch=2, recompute="selective"), seq=8192, global_batch=64
-    )
-    read = torchtitan_config(job)
-    assert read["parallelism"]["data_parallel_shard_degree"] == shard
-    assert read["parallelism"]["data_parallel_replicate_degree"] == 8 // shard
-    assert read["parallelism"]["fsdp_reshard_after_forward"] == reshard
-    assert read["training"]["local_batch_size"] == 2  # accumulation makes up the rest
-    assert read["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"),
+    ("more", "wanted"),
     [
-        (Layout(dp=16), "MULTI_GPU"),
-        (Layout(dp=16, zero=3, recompute="full"), "FSDP"),
-        (Layout(dp=4, tp=2, cp=2, zero=2, micro_batch=2), "FSDP"),
+        ({}, {"rotary-base": "250000", "norm-epsilon": "1e-06"}),
+        ({"partial_rotary_factor": 0.5}, {"rotary-percent": "0.5"}),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 8192}},
+            {"use-rope-scaling": "", "rope-scaling-factor": "32"},
+        ),
+        ({"model_type": "mistral", "sliding_window": 64}, {"window-size": "63,0", "window-attn-skip-freq": None}),
+        # transformers 5 writes both into one field
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rotary-base": "1000000"}),
     ],
-)
-def test_accelerate_reads_its_file(layout: Layout, kind: str, tmp_path: Path) -> None:
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-    from accelerate.parallelism_config import ParallelismConfig
-
-    job = export_job("llama-3-8b", layout, seq=8192, global_batch=64)
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(accelerate_yaml(job))
-    read = load_config_from_file(str(file))  # refuses unknown keys at the top
-    assert isinstance(read, ClusterConfig)
-    assert (read.distributed_type.value, read.num_processes, read.num_machines) == (kind, 16, 2)
-    assert read.mixed_precision == "bf16"
-    launch = {action.dest for action in launch_command_parser()._actions}
-    for block in (read.fsdp_config, read.parallelism_config):
-        assert set(block or {}) <= launch  # every key of a block is an option of `accelerate launch`
-    if kind == "FSDP":
-        assert read.fsdp_config["fsdp_reshard_after_forward"] is (layout.zero == 3)
-        assert read.fsdp_config["fsdp_activation_checkpointing"] is (layout.recompute == "full")
-    sizes = {name.removeprefix("parallelism_config_"): size for name, size in (read.parallelism_config or {}).items()}
-    if sizes:
-        assert ParallelismConfig(**sizes).total_size == 16
+)  # fmt: skip
+def test_a_configurations_positions_reach_megatron(more: dict, wanted: dict) -> None:
+    found = arguments(from_hf(LLAMA | more))
+    assert {name: found.get(name) for name in wanted} == wanted
 
 
-def test_deepspeed_reads_its_file() -> None:
-    job = export_job("llama-3-8b", Layout(dp=8, zero=3, micro_batch=2), seq=8192, global_batch=64)
-    read = json.loads(deepspeed_json(job))
-    assert (read["train_batch_size"], read["train_micro_batch_size_per_gpu"]) == (64, 2)
-    assert (read["gradient_accumulation_steps"], read["zero_optimization"]["stage"]) == (4, 3)
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed (it is an extra): its own parser did not read the file")
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"rope_theta": None}, "rotary base of llama is not known here; give its config.json"),
+        ({"rms_norm_eps": None}, "epsilon of llama's norms is not known"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' of llama"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 4096}},
+            r"original=4096.*for Llama 3's and for latent attention's YaRN alone",
+        ),
+        ({"attention_bias": True}, "Megatron-LM has them on all, on none, or on qkv alone"),
+    ],
+)  # fmt: skip
+def test_what_megatron_has_no_argument_for_is_refused(more: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arguments(from_hf(LLAMA | more))
 
-    config = DeepSpeedZeroConfig(**read["zero_optimization"])
-    assert int(config.stage) == 3
+
+def test_a_router_that_is_not_made_to_sum_to_one_is_another_router() -> None:
+    fields = LLAMA | {
+        "model_type": "qwen3_moe", "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+    }  # fmt: skip
+    assert "moe-router-pre-softmax" in arguments(from_hf(fields))
+    assert "moe-router-pre-softmax" not in arguments(from_hf(fields | {"norm_topk_prob": True}))
+    with pytest.raises(ValueError, match="router of qwen3_moe is not known"):
+        arguments(from_hf(fields | {"norm_topk_prob": None}))
+    with pytest.raises(ValueError, match="coefficient of qwen3_moe's balance loss is not known"):
+        arguments(from_hf(fields | {"router_aux_loss_coef": None}))
+
+
+def test_presets_and_configurations_say_the_same_of_positions() -> None:
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    read_back = from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaled})
+    assert read_back.rotary == preset("llama-3.1-8b").rotary
+    assert preset("llama-3-8b").rotary != preset("llama-3.1-8b").rotary
+
+
+def test_accelerates_blocks_are_transformers_classes() -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = Path(transformers.__file__).parent / "models"
+    for family, block in BLOCKS.items():
+        name = family.replace("-", "_")
+        source = (folder / name / f"modeling_{name}.py").read_text(encoding="utf-8")
+        assert f"class {block}(" in source, family
+
+
+def test_megatrons_fsdp_and_its_other_modes_want_other_environments() -> None:
+    def script(layout: Layout) -> str:
+        return export_layout(export_job("llama-3-8b", layout, seq=1024, global_batch=64), "megatron")
+
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in script(Layout(tp=2, dp=4))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in script(Layout(dp=8))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in script(Layout(tp=2, dp=4, zero=3))
 
 
 def test_every_exporter_is_behind_the_door() -> None:
     job = export_job("llama-3-8b", Layout(dp=8, zero=2), seq=8192, global_batch=64)
     for framework in EXPORTERS:
-        text = export_layout(job, framework)
-        assert text.endswith("\n")
-        assert len(text) > 300
+        assert len(export_layout(job, framework)) > 300
     with pytest.raises(ValueError, match="unknown framework 'fairscale'"):
         export_layout(job, "fairscale")
+    with pytest.raises(ValueError, match="unknown recipe 'fp8'"):
+        export_job("llama-3-8b", Layout(dp=8), seq=8192, global_batch=64, recipe="fp8")
+
+
+MOE = "qwen3-30b-a3b"
 
 
 @pytest.mark.parametrize(
     ("framework", "model", "layout", "more", "message"),
-    [("megatron", "llama-3-8b", {"dp": 8, "schedule": "gpipe"}, {}, "schedule='gpipe' does not exist"), ("megatron", "gemma-2-9b", {"dp": 8}, {}, "four norms"), ("torchtitan", "llama-3-8b", {"dp": 8}, {"dtype": "fp16"}, "trains in bf16"), ("accelerate", "llama-3-8b", {"dp": 4, "pp": 2}, {}, "pp=2: Accelerate has no such parallelism"), ("accelerate", "llama-3-8b", {"dp": 4, "tp": 2}, {}, "tp=2, cp=1 with zero=0"), ("accelerate", "llama-3-8b", {"dp": 8, "recompute": "full"}, {}, "only FSDP has a key"), ("deepspeed", "llama-3-8b", {"dp": 3}, {}, "dp x micro_batch=3 does not divide global_batch=64"), ("deepspeed", "llama-3-8b", {"dp": 8}, {"dtype": "fp8"}, "dtype='fp8' must be"),],
+    [
+        ("megatron", "llama-3-8b", {"dp": 8, "schedule": "gpipe"}, {}, "schedule='gpipe' does not exist"),
+        ("megatron", "gemma-2-9b", {"dp": 8}, {}, "four norms"),
+        ("megatron", "llama-3-8b", {"dp": 4, "pp": 2, "zero": 2}, {}, "zero=2 with pp=2"),
+        ("megatron", "llama-3-8b", {"dp": 8}, {"recipe": "mixed-bf16"}, "trains in mixed-bf16-fp32-grads, megatron-fp16 or"),
+        ("megatron", "deepseek-v3", {"dp": 2, "pp": 32}, {}, r"61 layers as 1 \+ 30 x 2 \+ 0"),
+        ("megatron", MOE, {"dp": 4, "tp": 2}, {"sequence_parallel": False}, "refuses to train it"),
+        ("torchtitan", "llama-3-8b", {"dp": 8}, {"recipe": "mixed-bf16"}, "trains in fsdp2-mixed-fp32-reduce or fp32"),
+        ("torchtitan", "qwen2-7b", {"dp": 8}, {}, "ships no qwen2-7b"),
+        ("torchtitan", MOE, {"dp": 4, "tp": 2}, {}, "splits no expert over tp"),
+        ("torchtitan", "llama-3.2-1b", {"dp": 4, "pp": 2}, {}, "pp=2 with the tied output of llama-3.2-1b"),
+        ("torchtitan", MOE, {"dp": 8, "ep": 8}, {}, "ep=8 with zero=0"),
+        ("torchtitan", "llama-3-8b", {"dp": 8}, {"attention": "plain"}, "attention='plain'"),
+        ("accelerate", "llama-3-8b", {"dp": 4, "pp": 2}, {}, "pp=2: Accelerate has no such parallelism"),
+        ("accelerate", MOE, {"dp": 8, "ep": 8}, {}, "ep=8: Accelerate has no such parallelism"),
+        ("accelerate", "llama-3-8b", {"dp": 4, "tp": 2}, {}, "tp=2, cp=1 with zero=0"),
+        ("accelerate", "llama-3-8b", {"dp": 4, "tp": 2, "zero": 3}, {}, "tp_plan keeps norms and the stream whole"),
+        ("accelerate", "llama-3-8b", {"dp": 8, "recompute": "full"}, {}, "only FSDP has a key"),
+        ("accelerate", "llama-3-8b", {"dp": 8}, {"recipe": "fsdp2-mixed"}, "DDP .zero=0.* trains in autocast-bf16"),
+        ("accelerate", "llama-3-8b", {"dp": 8, "zero": 3}, {"recipe": "autocast-bf16"}, "FSDP2 trains in fsdp2-mixed"),
+        ("accelerate", "gpt2", {"zero": 3}, {"seq": 1024}, "zero=3 on one GPU"),
+        ("deepspeed", "llama-3-8b", {"dp": 3}, {}, "dp x micro_batch=3 does not divide global_batch=64"),
+        ("deepspeed", "llama-3-8b", {"dp": 4, "pp": 2}, {}, "pp=2: DeepSpeed's pipelines are built in code"),
+        ("deepspeed", "llama-3-8b", {"dp": 4, "cp": 2}, {}, "cp=2: .*Ulysses"),
+        ("deepspeed", "llama-3-8b", {"dp": 4, "tp": 2, "zero": 3}, {}, "tp=2 with zero=3"),
+        ("deepspeed", "llama-3-8b", {"dp": 4, "tp": 2}, {}, "sequence_parallel=True with tp=2"),
+        ("deepspeed", "llama-3-8b", {"dp": 8, "recompute": "selective"}, {}, "whole blocks"),
+        ("deepspeed", MOE, {"dp": 4, "tp": 2, "ep": 2}, {"sequence_parallel": False}, "ep=2 with tp=2"),
+    ],
 )  # fmt: skip
 def test_what_a_framework_lacks_is_said(framework: str, model: str, layout: dict, more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        export_layout(export_job(model, Layout(**layout), seq=8192, global_batch=64, **more), framework)
+        export_layout(export_job(model, Layout(**layout), **{"seq": 8192, "global_batch": 64} | more), framework)

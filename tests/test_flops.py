@@ -1,5 +1,6 @@
 """FLOPs: against PyTorch's own counter on real models, and against the published tables."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -59,16 +60,39 @@ def test_forward_and_backward_agree_with_pytorchs_counter(model_type):
     assert expected.backward == 2 * expected.forward
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "starcoder2", "olmo2", "gpt_neox", "cohere"])
 def test_full_recomputation_runs_every_layer_once_more_and_not_the_head(model_type):
     model, config = build(model_type)
-    for layer in model.transformer.h if model_type == "gpt2" else model.model.layers:
+    for layer in model.transformer.h if model_type == "gpt2" else model.base_model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    expected = step_flops(config, batch=BATCH, seq=SEQ, recompute="full")
-    # PyTorch stops recomputing once it has what backward needs; the papers count the whole forward pass.
+    expected = step_flops(config, batch=BATCH, seq=SEQ, recompute="full", early_stop=False)
+    assert (expected.early_stop, step_flops(config, batch=BATCH, seq=SEQ).early_stop) == (False, True)
+    # PyTorch stops recomputing once it has what backward needs; GPT-2 has dropout behind its down projection, two have a norm.
+    stopped = step_flops(config, batch=BATCH, seq=SEQ, recompute="full", dropout=model_type == "gpt2")
+    assert counted(model, backward=True) == stopped.hardware
+    assert (stopped.hardware < expected.hardware) == (model_type not in ("gpt2", "gemma2", "olmo2"))
+    # The papers count the whole forward pass.
     with set_checkpoint_early_stop(False):
         assert counted(model, backward=True) == expected.hardware
     assert expected.model == step_flops(config, batch=BATCH, seq=SEQ).model
+
+
+def test_a_window_cuts_the_scores():
+    """A query meets at most w keys; where a mask leaves the first ones fewer, only `causal` counts that."""
+    config, s, w = preset("mistral-7b-v0.1"), 32768, 4096
+    full = replace(config, window=0, window_layers=())
+    met = [min(i + 1, w) for i in range(s)]  # keys of each query, counted one by one
+    for causal, share in ((False, w / s), (True, sum(met) / (s * (s + 1) // 2))):
+        how = {"batch": 1, "seq": s, "causal": causal}
+        cut, whole = forward_flops(config, **how), forward_flops(full, **how)
+        assert cut["scores"] == pytest.approx(share * whole["scores"], rel=1e-12)
+        assert {k: v for k, v in cut.items() if k != "scores"} == {k: v for k, v in whole.items() if k != "scores"}
+    short = {"batch": 1, "seq": w}
+    assert forward_flops(config, **short) == forward_flops(full, **short)
+    # Every other layer of Gemma 2 has a window.
+    gemma, s = preset("gemma-2-2b"), 8192
+    whole = forward_flops(replace(gemma, window=0, window_layers=()), batch=1, seq=s)["scores"]
+    assert forward_flops(gemma, batch=1, seq=s)["scores"] == whole * 3 // 4
 
 
 def test_the_small_case_by_hand():
@@ -85,7 +109,8 @@ def test_the_small_case_by_hand():
 )
 def test_the_papers_closed_forms(layers, h, heads, batch):
     config, s, vocab = gpt(layers, h, heads), 2048, 51200
-    none, selective, full = (step_flops(config, batch=batch, seq=s, recompute=r) for r in ("none", "selective", "full"))
+    how = {"batch": batch, "seq": s, "early_stop": False}
+    none, selective, full = (step_flops(config, recompute=r, **how) for r in ("none", "selective", "full"))
     base = batch * s * layers * h**2
     # Exact integers on the left; the right side is floating point.
     assert none.model == pytest.approx(72 * base * (1 + s / (6 * h) + vocab / (12 * h * layers)), rel=1e-12)
@@ -114,7 +139,7 @@ def test_narayanan_table_1(billions, heads, h, layers, gpus, batch, teraflops, p
     config = gpt(layers, h, heads)
     # Printed with one decimal; 1.652 is printed as 1.7.
     assert count_params(config).total / 1e9 == pytest.approx(billions, abs=0.05)
-    step = step_flops(config, batch=batch, seq=2048, recompute="full")
+    step = step_flops(config, batch=batch, seq=2048, recompute="full", early_stop=False)
     seconds = step.hardware / (gpus * teraflops * 1e12)
     # Printed in whole percent, and TFLOP/s were rounded before: half a point and 0.2 of one.
     assert 100 * hfu(step, seconds=seconds, devices=gpus, peak=A100) == pytest.approx(percent, abs=0.7)

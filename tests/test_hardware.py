@@ -2,13 +2,15 @@
 
 import pytest
 
-from lablib.calc.hardware import ACCELERATORS, ALIASES, LINKS, accelerator, link
+from lablib.calc.hardware import ACCELERATORS, ALIASES, CUDA_CONTEXT, LINKS, accelerator, link
 
 
 @pytest.mark.parametrize("key", ACCELERATORS)
 def test_every_number_has_a_source(key):
     card = ACCELERATORS[key]
-    assert set(card.sources) == {"memory", "memory_bandwidth", "flops", "links"}
+    seen = {"cuda"} if card.cuda_bytes else set()
+    network = {"nic"} if card.nic else set()
+    assert set(card.sources) == {"memory", "memory_bandwidth", "flops", "links"} | seen | network
     assert all(len(source) > 10 for source in card.sources.values())
     assert card.memory_note
 
@@ -25,11 +27,14 @@ def test_numbers_are_plausible_and_links_exist(key):
     card = ACCELERATORS[key]
     assert card.memory_gb / card.memory_gib == pytest.approx(2**30 / 1e9)
     assert card.memory_bytes % 2**30 == 0
-    # Were the printed capacity GB and not GiB, the driver would report 93 percent of it at most. ECC takes 1/16.
-    assert card.driver_bytes is None or 0.93 < card.driver_bytes / card.memory_bytes <= 1
+    # Were the printed capacity GB and not GiB, CUDA would report less than 93 percent of it. ECC takes 1/16 of GDDR6,
+    # and the driver keeps up to 4 percent.
+    least = 0.90 if card.memory_note.startswith("GDDR6") else 0.97
+    assert card.cuda_bytes is None or least < card.cuda_bytes / card.memory_bytes < 1
+    assert 0 < card.usable_bytes <= card.memory_bytes - (card.context_bytes if card.cuda_bytes else 0)
     # Bytes a second are far fewer than FLOPs a second on every accelerator: a swapped unit would show.
     assert 20 < max(card.flops.values()) / card.memory_bandwidth < 1000
-    assert all(name in LINKS for name in (card.scale_up, card.host) if name)
+    assert all(name in LINKS for name in (card.scale_up, card.host, card.nic) if name)
 
 
 def test_rates_are_dense_and_double_as_the_dtype_halves():
@@ -56,3 +61,14 @@ def test_unknown_names_list_the_known_ones():
 def test_no_link_is_an_error_and_not_a_guess():
     with pytest.raises(ValueError, match="no link in the table"):
         accelerator("tpu-v4").neighbour_link()
+
+
+def test_capacity_is_what_cuda_reports_less_the_context():
+    """In GiB, from messages of PyTorch on such cards; the sources are in the table."""
+    seen = {"l40s": 44.39, "b200": 178.35, "h100": 79.11, "rtx-4090": 23.52, "mi300x": 191.98, "gh200": 94.5}
+    for name, gib in seen.items():
+        card = accelerator(name)
+        assert card.cuda_bytes == round(gib * 2**30)
+        assert card.usable_bytes == card.cuda_bytes - CUDA_CONTEXT
+    assert accelerator("tpu-v4").usable_bytes == accelerator("tpu-v4").memory_bytes
+    assert accelerator("b200").memory_bandwidth == 7.67e12

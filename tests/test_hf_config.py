@@ -9,8 +9,9 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lablib.calc.models import ModelConfig, from_hf
-from lablib.calc.models.hf_config import _GEMMA3_TEXT, _KNOWN
+from lablib.calc.models import ModelConfig, from_hf, preset
+from lablib.calc.models.details import read_details
+from lablib.calc.models.hf_families import GEMMA3_TEXT, KNOWN
 from lablib.calc.params import count_params
 from lablib.cli.main import app
 
@@ -19,6 +20,13 @@ ROTARY = {
     "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2}
+#: Heads whose width is the hidden size over their number.
+DIVIDED = {name: value for name, value in ROTARY.items() if name != "head_dim"}
+LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 6, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 #: One small model of each family: every field that fixes a size.
 SMALL = {
     "gpt2": {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_inner": 40, "n_positions": 64},
@@ -30,21 +38,40 @@ SMALL = {
     "gemma3_text": ROTARY,
     "mixtral": ROTARY | EXPERTS | {"num_local_experts": 4},
     "qwen3_moe": ROTARY | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 6},
-    "deepseek_v3": {name: value for name, value in ROTARY.items() if name != "head_dim"}
-    | EXPERTS
-    | {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 6, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-        "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "gemma": ROTARY,
+    "olmo2": DIVIDED,
+    "phi3": DIVIDED | {"pad_token_id": 0},
+    "glm4": ROTARY | {"pad_token_id": 0},
+    "starcoder2": DIVIDED,
+    "gpt_neox": {name: value for name, value in DIVIDED.items() if name != "num_key_value_heads"},
+    "falcon": {
+        "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_hidden_size": 40,
+        "max_position_embeddings": 64,
     },
+    "cohere": DIVIDED,
+    "cohere2": DIVIDED,
+    "gpt_oss": ROTARY | EXPERTS | {"num_local_experts": 4},
+    "deepseek_v2": DIVIDED | EXPERTS | LATENT,
+    "deepseek_v3": DIVIDED | EXPERTS | LATENT,
 }  # fmt: skip
-NO_SIZE = ("n_group", "topk_group")
+NO_SIZE = ("n_group", "topk_group", "pad_token_id")
 FLAGS = {
     "gpt2": ("tie_word_embeddings",),
     "llama": ("tie_word_embeddings", "attention_bias", "mlp_bias"),
     "mistral": ("tie_word_embeddings",),
     "qwen2": ("tie_word_embeddings",),
     "mixtral": ("tie_word_embeddings",),
+    "gemma": ("tie_word_embeddings", "attention_bias"),
+    "olmo2": ("tie_word_embeddings", "attention_bias"),
+    "phi3": ("tie_word_embeddings",),
+    "glm4": ("tie_word_embeddings", "attention_bias"),
+    "starcoder2": ("tie_word_embeddings", "use_bias"),
+    "gpt_neox": ("tie_word_embeddings", "attention_bias", "use_parallel_residual"),
+    "falcon": ("tie_word_embeddings", "bias", "multi_query", "new_decoder_architecture", "parallel_attn"),
+    "cohere": ("tie_word_embeddings", "attention_bias", "use_qk_norm"),
+    "cohere2": ("tie_word_embeddings", "attention_bias"),
+    "gpt_oss": ("tie_word_embeddings", "attention_bias"),
+    "deepseek_v2": ("tie_word_embeddings", "attention_bias"),
 }
 REMOVED = object()
 STRANGE = {"removed": REMOVED, "text": "8", "null": None, "-1": -1, "0": 0, "1.5": 1.5, "2.0": 2.0, "true": True,
@@ -71,7 +98,7 @@ def read(fields: dict) -> ModelConfig | str:
 
 
 def test_every_family_is_here() -> None:
-    assert set(SMALL) == {model_type for model_type, *_ in _KNOWN}
+    assert set(SMALL) == {model_type for model_type, *_ in KNOWN}
 
 
 @pytest.mark.parametrize("model_type", SMALL)
@@ -101,15 +128,79 @@ def test_a_strange_size_is_named_or_means_what_transformers_means(model_type, fi
         assert found == from_hf(transformers.AutoConfig.for_model(model_type, **fields).to_dict()), what
 
 
+#: Fields that change the parameters, or the shape of a block, in families that have them.
+VARIANTS = [
+    ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("phi3", {"tie_word_embeddings": True, "partial_rotary_factor": 0.75}),
+    ("glm4", {"attention_bias": False}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False}),
+    ("falcon", {"multi_query": False}),
+    ("falcon", {"bias": True, "tie_word_embeddings": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": False}),
+    ("falcon", {"parallel_attn": False}),
+    ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("gemma", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("gpt_oss", {"attention_bias": False}),
+    ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changed"), VARIANTS, ids=str)
+def test_a_field_that_changes_parameters_changes_the_count(model_type, changed) -> None:
+    config = written(model_type, **changed)
+    assert count_params(from_hf(config.to_dict())).total == parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [
+        ("llama", "qk_layernorm"),
+        ("mistral", "n_routed_experts"),
+        ("gpt_neox", "multi_query"),
+        ("cohere2", "use_qk_norm"),
+    ],
+)
+def test_a_field_that_its_family_does_not_have_is_refused_by_name(model_type, field) -> None:
+    plain = SMALL[model_type] | {"model_type": model_type}
+    assert isinstance(read(plain | {field: False}), ModelConfig)
+    assert f"{field} is True" in read(plain | {field: True})
+
+
+def test_windows_are_those_of_transformers() -> None:
+    """`layer_types` where the class has them, and otherwise every layer."""
+    asked = {
+        "mistral": {}, "phi3": {"sliding_window": 8}, "starcoder2": {"sliding_window": 8}, "mixtral": {"sliding_window": 8},
+        "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "qwen3": {"use_sliding_window": True, "max_window_layers": 2}, "qwen3_moe": {"use_sliding_window": True},
+        "gemma2": {}, "gemma3_text": {"sliding_window_pattern": 2}, "cohere2": {}, "gpt_oss": {},
+    }  # fmt: skip
+    for model_type, fields in asked.items():
+        config = written(model_type, **fields)
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        layers = tuple(i for i, one in enumerate(types) if one == "sliding_attention")
+        for source in (config.to_dict(), SMALL[model_type] | fields | {"model_type": model_type}):
+            found = from_hf(source)
+            assert (found.window, found.window_layers) == (config.sliding_window, layers), model_type
+    for model_type, fields in (("qwen2", {}), ("mistral", {"sliding_window": None}), ("llama", {"sliding_window": 8})):
+        assert from_hf(SMALL[model_type] | fields | {"model_type": model_type}).window == 0
+    chunked = SMALL["gpt_oss"] | {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 3}
+    assert "layer_types is ['chunked_attention'" in read(chunked)
+
+
 def test_missing_sizes_are_not_made_up() -> None:
-    derived = {"gpt2": {"n_inner"}, "llama": {"num_key_value_heads"}}
+    derived = {"gpt2": {"n_inner"}, "falcon": {"ffn_hidden_size"}}
+    derived |= {one: {"num_key_value_heads"} for one in ("llama", "olmo2", "phi3", "cohere", "cohere2")}
     for model_type, sizes in SMALL.items():
         for field in sizes:
             if field in NO_SIZE:
                 continue
             found = read({"model_type": model_type} | {n: v for n, v in sizes.items() if n != field})
             made_up = derived.get(model_type, set()) | {"max_position_embeddings"}
-            if model_type not in ("qwen3", "gemma2", "gemma3_text"):
+            if model_type not in ("qwen3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss"):
                 made_up |= {"head_dim"}
             assert isinstance(found, ModelConfig) == (field in made_up), (model_type, field, found)
 
@@ -173,7 +264,7 @@ def test_what_is_not_counted_is_refused_by_name(fields, message) -> None:
 
 def test_an_image_and_text_gemma_leaves_out_what_is_the_default(tmp_path) -> None:
     defaults = transformers.Gemma3TextConfig()
-    assert {name: getattr(defaults, name) for name in _GEMMA3_TEXT} == _GEMMA3_TEXT
+    assert {name: getattr(defaults, name) for name in GEMMA3_TEXT} == GEMMA3_TEXT
     # As the files of gemma-3-4b-it and larger ones are: no heads and no vocabulary under text_config.
     text = {"model_type": "gemma3_text", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
@@ -222,3 +313,25 @@ def test_the_command_line_reads_files_and_says_one_sentence(command, tmp_path) -
         assert err.startswith("rung: ")
         assert said in err
         assert err.count("\n") == 1
+
+
+def test_positions_and_router_that_transformers_writes_are_read() -> None:
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    llama = from_hf(transformers.LlamaConfig(rope_parameters=scaled, rms_norm_eps=1e-5).to_dict())
+    assert (llama.rotary, llama.norm_eps) == (preset("llama-3.1-8b").rotary, preset("llama-3.1-8b").norm_eps)
+    deepseek = from_hf(transformers.DeepseekV3Config(aux_loss_alpha=1e-4).to_dict())
+    assert deepseek.router == preset("deepseek-v3").router
+    for normalized in (True, False):
+        config = transformers.Qwen3MoeConfig(norm_topk_prob=normalized, router_aux_loss_coef=0.5).to_dict()
+        router = from_hf(config).router
+        assert (router.score, router.normalized, router.coefficient) == ("softmax", normalized, 0.5)
+
+
+def test_deepseeks_older_spelling_of_its_positions_is_read() -> None:
+    yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    found = read_details({"rope_theta": 10000, "rope_scaling": yarn, "rms_norm_eps": 1e-6}, "deepseek-v3")
+    assert found == {"rotary": preset("deepseek-v3").rotary, "norm_eps": 1e-6}
+    # Strange types are not taken for numbers; what needs them says that they are not known.
+    assert read_details({"rope_theta": "10000", "rope_scaling": [], "rms_norm_eps": True}, "llama") == {}

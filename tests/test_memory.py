@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lablib.calc.hardware import accelerator
-from lablib.calc.memory import MemoryBreakdown, training_memory
+from lablib.calc.memory import RESERVE, MemoryBreakdown, training_memory, verdict
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.memory.formulas import nf4_bytes
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -98,8 +99,8 @@ def test_a_shard_is_the_ceiling_of_its_share() -> None:
 
 
 def test_fsdp2_shards_weights_at_stage_2_and_gathers_them_in_bf16() -> None:
-    reshard = training_memory(TINY, recipe="fsdp2-mixed", dp=4, zero=3)
-    keep = training_memory(TINY, recipe="fsdp2-mixed", dp=4, zero=2)
+    reshard = training_memory(TINY, recipe="fsdp2-mixed-fp32-reduce", dp=4, zero=3)
+    keep = training_memory(TINY, recipe="fsdp2-mixed-fp32-reduce", dp=4, zero=2)
     assert reshard.states == keep.states == 16 * -(-N // 4)
     assert keep.terms["gathered_weights"] == 2 * N
     largest = (TINY.vocab + TINY.max_positions) * TINY.hidden  # the embedding is larger than a block
@@ -218,6 +219,21 @@ def test_llama_3_layers_on_16_stages() -> None:
     assert memory.ranks == 8192
 
 
+def test_llama_3_layers_in_eight_chunks_a_stage() -> None:
+    """The embedding stands for a layer of the first chunk and the head for one of the last; nothing else may be short."""
+    sizes = [7] + [8] * 14 + [7]
+    stages = stage_layers(126, 16, 8, layers_per_stage=sizes)
+    assert [len(chunk) for chunk in stages[0]] == [0] + [1] * 7
+    assert [len(chunk) for chunk in stages[-1]] == [1] * 7 + [0]
+    in_order = [layer for chunk in range(8) for stage in stages for layer in stage[chunk]]
+    assert in_order == list(range(126))
+    for wrong in ([8] * 15 + [6], [8, 7] + [8] * 13 + [7]):
+        with pytest.raises(ValueError, match="virtual_stages=8 does not divide layers_per_stage="):
+            stage_layers(126, 16, 8, layers_per_stage=wrong)
+    run = {"seq": 64, "pp": 6, "num_microbatches": 6, "layers_per_stage": [0, 1, 1, 1, 1, 0]}
+    assert training_memory(TINY, **run).ranks == 6, "stages of the embedding and of the head alone"
+
+
 def test_interleaved_chunks_cover_the_layers_in_order() -> None:
     assert stage_layers(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
 
@@ -247,8 +263,10 @@ def test_deepseek_v3_layout() -> None:
         "deepseek-v3", seq=4096, pp=16, dp=128, ep=64, zero=1, recompute="full", layers_per_stage=sizes
     )
     assert memory.ranks == 2048
-    assert memory.fits("h800")
-    assert not training_memory("deepseek-v3", seq=4096, dp=128, zero=1, recompute="full").fits("h800")
+    how = {"seq": 4096, "dp": 128, "zero": 1, "recompute": "full"}
+    split = memory_timeline("deepseek-v3", pp=16, ep=64, layers_per_stage=sizes, step="fused", **how)
+    assert verdict(split.peak_bytes, "h800").word == "fits"
+    assert verdict(memory_timeline("deepseek-v3", **how).peak_bytes, "h800").word == "does not fit"
 
 
 # Activations: Korthikanti et al. 2022
@@ -367,8 +385,10 @@ def test_adapters_keep_r_values_a_token_and_matrix() -> None:
 def test_qlora_fits_65b_on_one_48_gb_card() -> None:
     # QLoRA, abstract: a 65B model on one GPU of 48 GB (rank 64 there, sequences of 512, recomputation).
     run = {"lora_rank": 64, "seq": 512, "recompute": "full", "optimizer": "adamw-8bit"}
-    assert training_memory("llama-1-65b", tuning="qlora", **run).fits("l40s")
-    assert not training_memory("llama-1-65b", tuning="lora", **run).fits("l40s")
+    words = {}
+    for tuning in ("qlora", "lora"):
+        words[tuning] = verdict(memory_timeline("llama-1-65b", tuning=tuning, **run).peak_bytes, "rtx-a6000").word
+    assert words == {"qlora": "fits", "lora": "does not fit"}
 
 
 # Offload
@@ -404,15 +424,32 @@ def test_the_breakdown_is_frozen_and_plain() -> None:
     assert data["states"] + data["activations"] + data["buffers"] == data["total"]
 
 
-def test_fits_compares_bytes_with_the_capacity() -> None:
-    memory = training_memory("llama-3-8b", seq=128, dp=8, zero=3)
+def test_the_verdict_is_one_of_three_words() -> None:
     h100 = accelerator("h100")
-    assert memory.fits("h100")
-    assert memory.fits(h100)
-    assert memory.fits(memory.total)
-    assert not memory.fits(memory.total - 1)
-    assert memory.headroom("h100") == h100.memory_bytes - memory.total
-    assert not training_memory("llama-3-8b", seq=128).fits("h100")
+    for peak, word in (
+        (h100.usable_bytes + 1, "does not fit"),
+        (h100.usable_bytes, "tight"),
+        (h100.usable_bytes - RESERVE + 1, "tight"),
+        (h100.usable_bytes - RESERVE, "fits"),
+    ):
+        found = verdict(peak, "h100")
+        assert (found.word, found.room) == (word, h100.usable_bytes - peak)
+        assert word in str(found)
+        assert found.as_dict()["fits"] == (word != "does not fit")
+    assert verdict(h100.usable_bytes, h100, reserve=0).word == "fits"
+    for reserve in (-1, h100.usable_bytes, 1.5, True):
+        with pytest.raises(ValueError, match=r"reserve=.* bytes must be at least 0 and less than .* of H100 SXM"):
+            verdict(0, h100, reserve)
+    with pytest.raises(ValueError, match="unknown accelerator 'h1000'"):
+        verdict(0, "h1000")
+
+
+def test_the_sum_of_terms_judges_nothing() -> None:
+    """A run of which every term at its full size fits, and whose peak does not: the loss holds the logits again."""
+    run = {"recipe": "pure-bf16", "micro_batch": 8, "seq": 1024, "implementation": "hf"}
+    card = accelerator("rtx-4090")
+    assert training_memory("qwen2-0.5b", **run).total < card.usable_bytes
+    assert verdict(memory_timeline("qwen2-0.5b", **run).peak_bytes, card).word == "does not fit"
 
 
 # Properties

@@ -22,7 +22,7 @@ from lablib.launch.fsdp import forecast
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeStore, MemTracker
 from lablib.proof.cases import Case, case_model
-from lablib.proof.grid import grid
+from lablib.proof.grid import FAMILIES, grid
 from lablib.proof.oracles import build_model, make_optimizer, measure_case
 from lablib.proof.oracles import measurement as memory_tracker
 from lablib.proof.oracles.measurement import MomentTracker, one_forward_one_backward
@@ -48,7 +48,7 @@ def group():
     [
         Case(family="gpt2", micro_batch=3, attention="plain", step="foreach"),
         Case(recipe="mixed-bf16", recompute="full", optimizer="sgd-momentum"),
-        Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4, step="fused"),
+        Case(recipe="fsdp2-mixed-fp32-reduce", sharding="fsdp2", dp=4, step="fused"),
         Case(optimizer="sgd", step="fused"),
         Case(implementation="paper", family="mixtral", tensor="2+sp", seq=64, recompute="selective"),
         Case(implementation="hf", family="qwen2", recipe="autocast-bf16"),
@@ -95,7 +95,7 @@ def test_the_peak_is_that_of_pytorch_s_tracker_without_ours() -> None:
 
 def test_a_sharded_peak_is_that_of_two_steps_in_pytorch_s_tracker() -> None:
     """Optimizer states that exist already come to the same as a first step that makes them."""
-    case = Case(sharding="fsdp2", dp=4, recipe="fsdp2-mixed")
+    case = Case(sharding="fsdp2", dp=4, recipe="fsdp2-mixed-fp32-reduce")
     two_steps = forecast(lambda: Transformer(case.settings()["model"]), world_size=4, batch=1, seq=64, precision="bf16")
     assert abs(measure_case(case).peak - two_steps.total) <= 4
 
@@ -216,7 +216,7 @@ SPLIT = (
     Case(implementation="hf", tensor="4", recipe="pure-bf16", step="foreach", recompute="full"),
     Case(tensor="4", seq=1000, step="fused", recompute="selective"),
     Case(implementation="hf", tensor="2", recipe="autocast-bf16"),
-    Case(implementation="hf", tensor="2", dp=4, sharding="fsdp2", recipe="fsdp2-mixed", step="foreach"),
+    Case(implementation="hf", tensor="2", dp=4, sharding="fsdp2", recipe="fsdp2-mixed-fp32-reduce", step="foreach"),
     Case(tensor="2", dp=2, sharding="fsdp2-keep", step="fused", recompute="full"),
 )
 
@@ -401,7 +401,10 @@ def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
         Case(implementation="hf", recipe="pure-bf16", recompute="full"),
         Case(family="qwen2", recipe="autocast-bf16", recompute="full", attention="plain", micro_batch=2),
         Case(family="gpt2", recipe="mixed-bf16", pp=2, recompute="selective", attention="plain"),
+        Case(recipe="fsdp2-mixed-fp32-reduce", sharding="fsdp2", dp=4, recompute="full"),
         Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4, recompute="full"),
+        # So few tokens that casting the reduced shard is what the backward of a block needs most memory for.
+        Case(implementation="hf", family="gpt2", recipe="fsdp2-mixed", sharding="fsdp2-keep", dp=2, seq=4),
         Case(implementation="hf", family="qwen2", recompute="full", sharding="fsdp2-keep", dp=4, tuning="lora"),
         Case(family="llama", accumulate=3, recipe="pure-bf16", optimizer="sgd-momentum"),
     ],
@@ -425,6 +428,57 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
             assert abs(mine.get(kind, 0) - kinds.get(kind, 0)) <= slack, (moment.name, kind)
         compared += 1
     assert compared >= case.model.num_layers // case.pp + 1
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(case.family for case in FAMILIES))
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"recipe": "pure-bf16", "micro_batch": 3},
+        {"attention": "plain"},
+        {"recipe": "autocast-bf16", "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_a_family_is_held_to_the_byte(family: str, how: dict) -> None:
+    """Hugging Face's own class, on real tensors: what forward keeps, and the step's peak."""
+    case = Case(implementation="hf", family=family, **how)
+    found, timeline = measure_case(case), timeline_of(case)
+    # A single sequence's loss holds two scalars more, and Gemma's embedding has a scale, a buffer.
+    assert 0 <= found.saved - sum(timeline.saved.values()) <= 8
+    # Counters of the optimizer, 4 bytes a tensor, frequencies of rotary positions, the loss, its gradient and that scale.
+    tensors = len(list(build_model(case).model.parameters()))
+    assert 0 <= found.peak - timeline.peak_bytes <= 4 * tensors + 64
+
+
+def test_a_sliding_window_keeps_a_mask_and_keys_for_every_head() -> None:
+    """Mistral's classes hand PyTorch's fused attention a mask once a sequence is as long as the window."""
+    case = Case(implementation="hf", family="mistral-window", recipe="pure-bf16", micro_batch=2)
+    model, seq = case.model, case.seq
+    windowed, plain = (
+        training_memory(**case.settings() | {"model": shape}).activations
+        for shape in (model, replace(model, window=0, window_layers=()))
+    )
+    # In bf16, for each layer: a mask of numbers, and 8 key and value heads of width 6 in place of 4.
+    mask, repeated = 2 * seq * seq * 2, 2 * 2 * seq * (8 - 4) * 6 * 2
+    assert windowed - plain == model.num_layers * (mask + repeated)
+    assert measure_case(case).saved == sum(timeline_of(case).saved.values())
+    # The mask of bools that all layers share is there in forward, and until the end where a checkpoint holds it.
+    timeline = timeline_of(replace(case, recompute="full"))
+    assert timeline.instant("backward of block 0").term("attention_mask") == 2 * seq * seq
+    shorter = replace(model, window=seq + 1)
+    assert training_memory(**case.settings() | {"model": shorter}).activations == plain
+
+
+def test_fsdp2_reduces_in_bf16_unless_its_policy_says_fp32() -> None:
+    """`MixedPrecisionPolicy(param_dtype=bfloat16)` has reduce_dtype None: the dtype of the computation."""
+    case = Case(recipe="fsdp2-mixed", sharding="fsdp2", dp=4)
+    default, fp32 = (measure_case(replace(case, recipe=name)) for name in (case.recipe, "fsdp2-mixed-fp32-reduce"))
+    assert default.states == fp32.states
+    # A block's backward runs beside the buffer of the block behind it.
+    kind, moment = "reduce-scatter buffers", "backward of block 0"
+    assert fp32.moments[moment][kind] == 2 * default.moments[moment][kind]
+    assert default.moments[moment][kind] == timeline_of(case).instant(moment).term("reduce_scatter_buffers")
 
 
 def test_a_loss_over_frozen_weights_holds_what_hugging_face_has_variables_for() -> None:

@@ -12,7 +12,7 @@ from lablib.calc.torch_versions import release
 from lablib.cli.main import app
 from lablib.proof import table as memory_table
 from lablib.proof.cases import Case
-from lablib.proof.grid import DRAWN, grid
+from lablib.proof.grid import DRAWN, FAMILIES, grid
 from lablib.proof.headline import read_table
 from lablib.proof.table import (
     broken,
@@ -79,7 +79,8 @@ def test_the_dozen_is_cheap_and_shows_much() -> None:
         "tuning",
     )
     for factor in seen:
-        assert {getattr(c, factor) for c in few} == {getattr(c, factor) for c in grid()}, factor
+        judged = {getattr(c, factor) for c in grid() if c not in FAMILIES}
+        assert {getattr(c, factor) for c in few} == judged, factor
 
 
 def test_a_number_that_moved_is_found() -> None:
@@ -154,7 +155,9 @@ def test_what_no_term_counts_has_a_name() -> None:
         predicted, measured = row["predicted"]["peak_terms"], row["measured"]["peak_terms"]
         rotary = case.implementation == "hf" and not case.model.learned_positions
         models = 2 if case.recipe == "mixed-bf16" else 1  # the master copy is one, too
-        tables = models * 2 * case.model.head_dim // 2 * 4 if rotary else 0
+        tables = models * 2 * (case.model.turned_dim // 2) * 4 if rotary else 0
+        if case.model.family == "gemma":  # the factor of its embeddings, in the dtype of the model
+            tables += 2 if case.recipe == "pure-bf16" else 4
         assert measured.get("buffers", 0) == tables, case.name
         if case.optimizer == "adamw" and case.sharding != "zero1":  # there rank by rank
             run = run_config(**{k: v for k, v in case.settings().items() if k != "stage"})

@@ -29,6 +29,8 @@ from lablib.cli.main import app
 from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
+from lablib.proof.cases import case_model
+from lablib.proof.grid import FAMILIES
 from lablib.toys.transformer import Transformer, tiny_config
 from tests.processes import new_seed
 
@@ -270,7 +272,7 @@ def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
     timeline = memory_timeline(
         config,
         implementation="toy",
-        recipe={"fp32": "fp32", "bf16": "fsdp2-mixed"}[precision],
+        recipe={"fp32": "fp32", "bf16": "fsdp2-mixed-fp32-reduce"}[precision],
         dp=world,
         zero=3 if reshard else 2,
         sharding="fsdp2",
@@ -312,6 +314,10 @@ def test_tapes_keep_what_the_closed_forms_count() -> None:
                 for recompute in ("none", "full"):
                     config = small("llama" if implementation == "toy" and family != "gpt2" else family)
                     compare(implementation, config, 0, 1, False, attention, 0.0, recompute)
+    for family in {case.family for case in FAMILIES}:
+        for attention in ("fused", "plain"):
+            for recompute in ("none", "full"):
+                compare("hf", case_model(family, "tiny"), 0, 1, False, attention, 0.0, recompute)
 
 
 def compare(implementation, config, layer, tp, split, attention, dropout, recompute) -> None:
@@ -375,6 +381,11 @@ CAUSES: list[tuple[str, dict, dict]] = [
     ("all_gather_buffers", FSDP, FSDP | {"dp": 1}),
     ("reduce_scatter_buffers", FSDP, {"dp": 4}),
     ("unsharded_gradients", FSDP, {"dp": 4, "zero": 1}),
+    (
+        "reduced_shards",
+        FSDP | {"dp": 2, "recipe": "fsdp2-mixed"},
+        FSDP | {"dp": 2, "recipe": "fsdp2-mixed-fp32-reduce"},
+    ),
     ("gradient_buckets", {"dp": 4}, {"dp": 4, "gradient_as_bucket_view": True}),
     ("gradient_buckets", {"dp": 4}, {"dp": 1}),
     ("weight_casts", {"recipe": "autocast-bf16"}, {"recipe": "pure-bf16"}),
@@ -504,6 +515,16 @@ def test_settings_that_cannot_be() -> None:
     raises("unknown setting 'bach'", lambda: memory_timeline("gpt2", bach=1))
     raises("contradicts zero=1", lambda: memory_timeline("gpt2", sharding="fsdp2", dp=2, zero=1))
     raises("unknown sharding", lambda: training_memory("gpt2", sharding="fsdp3"))
+    for name in ("gemma-2-2b", "falcon-7b", "command-r", "glm-4-9b-0414", "gpt-oss-20b", "deepseek-v2-lite"):
+        family = preset(name).family
+        raises(f"not family '{family}'", lambda name=name: memory_timeline(name, implementation="hf", seq=64))
+    some = dataclasses.replace(preset("mistral-7b-v0.1"), window_layers=(0, 2))
+    raises("window_layers=", lambda: memory_timeline(some, implementation="hf", seq=64))
+    raises(
+        "family 'phi3', whose matrices",
+        lambda: memory_timeline("phi-3-mini", tuning="lora", implementation="hf", seq=64),
+    )
+    raises("family 'olmo2'", lambda: memory_timeline("olmo-2-7b", implementation="hf", tp=2, seq=64))
     raises("implementation='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", implementation="hf", seq=64))
     raises(
         "is not known with cp=2",
@@ -547,7 +568,7 @@ def test_a_tape_by_hand() -> None:
 def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
     for settings in (
         {"implementation": "hf", "micro_batch": 4, "seq": 512},
-        {"recipe": "fsdp2-mixed", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
+        {"recipe": "fsdp2-mixed-fp32-reduce", "dp": 8, "zero": 3, "sharding": "fsdp2", "seq": 512},
         {"tuning": "qlora", "seq": 512},
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
     ):

@@ -83,6 +83,79 @@ def test_the_planner_gives_a_group_the_slow_link_exactly_if_it_crosses() -> None
                 assert slow == found.crosses(axis), (found, axis)
 
 
+def test_out_of_a_node_a_group_uses_the_cards_of_its_ranks() -> None:
+    """Looked at every group: the part of it that lies in one node is what its cards can carry, the smallest decides."""
+    rng = random.Random(new_seed())
+    for _ in range(60):
+        found = draw(rng)
+        if found.ranks > found.gpus_per_node and found.ranks % found.gpus_per_node:
+            continue
+        gpus = found.ranks * found.gpus_per_node  # so many that every way to straddle a node occurs
+        whole = mesh(
+            gpus=gpus,
+            gpus_per_node=found.gpus_per_node,
+            order=found.order,
+            **dict(zip(found.order, found.sizes, strict=True))
+            | {found.order[-1]: gpus // (found.ranks // found.sizes[-1])},
+        )
+        machine = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s")
+        one = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s", rails=False)
+        shared = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s", nics_per_node=1)
+        for axis in AXES:
+            if found.size(axis) > 1 and whole.crosses(axis):
+                size, stride = whole.size(axis), whole.strides[axis]
+                parts = [
+                    list(nodes).count(node)
+                    for group in whole.groups(axis)
+                    if len(set(nodes := [rank // whole.gpus_per_node for rank in group])) > 1
+                    for node in set(nodes)
+                ]
+                assert machine.bandwidth(size, stride) == min(parts) * 1e9, (whole, axis)
+                assert one.bandwidth(size, stride) == 1e9 == machine.hop(size, stride)
+                assert shared.bandwidth(size, stride) == pytest.approx(min(parts) * 1e9 / whole.gpus_per_node)
+
+
+def test_a_pair_gets_the_link_of_a_pair() -> None:
+    """MI300X: one of seven links of 64 GB/s to each. A bridge joins two cards; a rack of GB200 is one node."""
+    amd = cluster("mi300x", 8)
+    assert [amd.bandwidth(n) / 1e9 for n in (2, 4, 8)] == [64, 192, 448]
+    assert amd.bandwidth(2, 4) == amd.hop(8) == 64e9
+    assert cluster("mi300x", 4).intra == 192e9
+    for name, line, bus in (("a100-80gb-pcie", 300, 31.5), ("h100-pcie", 300, 63), ("h100-nvl", 300, 63)):
+        cards = cluster(name, 8)
+        assert [cards.bandwidth(*group) / 1e9 for group in ((2,), (2, 4), (4,), (8,))] == [line, bus, bus, bus]
+        assert (cards.hop(2), cards.hop(4)) == (line * 1e9, bus * 1e9)
+        assert cluster(name, 2).intra == line * 1e9
+    rack = cluster("gb200", 72)
+    assert (rack.nodes, rack.bandwidth(72)) == (1, 900e9)
+    assert [cluster(name, 16).nodes for name in ("h100", "a100-80gb", "b200")] == [2, 2, 2]
+    # A rate that is given holds for every group, a link that is named keeps its wiring.
+    assert cluster("mi300x", 8, intra="300 GB/s").bandwidth(2) == 300e9
+    assert cluster("mi300x", 8, intra="infinity-fabric").bandwidth(2) == 64e9
+
+
+def test_no_link_is_assumed_in_silence() -> None:
+    for name in ("l40s", "rtx-4090", "a100-80gb-pcie"):
+        with pytest.raises(ValueError, match=r"gpus=16 leave a node .* give nic, a rate .* or one of ib-edr.*400gbe"):
+            cluster(name, 16)
+        assert cluster(name, 8).inter is None
+    found = cluster("h100", 16).links()
+    assert {key: (one["bytes_per_second"], one["from"]) for key, one in found.items()} == {
+        "intra": (450e9, "assumed"), "nic": (50e9, "assumed"),
+    }  # fmt: skip
+    assert all(len(one["source"]) > 10 for one in found.values())
+    given = cluster("l40s", 16, nic="100gbe", intra="20 GB/s").links()
+    assert given["nic"] == {"link": "Ethernet, 100 Gb/s", "bytes_per_second": 12.5e9, "from": "given"}
+    assert given["intra"] == {"link": "20 GB/s", "bytes_per_second": 20e9, "from": "given"}
+    assert set(cluster("h100", 8).links()) == {"intra"}
+    assert cluster("mi300x", 8).links()["intra"]["pair_bytes_per_second"] == 64e9
+    assert cluster("h100-pcie", 8).links()["intra"]["pair_bytes_per_second"] == 300e9
+    assert cluster("mi300x", 16).links_text() == (
+        "Links: Infinity Fabric (MI300X), 448 GB/s inside a node of 8, 64 a pair (assumed); "
+        "InfiniBand NDR, 400 Gb/s, 50 GB/s a GPU out of it (assumed)"
+    )
+
+
 def test_1024_gpus_8_by_8_by_16() -> None:
     found = mesh(tp=8, pp=8, dp=16, gpus=1024)
     assert (len(found.groups("tp")), len(found.groups("pp")), len(found.groups("dp"))) == (128, 128, 64)

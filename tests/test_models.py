@@ -1,9 +1,12 @@
 """ModelConfig, presets and config.json: what is accepted, and what each refusal names."""
 
 import pytest
+import torch
+import transformers
 
 from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
 from lablib.calc.models.config import FAMILIES
+from lablib.calc.params import count_params
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -27,6 +30,86 @@ QWEN3_MOE = {
     "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
+#: The fields of published config.json files that say something about sizes.
+PUBLISHED = {
+    "pythia-410m": {
+        "model_type": "gpt_neox", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+        "num_hidden_layers": 24, "rotary_pct": 0.25, "max_position_embeddings": 2048, "tie_word_embeddings":
+        False, "use_parallel_residual": True, "vocab_size": 50304,
+    },
+    "pythia-1.4b": {
+        "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 24, "rotary_pct": 0.25, "max_position_embeddings": 2048, "tie_word_embeddings":
+        False, "use_parallel_residual": True, "vocab_size": 50304,
+    },
+    "olmo-2-7b": {
+        "model_type": "olmo2", "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "tie_word_embeddings": False, "vocab_size": 100352,
+    },
+    "phi-3-mini": {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings":
+        4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "sliding_window": 2047, "tie_word_embeddings": False, "vocab_size": 32064,
+    },
+    "glm-4-9b-0414": {
+        "model_type": "glm4", "attention_bias": True, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False, "vocab_size": 151552,
+    },
+    "starcoder2-3b": {
+        "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288,
+        "max_position_embeddings": 16384, "num_attention_heads": 24, "num_hidden_layers": 30,
+        "num_key_value_heads": 2, "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
+    },
+    "starcoder2-7b": {
+        "model_type": "starcoder2", "hidden_size": 4608, "intermediate_size": 18432,
+        "max_position_embeddings": 16384, "num_attention_heads": 36, "num_hidden_layers": 32,
+        "num_key_value_heads": 4, "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
+    },
+    "falcon-7b": {
+        "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True,
+        "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+        "num_kv_heads": 71, "parallel_attn": True, "max_position_embeddings": 2048, "vocab_size": 65024,
+    },
+    "command-r": {
+        "model_type": "cohere", "attention_bias": False, "hidden_size": 8192, "intermediate_size": 22528,
+        "logit_scale": 0.0625, "max_position_embeddings": 8192, "num_attention_heads": 64,
+        "num_hidden_layers": 40, "num_key_value_heads": 64, "vocab_size": 256000,
+    },
+    "command-r7b": {
+        "model_type": "cohere2", "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rotary_pct": 1.0, "sliding_window": 4096,
+        "sliding_window_pattern": 4, "vocab_size": 256000, "use_parallel_block": True,
+    },
+    "gemma-7b": {
+        "model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_size": 3072,
+        "intermediate_size": 24576, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 16, "vocab_size": 256000,
+    },
+    "gemma-2b": {
+        "model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_size": 2048,
+        "intermediate_size": 16384, "max_position_embeddings": 8192, "num_attention_heads": 8,
+        "num_hidden_layers": 18, "num_key_value_heads": 1, "vocab_size": 256000,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_size": 2880,
+        "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts":
+        32, "sliding_window": 128, "vocab_size": 201088, "tie_word_embeddings": False, "layer_types":
+        ["sliding_attention", "full_attention"] * 12,
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "attention_bias": False, "first_k_dense_replace": 1, "hidden_size":
+        2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400, "topk_group": 1,
+    },
 }  # fmt: skip
 TINY = {"num_layers": 2, "hidden": 12, "num_heads": 4, "ffn": 16, "vocab": 10}
 
@@ -56,6 +139,17 @@ def test_a_published_config_json_is_its_preset(name, fields):
     assert from_hf(fields, name=name) == preset(name)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_parameters_of_transformers_at_their_published_size(name):
+    fields = PUBLISHED[name]
+    assert from_hf(fields, name=name) == preset(name)
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(**fields | tokens)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert count_params(preset(name)).total == sum(p.numel() for p in model.parameters())
+
+
 def test_the_architecture_may_be_named_by_its_class():
     assert from_hf(without(LLAMA_3_8B, "model_type")).family == "llama"
 
@@ -64,7 +158,7 @@ def test_the_text_part_of_an_image_and_text_gemma_is_read():
     text = {
         "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 32768, "sliding_window": 512,
     }  # fmt: skip
     assert from_hf({"model_type": "gemma3", "text_config": text}, name="gemma-3-1b") == preset("gemma-3-1b")
 

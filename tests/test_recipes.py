@@ -40,6 +40,7 @@ ZERO_TABLE_1 = [
         ("mixed-bf16-fp32-accum", 20),
         ("megatron-fp16", 20),
         ("fsdp2-mixed", 16),
+        ("fsdp2-mixed-fp32-reduce", 16),
         ("autocast-bf16", 16),
         ("autocast-fp16", 16),
         ("pure-bf16", 8),

@@ -349,10 +349,12 @@ def test_three_layers_by_hand():
 
 def test_flops_are_those_of_the_flop_formulas():
     for name in preset_names():
-        config, how = preset(name), {"batch": 1, "seq": 64}
-        full = recompute_cost(config, "full", **how)
-        assert full.extra_flops == step_flops(config, **how, recompute="full").recompute
-        assert full.hardware_flops == step_flops(config, **how, recompute="full").hardware
+        config, how = preset(name), {"batch": 1, "seq": 1024}  # longer than some windows
+        full = recompute_cost(config, "full", **how, dropout=0.0)
+        whole = step_flops(config, **how, recompute="full", early_stop=False)
+        assert (full.extra_flops, full.hardware_flops) == (whole.recompute, whole.hardware)
+        early = recompute_cost(config, "full", **how, dropout=0.0, early_stop=True)
+        assert early.extra_flops == step_flops(config, **how, recompute="full").recompute
         selective = recompute_cost(config, "selective", **how)
         once = step_flops(config, **how, recompute="selective", selective_passes=1)
         assert selective.extra_flops == once.recompute

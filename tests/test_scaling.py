@@ -190,7 +190,7 @@ def test_the_rows_are_what_was_put_in(report):
 def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compared(tmp_path):
     made = ScalingReport("both", tmp_path / "a")
     made.add(_run(tmp_path / "one", 1, 0.100, loss=4.0), scaling="one", predicted={"step": 0.09, "memory_bytes": 2.2e9})
-    told = {"step": 0.06, "memory_bytes": 1.5e9}
+    told = {"step": 0.06, "memory_bytes": 1.5e9, "links": "Links: PCIe 4 x16, 31.5 GB/s inside a node of 8 (assumed)"}
     yours = {"step": 0.055, "speedup": 1.8, "memory_bytes": 1e9}
     made.add(_run(tmp_path / "two", 2, 0.065, loss=4.25), scaling="strong", predicted=told, yours=yours)
     one, strong = report_rows(made.folder)
@@ -198,6 +198,7 @@ def test_two_predictions_stand_beside_the_measurement_and_the_losses_are_compare
     assert strong["predicted_speedup"] == pytest.approx(1.5)
     assert strong["loss_apart"] == pytest.approx(0.25)
     said = summary([one, strong])
+    assert "Predicted. Links: PCIe 4 x16, 31.5 GB/s inside a node of 8 (assumed)." in said
     assert said[1].startswith(
         "2 ranks, strong: 65.0 ms a step, predicted 60.0 (-8%), you said 55.0 (-15%); "
         "speedup 1.54, predicted 1.50, you said 1.80; efficiency 77%"

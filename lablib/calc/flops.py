@@ -9,8 +9,11 @@ Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each
     step               72 b s h² L (1 + s / (6h) + V / (12 h L))
 
 Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
-them; `causal=True` counts the half. Sliding windows (Mistral, Gemma) are counted as full attention too.
+them; `causal=True` counts the half. A layer with a sliding window of w tokens (Mistral, Gemma) needs `s w` pairs, and
+is counted so; a kernel that gets the window as a mask, as Hugging Face's "sdpa" does, computes all of them.
 Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
+PyTorch's checkpoint stops a replay when backward has all that it needs (`early_stop`): the down projection of each
+block, whose output goes into the stream and nowhere else, does not run again. The papers' replays run to the end.
 
 For a training run, and how large a model and how much data a budget wants:
 
@@ -43,12 +46,14 @@ class StepFlops:
         by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
         recompute: Extra FLOPs of recomputation in backward.
         six_nd: The estimate `6 N D` with the model's active parameters.
+        early_stop: Whether replays of whole blocks were counted as PyTorch runs them, without the end that nothing needs.
     """
 
     tokens: int
     by_component: dict[str, int]
     recompute: int
     six_nd: int
+    early_stop: bool = True
 
     @property
     def forward(self) -> int:
@@ -79,7 +84,8 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
     A token visits `experts_per_token` routed experts and every shared one.
 
     Args:
-        causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`.
+        causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`, and with a window of w
+            tokens `w (w + 1) / 2 + (s - w) w` in place of `s w`.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -88,11 +94,11 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         raise ValueError(f"seq={seq} is longer than the {config.max_positions} learned positions of {config.name}")
     tokens, layers = batch * seq, config.num_layers
     with_experts = layers - config.num_dense_layers if config.is_moe else 0
-    pairs = seq * (seq + 1) // 2 if causal else seq * seq
+    pairs = attended_pairs(config, seq, causal=causal)
     expert = _mlp_flops(config, tokens, config.expert_ffn)
     flops = {
         "attention": layers * 2 * tokens * attention_matrices(config),
-        "scores": layers * 2 * batch * pairs * config.num_heads * (config.head_dim + config.value_dim),
+        "scores": 2 * batch * pairs * config.num_heads * (config.head_dim + config.value_dim),
         "mlp": (layers - with_experts) * _mlp_flops(config, tokens, config.ffn),
         "router": with_experts * 2 * tokens * config.hidden * config.num_experts,
         "experts": with_experts * config.experts_per_token * expert,
@@ -100,6 +106,18 @@ def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = F
         "head": 2 * tokens * config.hidden * config.vocab,
     }
     return {component: count for component, count in flops.items() if count}
+
+
+def attended_pairs(config: ModelConfig, seq: int, *, causal: bool) -> int:
+    """Return the pairs of a query and a key that all layers of one sequence need."""
+    windows = config.num_window_layers
+    full, near = _pairs(seq, seq, causal), _pairs(seq, min(seq, config.window), causal)
+    return (config.num_layers - windows) * full + windows * near
+
+
+def _pairs(seq: int, window: int, causal: bool) -> int:
+    """Queries times the keys that each of them meets."""
+    return window * (window + 1) // 2 + (seq - window) * window if causal else seq * window
 
 
 def _mlp_flops(config: ModelConfig, tokens: int, ffn: int) -> int:
@@ -115,10 +133,13 @@ def step_flops(
     recompute: str = "none",
     causal: bool = False,
     selective_passes: int = 3,
+    early_stop: bool = True,
+    dropout: bool = False,
 ) -> StepFlops:
     """Return the FLOPs of one training step: forward, backward, recomputation, and 6ND beside them.
 
-    "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all.
+    "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all, with
+    `early_stop=False`. PyTorch runs `2 b s f h` less a layer; see `skipped_by_early_stop`.
 
     "selective" runs the two products with scores again. One forward pass of them is `4 b s² h` a layer.
     Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the full step, which adds `12 b s² h`:
@@ -130,6 +151,9 @@ def step_flops(
         recompute: "none", "selective" or "full".
         causal: Count only the pairs that a causal mask keeps.
         selective_passes: Forward passes' worth of scores that selective recomputation adds.
+        early_stop: Whether a replay of a block stops when backward has what it needs, as `torch.utils.checkpoint` does
+            by default without reentrance. False: it runs to the end, as in Megatron-LM and in the papers' formulas.
+        dropout: Whether dropout follows the MLP; its mask is then made again, and with it all that comes before.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
@@ -142,7 +166,18 @@ def step_flops(
         "full": sum(forward.values()) - forward["head"],
     }
     tokens = batch * seq
-    return StepFlops(tokens, forward, extra[recompute], 6 * count_params(config).active * tokens)
+    if early_stop and not dropout:
+        extra["full"] -= config.num_layers * skipped_by_early_stop(config, tokens)
+    return StepFlops(tokens, forward, extra[recompute], 6 * count_params(config).active * tokens, early_stop)
+
+
+def skipped_by_early_stop(config: ModelConfig, tokens: int) -> int:
+    """Return the FLOPs of a block's replay that PyTorch leaves out: the down projection's, `2 n f h`, or none.
+
+    Nothing asks for its output again, unless dropout or a norm comes behind it. Replays of experts are counted whole,
+    and so are those of a model with both kinds of layers.
+    """
+    return 0 if config.ends_with_norm or config.is_moe else 2 * tokens * config.ffn * config.hidden
 
 
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:

@@ -1,6 +1,6 @@
 """Accelerators and links: capacity, bandwidth and peak rates, each with its source, and the names that drivers give.
 
-    accelerator("h100").memory_bytes
+    accelerator("h100").usable_bytes
     known_accelerator("NVIDIA H100 80GB HBM3")  # the row "h100"; None where the course has no figures
 
 Links are in bytes per second **per direction**. NVIDIA adds both directions: its "900 GB/s" for NVLink 4 are 450 GB/s
@@ -8,9 +8,10 @@ each way, and 450 is what a ring can use. Network cards are sold in bits: 400 Gb
 large all-reduce on an A100 node gets 235 of NVLink's 300 GB/s, 78 percent, and a copy between two H200s 396 of 450
 (Stas Bekman, Machine Learning Engineering, network benchmarks).
 
-Capacity: vendors print "80 GB" for 80 GiB of memory. The driver of an H100 reports 81,559 MiB, which are 85.5 GB.
-So capacities here are GiB, and `memory_gb` says the same in GB. `driver_bytes` is what `nvidia-smi` prints, read in
-logs that owners of such GPUs published; ECC takes a part of GDDR6. The CUDA context takes a few hundred MiB more.
+Capacity: vendors print "80 GB" for 80 GiB of memory, of which `nvidia-smi` shows 79.65 on an H100 and CUDA gives out
+79.11. So capacities here are GiB, and `memory_gb` says the same in GB. `cuda_bytes` is what a program sees
+(`torch.cuda.mem_get_info()[1]`), as PyTorch's out-of-memory messages print it; drivers differ by up to 0.2 GiB, and
+the least that was found is taken. `usable_bytes` is that less the CUDA context, and is what a run is judged by.
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
 A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200 and 51 on MI300X
@@ -26,7 +27,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lablib.calc.units import GB, PB, GiB, MiB, parse_bandwidth
+from lablib.calc.units import GB, PB, GiB, parse_bandwidth
+
+#: What a process takes from a GPU beside PyTorch's allocator: the driver's context and the kernels that were loaded.
+#: Out-of-memory messages name it as the memory of the process less what PyTorch has allocated and reserved: 0.13 GiB on
+#: T4, 0.22 on A10, 0.41 and 0.48 on L40S, 0.48 on RTX 4090, 0.49 on A100, 0.58 on RTX 5090, 0.66 on H100 NVL
+#: (the messages in `ACCELERATORS`). Before kernels were loaded when first used, with CUDA 11.7, it was more than 1 GB
+#: (github.com/pytorch/pytorch/issues/107667).
+CUDA_CONTEXT = GiB // 2
 
 FASTEST = PB  # a second: what is more is a slip of the unit
 STAS = "Stas Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering)"
@@ -39,13 +47,21 @@ class Link:
     Attributes:
         bandwidth: Bytes per second, per direction.
         latency_s: Seconds before the first byte of a message arrives, or None where none is published.
+        joins: Most devices that it joins, 2 for a bridge; None where it joins all of a node.
+        peers: Devices that the bandwidth is divided over, where each has a link of its own; 1 where a switch takes all.
         source: Where the numbers come from.
     """
 
     name: str
     bandwidth: float
     latency_s: float | None = None
+    joins: int | None = None
+    peers: int = 1
     source: str
+
+    def among(self, ranks: int) -> float:
+        """Return the bytes per second that one of so many devices sends to the others: links to outsiders are idle."""
+        return self.bandwidth * min(max(ranks - 1, 1), self.peers) / self.peers
 
     @property
     def both_ways(self) -> float:
@@ -53,8 +69,8 @@ class Link:
         return 2 * self.bandwidth
 
 
-def _link(name: str, gigabytes: float, source: str, latency_s: float | None = None) -> Link:
-    return Link(name=name, bandwidth=round(gigabytes * 1e9), latency_s=latency_s, source=source)
+def _link(name: str, gigabytes: float, source: str, latency_s: float | None = None, **wiring: int) -> Link:
+    return Link(name=name, bandwidth=round(gigabytes * 1e9), latency_s=latency_s, source=source, **wiring)
 
 
 _PCIE = f"{STAS}, network chapter, PCIe table; 16 lanes"
@@ -77,13 +93,19 @@ LINKS: dict[str, Link] = {
     ),
     "nvlink5": _link("NVLink 5 (B200, GB200)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
     "nvlink-bridge": _link(
-        "NVLink bridge (PCIe cards, in pairs)", 300, "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)"
+        "NVLink bridge (PCIe cards, in pairs)",
+        300,
+        "NVIDIA A100 and H100 PCIe: 600 GB/s both ways (secondary)",
+        joins=2,
     ),
     "nvlink-c2c": _link(
         "NVLink-C2C (GH200, GPU to CPU)", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways (secondary)"
     ),
     "infinity-fabric": _link(
-        "Infinity Fabric (MI300X)", 448, f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64"
+        "Infinity Fabric (MI300X)",
+        448,
+        f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64",
+        peers=7,
     ),
     "ib-edr": _link("InfiniBand EDR, 100 Gb/s", 12.5, _INFINIBAND, 0.5e-6),
     "ib-hdr": _link("InfiniBand HDR, 200 Gb/s", 25, _INFINIBAND, 0.6e-6),
@@ -108,6 +130,22 @@ def link(name: str) -> Link:
     if key not in LINKS:
         raise ValueError(f"unknown link {name!r}; known are {', '.join(LINKS)}")
     return LINKS[key]
+
+
+#: The links that leave a node, one card's.
+NETWORKS = tuple(key for key in LINKS if key.startswith("ib-") or key.endswith("gbe"))
+
+
+def given_link(name: str, value: str | float) -> Link:
+    """Return a link by name, or one of a rate: a rate holds for every group of devices.
+
+    Args:
+        name: What it is for, as messages call it: "nic" or "intra".
+        value: As `link_rate` takes it.
+    """
+    rate = link_rate(name, value)
+    key = str(value).strip().lower().replace("_", "-")
+    return LINKS.get(key) or Link(name=f"{rate / GB:g} GB/s", bandwidth=rate, source="given")
 
 
 def link_rate(name: str, value: str | float) -> float:
@@ -141,22 +179,31 @@ class Accelerator:
     """One accelerator.
 
     Attributes:
-        driver_bytes: What the driver reports as the total, or None where that was not looked up.
+        memory_bytes: What the vendor prints.
+        cuda_bytes: What CUDA or HIP reports as the total; None where there is neither.
+        context_bytes: What a process takes of it before its first tensor.
         flops: Dense peak in FLOP/s by dtype: "bf16", "fp16", "fp8", "tf32", "fp32". A dtype that is missing has no
             matrix units there, or no figure with a source.
         scale_up: Key in `LINKS` of the link to its neighbours, or None where there is only PCIe.
         host: Key in `LINKS` of the link to the CPU, or None where the table has none.
-        sources: Where the numbers come from, by "memory", "memory_bandwidth", "flops" and "links".
+        nic: Key in `LINKS` of its network card in the vendor's reference system, or None where none is published.
+        gpus_per_node: Devices that talk without a network: those of a server, or of a rack behind NVLink switches.
+        gpus_per_host: Devices under one operating system.
+        sources: Where the numbers come from, by "memory", "cuda", "memory_bandwidth", "flops", "links" and "nic".
     """
 
     name: str
     memory_bytes: int
     memory_note: str
-    driver_bytes: int | None
+    cuda_bytes: int | None
+    context_bytes: int = CUDA_CONTEXT
     memory_bandwidth: float
     flops: dict[str, float]
     scale_up: str | None
     host: str | None
+    nic: str | None = None
+    gpus_per_node: int = 8
+    gpus_per_host: int = 8
     sources: dict[str, str]
 
     @property
@@ -168,6 +215,11 @@ class Accelerator:
     def memory_gib(self) -> float:
         """Nominal capacity in GiB, 2**30 bytes."""
         return self.memory_bytes / GiB
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that tensors, libraries and fragments of a run may fill."""
+        return self.memory_bytes if self.cuda_bytes is None else self.cuda_bytes - self.context_bytes
 
     def peak(self, dtype: str = "bf16") -> float:
         """Return the dense peak in FLOP/s.
@@ -196,21 +248,31 @@ def _card(
     *,
     scale_up: str | None = None,
     host: str | None,
-    mib: int = 0,
+    nic: str | None = None,
+    nic_source: str = "",
+    gpus_per_node: int = 8,
+    gpus_per_host: int = 8,
+    cuda: float | None,
+    seen: str = "",
     source: str,
     **sources: str,
 ) -> Accelerator:
-    """A row of the table: memory in GiB and, as the driver says it, MiB; bandwidth in TB/s, peaks in TFLOP/s."""
+    """A row of the table: memory in GiB, and as CUDA reports it where it was seen; bandwidth in TB/s, peaks in TFLOP/s."""
     return Accelerator(
         name=name,
         memory_bytes=gib * GiB,
         memory_note=memory_note,
-        driver_bytes=mib * MiB or None,
+        cuda_bytes=None if cuda is None else round(cuda * GiB),
         memory_bandwidth=round(terabytes * 1e12),
         flops={dtype: round(rate * 1e12) for dtype, rate in peaks.items()},
         scale_up=scale_up,
         host=host,
-        sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source) | sources,
+        nic=nic,
+        gpus_per_node=gpus_per_node,
+        gpus_per_host=gpus_per_host,
+        sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source)
+        | {key: text for key, text in (("cuda", seen), ("nic", nic_source)) if text}
+        | sources,
     )
 
 
@@ -218,117 +280,160 @@ _A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
 _H100 = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
 _A100_SOURCE = "NVIDIA A100 datasheet and Ampere whitepaper; A100 columns agree with " + STAS
 _H100_SOURCE = "NVIDIA H100 datasheet and Hopper whitepaper, dense rates; bf16, fp8 and memory agree with " + STAS
+_DGX_A100 = {"nic": "ib-hdr", "nic_source": "DGX A100: 8 cards of 200 Gb/s, " + LINKS["dgx-a100"].source}
+_DGX_H100 = {
+    "nic": "ib-ndr",
+    "nic_source": "NVIDIA DGX BasePOD reference architecture, DGX H100 and H200: 8 ConnectX-7 of 400 Gb/s",
+}
 
 ACCELERATORS: dict[str, Accelerator] = {
     "t4": _card(
         "T4", 16, "GDDR6", 0.320, {"fp16": 65, "fp32": 8.1}, host="pcie3-x16",
         source="NVIDIA T4 product brief (memory, PCIe); rates secondary. No bf16 matrix units",
+        cuda=14.56, seen="github.com/Zheng-Chong/CatVTON/issues/133; 14.75 in older messages",
     ),
     "v100": _card(
         "V100 SXM2 32 GB", 32, "HBM2", 0.900, {"fp16": 125, "fp32": 15.7}, scale_up="nvlink2", host="pcie3-x16",
         source="NVIDIA V100 datasheet (secondary). No bf16 matrix units",
+        cuda=31.74, seen="github.com/haotian-liu/LLaVA/issues/812",
     ),
     "a10": _card(
         "A10", 24, "GDDR6", 0.600, {"bf16": 125, "fp16": 125}, host="pcie4-x16",
         source="NVIDIA A10 datasheet, as quoted elsewhere (secondary)",
+        cuda=21.99, seen="github.com/zai-org/CogVLM/issues/236",
     ),
     "a10g": _card(
         "A10G", 24, "GDDR6", 0.600, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 35}, host="pcie4-x16",
         source="NVIDIA A10G datasheet for AWS, February 2022, dense rates (secondary)",
+        cuda=21.98, seen="messages from g5 instances, the least; 22.20 in "
+        "github.com/XavierXiao/Dreambooth-Stable-Diffusion/issues/18",
     ),
     "l4": _card(
         "L4", 24, "GDDR6", 0.300, {"bf16": 121, "fp16": 121, "fp8": 242, "tf32": 60, "fp32": 30.3}, host="pcie4-x16",
         source="NVIDIA L4 datasheet, which prints sparse rates: half of them (secondary)",
+        cuda=22.03, seen="messages from L4 machines in public logs; of 23,034 MiB that nvidia-smi shows, "
+        "github.com/modal-labs/modal-client/pull/2797",
     ),
     "rtx-a6000": _card(
         "RTX A6000", 48, "GDDR6 with ECC", 0.768, {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7},
         host="pcie4-x16", source="NVIDIA Ampere GA102 whitepaper, RTX A6000, dense rates (secondary)",
         links="PCIe; a bridge that joins two of them is sold apart and left out",
+        cuda=47.53, seen="48,676 MiB in published torch device properties, ECC off",
     ),
     "rtx-6000-ada": _card(
         "RTX 6000 Ada", 48, "GDDR6 with ECC", 0.960,
-        {"bf16": 364.2, "fp16": 364.2, "fp8": 728.5, "tf32": 182.1, "fp32": 91.1}, host="pcie4-x16", mib=49140,
+        {"bf16": 364.2, "fp16": 364.2, "fp8": 728.5, "tf32": 182.1, "fp32": 91.1}, host="pcie4-x16",
         source="NVIDIA RTX 6000 Ada datasheet and Ada whitepaper, dense rates (secondary)",
+        cuda=47.37, seen="messages in public logs, ECC off; with ECC 44.43 (github.com/DINGYANB/MTVCrafter/issues/21)",
     ),
     "rtx-4090": _card(
-        "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16", mib=24564,
+        "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16",
         source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
+        cuda=23.52, seen="github.com/pytorch/torchchat/issues/1341; 23.64 and more with older drivers",
     ),
     "rtx-5090": _card(
         "RTX 5090", 32, "GDDR7", 1.792, {"bf16": 209.5, "fp16": 209.5, "fp8": 419, "tf32": 104.8, "fp32": 104.8},
         host="pcie5-x16",
         source="NVIDIA RTX Blackwell whitepaper, dense, with fp32 accumulation: a quarter of the 838 (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
+        cuda=31.36, seen="messages in public logs; 31.37 in github.com/Wan-Video/Wan2.1/issues/465",
     ),
     "l40s": _card(
         "L40S", 48, "GDDR6 with ECC", 0.864,
-        {"bf16": 362, "fp16": 362, "fp8": 733, "tf32": 183, "fp32": 91.6}, host="pcie4-x16", mib=46068,
+        {"bf16": 362, "fp16": 362, "fp8": 733, "tf32": 183, "fp32": 91.6}, host="pcie4-x16",
         source=f"NVIDIA L40S datasheet; {STAS}",
+        cuda=44.39, seen="messages from g6e instances, the least; 44.42 in github.com/stepfun-ai/Step-Video-T2V/issues/8, "
+        "44.53 in github.com/Wan-Video/Wan2.1/issues/205",
     ),
     "a100-40gb": _card(
         "A100 SXM 40 GB", 40, "HBM2", 1.555, _A100,
-        scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE,
+        scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE, **_DGX_A100,
+        cuda=39.39, seen="messages in public logs; 39.50 in github.com/TianheWu/CoSeR/issues/10",
     ),
     "a100-40gb-pcie": _card(
         "A100 PCIe 40 GB", 40, "HBM2", 1.555, _A100,
         scale_up="nvlink-bridge", host="pcie4-x16", source=_A100_SOURCE,
+        cuda=39.39, seen="as the SXM module",
     ),
     "a100-80gb": _card(
-        "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16", mib=81920, source=_A100_SOURCE
+        "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16",
+        source=_A100_SOURCE, **_DGX_A100,
+        cuda=79.14, seen="github.com/lianqi1008/Control-GIC/issues/6; 79.25 with older drivers",
     ),
     "a100-80gb-pcie": _card(
-        "A100 PCIe 80 GB", 80, "HBM2e", 1.935, _A100, scale_up="nvlink-bridge", host="pcie4-x16", mib=81920,
+        "A100 PCIe 80 GB", 80, "HBM2e", 1.935, _A100, scale_up="nvlink-bridge", host="pcie4-x16",
         source=_A100_SOURCE,
+        cuda=79.14, seen="as the SXM module",
     ),
     "h100": _card(
-        "H100 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4", host="pcie5-x16", mib=81559,
-        source=_H100_SOURCE,
+        "H100 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4", host="pcie5-x16",
+        source=_H100_SOURCE, **_DGX_H100,
+        cuda=79.11, seen="github.com/vllm-project/vllm/issues/27508",
     ),
     "h100-pcie": _card(
         "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
         scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
+        cuda=79.11, seen="81,008 MiB in published torch device properties",
     ),
     "h100-nvl": _card(
         "H100 NVL", 94, "HBM3", 3.9, {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60},
-        scale_up="nvlink-bridge", host="pcie5-x16", mib=95830,
+        scale_up="nvlink-bridge", host="pcie5-x16",
         source="NVIDIA H100 datasheet, NVL column, which prints sparse rates: half of them (secondary)",
+        cuda=93.0, seen="github.com/ali-vilab/VACE/issues/56",
     ),
     "gh200": _card(
         "GH200 96 GB", 96, "HBM3", 4.0, _H100, scale_up="nvlink4", host="nvlink-c2c",
         source=f"NVIDIA GH200 datasheet: an H100 beside a Grace CPU, rates of the H100; memory {STAS}",
         links="NVIDIA GH200 datasheet; a machine with one of them has no NVLink to another",
+        cuda=94.5, seen="96,768 MiB, github.com/stas00/ml-engineering/pull/60",
     ),
     "h800": _card(
         "H800 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4-h800", host="pcie5-x16",
         source="an H100 with slower NVLink: H100 figures; DeepSeek-V3 (arXiv 2412.19437), section 3",
+        nic="ib-ndr", nic_source="DeepSeek-V3 (arXiv 2412.19437), section 3: 50 GB/s a GPU",
+        cuda=79.11, seen="as the H100",
     ),
     "h200": _card(
-        "H200 SXM", 141, "HBM3e", 4.8, _H100, scale_up="nvlink4", host="pcie5-x16", mib=143771,
-        source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}",
+        "H200 SXM", 141, "HBM3e", 4.8, _H100, scale_up="nvlink4", host="pcie5-x16",
+        source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}", **_DGX_H100,
+        cuda=139.8, seen="143,156 MiB in published torch device properties; "
+        "139.81 in github.com/vllm-project/vllm/issues/34553",
     ),
     "b200": _card(
-        "B200 (DGX, HGX)", 180, "HBM3e; 192 GB are built in, 180 are for use", 8.0,
-        {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16", mib=183359,
+        "B200 (DGX, HGX)", 180, "HBM3e; 192 GB are built in, 180 are for use", 7.67,
+        {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16",
         source=f"NVIDIA Blackwell architecture brief, HGX B200 at 1,000 W, dense rates; {STAS}",
+        nic="ib-ndr", nic_source="NVIDIA DGX B200 user guide, hardware overview: 8 ConnectX-7 of 400 Gb/s",
+        memory_bandwidth="7,680 bits at 3,996 MHz, both edges, as the driver reports (github.com/pytorch/ao/pull/4002)",
+        cuda=178.35, seen="github.com/pytorch/ao/pull/4002",
     ),
     "gb200": _card(
         "GB200, per GPU", 186, "HBM3e", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
         source=f"NVIDIA Blackwell architecture brief, GB200 at 1,200 W, dense rates; {STAS}",
+        links="NVIDIA multi-node NVLink tuning guide, GB200 72x1: 18 trays of 4 GPUs behind NVLink switches",
+        gpus_per_node=72, gpus_per_host=4, nic="ib-ndr",
+        nic_source="Azure ND GB200 v6: 4 ConnectX-7 of 400 Gb/s for the 4 GPUs of a tray (secondary)",
+        cuda=184.31, seen="github.com/vllm-project/vllm/issues/43951",
     ),
     "b300": _card(
         "B300 (DGX, HGX)", 270, "HBM3e; 288 GB are built in, 270 are for use", 8.0,
-        {"bf16": 2250, "fp16": 2250, "fp8": 4500, "tf32": 1125}, scale_up="nvlink5", host="pcie6-x16", mib=275040,
+        {"bf16": 2250, "fp16": 2250, "fp8": 4500, "tf32": 1125}, scale_up="nvlink5", host="pcie6-x16",
         source="NVIDIA HGX B300 datasheet, an eighth of the board, half of its sparse rates (secondary)",
+        nic="ib-xdr", nic_source=LINKS["dgx-b300"].source,
+        cuda=267.69, seen="messages of training jobs on 2 x 8 B300 in public logs",
     ),
     "mi300x": _card(
         "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",
-        host="pcie5-x16", source=f"AMD Instinct MI300X datasheet, dense rates; {STAS}",
+        host="pcie5-x16", source=f"AMD Instinct MI300X datasheet, dense rates; {STAS}", nic="ib-ndr",
+        nic_source="Azure ND MI300X v5, specifications (github.com/MicrosoftDocs/azure-docs): 8 x 400 Gb/s for 8 GPUs",
+        cuda=191.98, seen="github.com/ROCm/vllm/issues/375",
     ),
     "tpu-v4": _card(
         "TPU v4", 32, "HBM2", 1.2, {"bf16": 275}, host=None,
         source=f"{STAS}, memory table", flops="Chowdhery et al. 2022 (arXiv 2204.02311), appendix B",
         links="left out: a torus between chips is not a link of one bandwidth",
+        cuda=None,
     ),
 }  # fmt: skip
 

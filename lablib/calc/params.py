@@ -3,7 +3,7 @@
 A GPT block has `12 h² + 13 h` parameters: `4 h²` in attention, `8 h²` in the MLP, and biases and norms.
 Every other family is the same sum with other matrices (`a` query heads, `a_kv` key and value heads of width `d`):
 
-    attention   h a d + 2 h a_kv d + a d h                           (+ biases, + norms on q and k)
+    attention   h a d + 2 h a_kv d + a d h                           (+ biases, + norms on q and k, + sinks)
     MLA         h r_q + r_q a d + h (r_kv + d_rope) + r_kv a (d_nope + d_v) + a d_v h
     MLP         2 h f, or 3 h f when gated
     experts     h E for the router, E times one expert, and the shared ones
@@ -76,7 +76,7 @@ def norm_params(config: ModelConfig, width: int = 0) -> int:
     Args:
         width: What it norms; `hidden` if 0.
     """
-    return (2 if config.norm == "layernorm" else 1) * (width or config.hidden)
+    return config.norm_tensors * (width or config.hidden)
 
 
 def head_params(config: ModelConfig) -> int:
@@ -107,7 +107,10 @@ def attention_params(config: ModelConfig) -> int:
     if config.attn_out_bias:
         count += config.hidden
     if config.qk_norm:
-        count += 2 * norm_params(config, config.head_dim)
+        shared = 2 * config.head_dim
+        count += norm_params(config, shared if config.qk_norm_shared else config.q_width + config.kv_width)
+    if config.attention_sinks:
+        count += config.num_heads
     if config.is_mla:
         count += norm_params(config, config.kv_lora_rank)
         count += norm_params(config, config.q_lora_rank) if config.q_lora_rank else 0
@@ -137,7 +140,7 @@ def layer_params(config: ModelConfig, layer: int, *, active: bool = False) -> di
         return count | {"mlp": mlp_params(config)}
     visited = config.experts_per_token if active else config.num_experts
     return count | {
-        "router": config.hidden * config.num_experts,
+        "router": (config.hidden + config.router_bias) * config.num_experts,
         "experts": visited * mlp_params(config, config.expert_ffn),
         "shared_experts": config.num_shared_experts * mlp_params(config, config.expert_ffn),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated
 
 import typer
@@ -32,7 +33,8 @@ def cost(
             {
                 "machine": each.machine.name, "minutes": minutes, "cost": bill,
                 "labs": [{"lab": b.lab, "minutes": b.minutes, "cost": each.machine.cost(b.minutes, "second")} for b in labs],
-                "step_seconds": each.seconds, "efficiency": each.efficiency, "mfu": each.mfu,
+                "step_seconds": each.seconds, "step_error": each.like.as_dict(), "efficiency": each.efficiency, "mfu": each.mfu,
+                "links": {"intra": {"link": each.link, "bytes_per_second": each.bandwidth, "from": "assumed"}},
                 "tokens_per_second": each.tokens_per_second, "memory_bytes": each.memory,
                 "cost_of_tokens": each.cost_of(wanted),
             }
@@ -58,5 +60,9 @@ def cost(
             f"{each.machine.name:<16}{each.bandwidth / 1e9:>10.1f}{1e3 * each.seconds:>9.1f}{each.efficiency:>9.0%}"
             f"{each.mfu:>6.0%}{each.tokens_per_second:>10,.0f}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>14.2f}"
         )
+    for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):
+        typer.echo(f"assumed link of {name}")
+    for text in dict.fromkeys(f"{each.machine.gpu.name}: {each.like.sentence}" for each in expected):
+        typer.echo(textwrap.fill(f"error of ms/step on {text}", 80, subsequent_indent="  "))
     if any(each.efficiency > 1 for each in expected):
         typer.echo("above 100%: sharded, a GPU updates only its part of the weights")

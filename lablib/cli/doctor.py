@@ -290,7 +290,7 @@ def _gpus() -> list[Finding]:
         gpu = known_accelerator(torch.cuda.get_device_name(0))
         line = min((rate for rate in pcie if rate), default=None)
         if worst and worst.startswith("NV"):
-            line = gpu.neighbour_link().bandwidth if gpu else None
+            line = gpu.neighbour_link().among(count) if gpu else None
         reduced = tried("NCCL links", lambda: judge_all_reduce(all_reduces(count), line))
         talks = reduced.verdict != MISSING
         findings += [judge_topology(worst, all(map(all, links["peer_access"]))), reduced]
@@ -553,7 +553,8 @@ def _lab(lab: str, found: Found) -> Finding:
 
 
 def _lab_08(name: str, found: Found) -> Finding:
-    from lablib.calc.memory import training_memory
+    from lablib.calc.hardware import CUDA_CONTEXT
+    from lablib.calc.memory.timeline import memory_timeline
     from lablib.toys.transformer import tiny_config
 
     if found.no_float8:
@@ -561,10 +562,9 @@ def _lab_08(name: str, found: Found) -> Finding:
     if not found.compiles:
         return Finding(name, LIMITED, "runs, and records that FP8 did not compile", "see torch.compile")
     model = tiny_config("llama", **FLOAT8_MODEL)
-    need = training_memory(model, recipe="pure-bf16", attention="fused", **FLOAT8_BATCH).total
-    if need > found.memory:
-        detail = (
-            f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {found.memory / 1e9:.0f}"
-        )
+    how = {"recipe": "pure-bf16", "attention": "fused", "implementation": "toy"}
+    need, usable = memory_timeline(model, **how, **FLOAT8_BATCH).peak_bytes, found.memory - CUDA_CONTEXT
+    if need > usable:
+        detail = f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {usable / 1e9:.0f}"
         return Finding(name, LIMITED, detail, "rent a GPU with more memory")
     return Finding(name, OK, "runs")

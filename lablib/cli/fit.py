@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lablib.cli.memory import settings_as_options
+from lablib.cli.memory import Reserve, settings_as_options
+from lablib.cli.plan import parameters_line
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.fit import Answer, Change, Setup
+    from lablib.calc.memory import RunConfig
 
 ASSUMED = "Add --seq with the length that you train at."
 WIDTH = 80
@@ -27,9 +29,11 @@ def fit(
     *,
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")],
     gpus: Annotated[int | None, typer.Option(help="GPUs in all; default: dp x tp x cp x pp.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
-    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
-    step: Annotated[str, typer.Option(help="Optimizer, with toy or hf: foreach, for-loop, fused.")] = ("foreach"),
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
+    ] = None,
+    reserve: Reserve = "2.5 GiB",
+    step: Annotated[str, typer.Option(help="Optimizer: foreach, for-loop or fused.")] = "foreach",
     nic: Annotated[str | None, typer.Option(help="One GPU's link out of its node, for times.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node, for times.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every change.")] = False,
@@ -55,7 +59,7 @@ def fit(
         **given,
     )
     changes = cheapest_change(have)
-    best = have if have.fits else changes[0].at if changes else None
+    best = have if have.within_budget else changes[0].at if changes else None
     answers = [] if best is None else [largest_micro_batch(best), longest_sequence(best)]
     fewest = [fewest_gpus(have)]
     if "recompute" not in given:
@@ -69,19 +73,23 @@ def fit(
 
 def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
-    from lablib.calc.layouts.fit import counted, unproven
+    from lablib.calc.layouts.fit import counted, like_of, links_of, unproven
+    from lablib.calc.params import count_params
 
+    run, params = have.run, count_params(have.run.model)
     return {
         "model": have.run.model.name,
-        "gpu": have.gpu.name,
+        **have.verdict.as_dict(),
+        "parameters": params.total,
+        "active_parameters": params.active,
+        "not_modelled": _limits(run),
         "gpus": have.gpus,
         "seq": have.run.seq,
         "seq_given": "seq" in have.given,
-        "reserve": have.reserve,
         "budget": have.budget,
         "counted": counted(have),
+        "links": links_of(have)[1] if have.gpus > 1 else {},
         "memory": have.memory,
-        "fits": have.fits,
         "left": have.budget - have.memory,
         "unproven": list(unproven(have.run)),
         "changes": [
@@ -91,6 +99,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
                 "memory": one.memory,
                 "budget": one.budget,
                 "step_seconds": one.seconds,
+                "step_error": None if one.seconds is None else like_of(one.at).as_dict(),
                 "unproven": list(one.unproven),
                 "traded": [one.trade],
             }
@@ -99,6 +108,13 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
         **{answer.question.replace(" ", "_").replace("-", "_"): _answer(answer) for answer in answers},
         "fewest_gpus": [_answer(one) | {"layout": _layout(one.at)} for one in fewest],
     }
+
+
+def _limits(run: RunConfig) -> list[str]:
+    from lablib.calc.layouts.planner import expert_limits
+
+    ranks = f"dp x cp={run.dp * run.cp}" if run.cp > 1 else f"dp={run.dp}"
+    return expert_limits(run.model, ep=run.ep, out_of=ranks, tp=run.tp)
 
 
 def _layout(at: Setup | None) -> dict[str, object] | None:
@@ -123,7 +139,7 @@ def fit_text(
 ) -> str:
     """Return the answers as text that fits 80 columns."""
     from lablib.calc.errors import plural
-    from lablib.calc.layouts.fit import MEANING, counted, size, unproven
+    from lablib.calc.layouts.fit import MEANING, counted, links_of, size, unproven
 
     run, card = have.run, have.gpu
     cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
@@ -135,19 +151,23 @@ def fit_text(
             + " ".join(f"{name}={getattr(run, name)}" for name in ("dp", "tp", "cp", "pp", "zero"))
         ),
         *[ASSUMED] * assumed_seq,
+        *parameters_line(run.model),
+        *[line for limit in _limits(run) for line in _wrap(limit)],
         *_wrap(
-            f"Budget of a GPU: {size(have.budget)}, its {card.memory_gib:g} GiB less {size(have.reserve)} kept "
-            f"free. Compared with it: {counted(have)}."
+            f"Budget of a GPU: {size(have.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(have.reserve)} "
+            f"kept free. Compared with it: {counted(have)}."
         ),
+        *(_wrap(links_of(have)[0] + ".") if have.gpus > 1 else []),
         "",
     ]
-    if have.fits:
+    if have.within_budget:
         room = f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."
         lines += _wrap(room + _mark(unproven(run)))
     else:
+        word = "is tight" if have.verdict.room >= 0 else "does not fit"
         lines += _wrap(
-            f"It does not fit: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
-            + (_follow(len(changes)) if changes else "No change that was tried makes it fit on these GPUs.")
+            f"It {word}: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
+            + (_follow(changes) if changes else "No change that was tried makes it fit on these GPUs.")
         )
         lines += _changes(changes, show_all)
         if changes:
@@ -159,19 +179,22 @@ def fit_text(
         lines += ["", *_wrap(_headline(one) + mark), *_item(one.trade)]
     if any("(unproven:" in line for line in lines):
         lines += ["", *_wrap(MEANING[0].upper() + MEANING[1:])]
-    best = have if have.fits else changes[0].at if changes else None
+    best = have if have.within_budget else changes[0].at if changes else None
     if best is not None:
         words = textwrap.wrap(command(best, model), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
         lines += ["", "Term by term:", *" \\\n  ".join(["  " + words[0], *words[1:]]).split("\n")]
     return "\n".join(lines)
 
 
-def _follow(count: int) -> str:
-    text = "One change makes" if count == 1 else f"{count} changes make"
-    return f"{text} it fit, the fastest of each kind first; times of a step are predicted."
+def _follow(changes: list[Change]) -> str:
+    text = "One change makes" if len(changes) == 1 else f"{len(changes)} changes make"
+    timed = any(one.seconds is not None for one in changes)
+    return f"{text} it fit" + (", the fastest of each kind first; times of a step are predicted." if timed else ".")
 
 
 def _changes(changes: list[Change], show_all: bool) -> list[str]:
+    from lablib.calc.layouts.fit import like_of
+
     lines, shown, hidden = [], Counter(), 0
     for one in changes:
         shown[one.kind] += 1
@@ -181,6 +204,7 @@ def _changes(changes: list[Change], show_all: bool) -> list[str]:
         took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
         lines += ["", *_wrap(f"{one.kind}: {one}{took}{_mark(one.unproven)}")]
         lines += _item(one.trade)
+        lines += _item(f"error of that time: {like_of(one.at).sentence}") if took else []
     return lines + (["", "--all prints the other changes."] if hidden else [])
 
 
@@ -230,6 +254,5 @@ def command(have: Setup, model: str) -> str:
             words.append(flag)
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if have.run.implementation.eager:
-        words += ["--at", "peak", "--step", have.step]
+    words += ["--at", "peak"] + (["--step", have.step] if have.step != "foreach" else [])
     return " ".join(words)

@@ -20,6 +20,8 @@ import typer
 from lablib.calc.memory import SETTINGS
 from lablib.calc.units import MiB, parse_bytes
 
+Reserve = Annotated[str, typer.Option(help="Memory that a run should leave free on each GPU.")]
+
 
 def settings_as_options(
     command: Callable | None = None, *, optional: bool = False, leave_out: Iterable[str] = ()
@@ -85,9 +87,8 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 if TYPE_CHECKING:
-    from lablib.calc.hardware import Accelerator
-    from lablib.calc.memory import MemoryBreakdown, RunConfig
-    from lablib.calc.memory.timeline import MemoryTimeline
+    from lablib.calc.memory import MemoryBreakdown, RunConfig, Verdict
+    from lablib.calc.memory.timeline import MemoryInstant, MemoryTimeline
 
 
 @settings_as_options
@@ -96,7 +97,7 @@ def memory(
     *,
     stage: Annotated[int | None, typer.Option(help="Pipeline stage, from 0; default: the largest.")] = None,
     step: Annotated[
-        str, typer.Option(help="With --at or --explain: foreach, for-loop or fused optimizer.")
+        str, typer.Option(help="With --at, --explain or --gpu: foreach, for-loop or fused optimizer.")
     ] = "foreach",
     at: Annotated[
         str | None, typer.Option(help='An instant of the step: peak, "backward of block 3", ...; all lists them.')
@@ -104,33 +105,40 @@ def memory(
     explain: Annotated[
         bool, typer.Option("--explain", help="Print formula, numbers and source of each term, at the peak.")
     ] = False,
-    gpu: Annotated[str | None, typer.Option(help="Accelerator to fit on, for example h100.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Accelerator to fit on at the peak, for example h100.")] = None,
+    reserve: Reserve = "2.5 GiB",
     unit: Annotated[str, typer.Option(help="Unit of the table: GB, GiB, MB, MiB or B.")] = "GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **settings: object,
 ) -> None:
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
     from lablib.calc.errors import one_of, plural
-    from lablib.calc.hardware import accelerator
-    from lablib.calc.memory import run_config, training_memory
-    from lablib.calc.memory.timeline import STEPS
+    from lablib.calc.memory import run_config, training_memory, verdict
+    from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
 
     assumed = settings["seq"] is None
     run = run_config(named_model(model), **from_text(settings))
-    device = None if gpu is None else accelerator(gpu)
+    one_of("step", step, STEPS)
     if at is not None or explain:
         if explain and at == "all":
             raise ValueError("--explain is about one instant: leave --at all out, or name an instant")
         at = "peak" if at is None else at
-        how = {"step": step, "stage": stage, "at": at, "explain": explain}
-        _print_instant(run, **how, device=device, unit=unit, as_json=as_json)
+        timeline = memory_timeline(run, step=step, stage=stage)
+        found = None if gpu is None else verdict(timeline.peak_bytes, gpu, parse_bytes(reserve))
+        how = {"step": step, "at": at, "explain": explain}
+        _print_instant(run, timeline, **how, found=found, unit=unit, as_json=as_json)
         return
-    one_of("step", step, STEPS)
+    peak = found = None
+    if gpu is not None:
+        whole = stage is None
+        peak = memory_peak(run, step=step).instant if whole else memory_timeline(run, step=step, stage=stage).peak
+        found = verdict(peak.total, gpu, parse_bytes(reserve))
     breakdown = training_memory(run, stage=stage)
     if as_json:
-        typer.echo(json.dumps(breakdown.as_dict() | verdict(breakdown.total, device), indent=1))
+        typer.echo(json.dumps(breakdown.as_dict() | (found.as_dict() if found else {}), indent=1))
     else:
-        typer.echo(memory_table(breakdown, device=device, unit=unit, pp=run.pp))
+        typer.echo(memory_table(breakdown, unit=unit, pp=run.pp))
+        _compare(peak, found, unit)
         if assumed:
             typer.echo(
                 f"\n{plural(breakdown.seq, 'token')}, the model's longest, because --seq was not given:"
@@ -140,39 +148,39 @@ def memory(
 
 def _print_instant(
     run: RunConfig,
+    timeline: MemoryTimeline,
     *,
     step: str,
-    stage: int | None,
     at: str,
     explain: bool,
-    device: Accelerator | None,
+    found: Verdict | None,
     unit: str,
     as_json: bool,
 ) -> None:
-    """Print one instant of the step, or a line for each of them; a device is compared with the peak."""
+    """Print one instant of the step, or a line for each of them, and the verdict, which is of the peak."""
     from lablib.calc.errors import one_of
-    from lablib.calc.memory.timeline import explain_instant, memory_timeline
+    from lablib.calc.memory.timeline import explain_instant
     from lablib.calc.units import BYTE_UNITS
 
     size = BYTE_UNITS[one_of("unit", unit, BYTE_UNITS)]
     digits = 0 if size == 1 else 2
-    timeline = memory_timeline(run, step=step, stage=stage)
+    judged = found.as_dict() if found else {}
     if at == "all":
         if as_json:
-            typer.echo(json.dumps(timeline.as_dict() | verdict(timeline.peak_bytes, device), indent=1))
+            typer.echo(json.dumps(timeline.as_dict() | judged, indent=1))
             return
         typer.echo(_heading(timeline))
         for instant in timeline.instants:
             mark = "  <- peak" if instant is timeline.peak else ""
             typer.echo(f"{instant.name:<32}{instant.total / size:>20,.{digits}f}{mark}")
-        _compare(timeline, device)
+        _compare(timeline.peak, found, unit)
         return
     instant = timeline.instant(at)
     lines = explain_instant(timeline, at, run, step)
     if as_json:
-        found = {"moment": instant.name, "operator": instant.at, "total": instant.total}
-        found |= {"terms": [line.__dict__ for line in lines]} | verdict(timeline.peak_bytes, device)
-        typer.echo(json.dumps(found, indent=1))
+        said = {"moment": instant.name, "operator": instant.at, "total": instant.total}
+        said |= {"terms": [line.__dict__ for line in lines]} | judged
+        typer.echo(json.dumps(said, indent=1))
         return
     typer.echo(_heading(timeline))
     typer.echo(f"{'at ' + instant.name:<32}{unit:>20}{'share':>9}")
@@ -187,12 +195,18 @@ def _print_instant(
     typer.echo(f"{'total':<32}{instant.total / size:>20,.{digits}f}")
     if instant.at:
         typer.echo(f"\nFullest while this operator runs: {instant.at}.")
-    _compare(timeline, device)
+    _compare(timeline.peak, found, unit)
 
 
-def _compare(timeline: MemoryTimeline, device: Accelerator | None) -> None:
-    if device:
-        typer.echo(f"\nAt the peak:\n{sentence(timeline.peak_bytes, device)}")
+def _compare(instant: MemoryInstant | None, found: Verdict | None, unit: str) -> None:
+    """Print the verdict, where there is a GPU."""
+    from lablib.calc.units import BYTE_UNITS
+
+    if found:
+        size = BYTE_UNITS[unit]
+        peak = f"{found.peak / size:,.{0 if size == 1 else 2}f} {unit}"
+        text = f"At its peak, {instant.name}, a rank needs {peak}. {found}"
+        typer.echo("\n" + "\n".join(textwrap.wrap(text, 80, break_on_hyphens=False)))
 
 
 def _heading(timeline: MemoryTimeline) -> str:
@@ -203,9 +217,7 @@ def _heading(timeline: MemoryTimeline) -> str:
     return f"{timeline.model}, {timeline.recipe}, {plural(timeline.seq, 'token')} a sequence, {ranks}{place}\n"
 
 
-def memory_table(
-    breakdown: MemoryBreakdown, *, device: Accelerator | None = None, unit: str = "GB", pp: int = 1
-) -> str:
+def memory_table(breakdown: MemoryBreakdown, *, unit: str = "GB", pp: int = 1) -> str:
     """Return the breakdown as aligned text.
 
     Args:
@@ -239,26 +251,7 @@ def memory_table(
     lines.append(row("total", breakdown.total))
     if breakdown.host_terms:
         lines += ["", f"{'on the CPU, offloaded':<32}{breakdown.host / size:>20,.{digits}f}"]
-    if device:
-        lines += ["", sentence(breakdown.total, device)]
     return "\n".join(lines)
-
-
-def sentence(total: int, device: Accelerator) -> str:
-    """Return whether so many bytes fit on a GPU, and with what room."""
-    room = device.memory_bytes - total
-    holds = f"{device.name} holds {device.memory_gib:g} GiB ({device.memory_gb:.1f} GB): "
-    if room < 0:
-        return holds + f"does not fit, {-room / 1e9:.1f} GB too much."
-    return holds + f"fits, {room / 1e9:.1f} GB left\nfor the CUDA context, NCCL, workspaces and fragmentation."
-
-
-def verdict(total: int, device: Accelerator | None) -> dict[str, object]:
-    """Return the same as fields of JSON; none without a GPU."""
-    if device is None:
-        return {}
-    room = device.memory_bytes - total
-    return {"gpu": device.name, "gpu_bytes": device.memory_bytes, "fits": room >= 0, "headroom": room}
 
 
 def named_model(model: str) -> str | Path:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.cli.memory import Reserve
+
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
+    from lablib.calc.models import ModelConfig
 
 FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 
@@ -21,16 +24,25 @@ def plan(
     global_batch: Annotated[int, typer.Option(help="Sequences in a step, over all replicas.")],
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")] = "h100",
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that the scale-up link connects.")] = 8,
-    nic: Annotated[
-        str | None, typer.Option(help="One GPU's link out of its node: ib-ndr, 400gbe, or '40 GB/s'.")
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
     ] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="A network card: ib-ndr, 400gbe, or '40 GB/s'; default: the vendor's.")
+    ] = None,
+    nics_per_node: Annotated[int | None, typer.Option(help="Network cards of a node; default: one a GPU.")] = None,
     intra: Annotated[str | None, typer.Option(help="One GPU's link inside its node: nvlink4, or '300 GB/s'.")] = None,
-    rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = False,
-    recipe: Annotated[str, typer.Option(help="Dtypes, as in `rung memory`.")] = "mixed-bf16",
+    rails: Annotated[bool, typer.Option(help="A group uses all its network cards in a node together.")] = True,
+    recipe: Annotated[
+        str | None, typer.Option(help="Dtypes, as in `rung memory`; default: mixed-bf16, or what --export trains in.")
+    ] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="Whose memory is counted, as in `rung memory`; default: what --export runs, or paper."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
-    reserve: Annotated[str, typer.Option(help="Memory kept free on each GPU.")] = "3 GiB",
+    reserve: Reserve = "2.5 GiB",
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
@@ -50,7 +62,8 @@ def plan(
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
-    from lablib.calc.layouts.planner import nothing_fits, plan_reasons
+    from lablib.calc.layouts import counting_for
+    from lablib.calc.layouts.planner import Counting, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
@@ -59,8 +72,16 @@ def plan(
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
+    config = named_model(model)
+    if export:
+        counting = counting_for(
+            export, config, seq=seq, global_batch=global_batch, gpus_per_node=gpus_per_node,
+            implementation=implementation, recipe=recipe, attention=attention,
+        )  # fmt: skip
+    else:
+        counting = Counting(implementation=implementation or "paper")
     result = find(
-        named_model(model),
+        config,
         gpus=gpus,
         gpu=gpu,
         seq=seq,
@@ -69,7 +90,9 @@ def plan(
         nic=nic,
         intra=intra,
         rails=rails,
+        nics_per_node=nics_per_node,
         recipe_=recipe,
+        counting=counting,
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
@@ -78,7 +101,15 @@ def plan(
     if not result.candidates:
         raise ValueError(nothing_fits(result))
     if export:
-        typer.echo(_export(result, export), nl=False)
+        best = result.best
+        typer.echo(
+            f"counted as {counting.implementation}: {best.layout} peaks at {best.total_memory / 1e9:.1f} of "
+            f"{result.capacity / 1e9:.1f} GB ({best.peak.at})",
+            err=True,
+        )
+        for what in counting.not_counted:
+            typer.echo(f"not counted: {what}", err=True)
+        typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
     else:
@@ -87,23 +118,34 @@ def plan(
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
-    machine = result.cluster
+    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.params import count_params
+
+    machine, params = result.cluster, count_params(result.load.model)
     return {
         "model": result.load.model.name,
+        "parameters": params.total,
+        "active_parameters": params.active,
         "gpus": machine.gpus,
         "gpu": machine.gpu.name,
         "gpus_per_node": machine.gpus_per_node,
+        "links": machine.links(),
         "seq": result.load.seq,
         "global_batch": result.load.global_batch,
         "recipe": result.load.recipe.name,
+        "implementation": result.counting.implementation,
+        "framework": result.counting.framework or None,
+        "not_counted": list(result.counting.not_counted),
         "capacity_bytes": result.capacity,
         "valid": result.valid,
+        "left_out": result.left_out,
         "dropped_by": result.dropped_by,
         "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
         "dropped": [
-            {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.memory}
+            {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.peak.terms}
             for one in result.dropped[:top]
         ],
+        "not_modelled": not_modelled(result.load, result.best.layout),
         "why": why,
     }
 
@@ -115,23 +157,43 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
+        "step_error": result.like(candidate).as_dict(),
         "mfu": result.mfu(candidate),
         "tflops_per_gpu": result.tflops(candidate),
         "hardware_tflops_per_gpu": result.tflops(candidate, hardware=True),
         "tokens_per_second": load.global_batch * load.seq / candidate.step,
         "memory_bytes": candidate.total_memory,
-        "memory": candidate.memory,
+        "memory": candidate.peak.terms,
+        "peak_at": candidate.peak.at,
+        "stage": candidate.peak.stage,
+        "verdict": "fits",
+        "headroom": result.capacity - candidate.total_memory,
     }
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
+    from lablib.calc.layouts.planner import not_modelled
+
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
     head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
         head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
-        f"{result.valid:,} valid layouts, {dropped:,} do not fit; times are predicted",
+        *parameters_line(load.model),
+        f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
+        *textwrap.wrap(
+            f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
+            f"{load.recipe.name}; all of these fit",
+            80,
+        ),
+        *(
+            line
+            for reason, count in result.left_out.items()
+            for line in textwrap.wrap(f"Not listed: {count:,} layouts, {reason}", 80, break_long_words=False)
+        ),
+        *(line for what in result.counting.not_counted for line in textwrap.wrap(f"Not counted: {what}", 80)),
+        *textwrap.wrap(machine.links_text(), 80, break_on_hyphens=False),
         "",
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
         f"{'zero':>5}{'mb':>4} {'recompute':<9} schedule",
@@ -145,20 +207,48 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
+    lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
+    limits = not_modelled(load, result.best.layout)
+    if limits:
+        items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]
+        lines += ["", "Not modelled (first layout):", *items]
     return "\n".join([*lines, *([""] if why else []), *(textwrap.fill(line, 80) for line in why)])
 
 
-def _export(result: Plan, framework: str) -> str:
+def parameters_line(model: ModelConfig) -> list[str]:
+    """Return a line with total and active parameters of a model with experts, and none for another."""
+    from lablib.calc.params import count_params
+
+    if not model.is_moe:
+        return []
+    params = count_params(model)
+    return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active"]
+
+
+def _export(result: Plan, framework: str, recipe: str | None) -> str:
+    """The fastest layout that the framework can run, as its file; a faster one that it cannot run is said."""
     from lablib.calc.layouts import export_job, export_layout
 
-    load = result.load
-    job = export_job(
-        load.model,
-        result.best.layout,
-        seq=load.seq,
-        global_batch=load.global_batch,
-        gpus_per_node=result.cluster.gpus_per_node,
-        sequence_parallel=load.sequence_parallel,
-        dtype="fp16" if "fp16" in load.recipe.name else "bf16",
-    )
-    return export_layout(job, framework)
+    load, refused = result.load, None
+    for candidate in result.candidates:
+        try:
+            job = export_job(
+                load.model,
+                candidate.layout,
+                seq=load.seq,
+                global_batch=load.global_batch,
+                gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
+                sequence_parallel=load.sequence_parallel,
+                recipe=recipe,
+                attention=load.attention,
+            )
+            text = export_layout(job, framework)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if refused:
+            slower = candidate.step / result.best.step - 1
+            note = f"{framework} cannot run the fastest layout, {result.best.layout} ({refused}). Exported is {candidate.layout}"
+            typer.echo(textwrap.fill(f"{note}, {slower:.1%} slower.", 80), err=True)
+        return text
+    raise ValueError(f"{framework} can run none of the layouts that fit; of the fastest: {refused}")

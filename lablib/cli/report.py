@@ -155,6 +155,9 @@ def summary(table: list[dict[str, Any]]) -> list[str]:
         if row.get("loss_apart") is not None:
             lines.append(f"{row['run']}: the losses differ from those of one rank by at most {row['loss_apart']:.1g}.")
     shared = sorted({row["where"] for row in table if "gloo ranks on" in row["where"]})
+    lines += [f"Predicted. {links}." for links in sorted({row.get("predicted_links") or "" for row in table} - {""})]
+    errors = sorted({row.get("predicted_error") or "" for row in table} - {""})
+    lines += [f"Error of such times: {sentence}." for sentence in errors]
     return lines + [f"Measured on {where}." for where in shared]
 
 

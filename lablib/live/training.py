@@ -1,17 +1,19 @@
-"""The training explorer: memory of one training run on one device, and the size at which it stops fitting.
+"""The training explorer: memory of one training run on one device at its peak, and the size at which it stops fitting.
 
-The total is `training_memory` of the model as it is. Every block of one shape adds the same bytes, and so does every
-sequence of a micro-batch and every token of a sequence. So two blocks say what n blocks need, and the sizes at which a
-run stops fitting follow from a division; the tests hold them to `training_memory` at that size and at the next one.
+The peak is that of `memory_timeline`, and the verdict is `lablib.calc.memory.verdict`. The sizes at which a run stops
+fitting are the largest whose verdict is "fits"; the tests ask the calculator at that size and at the next one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from lablib.calc.hardware import Accelerator, accelerator
-from lablib.calc.memory import ROLES, MemoryBreakdown, find_term, training_memory
+from lablib.calc.hardware import accelerator
+from lablib.calc.layouts.fit import last_within
+from lablib.calc.memory import ROLES, Verdict, find_term, run_config, verdict
+from lablib.calc.memory.timeline import MemoryInstant, memory_peak
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import OPTIMIZERS, RECIPES
@@ -41,43 +43,49 @@ SEQS = tuple(512 * 2**k for k in range(9))
 RECOMPUTE = {"none": "none", "selective": "selective: the attention core", "full": "full: all but each block's input"}
 
 
-def largest(bytes_at: Callable[[int], int], capacity: int) -> int:
-    """Return the largest n of at least 0 at which bytes that grow by the same step for each n still fit."""
-    first = bytes_at(1)
-    return max(0, 1 + (capacity - first) // (bytes_at(2) - first))
-
-
 def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int, recompute: str, device: str) -> Answer:
     """Return what a training run on one device needs, by term, and where it stops fitting."""
     config, gpu = preset(model), accelerator(device)
     settings = {"recipe": recipe, "optimizer": optimizer, "recompute": recompute}
 
-    def run(blocks: int, micro_batch: int = micro_batch, seq: int = seq) -> MemoryBreakdown:
+    def peak(blocks: int = config.num_layers, micro_batch: int = micro_batch, seq: int = seq) -> MemoryInstant:
         shape = replace(config, num_layers=blocks)
-        return training_memory(shape, micro_batch=micro_batch, seq=seq, **settings)
+        return memory_peak(run_config(shape, micro_batch=micro_batch, seq=seq, **settings)).instant
 
-    def whole(micro_batch: int = micro_batch, seq: int = seq) -> int:
-        one, two = (run(blocks, micro_batch, seq).total for blocks in (1, 2))
-        return one + (config.num_layers - 1) * (two - one)
-
-    memory = run(config.num_layers)
-    capacity = gpu.memory_bytes
-    blocks = largest(lambda n: run(n).total, capacity)
-    batch = largest(lambda n: whole(micro_batch=n), capacity)
-    tokens = largest(lambda n: whole(seq=n), capacity)
-    if config.learned_positions:
-        tokens = min(tokens, config.max_positions)
-    ends = {"blocks": blocks, "micro_batch": batch, "seq": tokens}
+    fullest = peak()
+    found = verdict(fullest.total, gpu)
+    budget = gpu.usable_bytes - found.reserve
+    blocks = last_within(lambda n: peak(blocks=n).total, budget)
+    ends = {
+        "blocks": blocks,
+        "micro_batch": last_within(lambda n: peak(micro_batch=n).total, budget),
+        "seq": last_within(lambda n: _peak_or_wall(peak, n, config), budget),
+    }
     params = shape_params(config, blocks)
+    # A device that holds very many blocks would squeeze the model into a corner: the caption says how many.
+    span = max(config.num_layers + 1, round(1.25 * max(config.num_layers, min(blocks, 4 * config.num_layers))))
     return Answer(
-        picture=_picture(config, memory, (run(1), run(2)), gpu, blocks),
-        caption=_caption(config, memory, gpu, blocks, params),
-        table=_table(config, memory, ends, params),
+        picture=_picture(config, fullest, peak(blocks=span), span, found, blocks),
+        caption=_caption(config, found, blocks, params),
+        table=_table(config, fullest, ends, params),
         call=_call(model, settings, micro_batch, seq, device),
-        numbers=dict(memory.terms)
-        | {"total": memory.total, "headroom": memory.headroom(gpu)}
+        numbers=dict(fullest.terms)
+        | {"total": fullest.total, "headroom": found.room}
         | {f"largest_{name}": size for name, size in ends.items()},
     )
+
+
+def _peak_or_wall(peak: Callable[..., MemoryInstant], seq: int, config: ModelConfig) -> float:
+    """Bytes at the peak; learned positions are a wall."""
+    return math.inf if config.learned_positions and seq > config.max_positions else peak(seq=seq).total
+
+
+def by_role(instant: MemoryInstant) -> dict[str, float]:
+    """Return the GB of an instant by role."""
+    found = dict.fromkeys(ROLES, 0.0)
+    for name, size in instant.terms:
+        found[find_term(name).role] += size / GB
+    return found
 
 
 def shape_params(config: ModelConfig, blocks: int) -> int:
@@ -87,33 +95,28 @@ def shape_params(config: ModelConfig, blocks: int) -> int:
 
 
 def _picture(
-    config: ModelConfig,
-    memory: MemoryBreakdown,
-    small: tuple[MemoryBreakdown, MemoryBreakdown],
-    gpu: Accelerator,
-    blocks: int,
+    config: ModelConfig, fullest: MemoryInstant, large: MemoryInstant, span: int, found: Verdict, blocks: int
 ) -> str:
-    present, needs = config.num_layers, f"{memory.total / GB:,.1f} GB"
-    roles = {role: size / GB for role, size in memory.by_role().items()}
-    limit, limit_text = gpu.memory_gb, f"{gpu.name}: {gpu.memory_gb:.1f} GB"
-    title = f"{config.name}, {config.num_layers} blocks"
+    """Draw the peak by role, and below it how it grows from this model to one of `span` blocks."""
+    present, needs, gpu = config.num_layers, f"{fullest.total / GB:,.1f} GB", found.device
+    roles, most = by_role(fullest), by_role(large)
+    limit = gpu.usable_bytes / GB
+    limit_text = f"{gpu.name}: {limit:.1f} GB"
+    title = f"{config.name}, {present} blocks, at the peak"
     head, below = bars(
         [Bar(label="", parts=roles, text=needs)], top=0, title=title, labels=0, limit=limit, limit_text=limit_text
     )
-    # A device that holds very many blocks would squeeze the model into a corner: the caption says how many.
-    span = 1.25 * max(present, min(blocks, 4 * present))
-    one, two = (breakdown.by_role() for breakdown in small)
     edges = {}
     for role in ROLES:
-        step = two[role] - one[role]
-        edges[role] = ((one[role] - step) / GB, (one[role] + (span - 1) * step) / GB)
+        step = (most[role] - roles[role]) / (span - present)
+        edges[role] = (max(0.0, roles[role] - present * step), most[role])
     marks = [(present, f"{config.name}: {present}")]
     if 0 < blocks < span:
         marks.append((blocks, f"fits up to {blocks}"))
     rest, end = areas(
         edges,
         top=below + 14,
-        title="GB, with fewer or more such blocks",
+        title="GB at the peak, with fewer or more such blocks",
         span=span,
         xlabel="blocks",
         limit=limit,
@@ -123,29 +126,32 @@ def _picture(
     alt = (
         f"A stacked bar of {needs} against a line at {limit_text}: "
         + ", ".join(f"{role} {size:,.1f} GB" for role, size in roles.items())
-        + f". Below it stacked areas of the same terms over 0 to {span:.0f} blocks; they cross the line after {blocks}."
+        + f". Below it stacked areas of the same terms over 0 to {span} blocks; {blocks} of them fit."
     )
     return picture(head + rest, end, alt)
 
 
-def _caption(config: ModelConfig, memory: MemoryBreakdown, gpu: Accelerator, blocks: int, params: int) -> str:
-    left = memory.headroom(gpu)
-    verdict = f"{left / GB:,.1f} GB to spare" if left >= 0 else f"{-left / GB:,.1f} GB too many"
-    needs = f"{config.name} needs {memory.total / GB:,.1f} GB, and one {gpu.name} has {gpu.memory_gb:.1f}: {verdict}."
+def _caption(config: ModelConfig, found: Verdict, blocks: int, params: int) -> str:
+    left, has = found.room / GB, found.device.usable_bytes / GB
+    room = f"{left:,.1f} GB to spare" if left >= 0 else f"{-left:,.1f} GB too many"
+    needs = (
+        f"{config.name} needs {found.peak / GB:,.1f} GB at its peak, and one {found.device.name} has {has:.1f}: "
+        f"{found.word}, {room}."
+    )
     if not blocks:
         return f"{needs} With these settings not even one block of this shape fits."
     return (
         f"{needs} With these settings this shape stops fitting after {blocks:,} blocks, "
-        f"at {format_count(params)} parameters."
+        f"at {format_count(params)} parameters; {found.reserve / GB:.1f} GB are kept free."
     )
 
 
-def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], params: int) -> str:
+def _table(config: ModelConfig, fullest: MemoryInstant, ends: dict[str, int], params: int) -> str:
     terms = {
         name.replace("_", " ").replace(".", ": "): (find_term(name).role, f"{size / GB:,.2f} GB")
-        for name, size in memory.terms.items()
+        for name, size in fullest.terms
     }
-    terms["in all"] = ("", f"{memory.total / GB:,.2f} GB")
+    terms["in all"] = ("", f"{fullest.total / GB:,.2f} GB")
     positions = ", all its positions" if config.learned_positions and ends["seq"] == config.max_positions else ""
     fits = {
         "blocks of this shape": f"{ends['blocks']:,} ({format_count(params)} parameters)",
@@ -155,7 +161,7 @@ def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], p
     nothing = {name: words for name, words in fits.items() if words[0] != "0"}
     return table(
         {
-            "What one device holds": terms,
+            f"What one device holds at the peak, {fullest.name}": terms,
             "The most that fits, all else as it is": {name: ("", nothing.get(name, "nothing fits")) for name in fits},
         }
     )
@@ -164,9 +170,10 @@ def _table(config: ModelConfig, memory: MemoryBreakdown, ends: dict[str, int], p
 def _call(model: str, settings: dict[str, str], micro_batch: int, seq: int, device: str) -> str:
     lines = "".join(f'    {name}="{value}",\n' for name, value in settings.items())
     return (
-        "from lablib.calc.memory import training_memory\n\n"
-        f'memory = training_memory(\n    "{model}",\n{lines}    micro_batch={micro_batch},\n    seq={seq},\n)\n'
-        f'print(memory.terms, memory.total, memory.headroom("{device}"))\n'
+        "from lablib.calc.memory import verdict\n"
+        "from lablib.calc.memory.timeline import memory_timeline\n\n"
+        f'step = memory_timeline(\n    "{model}",\n{lines}    micro_batch={micro_batch},\n    seq={seq},\n)\n'
+        f'print(step.peak.terms, step.peak_bytes, verdict(step.peak_bytes, "{device}").room)\n'
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_reduce_scatter_bytes
 from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.memory import verdict
 from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, state_terms
 from lablib.calc.params import count_params
@@ -74,7 +75,7 @@ def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str)
     params, gpu = count_params(preset(model)).total, accelerator(device)
     held = {each: state_terms(params, ranks, each) for each in STAGES}
     sent = {each: step_traffic(params, ranks, each, micro_batches) for each in STAGES}
-    ends = {"ranks": least_ranks(params, stage, gpu.memory_bytes), "params": max_params(gpu.memory_bytes, ranks, stage)}
+    ends = {"ranks": least_ranks(params, stage, gpu.usable_bytes), "params": max_params(gpu.usable_bytes, ranks, stage)}
     numbers = {name: size for name, size in held[stage].items() if size}
     for each in STAGES:
         numbers |= {f"held_{each}": sum(held[each].values()), f"sent_{each}": round(sum(sent[each].values()))}
@@ -128,14 +129,16 @@ def _picture(
         memory,
         top=0,
         title=f"Each of {on} holds, {model}",
-        limit=gpu.memory_gb,
-        limit_text=f"{gpu.name}: {gpu.memory_gb:.1f} GB",
+        limit=gpu.usable_bytes / GB,
+        limit_text=f"{gpu.name}: {gpu.usable_bytes / GB:.1f} GB",
     )
     second, end = bars(traffic, top=below + 16, title=f"Each sends in a step of {of}")
     told = "; ".join(
         f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
     )
-    alt = f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.memory_gb:.1f} GB."
+    alt = (
+        f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
+    )
     return picture(first + second, end, alt)
 
 
@@ -149,7 +152,7 @@ def _caption(
 ) -> str:
     bytes_held, alone = sum(held[stage].values()), sum(held[0].values())
     moved, by_ddp = sum(sent[stage].values()), sum(sent[0].values())
-    fits = "fits" if bytes_held <= gpu.memory_bytes else "does not fit"
+    fits = verdict(bytes_held, gpu, reserve=0).word  # states alone: what a run leaves free is asked of its peak
     times = moved / by_ddp if by_ddp else 1.0
     against = "" if not stage else ", as much as DDP" if times == 1 else f", {times:.3g} times as much as DDP"
     less = f", {alone / bytes_held:.3g} times less than DDP" if stage and ranks > 1 else ""

@@ -12,6 +12,7 @@ Nothing below imports this room. `book/memory_calculator.md` shows what it finds
     gpu_rows           which cases are measured there, and what a record of them says
     other_calculators  formulas of other people's calculators, each from its source
     comparison         those formulas on the same cases
+    published_peaks    peaks that others measured on GPUs: Megatron-LM's
 
 Read `cases` first, then `oracles.measurement`.
 """

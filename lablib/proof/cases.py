@@ -17,7 +17,7 @@ FACTORS: dict[str, tuple] = {
     "size": ("tiny", "small", "8b", "70b"),
     "seq": (64, 1000, 2048),
     "micro_batch": (1, 3),
-    "recipe": ("fp32", "pure-bf16", "mixed-bf16", "autocast-bf16", "fsdp2-mixed"),
+    "recipe": ("fp32", "pure-bf16", "mixed-bf16", "autocast-bf16", "fsdp2-mixed-fp32-reduce"),
     "optimizer": ("adamw", "sgd", "sgd-momentum"),
     "step": ("for-loop", "foreach", "fused"),
     "recompute": ("none", "selective", "full"),
@@ -35,7 +35,8 @@ WORDS = {"dp": "dp", "tensor": "tp", "pp": "pp", "accumulate": "accumulate"}
 
 _TINY = {"num_layers": 4, "hidden": 48, "num_heads": 8, "ffn": 100, "vocab": 211, "max_positions": 1024}
 _GPT = {"norm": "layernorm", "gated_mlp": False, "learned_positions": True, "tied": True}
-_GPT |= {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True}
+_BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True}
+_GPT |= _BIASES
 _EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 _TINY_FAMILY = {
     "gpt2": _GPT,
@@ -43,6 +44,14 @@ _TINY_FAMILY = {
     "qwen2": {"num_kv_heads": 4, "qkv_bias": True, "tied": True},
     "mistral": {"num_kv_heads": 4},
     "mixtral": {"num_kv_heads": 4, "expert_ffn": 100, **_EXPERTS},
+    # Families beside the factors' own, and a window that is shorter than every sequence.
+    "mistral-window": {"family": "mistral", "num_kv_heads": 4, "window": 40, "window_layers": (0, 1, 2, 3)},
+    "qwen3": {"num_kv_heads": 4, "head_dim": 10, "qk_norm": True},
+    "starcoder2": {"num_kv_heads": 4, "tied": True, "norm": "layernorm", "gated_mlp": False, **_BIASES},
+    "gemma": {"num_kv_heads": 4, "head_dim": 10, "tied": True},
+    "olmo2": {"post_norm": True, "qk_norm": True, "qk_norm_shared": False},
+    "phi3": {"rotary_dim": 4},
+    "gpt-neox": {"norm": "layernorm", "gated_mlp": False, "parallel_block": True, "rotary_dim": 2, **_BIASES},
 }
 _BILLION = {"num_layers": 16, "hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "vocab": 32000}
 _PRESETS = {
@@ -56,9 +65,17 @@ _PRESETS = {
     ("mixtral", "8b"): "mixtral-8x7b",
     ("llama", "70b"): "llama-3-70b",
     ("qwen2", "70b"): "qwen2.5-72b",
+    ("qwen3", "small"): "qwen3-0.6b",
+    ("starcoder2", "small"): "starcoder2-3b",
+    ("gemma", "small"): "gemma-2b",
+    ("olmo2", "8b"): "olmo-2-7b",
+    ("phi3", "small"): "phi-3-mini",
+    ("gpt-neox", "small"): "pythia-410m",
 }
 _CUSTOM = {
     ("mistral", "small"): _BILLION | {"name": "mistral-1b", "family": "mistral", "ffn": 7168},
+    ("mistral-window", "small"): _BILLION
+    | {"name": "mistral-1b-window", "family": "mistral", "ffn": 7168, "window": 512, "window_layers": tuple(range(16))},
     ("mixtral", "small"): _BILLION
     | {"name": "mixtral-8x1b", "family": "mixtral", "ffn": 3584, "expert_ffn": 3584, "num_experts": 8}
     | {"experts_per_token": 2},
@@ -190,7 +207,7 @@ class Case:
 def case_model(family: str, size: str) -> ModelConfig:
     """Return the model of a family in a size of `FACTORS`."""
     if size == "tiny":
-        return ModelConfig(name=f"tiny-{family}", family=family, **_TINY | _TINY_FAMILY[family])
+        return ModelConfig(**{"name": f"tiny-{family}", "family": family} | _TINY | _TINY_FAMILY[family])
     if (family, size) in _CUSTOM:
         return ModelConfig(**_CUSTOM[family, size])
     if (family, size) not in _PRESETS:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lablib.calc.layouts.planner import RESERVE
+from lablib.calc.memory import RESERVE
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.proof.cases import Case
 from lablib.proof.grid import grid, held_out

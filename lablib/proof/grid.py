@@ -154,6 +154,7 @@ def _check(factors: Factors, rules: Sequence[Rule], row: Row) -> None:
 # --- what cannot be combined --------------------------------------------------------------------------------
 
 _SIXTEEN_BITS_BY_HAND = ("fp32", "pure-bf16", "mixed-bf16")
+_FSDP2_MIXED = ("fsdp2-mixed", "fsdp2-mixed-fp32-reduce")
 
 _REPLICAS = ("ddp", "zero1")
 
@@ -228,13 +229,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("implementation", "recipe"),
-        lambda implementation, recipe: implementation != "paper" or recipe in (*_SIXTEEN_BITS_BY_HAND, "fsdp2-mixed"),
+        lambda implementation, recipe: implementation != "paper" or recipe in (*_SIXTEEN_BITS_BY_HAND, *_FSDP2_MIXED),
         "no paper counts autocast",
     ),
     Rule(
         ("recipe", "sharding"),
-        lambda recipe, sharding: (recipe == "fsdp2-mixed") <= sharding.startswith("fsdp2"),
-        "fsdp2-mixed belongs to FSDP2",
+        lambda recipe, sharding: (recipe in _FSDP2_MIXED) <= sharding.startswith("fsdp2"),
+        "MixedPrecisionPolicy belongs to FSDP2",
     ),
     Rule(
         ("recipe", "sharding"),
@@ -276,7 +277,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("tuning", "recipe"),
-        lambda tuning, recipe: tuning == "full" or recipe in ("fp32", "autocast-bf16", "fsdp2-mixed"),
+        lambda tuning, recipe: tuning == "full" or recipe in ("fp32", "autocast-bf16", *_FSDP2_MIXED),
         "our adapters are fp32",
     ),
     Rule(
@@ -316,7 +317,7 @@ LANDMARKS: tuple[Case, ...] = (
         family="llama",
         size="8b",
         seq=2048,
-        recipe="fsdp2-mixed",
+        recipe="fsdp2-mixed-fp32-reduce",
         sharding="fsdp2",
         dp=8,
         step="foreach",
@@ -326,7 +327,7 @@ LANDMARKS: tuple[Case, ...] = (
         family="llama",
         size="70b",
         seq=2048,
-        recipe="fsdp2-mixed",
+        recipe="fsdp2-mixed-fp32-reduce",
         sharding="fsdp2",
         dp=64,
         step="foreach",
@@ -340,7 +341,7 @@ LANDMARKS: tuple[Case, ...] = (
         family="mistral",
         size="8b",
         seq=2048,
-        recipe="fsdp2-mixed",
+        recipe="fsdp2-mixed-fp32-reduce",
         sharding="fsdp2-keep",
         dp=64,
         step="foreach",
@@ -370,7 +371,7 @@ EVERYDAY: tuple[Case, ...] = (
         size="8b",
         seq=2048,
         micro_batch=3,
-        recipe="fsdp2-mixed",
+        recipe="fsdp2-mixed-fp32-reduce",
         step="fused",
         recompute="full",
         sharding="fsdp2",
@@ -381,11 +382,31 @@ EVERYDAY: tuple[Case, ...] = (
 )
 
 
+#: Families beside the factors', a sliding window, and FSDP2's default reduction: Hugging Face's classes alone.
+FAMILIES: tuple[Case, ...] = tuple(
+    Case(implementation="hf", family=family, **how)
+    for family, size in (
+        ("mistral-window", "small"),
+        ("qwen3", "small"),
+        ("starcoder2", "small"),
+        ("gemma", "small"),
+        ("olmo2", "8b"),
+        ("phi3", "small"),
+        ("gpt-neox", "small"),
+    )
+    for how in (
+        {"micro_batch": 3, "seq": 1000, "recipe": "pure-bf16", "step": "foreach"},
+        {"micro_batch": 3, "recipe": "autocast-bf16", "recompute": "full", "attention": "plain"},
+        {"size": size, "seq": 2048, "recipe": "fsdp2-mixed", "sharding": "fsdp2", "dp": 8, "step": "fused"},
+    )
+)
+
+
 @cache
 def grid() -> tuple[Case, ...]:
     """Return the cases: the landmarks, what shows every other allowed pair of values, and everyday ones."""
     rows = choose(FACTORS, RULES, [asdict(case) for case in LANDMARKS], cheap_first=("size",))
-    return (*(Case(**row) for row in rows), *EVERYDAY)
+    return (*(Case(**row) for row in rows), *EVERYDAY, *FAMILIES)
 
 
 # --- drawn at random ----------------------------------------------------------------------------------------

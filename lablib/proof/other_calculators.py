@@ -30,7 +30,7 @@ QUANTITIES = ("states", "activations", "total")
 OWN = "this course"
 
 #: Recipes that people call mixed precision: an fp32 copy of the weights and 16-bit values in forward.
-MIXED = ("mixed-bf16", "autocast-bf16", "fsdp2-mixed")
+MIXED = ("mixed-bf16", "autocast-bf16", "fsdp2-mixed", "fsdp2-mixed-fp32-reduce")
 
 #: A reason for not asking a calculator about a case, and when it holds.
 Limit = tuple[str, Callable[[Case], bool]]
@@ -419,6 +419,9 @@ THIS_COURSE = Source(OWN, "lablib.calc.memory.training_memory and lablib.calc.me
 _KEPT_COPY = "2 + 2 + 4 bytes are the 4 + 4 of a recipe that keeps its weights in fp32"
 _BLOCKS_ALONE = "It counts blocks alone, and nothing of the head and the fp32 logits."
 _CASTS = "It knows no autocast, whose 16-bit copies of the matrices wait for backward."
+_WIDE = (
+    "Its MLP is four times as wide as the stream and has one input matrix; Gemma's is eight times as wide and gated."
+)
 _STEP = (
     "The peak is the optimizer step, with fp32 gradients for the master weights and temporaries, and the activations "
     "that it adds are gone by then."
@@ -569,7 +572,7 @@ _ELEUTHER_ACTIVATIONS = Calculator(
         PUBLISHED,
         ("it has one kind of checkpointing, which keeps 34 bytes", lambda c: c.recompute == "full"),
     ),
-    _CASTS,
+    _WIDE,
 )
 
 
@@ -631,7 +634,7 @@ CALCULATORS: tuple[Calculator, ...] = (
         (
             ("it estimates ZeRO-2 and ZeRO-3 only", lambda c: not c.shards),
             FULL_TUNING,
-            ("it counts mixed precision only", lambda c: c.recipe != "fsdp2-mixed"),
+            ("it counts mixed precision only", lambda c: not c.recipe.startswith("fsdp2-mixed")),
             ADAM,
             ("it knows no tensor parallelism", lambda c: c.tp > 1),
         ),

@@ -9,6 +9,7 @@
     planner     all layouts of a model on a cluster, by predicted step time    `rung plan`
     fit         largest micro-batch, longest sequence, fewest GPUs             `rung fit`
     export      the planner's answer as files of other frameworks
+    frameworks  whose job a plan counts that is exported to one of them
 
 Read `meshes` first, then `planner.search`. Chapter 07.
 """
@@ -16,6 +17,7 @@ Read `meshes` first, then `planner.search`. Chapter 07.
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
 from lablib.calc.layouts.export import export_job, export_layout
+from lablib.calc.layouts.frameworks import COUNTED, counting_for
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
 from lablib.calc.layouts.meshes import AXES, Mesh, group_line, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
@@ -31,6 +33,7 @@ from lablib.calc.layouts.rules import (
 __all__ = [
     "AXES",
     "CASES",
+    "COUNTED",
     "FAMILIES",
     "PATIENCE",
     "VERSIONS",
@@ -40,10 +43,12 @@ __all__ = [
     "Score",
     "audited_rows",
     "choose",
+    "counting_for",
     "enough_microbatches",
     "exchange_cost",
     "export_job",
     "export_layout",
+    "framework_recipe",
     "group_line",
     "mesh",
     "mesh_text",

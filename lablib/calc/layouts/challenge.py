@@ -20,13 +20,13 @@ from lablib.calc.layouts.planner import (
     FIELDS,
     MEASURED_RUNS,
     PART_NAMES,
-    RESERVE,
     Candidate,
     Layout,
     Plan,
     Run,
     check_layout,
-    layout_memory,
+    counting_of_run,
+    layout_peak,
     plan,
     predict_run,
     reason_against,
@@ -66,9 +66,10 @@ class Score:
     Attributes:
         layout: The layout, or None where the fields make none.
         verdict: "cannot be", "does not fit" or "runs".
-        memory: Bytes of a rank by term; empty if it cannot be.
-        capacity: Bytes that a device has for it.
-        term: Largest term of the memory if it does not fit, else "".
+        memory: Bytes of weights, gradients, optimizer, activations and buffers of a rank at its peak; empty if it
+            cannot be.
+        capacity: Bytes of a device. The planner's best leaves a reserve of it; a published layout ran, and may not.
+        term: The largest of them if it does not fit, else "".
         seconds: Predicted seconds of a step by part; empty if it cannot be.
         to_published: Step time over that of the published layout; None unless it runs.
         to_planner: Step time over that of the planner's best; None unless it runs.
@@ -117,7 +118,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     """
     one = case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
     run, load = one.run, workload_of_run(one.run)
-    capacity = load.cluster.gpu.memory_bytes - RESERVE
+    capacity = load.cluster.gpu.usable_bytes
     empty = ({}, capacity, "", {}, None, None)
     try:
         given = layout if isinstance(layout, Layout) else _layout(layout)
@@ -128,8 +129,8 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
-    memory, seconds = layout_memory(load, given), step_time(load.job(given), load.rates())
-    total = sum(memory.values())
+    peak, seconds = layout_peak(load, given, counting_of_run(run, given.zero)), step_time(load.job(given), load.rates())
+    memory, total = peak.memory, peak.total
     if total > capacity:
         term = max(memory, key=memory.get)
         text = _too_large(one, given, memory, total, capacity, term)
@@ -139,7 +140,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     best = plan_case(one.name).best
     return Score(
         one, given, "runs", memory, capacity, "", seconds, step / published, step / best.step,
-        _sentences(one, Candidate(given, seconds, memory), published, best, capacity),
+        _sentences(one, Candidate(given, seconds, peak), published, best, capacity),
     )  # fmt: skip
 
 
@@ -155,6 +156,7 @@ def _planned(name: str) -> Plan:
         run.model, gpus=run.gpus, gpu=run.gpu, seq=run.seq, global_batch=run.global_batch, nic=run.nic,
         rails=run.rails, recipe_=run.recipe, attention=run.attention, sequence_parallel=run.sequence_parallel,
         framework=run.framework,
+        counting=counting_of_run(run),
     )  # fmt: skip
 
 
@@ -167,16 +169,14 @@ def _layout(fields: Mapping[str, int | str]) -> Layout:
 def _too_large(case: Case, layout: Layout, memory: dict[str, int], total: int, capacity: int, term: str) -> str:
     fixes = {
         "activations": "recompute them, split them with tp or cp, or take smaller micro-batches",
-        "recomputed_layer": "split it with tp or cp, or take smaller micro-batches",
+        "buffers": "gather and compute less at a time: split layers with tp or cp, or take smaller micro-batches",
         "optimizer": "shard them over dp with zero=1, or split the model further with tp or pp",
         "gradients": "shard them with zero=2, or split the model further with tp or pp",
         "weights": "split the model with tp or pp, or shard them with zero=3",
-        "gathered_weights": "gather less at a time: split layers with tp",
-        "communication_buckets": "split the model with tp or pp",
     }
     return (
-        f"It needs {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
-        f"{term.replace('_', ' ')}, {memory[term] / 1e9:.1f} GB: {fixes[term]}."
+        f"Its peak is {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
+        f"{term}, {memory[term] / 1e9:.1f} GB: {fixes[term]}."
     )
 
 
@@ -190,7 +190,7 @@ def _sentences(case: Case, mine: Candidate, published: float, best: Candidate, c
     if layout.tp > machine.gpus_per_node and seconds["tp"] > LARGE_SHARE * mine.step:
         found.append(
             f"tp={layout.tp} leaves the node of {machine.gpus_per_node}: its collectives wait for a link of "
-            f"{machine.inter / 1e9:.0f} GB/s in place of {machine.intra / 1e9:.0f} GB/s, in every layer."
+            f"{machine.bandwidth(layout.tp) / 1e9:.0f} GB/s in place of {machine.intra / 1e9:.0f} GB/s, in every layer."
         )
     m = layout.num_microbatches(case.run.global_batch)
     if seconds["bubble"] > LARGE_BUBBLE * (mine.step - seconds["bubble"]):

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lablib.calc.hardware import Accelerator
-from lablib.calc.layouts.planner import PART_NAMES, Candidate, Layout, Plan, check_layout, layout_memory, plan
+from lablib.calc.layouts.planner import NEAREST, PART_NAMES, Candidate, Layout, Plan, check_layout, layout_peak, plan
 from lablib.calc.models import ModelConfig
 from lablib.calc.units import GB
 
@@ -95,6 +95,11 @@ class Choice:
         return self.candidate.layout
 
     @property
+    def links(self) -> str:
+        """The links that its times assume, as a sentence."""
+        return self.plan.cluster.links_text()
+
+    @property
     def slower(self) -> float:
         """How much slower than the planner's best it is predicted to be, as a share."""
         return self.candidate.step / self.plan.best.step - 1
@@ -123,7 +128,7 @@ def choose(
     best = found.best
     reasons: list[Reason] = []
     for name in FAMILIES:
-        own = next((c for c in found.candidates if family(c.layout) == name), None)
+        own = next(found.candidates.walk(lambda layout, name=name: family(layout) == name), None)
         if own is None:
             reasons.append(_nothing(found, name))
             continue
@@ -161,13 +166,14 @@ def _nothing(found: Plan, name: str) -> Reason:
     if least is None:
         text = f"{name.capitalize()}: no such layout divides {load.global_batch} sequences, or the model, over {found.cluster.gpus} GPUs."
         return Reason(name, False, False, None, 0, None, text)
-    memory = layout_memory(load, least)
-    total, term = sum(memory.values()), max(memory, key=memory.get)
+    peak = layout_peak(load, least, found.counting)
+    memory = peak.memory
+    term = max(memory, key=memory.get)
     nearest = (
-        f"{name.capitalize()}: {least} needs {_gb(total)} of {_gb(found.capacity)}; most of it is "
-        f"{term.replace('_', ' ')}, {_gb(memory[term])}."
+        f"{name.capitalize()}: {least} peaks at {_gb(peak.total)} of {_gb(found.capacity)}; most of it is "
+        f"{term}, {_gb(memory[term])}."
     )
-    return Reason(name, False, False, least, total, None, nearest)
+    return Reason(name, False, False, least, peak.total, None, nearest)
 
 
 def least_layout(found: Plan, name: str) -> Layout | None:
@@ -180,11 +186,13 @@ def least_layout(found: Plan, name: str) -> Layout | None:
             trials.append(Layout(dp=gpus, zero=zero, recompute="full"))
         elif name == FAMILIES[2]:
             trials += [Layout(tp=t, dp=gpus // t, zero=zero, recompute="full") for t in tops if t > 1]
-    # Stages and split sequences: the search has kept the shapes that never fit.
+    # Stages and split sequences: the search knows the shapes that never fit.
     if not trials:
-        trials = [one.layout for one in found.dropped if family(one.layout) == name]
+        least = sorted(found.found.least.values(), key=lambda pair: pair[0])
+        own = [layout for _, layout in least if family(layout) == name]
+        trials = own[:NEAREST] + [layout for layout in found.candidates.too_large() if family(layout) == name]
     usable = [layout for layout in map(_normal, trials) if _can_be(found, layout)]
-    return min(usable, key=lambda layout: sum(layout_memory(load, layout).values()), default=None)
+    return min(usable, key=lambda layout: layout_peak(load, layout, found.counting).total, default=None)
 
 
 def _normal(layout: Layout) -> Layout:

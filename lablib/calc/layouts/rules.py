@@ -219,15 +219,17 @@ def order_rule(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, order=[*axes, "cp", "ep"],
             gpus_per_node=machine.gpus_per_node, gpus=machine.gpus,
         )  # fmt: skip
-        times = {axis: sent[axis] / _link(machine, grid.size(axis), grid.strides[axis]) for axis in axes}
+        times = {axis: sent[axis] / _link(machine, axis, grid.size(axis), grid.strides[axis]) for axis in axes}
         crosses = tuple(axis for axis in axes if grid.crosses(axis))
         rows.append(OrderCost(order, crosses, times))
     return sorted(rows, key=lambda row: row.total)
 
 
-def _link(machine: Cluster, size: int, stride: int) -> float:
-    """Bytes per second of a group; one rank alone sends nothing."""
-    return machine.bandwidth(size, stride) if size > 1 else machine.intra
+def _link(machine: Cluster, axis: str, size: int, stride: int) -> float:
+    """Bytes per second of a group; a stage sends to the next one alone, and one rank alone sends nothing."""
+    if size == 1:
+        return machine.intra
+    return machine.hop(size, stride) if axis == "pp" else machine.bandwidth(size, stride)
 
 
 ROOM = 0.2  # of a GPU, for activations and buffers
@@ -279,11 +281,11 @@ def check_example(example: Example, *, gpu: str | Accelerator = "h100") -> tuple
     dp = example.gpus // width
     plain = state_bytes(example.params, tp=example.tp, pp=example.pp)
     share = f"{plain / 1e9:.1f} GB of states a rank without ZeRO"
-    if plain <= (1 - ROOM) * card.memory_bytes:
+    if plain <= (1 - ROOM) * card.usable_bytes:
         return True, f"{share}: fits on one {card.name}"
     for zero in (1, 2, 3):
         sharded = state_bytes(example.params, tp=example.tp, pp=example.pp, dp=dp * example.cp, zero=zero)
-        if sharded <= (1 - ROOM) * card.memory_bytes:
+        if sharded <= (1 - ROOM) * card.usable_bytes:
             return (
                 False,
                 f"{share}: does not fit on one {card.name}; zero={zero} over dp={dp} makes it {sharded / 1e9:.1f} GB",

@@ -8,6 +8,7 @@ follows one training step from instant to instant; `explain_memory` names the fo
     stage           what a stage holds: layers, tensors, units, and how they are sharded
     implementation  whose operators are counted: the papers', this course's, Hugging Face's
     terms           every term: name, formula, source; and what comes back, with its totals
+    room            whether a peak fits on a GPU: `verdict`
     activations     what one block keeps for its backward, by implementation, and recomputation
     tape            autograd's lifetimes in five rules, playable without a tensor
     timeline        the step, instant by instant, and its peak
@@ -17,28 +18,35 @@ Read `formulas` first, then `activations.paper`. Chapters 01 and 09.
 
 from lablib.calc.memory.config import ATTENTION, OFFLOADS, RECOMPUTE, SETTINGS, RunConfig, resolve_model, run_config
 from lablib.calc.memory.formulas import autocast_activations, stage_memory, training_memory, weights_are_sharded
-from lablib.calc.memory.implementation import current_names
+from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
+from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, When, find_term
 
 __all__ = [
     "ATTENTION",
     "GRADIENT_TERMS",
+    "IMPLEMENTATIONS",
     "OFFLOADS",
     "RECOMPUTE",
+    "RESERVE",
     "ROLES",
     "SETTINGS",
     "WEIGHT_TERMS",
     "MemoryBreakdown",
     "RunConfig",
     "Stage",
+    "Verdict",
     "When",
     "autocast_activations",
+    "check_reserve",
     "current_names",
+    "find_implementation",
     "find_term",
     "resolve_model",
     "run_config",
     "stage_memory",
     "training_memory",
+    "verdict",
     "weights_are_sharded",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 
-from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
+from lablib.calc.errors import check_flag, check_whole, either, must_divide, one_of
 from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
@@ -109,7 +109,9 @@ class RunConfig:
     implementation: Implementation = field(
         default="paper",
         metadata=_about(
-            "Whose tensors: paper (Korthikanti et al.), toy (lablib.toys.transformer) or hf (Hugging Face's eager classes)."
+            "Whose tensors: paper (Korthikanti et al.), toy (lablib.toys.transformer), hf (Hugging Face's eager classes), "
+            "torchtitan (its Llama 3), megatron (Megatron-LM with Transformer Engine) or megatron-te-loss (and its "
+            "fused loss)."
         ),
     )
     dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
@@ -157,6 +159,7 @@ class RunConfig:
         self._check_ranges()
         self._check_split()
         self._check_tensor_parallel()
+        self._check_adapters()
         self._check_schedule()
         self._check_sharding()
 
@@ -219,8 +222,13 @@ class RunConfig:
         if self.tp == 1 or not self.implementation.eager:
             return
         how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
-        if m.tied or self.implementation.joins_qkv(m):
+        if self.implementation.fused_norms:
+            raise ValueError(f"{how} is not known: torchtitan splits stream and loss too; use implementation='paper'")
+        unknown = m.family not in ("gpt2", "llama", "qwen2", "mistral") or self.implementation.masks_window(m, self.seq)
+        if m.tied or self.implementation.joins_qkv(m) or unknown:
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
+            if unknown:
+                why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
         for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
@@ -238,8 +246,18 @@ class RunConfig:
                 "'autocast-bf16', 'pure-bf16' or 'fp32', or implementation='paper'"
             )
 
+    def _check_adapters(self) -> None:
+        """`lablib.launch.training.add_lora` puts adapters beside matrices with Llama's names."""
+        if self.tuning != "full" and not self.implementation.names_as_llama(self.model):
+            raise ValueError(
+                f"tuning={self.tuning!r} is not known with implementation={self.implementation!r} and family "
+                f"{self.model.family!r}, whose matrices have other names than Llama's; use tuning='full', or "
+                "implementation='paper'"
+            )
+
     def _check_schedule(self) -> None:
-        if self.pp > self.model.num_layers:
+        empty = 0 if self.layers_per_stage is None else self.layers_per_stage.count(0)
+        if self.pp > self.model.num_layers + empty:
             raise ValueError(
                 f"pp={self.pp} stages are more than the num_layers={self.model.num_layers} of {self.model.name}"
             )
@@ -261,6 +279,10 @@ class RunConfig:
             )
 
     def _check_sharding(self) -> None:
+        if self.implementation.accumulates_in_kernel:
+            self._check_megatron()
+        if self.implementation.fused_norms:
+            self._check_torchtitan()
         if self.sharding == "flat":
             return
         zero = {"fsdp2": (2, 3), "per-tensor": (1,)}[self.sharding]
@@ -280,6 +302,26 @@ class RunConfig:
             raise ValueError(
                 f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
             )
+
+    def _check_torchtitan(self) -> None:
+        known = {"recompute": ("none", "full"), "attention": ("fused",), "tuning": ("full",), "recipe": ("no casts",)}
+        found = {name: getattr(self, name) for name in known} | {
+            "recipe": self.recipe.name if self.recipe.casts else "no casts"
+        }
+        for name, values in known.items():
+            if found[name] not in values:
+                raise ValueError(
+                    f"implementation='torchtitan' is not known with {name}={found[name]!r}; use {either(values)}, or "
+                    "implementation='paper'"
+                )
+
+    def _check_megatron(self) -> None:
+        for name, known in (("zero", (0, 1)), ("sharding", ("flat",)), ("tuning", ("full",)), ("offload", ("none",))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"implementation={self.implementation!r} is not known with {name}={getattr(self, name)!r}: its "
+                    f"distributed optimizer is counted, over all weights; use {either(known)}, or implementation='paper'"
+                )
 
 
 #: The settings by name, in order: fields of `RunConfig` but the model.

@@ -32,7 +32,7 @@ from os import PathLike
 from lablib.calc.errors import check_stage
 from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
-from lablib.calc.memory.stage import Stage, shard_params, unit_shapes
+from lablib.calc.memory.stage import Stage, joined_shapes, shard_params, unit_shapes
 from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
 from lablib.calc.models import ModelConfig, layer_tensors
 from lablib.calc.parallel import shard_size, state_terms
@@ -174,7 +174,7 @@ def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
 
 def parts_of_ranks(stage: Stage) -> list[list[int]]:
     """Return the sizes of the parameters whose optimizer states each data-parallel rank holds."""
-    return greedy_partition(map(prod, stage.trained_shapes), stage.run.replicas(False))
+    return greedy_partition(stage.trained_sizes, stage.run.replicas(False))
 
 
 def fullest_part(stage: Stage) -> list[int]:
@@ -234,9 +234,17 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if run.implementation.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
     if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
-        embedding["positions"] *= FP32 // run.recipe.activation  # in the dtype of the stream
+        wide = run.implementation.wide_tables(run.model)
+        embedding["positions"] *= 1 if wide else FP32 // run.recipe.activation  # in the dtype of the stream
+    if run.implementation.wide_tables(run.model) and _casts_inputs(run):
+        # FSDP2 casts what enters a block, and each block keeps tables of its own.
+        embedding["positions"] *= run.model.num_layers * run.recipe.gathered // FP32
     tokens = embedding.pop("tokens", 0)
     return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
+
+
+def _casts_inputs(run: RunConfig) -> bool:
+    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered and run.recompute != "full"
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
@@ -294,6 +302,8 @@ def rank_buffers(stage: Stage) -> dict[str, int]:
       two buckets. Stage 3: the gradients of the largest unit before their reduce-scatter.
     - weight_casts: autocast's low-precision copy of every matrix, kept by autograd until backward.
     - dequantized_weights: QLoRA: the largest matrix in the compute dtype, while it is multiplied.
+    - rotary_tables: where they are buffers of the model, and each block has its own.
+    - dummy_weight_gradients: where matrices add their gradients to a buffer themselves, what autograd gets in their place.
     """
     run = stage.run
     casts = quantized = 0
@@ -313,7 +323,27 @@ def rank_buffers(stage: Stage) -> dict[str, int]:
         "communication_buckets": _buckets(stage),
         "weight_casts": run.recipe.casts * casts,
         "dequantized_weights": (run.recipe.casts or run.recipe.gathered) * quantized,
+        "dummy_weight_gradients": dummy_gradients(stage),
+        # A table for each block, a complex number of fp32 for each pair.
+        "rotary_tables": run.implementation.fused_norms * len(stage.layers) * run.seq * run.model.head_dim * FP32,
     }
+
+
+def dummy_gradients(stage: Stage) -> int:
+    """Return the bytes of the dummy gradients of a stage's matrices, of which one exists for every shape.
+
+        Σ bytes of a weight · rows · columns    over the distinct shapes of the blocks' matrices
+
+    Backward makes each of them once, and they stay. The head is no layer of Transformer Engine and makes its own each time.
+
+    Source: transformer_engine/pytorch/module/base.py, `get_dummy_wgrad` and `_dummy_wgrads`, since version 2.3.
+    """
+    run = stage.run
+    if not run.implementation.accumulates_in_kernel or run.tuning != "full":
+        return 0
+    blocks = [tensors for kind, tensors in stage.tensors.items() if kind.startswith("block")]
+    shapes = set().union(*(joined_shapes(run, tensors) for tensors in blocks))
+    return run.recipe.weights * sum(map(prod, shapes))
 
 
 def _unsharded_weights(stage: Stage) -> int:
@@ -339,10 +369,12 @@ def _buckets(stage: Stage) -> int:
     to_host = run.offload in ("gradients", "parameters")
     travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
     sizes = {
-        kind: sum(params["trained", expert] for expert in travels) * run.recipe.gradients
+        kind: sum(params["trained", expert] for expert in travels) * run.recipe.reduced
         for kind, params in stage.params.items()
     }
     total = sum(sizes[kind] for kind in stage.units)
+    if run.implementation.accumulates_in_kernel:
+        return 0  # ranks reduce the buffer that the gradients are in
     if run.zero == 3 or weights_are_sharded(run) or run.offload == "parameters":
         return max(sizes.values())
     if all_reduces(run) and not to_host:

@@ -1,4 +1,4 @@
-"""Whose operators are counted: the papers', this course's transformer, or Hugging Face's classes; each an object that answers.
+"""Whose operators are counted: the papers', this course's, Hugging Face's or Megatron-LM's; each an object that answers.
 
     find_implementation("hf").joins_qkv(config)
 
@@ -25,10 +25,17 @@ class Implementation(str):
         holds_variables: Whether variables of the model's Python code hold tensors longer than autograd does.
         shares_mask: Whether plain attention has one mask for all blocks, in the dtype of the stream.
         checkpoints_positions: Whether position ids are an argument of every block, which a checkpoint holds.
+        splits_stream: Whether tensor parallelism can split the stream too (sequence parallelism).
+        accumulates_in_kernel: Whether matrices add their gradients to a buffer that is always there, so that no gradient
+            of theirs is made, and whoever asks gets a dummy; one for each shape.
+        fused_norms: Whether it is torchtitan's model, in eager PyTorch with norms of one operator.
+        keeps_stage_outputs: Whether a pipeline's runtime holds a stage's output until its backward.
+        keeps_logits: Whether the loss keeps the logits and writes their gradient over them, and no fp32 probabilities.
     """
 
     __slots__ = ()
-    eager = True
+    eager = keeps_stage_outputs = True
+    splits_stream = accumulates_in_kernel = keeps_logits = fused_norms = False
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
 
     def default_dropout(self, config: ModelConfig) -> float:
@@ -36,7 +43,39 @@ class Implementation(str):
         return 0.0
 
     def joins_qkv(self, config: ModelConfig) -> bool:
-        """Return whether q, k and v are one matrix, and matrices have their inputs first (Conv1D)."""
+        """Return whether q, k and v are one matrix."""
+        return False
+
+    def joins_gate(self, config: ModelConfig) -> bool:
+        """Return whether gate and up are one matrix."""
+        return False
+
+    def inputs_first(self, config: ModelConfig) -> bool:
+        """Return whether matrices have their inputs first (Conv1D)."""
+        return False
+
+    def wide_norms(self, config: ModelConfig) -> bool:
+        """Return whether an RMSNorm multiplies with its weight in fp32, and not in the model's dtype."""
+        return False
+
+    def shifts_norms(self, config: ModelConfig) -> bool:
+        """Return whether an RMSNorm multiplies with 1 + its weight, in fp32: a tensor of its own."""
+        return False
+
+    def names_as_llama(self, config: ModelConfig) -> bool:
+        """Return whether its matrices have names that our adapters know."""
+        return True
+
+    def wide_tables(self, config: ModelConfig) -> bool:
+        """Return whether rotary tables are fp32 always, and what they turn is cast back."""
+        return False
+
+    def joins_rotated(self, config: ModelConfig) -> bool:
+        """Return whether the turned part of a head is put together with the rest, even where the rest is nothing."""
+        return False
+
+    def masks_window(self, config: ModelConfig, seq: int) -> bool:
+        """Return whether fused attention gets a sliding window as a mask of every pair of tokens."""
         return False
 
     def norms_last(self, config: ModelConfig) -> bool:
@@ -47,6 +86,7 @@ class Implementation(str):
 class _Paper(Implementation):
     __slots__ = ()
     eager = False
+    splits_stream = True
 
     def default_dropout(self, config: ModelConfig) -> float:
         return 0.1 if config.family == "gpt2" else 0.0
@@ -57,13 +97,70 @@ class _HuggingFace(Implementation):
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
 
     def joins_qkv(self, config: ModelConfig) -> bool:
+        return config.family in ("gpt2", "phi3", "gpt-neox")
+
+    def joins_gate(self, config: ModelConfig) -> bool:
+        return config.family == "phi3"
+
+    def inputs_first(self, config: ModelConfig) -> bool:
         return config.family == "gpt2"
 
+    def wide_norms(self, config: ModelConfig) -> bool:
+        return config.family in ("gemma", "olmo2")
+
+    def shifts_norms(self, config: ModelConfig) -> bool:
+        return config.family == "gemma"
+
+    def names_as_llama(self, config: ModelConfig) -> bool:
+        return config.family not in ("starcoder2", "phi3", "gpt-neox")
+
+    def wide_tables(self, config: ModelConfig) -> bool:
+        return config.family == "olmo2"
+
+    def joins_rotated(self, config: ModelConfig) -> bool:
+        return config.family in ("phi3", "gpt-neox")
+
+    def masks_window(self, config: ModelConfig, seq: int) -> bool:
+        return config.window > 0 and seq >= config.window
+
     def norms_last(self, config: ModelConfig) -> bool:
-        return config.family != "gpt2"
+        return config.family not in ("gpt2", "gpt-neox")
 
 
-IMPLEMENTATIONS = {"paper": _Paper("paper"), "toy": Implementation("toy"), "hf": _HuggingFace("hf")}
+class _Torchtitan(Implementation):
+    """torchtitan 0.3's Llama 3 with `CrossEntropyLoss`, not compiled."""
+
+    __slots__ = ()
+    fused_norms = True
+
+
+class _Megatron(_Paper):
+    """Megatron-LM's core with Transformer Engine, as its arguments default to: fused norms, SwiGLU and attention.
+
+    Source: megatron/core/tensor_parallel/layers.py, models/gpt, pipeline_parallel/schedules.py and fusions;
+    transformer_engine/pytorch/module/base.py.
+    """
+
+    __slots__ = ()
+    accumulates_in_kernel = True
+    keeps_stage_outputs = False
+
+
+class _MegatronFusedLoss(_Megatron):
+    """The same with --cross-entropy-loss-fusion --cross-entropy-fusion-impl te (transformer_engine/pytorch/cross_entropy.py)."""
+
+    __slots__ = ()
+    keeps_logits = True
+
+
+IMPLEMENTATIONS = {
+    "paper": _Paper("paper"),
+    "toy": Implementation("toy"),
+    "hf": _HuggingFace("hf"),
+    "torchtitan": _Torchtitan("torchtitan"),
+    "megatron": _Megatron("megatron"),
+    "megatron-te-loss": _MegatronFusedLoss("megatron-te-loss"),
+}
 
 
 def find_implementation(name: str) -> Implementation:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from math import prod
 from types import MappingProxyType
 
 from lablib.calc.memory.config import RunConfig
@@ -26,28 +28,23 @@ from lablib.calc.schedules import in_flight, layers_of_stage
 def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     """Return the shapes of a rank's tensors, one entry for each copy, before data parallelism shards them.
 
-    Hugging Face's GPT-2 keeps q, k and v in one tensor, and its matrices with inputs first.
+    Some of Hugging Face's classes keep q, k and v in one tensor, or gate and up; GPT-2's have inputs first.
     """
     shapes: list[Shape] = []
-    together = run.implementation.joins_qkv(run.model)
+    whose, model = run.implementation, run.model
     for tensor in tensors:
         outputs, inputs = tensor.shape(run.tp)
-        copies = tensor.local_copies(run.ep)
-        if together and tensor.component in ("attention", "mlp"):
-            shapes += _conv1d(tensor, outputs, inputs, run.model.hidden)
-        else:
-            shapes += [(outputs, inputs) if tensor.inputs > 1 else (outputs,)] * copies
+        copies, of = tensor.local_copies(run.ep), tensor.component
+        if of == "attention" and tensor.split == "outputs" and whose.joins_qkv(model):
+            if copies == 2:
+                continue  # k and v, which come with q
+            outputs += 2 * model.kv_width // run.tp
+        elif of == "mlp" and tensor.split == "outputs" and whose.joins_gate(model):
+            outputs, copies = outputs * copies, 1
+        shape = (outputs, inputs) if tensor.inputs > 1 else (outputs,)
+        turned = of in ("attention", "mlp") and whose.inputs_first(model)
+        shapes += [shape[::-1] if turned else shape] * copies
     return shapes
-
-
-def _conv1d(tensor: Tensor, outputs: int, inputs: int, hidden: int) -> list[Shape]:
-    matrix = tensor.inputs > 1
-    if tensor.component == "mlp" or (matrix and tensor.split == "inputs") or not tensor.split:
-        return [(inputs, outputs) if matrix else (outputs,)]
-    # q comes alone and stands for all three; k and v come as two copies of one tensor.
-    if tensor.copies == 2:
-        return []
-    return [(inputs, 3 * outputs) if matrix else (3 * outputs,)]
 
 
 def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
@@ -66,6 +63,19 @@ def unit_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> tuple[list[Shape],
     """Return the shapes of trained and of frozen tensors."""
     full = tensor_shapes(run, tensors)
     return (full, []) if run.tuning == "full" else (adapter_shapes(run, tensors), full)
+
+
+def joined_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> set[Shape]:
+    """Return the shapes of a block's matrices where those that read the same input are one: q, k and v; gate and up."""
+    rows: Counter[tuple[str, int, int]] = Counter()
+    for number, tensor in enumerate(tensors):
+        if tensor.inputs == 1 or tensor.component == "router":
+            continue
+        outputs, inputs = tensor.shape(run.tp)
+        own = 0 if tensor.split == "outputs" else number  # a latent's matrices stay apart
+        copies = tensor.copies // (run.model.num_experts if tensor.is_expert else 1)
+        rows[tensor.component, inputs, own] += outputs * copies
+    return {(outputs, inputs) for (_, inputs, _), outputs in rows.items()}
 
 
 def shard_params(shapes: Iterable[Shape], ranks: int) -> int:
@@ -207,6 +217,12 @@ class Stage:
         """Shapes of the trained tensors, in the order in which the optimizer has them."""
         shapes = {kind: in_order(self.run, tensors) for kind, tensors in self.tensors.items()}
         return tuple(shape for kind in self.units for shape in shapes[kind])
+
+    @cached_property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Numbers of elements of the trained tensors, in that order."""
+        sizes = {kind: [prod(shape) for shape in in_order(self.run, each)] for kind, each in self.tensors.items()}
+        return tuple(chain.from_iterable(sizes[kind] for kind in self.units))
 
 
 def _params(run: RunConfig, tensors: tuple[Tensor, ...]) -> Params:

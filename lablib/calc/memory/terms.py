@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lablib.calc.hardware import Accelerator, accelerator
-
 ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
 DETTMERS = "Dettmers et al. 2023 (arXiv 2305.14314), section 3"
@@ -217,6 +215,7 @@ TERMS: dict[str, Term] = {
         "gradients",
         FSDP,
         ("unsharded_gradients", "whole gradients of the unit in use", _reducing("unsharded gradients", "temporary")),
+        ("reduced_shards", "the unit's shard in the dtype of the reduction, and in that of the weights", "temporary"),
         ("root_gradients", "whole gradients of the root, which wait for the end of backward", "temporary"),
         proof="fsdp2",
     ),
@@ -232,6 +231,13 @@ TERMS: dict[str, Term] = {
         ("dequantized_weights", "the largest matrix in the compute dtype"),
         proof="unproven",
     ),
+    **_terms(
+        "buffers",
+        "Transformer Engine, module/base.py, get_dummy_wgrad",
+        ("dummy_weight_gradients", "bytes of a weight × every shape of the blocks' matrices, once"),
+        proof="unproven",
+    ),
+    **_terms("buffers", "torchtitan, models/common/rope.py", ("rotary_tables", "4 s d for each block", "buffers")),
     **_terms("buffers", KORTHIKANTI, ("recomputed_layer", "what the largest layer computes again"), proof="unproven"),
     # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
     **_terms(
@@ -332,32 +338,6 @@ class MemoryBreakdown:
         for name, size in self.terms.items():
             found[find_term(name).role] += size
         return found
-
-    def headroom(self, device: Accelerator | str | int) -> int:
-        """Return the bytes that stay free on a device; negative if it does not fit.
-
-        The CUDA context (about half a GiB), NCCL's own buffers and fragmentation are not counted: keep some GiB.
-
-        Args:
-            device: An accelerator, its name, or a capacity in bytes.
-
-        Raises:
-            ValueError: If the name is unknown.
-        """
-        if isinstance(device, int):
-            return device - self.total
-        return (accelerator(device) if isinstance(device, str) else device).memory_bytes - self.total
-
-    def fits(self, device: Accelerator | str | int) -> bool:
-        """Return whether the total is at most the device's nominal capacity.
-
-        Args:
-            device: An accelerator, its name, or a capacity in bytes.
-
-        Raises:
-            ValueError: If the name is unknown.
-        """
-        return self.headroom(device) >= 0
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain dictionaries and numbers, as `rung memory --json` prints it."""

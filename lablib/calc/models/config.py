@@ -7,16 +7,31 @@ One class covers the common families, because they differ in few ways:
 | gpt2 (GPT-2, GPT-3) | learned | biases | two matrices, biases | 2 LayerNorm |
 | llama, mistral | rotary | grouped queries | three matrices (gated) | 2 RMSNorm |
 | qwen2, qwen3 | rotary | biases on q, k, v; or norms on q and k | gated | 2 RMSNorm |
-| gemma2, gemma3 | rotary | grouped queries, gemma3 with norms on q and k | gated, tied output | 4 RMSNorm |
+| olmo2 | rotary | norms on all of q and of k | gated | 2 RMSNorm, behind each half |
+| phi3 | rotary | q, k, v one matrix in Hugging Face's class | gated, gate and up one matrix | 2 RMSNorm |
+| glm4 | rotary, half of a head | biases on q, k, v | gated, gate and up one matrix | 4 RMSNorm |
+| gemma, gemma2, gemma3 | rotary | grouped queries, gemma3 with norms on q and k | gated, tied output | 2 or 4 RMSNorm |
+| starcoder2 | rotary | grouped queries, biases | two matrices, biases | 2 LayerNorm |
+| gpt-neox (Pythia) | rotary, a quarter of a head | biases | two matrices, biases, beside attention | 2 LayerNorm |
+| falcon | rotary | one key head, or groups | two matrices, beside attention | 1 or 2 LayerNorm |
+| cohere, cohere2 | rotary | grouped queries | gated, beside attention | 1 LayerNorm without shift |
 | mixtral, qwen3-moe | rotary | grouped queries | experts behind a router | 2 RMSNorm |
-| deepseek-v3 | rotary | latent (MLA) | shared and routed experts, first layers dense | 2 RMSNorm |
+| gpt-oss | rotary | biases, a sink a head | experts with biases | 2 RMSNorm |
+| deepseek-v2, deepseek-v3 | rotary | latent (MLA) | shared and routed experts, first layers dense | 2 RMSNorm |
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "deepseek-v3")
+from lablib.calc.models.details import Rotary, Router
+
+FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "starcoder2"),
+    *("gpt-neox", "falcon", "cohere", "cohere2", "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"),
+)
+NORMS = ("layernorm", "layernorm-no-bias", "rmsnorm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +52,23 @@ class ModelConfig:
         max_positions: Longest sequence that the model was made for; a table's rows if positions are learned.
         learned_positions: Whether positions are a learned table (GPT-2) and not rotary.
         tied: Whether the output head reuses the token embedding.
-        norm: "layernorm" (scale and shift) or "rmsnorm" (scale only).
+        norm: "layernorm" (scale and shift), "layernorm-no-bias" or "rmsnorm" (scale only).
         gated_mlp: Three matrices (SwiGLU, GeGLU) and not two.
         qkv_bias: Biases on the query, key and value projections.
         attn_out_bias: Bias on the attention output projection.
-        qk_norm: RMSNorm over `head_dim` of every query and key head.
-        norms_per_layer: Norms over `hidden` in a layer: 2, or 4 where each half is normed before and after.
+        rotary_dim: Part of `head_dim` that rotary positions turn; 0 means all of it.
+        qk_norm: Norm of the queries and of the keys.
+        qk_norm_shared: Whether all heads share the scales of that norm; if not, every value has its own.
+        attention_sinks: A learned score a head that takes its share of every softmax.
+        window: Tokens that a query sees in `window_layers`, its own among them; 0 means all before it.
+        window_layers: The layers with that window, from 0; a number that the model has no layer for means nothing.
+        norms_per_layer: Norms over `hidden` in a layer: 2, or 4 where each half is normed before and after, or 1.
+        post_norm: Whether the two norms come behind attention and MLP, and none before.
+        parallel_block: Whether attention and MLP read the same stream and are added together.
         num_experts: Routed experts in a layer, 0 for a dense model.
         experts_per_token: Routed experts that one token visits.
         expert_ffn: Inner width of one expert.
+        router_bias: Bias of the router.
         num_shared_experts: Experts that every token visits, each of width `expert_ffn`.
         num_dense_layers: First layers that keep a dense MLP in a model with experts.
         q_lora_rank: MLA: width of the query's latent; 0 projects queries directly.
@@ -53,6 +76,9 @@ class ModelConfig:
         qk_nope_head_dim: MLA: part of a query or key head without position.
         qk_rope_head_dim: MLA: part with rotary position, shared by all key heads.
         v_head_dim: MLA: width of a value head.
+        norm_eps: Epsilon of the norms; 0 where it is not known.
+        rotary: Rotary positions; None where they are not known, or learned.
+        router: How a token finds its experts; None where it is not known, or there are none.
     """
 
     name: str = "custom"
@@ -72,11 +98,19 @@ class ModelConfig:
     qkv_bias: bool = False
     attn_out_bias: bool = False
     mlp_bias: bool = False
+    rotary_dim: int = 0
     qk_norm: bool = False
+    qk_norm_shared: bool = True
+    attention_sinks: bool = False
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
     norms_per_layer: int = 2
+    post_norm: bool = False
+    parallel_block: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    router_bias: bool = False
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     q_lora_rank: int = 0
@@ -84,15 +118,19 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    norm_eps: float = dataclasses.field(default=0.0, compare=False)  # these three change no size
+    rotary: Rotary | None = dataclasses.field(default=None, compare=False)
+    router: Router | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"unknown family {self.family!r}; use one of {', '.join(FAMILIES)}")
-        if self.norm not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"norm={self.norm!r} must be 'layernorm' or 'rmsnorm'")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm={self.norm!r} must be one of {', '.join(NORMS)}")
         self._check_numbers()
         self._fill_heads()
         self._check_experts()
+        self._check_windows()
 
     def _check_numbers(self) -> None:
         positive = ("num_layers", "hidden", "num_heads", "ffn", "vocab", "max_positions", "norms_per_layer")
@@ -162,6 +200,15 @@ class ModelConfig:
         if self.num_dense_layers > self.num_layers:
             raise ValueError(f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}")
 
+    def _check_windows(self) -> None:
+        if bool(self.window) != bool(self.window_layers):
+            raise ValueError(f"window={self.window} and window_layers={self.window_layers} need each other")
+        numbers = all(isinstance(i, int) and i >= 0 for i in self.window_layers)
+        if not numbers or list(self.window_layers) != sorted(set(self.window_layers)):
+            raise ValueError(f"window_layers={self.window_layers} must be numbers of layers from 0 on, in order")
+        if self.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim={self.rotary_dim} is more than head_dim={self.head_dim}")
+
     @property
     def is_moe(self) -> bool:
         """Whether some layers have experts."""
@@ -171,6 +218,26 @@ class ModelConfig:
     def is_mla(self) -> bool:
         """Whether attention is latent (DeepSeek's MLA)."""
         return self.kv_lora_rank > 0
+
+    @property
+    def norm_tensors(self) -> int:
+        """Parameters of a norm for each value that it norms: scale, and shift."""
+        return 2 if self.norm == "layernorm" else 1
+
+    @property
+    def ends_with_norm(self) -> bool:
+        """Whether a norm comes behind the MLP, before its output is added to the stream."""
+        return self.post_norm or self.norms_per_layer == 4
+
+    @property
+    def turned_dim(self) -> int:
+        """Part of a head that rotary positions turn, 0 with learned ones."""
+        return 0 if self.learned_positions else self.rotary_dim or self.head_dim
+
+    @property
+    def num_window_layers(self) -> int:
+        """Layers with a sliding window."""
+        return sum(layer < self.num_layers for layer in self.window_layers)
 
     @property
     def q_width(self) -> int:

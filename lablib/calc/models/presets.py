@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 
 from lablib.calc.models.config import ModelConfig
+from lablib.calc.models.details import DETAILS
 
 
 def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_dim: int = 0) -> dict:
@@ -40,10 +41,29 @@ def _rotary(family: str, *sizes: int, **more: object) -> dict:
     return {"family": family, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
-def _gemma(family: str, *sizes: int) -> dict:
-    """Gemma 2 (2408.00118, table 1) and 3 (2503.19786): tied, norms before and after each half; last the head's width."""
-    more = {"tied": True, "norms_per_layer": 4, "qk_norm": family == "gemma3"}
-    return _rotary(family, *sizes[:-1], head_dim=sizes[-1], **more)
+def _window(window: int, layers: int, every: int = 0) -> dict:
+    """A sliding window in all layers, or in all but every so many."""
+    return {"window": window, "window_layers": tuple(i for i in range(layers) if not every or (i + 1) % every)}
+
+
+def _gemma(family: str, *sizes: int, **more: object) -> dict:
+    """Gemma 1 (2403.08295, table 1), 2 (2408.00118, table 1) and 3 (2503.19786): tied; last the head's width."""
+    norms = 2 if family == "gemma" else 4  # before and after each half
+    same = {"tied": True, "norms_per_layer": norms, "qk_norm": family == "gemma3"}
+    return _rotary(family, *sizes[:-1], head_dim=sizes[-1], **same, **more)
+
+
+def _pythia(layers: int, hidden: int, heads: int) -> dict:
+    """Pythia (2304.01373, table 1): MLP of width 4h beside attention, a quarter of each head turned."""
+    head = {"rotary_dim": hidden // heads // 4, "parallel_block": True}
+    return _rotary("gpt-neox", layers, hidden, heads, heads, 4 * hidden, 50304, 2048, **_PLAIN, **_BIASES, **head)
+
+
+#: LayerNorm and two matrices in an MLP; biases on every matrix.
+_PLAIN = {"norm": "layernorm", "gated_mlp": False}
+_BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True}
+#: Command R: one LayerNorm without shift, read by attention and MLP alike.
+_COHERE = {"tied": True, "norm": "layernorm-no-bias", "norms_per_layer": 1, "parallel_block": True}
 
 
 PRESETS: dict[str, dict] = {
@@ -65,7 +85,7 @@ PRESETS: dict[str, dict] = {
     "llama-3.1-405b": _rotary("llama", 126, 16384, 128, 8, 53248, 128256, 131072),
     "llama-3.2-1b": _rotary("llama", 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
     "llama-3.2-3b": _rotary("llama", 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
-    "mistral-7b-v0.1": _rotary("mistral", 32, 4096, 32, 8, 14336, 32000, 32768),
+    "mistral-7b-v0.1": _rotary("mistral", 32, 4096, 32, 8, 14336, 32000, 32768, **_window(4096, 32)),
     "qwen2-0.5b": _rotary("qwen2", 24, 896, 14, 2, 4864, 151936, 131072, tied=True, qkv_bias=True),
     "qwen2-7b": _rotary("qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, qkv_bias=True),
     "qwen2.5-0.5b": _rotary("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, tied=True, qkv_bias=True),
@@ -73,9 +93,35 @@ PRESETS: dict[str, dict] = {
     "qwen2.5-72b": _rotary("qwen2", 80, 8192, 64, 8, 29568, 152064, 131072, qkv_bias=True),
     "qwen3-0.6b": _rotary("qwen3", 28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True, qk_norm=True),
     "qwen3-8b": _rotary("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True),
-    "gemma-2-2b": _gemma("gemma2", 26, 2304, 8, 4, 9216, 256000, 8192, 256),
-    "gemma-2-9b": _gemma("gemma2", 42, 3584, 16, 8, 14336, 256000, 8192, 256),
-    "gemma-3-1b": _gemma("gemma3", 26, 1152, 4, 1, 6912, 262144, 32768, 256),
+    "gemma-2b": _gemma("gemma", 18, 2048, 8, 1, 16384, 256000, 8192, 256),
+    "gemma-7b": _gemma("gemma", 28, 3072, 16, 16, 24576, 256000, 8192, 256),
+    "gemma-2-2b": _gemma("gemma2", 26, 2304, 8, 4, 9216, 256000, 8192, 256, **_window(4096, 26, 2)),
+    "gemma-2-9b": _gemma("gemma2", 42, 3584, 16, 8, 14336, 256000, 8192, 256, **_window(4096, 42, 2)),
+    "gemma-3-1b": _gemma("gemma3", 26, 1152, 4, 1, 6912, 262144, 32768, 256, **_window(512, 26, 6)),
+    "pythia-410m": _pythia(24, 1024, 16),
+    "pythia-1.4b": _pythia(24, 2048, 16),
+    # OLMo 2 (2501.00656), Phi-3 (2404.14219), StarCoder 2 (2402.19173), Falcon (2311.16867): the models' config.json.
+    "olmo-2-7b": _rotary(
+        "olmo2", 32, 4096, 32, 32, 11008, 100352, 4096, post_norm=True, qk_norm=True, qk_norm_shared=False
+    ),
+    "olmo-2-13b": _rotary(
+        "olmo2", 40, 5120, 40, 40, 13824, 100352, 4096, post_norm=True, qk_norm=True, qk_norm_shared=False
+    ),
+    "phi-3-mini": _rotary("phi3", 32, 3072, 32, 32, 8192, 32064, 4096, **_window(2047, 32)),
+    "glm-4-9b-0414": _rotary(
+        "glm4", 40, 4096, 32, 2, 13696, 151552, 32768, head_dim=128, qkv_bias=True, norms_per_layer=4, rotary_dim=64
+    ),
+    "starcoder2-3b": _rotary(
+        "starcoder2", 30, 3072, 24, 2, 12288, 49152, 16384, tied=True, **_PLAIN, **_BIASES, **_window(4096, 30)
+    ),
+    "starcoder2-7b": _rotary(
+        "starcoder2", 32, 4608, 36, 4, 18432, 49152, 16384, tied=True, **_PLAIN, **_BIASES, **_window(4096, 32)
+    ),
+    "falcon-7b": _rotary(
+        "falcon", 32, 4544, 71, 1, 18176, 65024, 2048, tied=True, **_PLAIN, norms_per_layer=1, parallel_block=True
+    ),
+    "command-r": _rotary("cohere", 40, 8192, 64, 64, 22528, 256000, 8192, **_COHERE),
+    "command-r7b": _rotary("cohere2", 32, 4096, 32, 8, 14336, 256000, 8192, **_COHERE, **_window(4096, 32, 4)),
     "mixtral-8x7b": _rotary(
         "mixtral", 32, 4096, 32, 8, 14336, 32000, 32768, num_experts=8, experts_per_token=2, expert_ffn=14336
     ),
@@ -96,6 +142,45 @@ PRESETS: dict[str, dict] = {
         num_experts=128,
         experts_per_token=8,
         expert_ffn=768,
+    ),
+    # GPT-OSS (2508.10925, table 1).
+    "gpt-oss-20b": _rotary(
+        "gpt-oss",
+        24,
+        2880,
+        64,
+        8,
+        2880,
+        201088,
+        131072,
+        head_dim=64,
+        **_BIASES,
+        attention_sinks=True,
+        num_experts=32,
+        experts_per_token=4,
+        expert_ffn=2880,
+        router_bias=True,
+        **_window(128, 24, 2),
+    ),
+    # DeepSeek-V2-Lite (2405.04434, appendix B).
+    "deepseek-v2-lite": _rotary(
+        "deepseek-v2",
+        27,
+        2048,
+        16,
+        16,
+        10944,
+        102400,
+        163840,
+        num_experts=64,
+        experts_per_token=6,
+        expert_ffn=1408,
+        num_shared_experts=2,
+        num_dense_layers=1,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
     ),
     # DeepSeek-V3 (2412.19437, section 4.2), without its multi-token prediction module.
     "deepseek-v3": _rotary(
@@ -126,7 +211,7 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
         raise ValueError(f"unknown model {name!r}; did you mean {', '.join(close)}?")
-    return ModelConfig(name=name, **PRESETS[name])
+    return ModelConfig(name=name, **PRESETS[name], **DETAILS.get(name, {}))
 
 
 def preset_names() -> list[str]:

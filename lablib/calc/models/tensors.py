@@ -5,7 +5,7 @@
 | tensor | split |
 |---|---|
 | token embedding, output head | vocabulary, padded to a multiple of tp |
-| query, key, value, MLP input | outputs (column-parallel), with their biases |
+| query, key, value, MLP input | outputs (column-parallel), with their biases, sinks, and norms with scales for each head |
 | attention output, MLP output | inputs (row-parallel); their biases are replicated |
 | norms, positions, router, projections into MLA's latents | not split |
 
@@ -16,7 +16,7 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 202
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lablib.calc.models.config import ModelConfig
 
@@ -100,6 +100,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> list[Tensor]:
     if not config.has_experts(layer):
         return tensors + _mlp("mlp", config, config.ffn, 1)
     tensors.append(Tensor("router", config.num_experts, config.hidden))
+    if config.router_bias:
+        tensors.append(Tensor("router", config.num_experts))
     tensors += _mlp("experts", config, config.expert_ffn, config.num_experts)
     if config.num_shared_experts:
         tensors += _mlp("shared_experts", config, config.expert_ffn, config.num_shared_experts)
@@ -107,8 +109,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> list[Tensor]:
 
 
 def _norm(component: str, config: ModelConfig, width: int, copies: int = 1) -> Tensor:
-    scales = 2 if config.norm == "layernorm" else 1
-    return Tensor(component, width, copies=scales * copies)
+    return Tensor(component, width, copies=config.norm_tensors * copies)
+
+
+def _qk_norms(config: ModelConfig) -> list[Tensor]:
+    if config.qk_norm_shared:
+        return [_norm("attention", config, config.head_dim, 2)]
+    tensors = [_norm("attention", config, width) for width in (config.q_width, config.kv_width)]
+    return [replace(tensor, split="outputs") for tensor in tensors]
 
 
 def _attention(config: ModelConfig) -> list[Tensor]:
@@ -123,7 +131,9 @@ def _attention(config: ModelConfig) -> list[Tensor]:
     if config.attn_out_bias:
         tensors.append(Tensor("attention", h))
     if config.qk_norm:
-        tensors.append(_norm("attention", config, config.head_dim, 2))
+        tensors += _qk_norms(config)
+    if config.attention_sinks:
+        tensors.append(Tensor("attention", config.num_heads, split="outputs"))
     return tensors
 
 

@@ -9,7 +9,7 @@ A recipe names the dtypes of a training run, an optimizer adds its moments.
 | mixed-bf16-fp32-grads | 2 | 4 | | 4 | 8 | 18 |
 | mixed-bf16-fp32-accum | 2 | 2 | 4 | 4 | 8 | 20 |
 | megatron-fp16 | 2 | 2 | 4 | 4 | 8 | 20 |
-| fsdp2-mixed | 4 | 4 | | | 8 | 16 |
+| fsdp2-mixed, fsdp2-mixed-fp32-reduce | 4 | 4 | | | 8 | 16 |
 | autocast-bf16, autocast-fp16 | 4 | 4 | | | 8 | 16 |
 | pure-bf16 | 2 | 2 | | | 4 | 8 |
 | pure-bf16-fp32-moments | 2 | 2 | | | 8 | 12 |
@@ -118,6 +118,7 @@ class Recipe:
         master: Bytes of the fp32 master copy.
         moment: Bytes of one moment value, where the optimizer does not fix it.
         gathered: Bytes of a weight as FSDP gathers it for use.
+        reduced: Bytes of a gradient as ranks reduce it; 0: those of `gradients`, and then it is filled in.
         casts: Bytes of a low-precision copy of every matrix that autograd keeps until backward (autocast).
         activation: Bytes of one activation value.
     """
@@ -132,8 +133,12 @@ class Recipe:
     master: int = 0
     moment: int = 4
     gathered: int
+    reduced: int = 0
     casts: int = 0
     activation: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduced", self.reduced or self.gradients)
 
     @property
     def casts_when_gathered(self) -> bool:
@@ -152,6 +157,7 @@ class Recipe:
 
 
 _MIXED = "Micikevicius et al. 2017 (arXiv 1710.03740); ZeRO (arXiv 1910.02054), section 3.1, K = 12"
+_FSDP2 = "PyTorch documentation, torch.distributed.fsdp.fully_shard; FSDP (arXiv 2304.11277), section 4.4"
 _MEGATRON = "Megatron-LM documentation, distributed optimizer, table of bytes per parameter"
 
 RECIPES = {
@@ -215,8 +221,17 @@ RECIPES = {
         ),
         Recipe(
             name="fsdp2-mixed",
-            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered in bf16",
-            source="PyTorch documentation, torch.distributed.fsdp.fully_shard; FSDP (arXiv 2304.11277), section 4.4",
+            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered and reduced in bf16",
+            source=_FSDP2 + "; its reduce_dtype=None reduces in the dtype of the computation",
+            weights=4,
+            gradients=4,
+            gathered=2,
+            reduced=2,
+        ),
+        Recipe(
+            name="fsdp2-mixed-fp32-reduce",
+            summary="the same with reduce_dtype=float32, as torchtitan and this course's `shard` have it",
+            source=_FSDP2 + "; torchtitan, mixed_precision_reduce",
             weights=4,
             gradients=4,
             gathered=2,

@@ -14,8 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from lablib.calc.hardware import Accelerator, accelerator
-from lablib.calc.layouts.planner import plan
-from lablib.calc.units import GiB
+from lablib.calc.layouts.planner import FRAMEWORKS, Likeness, plan
 
 #: Minutes of the chapter and of the lab, by rung.
 STUDY_MINUTES = {
@@ -131,7 +130,9 @@ class Expectation:
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
         mfu: 0 to 1.
-        bandwidth: Bytes per second of the link between the GPUs, per direction, as the table has it.
+        bandwidth: Bytes per second of one GPU to the others, per direction, as the table has it.
+        link: Name of that link.
+        like: Measured runs like this one, and how wrong predictions of them were.
     """
 
     machine: Machine
@@ -141,6 +142,8 @@ class Expectation:
     mfu: float
     memory: int
     bandwidth: float
+    link: str
+    like: Likeness
 
     @property
     def efficiency(self) -> float:
@@ -155,8 +158,8 @@ class Expectation:
 def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch: int = 8) -> Expectation:
     """Predict a step of FSDP (ZeRO-3) on a machine and on one of its GPUs, with the same batch per GPU.
 
-    The prediction takes the link's line rate times the planner's fitted share. It knows nothing of launch overhead,
-    which small models on fast GPUs feel, nor of a virtual machine without peer access: `rung doctor --gpu` measures.
+    The prediction takes the link's line rate times the planner's fitted share, and kernels that run one by one, as the
+    course's own model has them. It knows nothing of a virtual machine without peer access: `rung doctor --gpu` measures.
 
     Args:
         machine: Its GPUs are in one node.
@@ -165,14 +168,24 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
     """
     n = machine.gpus
     common = {
-        "seq": seq, "gpus_per_node": max(8, n), "reserve": 2 * GiB, "zero": 3, "tp": 1, "pp": 1, "cp": 1,
+        "seq": seq, "gpus_per_node": max(8, n), "zero": 3, "tp": 1, "pp": 1, "cp": 1, "framework": FRAMEWORKS["hf"],
     }  # fmt: skip
     many = plan(model, gpu=machine.gpu, gpus=n, global_batch=batch * n, dp=n, **common)
     best = many.best
     # On one GPU the unsharded model may not fit: its time is asked for with memory for everything.
     alone = plan(
-        model, gpu=replace(machine.gpu, memory_bytes=2**50), gpus=1, global_batch=batch, dp=1, intra=many.cluster.intra,
+        model, gpu=replace(machine.gpu, cuda_bytes=2**50), gpus=1, global_batch=batch, dp=1, intra=many.cluster.intra,
         micro_batch=best.layout.micro_batch, recompute=best.layout.recompute, **common,
     ).best  # fmt: skip
     tokens = batch * n * seq / best.step
-    return Expectation(machine, alone.step, best.step, tokens, many.mfu(best), best.total_memory, many.cluster.intra)
+    return Expectation(
+        machine,
+        alone.step,
+        best.step,
+        tokens,
+        many.mfu(best),
+        best.total_memory,
+        many.cluster.intra,
+        many.cluster.links()["intra"]["link"],
+        many.like(best),
+    )

@@ -73,14 +73,19 @@ def _stages(
             "which has the embedding, and the last, which has the head, can be without layers; "
             f"give it at least 1, or use pp={pp - sizes[1:-1].count(0)}"
         )
-    if any(size % virtual_stages for size in sizes):
+    # One layer less than a multiple, at the ends: the embedding stands for a layer of the first chunk, the head for one
+    # of the last, as Megatron-LM counts them with --account-for-embedding-in-pipeline-split and -loss-.
+    short = [-size % virtual_stages for size in sizes]
+    if any(short[1:-1]) or max(short) > 1 or (pp == 1 and short[0]):
         raise ValueError(f"virtual_stages={virtual_stages} does not divide layers_per_stage={list(sizes)}")
     stages: list[list[range]] = [[] for _ in range(pp)]
     start = 0
-    for _ in range(virtual_stages):
-        for stage, size in zip(stages, sizes, strict=True):
-            stage.append(range(start, start + size // virtual_stages))
-            start += size // virtual_stages
+    for chunk in range(virtual_stages):
+        for number, size in enumerate(sizes):
+            less = (number, chunk) in ((0, 0), (pp - 1, virtual_stages - 1)) and short[number]
+            end = start + -(-size // virtual_stages) - less
+            stages[number].append(range(start, end))
+            start = end
     return tuple(tuple(chunks) for chunks in stages)
 
 

@@ -43,7 +43,8 @@ from lablib.calc.units import format_bytes
 from lablib.launch.fsdp.wrapping import Rule, calc_units, tied_parameters, wrap_units
 from lablib.launch.ranks import rank_device, rank_mesh
 
-#: Parameters are kept in the model's dtype, gathered and used in `param_dtype`, and their gradients reduced in fp32.
+#: Parameters are kept in the model's dtype, gathered and used in `param_dtype`, and their gradients reduced in fp32:
+#: "bf16" is recipe fsdp2-mixed-fp32-reduce. PyTorch's default, reduce_dtype=None, is fsdp2-mixed.
 PRECISIONS = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -178,7 +179,7 @@ def shard(
         model: `lablib.toys.transformer`, a Hugging Face causal LM, or any module; on the meta device too.
         wrap: Which modules are gathered one by one, see `lablib.launch.fsdp.wrapping`.
         mesh: None for all ranks in one dim; (replicas, shards) or a 2-d DeviceMesh for hybrid sharding.
-        precision: "fp32", "bf16", "fp16", or a MixedPrecisionPolicy.
+        precision: "fp32", "bf16" or "fp16", all of which reduce in fp32, or a MixedPrecisionPolicy.
         reshard_after_forward: Of the units: True frees them after forward (ZeRO-3), False keeps them until
             backward (ZeRO-2), a number keeps 1/number of them on each rank, for a cheaper gather in backward.
         root_reshard: The same for the root; None is False, as backward starts with it.

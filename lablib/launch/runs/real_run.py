@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from lablib.calc.hardware import known_accelerator
-from lablib.calc.layouts.planner import plan
-from lablib.calc.memory import training_memory
+from lablib.calc.layouts.planner import FRAMEWORKS, plan
+from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.precision import find_format
 from lablib.calc.runs import Trace, annotated_window, merge_traces, split_time
 from lablib.launch.measure import record_trace
@@ -84,28 +84,32 @@ class LearnerPredictions:
         return {name: value for name, value in said.items() if value is not None}
 
 
-def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int) -> dict[str, float] | None:
+def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int) -> dict[str, Any] | None:
     """Return what the planner and the memory calculator say of a fully sharded run on this machine's GPUs.
 
-    The planner knows nothing of a host that launches kernels too slowly: it is fitted to large models.
-
     Returns:
-        Seconds of a step and bytes of a rank, or None for a GPU that lablib has no figures for, or does not expect
-        to hold the run.
+        Seconds of a step, how wrong such seconds were on measured runs like this one, bytes of a rank, and the links
+        that the seconds assume; or None for a GPU that lablib has no figures for, or does not expect to hold the run.
     """
     gpu, shape = known_accelerator(torch.cuda.get_device_name(0)), train_model(model)
     if gpu is None:
         return None
     found = plan(
         shape, gpu=gpu, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
-        pp=1, zero=3, micro_batch=micro_batch, recompute="none",
+        pp=1, zero=3, micro_batch=micro_batch, recompute="none", framework=FRAMEWORKS["hf"],
     )  # fmt: skip
     if not found.candidates:
         return None
-    held = training_memory(
-        shape, recipe="fsdp2-mixed", attention="fused", dp=ranks, zero=3, micro_batch=micro_batch, seq=seq
-    )
-    return {"step": found.best.step, "memory_bytes": held.total}
+    held = memory_timeline(
+        shape, recipe="fsdp2-mixed-fp32-reduce", attention="fused", implementation="toy", sharding="fsdp2", step="fused",
+        dp=ranks, zero=3, micro_batch=micro_batch, seq=seq,
+    )  # fmt: skip
+    return {
+        "step": found.best.step,
+        "step_error": found.like(found.best).sentence,
+        "memory_bytes": held.peak_bytes,
+        "links": found.cluster.links_text(),
+    }
 
 
 def lock_predictions(predictions: Predictions, yours: LearnerPredictions) -> None:

@@ -70,7 +70,7 @@ class ScalingReport:
         *,
         scaling: Kind,
         warm_up: int = 2,
-        predicted: Mapping[str, float] | None = None,
+        predicted: Mapping[str, Any] | None = None,
         yours: Mapping[str, float] | None = None,
     ) -> Path:
         """Keep one run, its metrics included; a run of the same kind on as many ranks is replaced.
@@ -223,6 +223,8 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
             "predicted_memory": told.get("memory_bytes"),
+            "predicted_links": told.get("links"),
+            "predicted_error": told.get("step_error"),
             "error": predicted / measured.median - 1 if predicted else None,
             "yours": record.get("yours") or {},
             "where": where_of(record),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lablib.calc.flops import step_flops
+from lablib.calc.flops import skipped_by_early_stop, step_flops
 from lablib.calc.models import ModelConfig, from_hf
 from lablib.launch.fsdp import own_rows, tied_parameters, write_safetensors_file
 from lablib.launch.training.config import TrainConfig
@@ -128,6 +128,7 @@ class FineTuning(Task):
             raise ValueError(f"seq={config.seq} is longer than the model's {self.shape.max_positions} positions")
         self.lora = {"rank": lora_rank, "alpha": lora_alpha, "targets": targets} if lora_rank else None
         self.frozen_dtype = frozen_dtype
+        self.drops = False  # behind its MLPs; `build` reads it
 
     def build(self) -> nn.Module:
         """Return the Hugging Face model on the meta device, with adapters if asked for."""
@@ -135,6 +136,7 @@ class FineTuning(Task):
 
         settings = AutoConfig.from_pretrained(self.folder, local_files_only=True)
         settings.use_cache = False
+        self.drops = bool(getattr(settings, "resid_pdrop", 0.0))
         with torch.device("meta"):
             # The file's own dtype would make bf16 the dtype of trained weights, too.
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
@@ -165,12 +167,15 @@ class FineTuning(Task):
         A frozen matrix needs the gradient of its input and none of its own, so it costs two products and not three.
         The first layer's input needs no gradient either; that is not subtracted.
         """
-        step = step_flops(self.shape, batch=batch, seq=self.config.seq, recompute=recompute, selective_passes=1)
+        step = step_flops(self.shape, batch=batch, seq=self.config.seq, recompute=recompute, dropout=self.drops)
         if self.lora is None:
             return TaskFlops(step.model, step.hardware)
         matrices = step.forward - step.by_component["scores"]
         model = step.model - matrices + 6 * step.tokens * self.adapter_params
         again = 2 * step.tokens * self.adapter_params if recompute == "full" else 0
+        if recompute == "full" and not self.drops:
+            # A replay ends at the second matrix of the last adapter, which comes behind the frozen down projection.
+            again += self.shape.num_layers * skipped_by_early_stop(self.shape, step.tokens)
         return TaskFlops(model, model + step.recompute + again)
 
 

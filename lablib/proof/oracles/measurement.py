@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lablib.calc.torch_versions import torch_facts
 from lablib.launch.fsdp import KINDS as FSDP_KINDS
@@ -62,6 +63,8 @@ KINDS = FSDP_KINDS | {
     "Optstate": "optimizer",
     "Other": "inputs",
 }
+#: What FSDP2 is told to cast and to reduce in.
+POLICIES = {"fsdp2-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "fsdp2-mixed-fp32-reduce": "bf16"}
 _SKIPS_SHAPES = torch_facts(torch.__version__).tracker_skips_dtensor_shapes
 _BLOCK = re.compile(r"\.(?:blocks|layers|h)\.(\d+)$")
 
@@ -299,7 +302,7 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
         if case.splits_eagerly:
             split_model(model, mesh["tp"], case.implementation)
         if case.shards:
-            precision = "bf16" if case.recipe == "fsdp2-mixed" else "fp32"
+            precision = POLICIES.get(case.recipe, "fp32")
             keep = case.sharding == "fsdp2-keep"
             shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
         with fake, nullcontext() if real else fused_sgd_without_values():
@@ -344,7 +347,7 @@ def _groups(subject: Subject, model: nn.Module) -> dict[str, int]:
 
 def _group_of(module: str) -> str:
     last = module.rpartition(".")[2]
-    if "norm" in last or last.startswith("ln_"):
+    if ("norm" in last and last not in ("q_norm", "k_norm")) or last.startswith("ln_"):
         return "norms"
     for group, marks in (("attention", ("attn", "attention")), ("mlp", ("mlp", "router", "experts"))):
         if any(mark in module for mark in marks):

@@ -152,11 +152,26 @@ def _paper(case: Case, group: dist.ProcessGroup | None) -> PaperTransformer:
     )
 
 
+#: How transformers begins the names of a family's classes.
+CLASSES = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "mistral": "Mistral",
+    "qwen3": "Qwen3",
+    "phi3": "Phi3",
+    "starcoder2": "Starcoder2",
+    "gemma": "Gemma",
+    "olmo2": "Olmo2",
+    "gpt-neox": "GPTNeoX",
+}
+
+
 def _hugging_face(case: Case) -> nn.Module:
     # Loading transformers takes seconds, which other implementations should not pay.
     import transformers
 
-    name = {"gpt2": "GPT2", "llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[case.family]
+    name = CLASSES[case.model.family]
     config = getattr(transformers, f"{name}Config")(**hugging_face_fields(case.model))
     config._attn_implementation = {"fused": "sdpa", "plain": "eager"}[case.attention]
     model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
@@ -197,8 +212,20 @@ def hugging_face_fields(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.ffn,
         "vocab_size": config.vocab,
         "max_position_embeddings": config.max_positions,
-        **({"sliding_window": None} if config.family == "mistral" else {}),
+        **_own_fields(config),
     }
+
+
+def _own_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return what one family has and the others have not."""
+    turned = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": config.turned_dim / config.head_dim}
+    window = {"sliding_window": config.window or None}
+    return {
+        "mistral": window,
+        "starcoder2": window,
+        "phi3": window | {"rope_parameters": turned, "pad_token_id": 0},
+        "gpt-neox": {"rope_parameters": turned, "use_parallel_residual": config.parallel_block},
+    }.get(config.family, {})
 
 
 # --- tensor parallelism -------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ term is a number of values that grows with them, or does not depend on them; so 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import gcd, lcm, prod
+from operator import itemgetter
 
 from lablib.calc.errors import plural
 from lablib.calc.layouts.fit.settings import (
@@ -78,7 +80,7 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
     def at(number: int) -> Setup:
         return have.having(micro_batch=number)
 
-    value = _last(lambda number: at(number).memory, have.budget)
+    value = last_within(lambda number: at(number).memory, have.budget)
     trade = ""
     if value:
         tokens = plural(value * have.run.seq, "token")
@@ -108,7 +110,7 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     def need(steps: int) -> float:
         return at(steps * grain).memory if most is None or steps * grain <= most else float("inf")
 
-    value = grain * _last(need, have.budget)
+    value = grain * last_within(need, have.budget)
     beyond = value + grain if most is None or value + grain <= most else None
     trade = _kept(have, at(value), "seq") if value else ""
     if value and beyond is None:
@@ -147,15 +149,15 @@ def fewest_gpus(model: Model, **settings: object) -> Answer:
             at=None, trade=f"no number of GPUs is enough with {_rest(have)}, of what was tried ({tried}): what sharding "
             f"leaves on a rank is more than {size(have.budget)}",
         )  # fmt: skip
-    found = min((one for one in layouts(have, best) if one.fits), key=_time)
+    found = _fastest(layouts(have, best))
     run = found.run
     names = ("tp", "cp", "pp", "dp", "zero") + ("sequence_parallel",) * run.sequence_parallel
     trade = " ".join(f"{name}={getattr(run, name)}" for name in names) + f", with {_rest(found)}"
     beyond = least = None
     for smaller in reversed(_numbers(have, 1, best)):
-        missing = [one.memory for one in layouts(have, smaller)]
-        if missing:
-            beyond, least = smaller, min(missing)
+        least = _least(layouts(have, smaller))
+        if least is not None:
+            beyond = smaller
             trade += f"; on {beyond:,} the layout that needs least needs {size(least)} of {size(have.budget)}"
             break
     return Answer(
@@ -169,7 +171,7 @@ def layouts(have: Setup, gpus: int) -> Iterator[Setup]:
     return (one for shape in _shapes(have) if (one := shape.at(have, gpus)) is not None)
 
 
-def _last(need: Callable[[int], float], budget: int) -> int:
+def last_within(need: Callable[[int], float], budget: int) -> int:
     """The largest number from 1 on whose need is within the budget, 0 if there is none; more never needs less.
 
     Most needs are nearly straight lines: a line through 1 and 2 says where to look, steps that double find both sides.
@@ -259,7 +261,7 @@ def _fewest(have: Setup, shape: _Shape, limit: int) -> int:
 
     def fits(gpus: int) -> bool:
         one = shape.at(have, gpus)
-        return one is not None and least_states(one) <= have.budget and one.fits
+        return one is not None and least_states(one) <= have.budget and one.within_budget
 
     run = have.run
     # Expert parallelism takes its ranks from dp times cp.
@@ -286,9 +288,28 @@ def _numbers(have: Setup, width: int, limit: int) -> list[int]:
     return [*parts, *range(whole, limit, whole)]
 
 
-def _time(one: Setup) -> tuple[float, int]:
-    seconds = predicted_seconds(one)
-    return (float("inf") if seconds is None else seconds / one.sequences), one.memory
+def _fastest(setups: Iterable[Setup]) -> Setup:
+    """The one that fits with the shortest predicted step for each sequence, and of equal ones that with least memory."""
+
+    def time(one: Setup) -> float:
+        seconds = predicted_seconds(one)
+        return float("inf") if seconds is None else seconds / one.sequences
+
+    for _, equal in groupby(sorted(setups, key=time), key=time):
+        fitting = [one for one in equal if least_states(one) <= one.budget and one.within_budget]
+        if fitting:
+            return min(fitting, key=lambda one: one.memory)
+    raise RuntimeError("none fits")  # the search has found one
+
+
+def _least(setups: Iterable[Setup]) -> int | None:
+    """The least memory of them, or None if there are none: who surely needs more is not asked."""
+    found: int | None = None
+    for sure, one in sorted(((least_states(one), one) for one in setups), key=itemgetter(0)):
+        if found is not None and sure >= found:
+            break
+        found = one.memory if found is None else min(found, one.memory)
+    return found
 
 
 def _rest(have: Setup) -> str:

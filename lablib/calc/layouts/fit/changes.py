@@ -84,7 +84,7 @@ def cheapest_change(model: Model, **settings: object) -> list[Change]:
         **settings: Arguments of `setup`.
     """
     have = as_setup(model, settings)
-    if have.fits:
+    if have.within_budget:
         return []
     found = _same(have)
     fastest = min((one.seconds or 0 for one in found), default=math.inf)
@@ -108,7 +108,7 @@ def _same(have: Setup) -> list[Change]:
     """The first kind: up to `MOST` answers, none of them another one with more changes."""
     found: dict[frozenset[str], Change] = {}
     for names, settings, candidate in _combinations(have, (1, 2, 3)):
-        if not any(known <= names for known in found) and candidate.fits:
+        if not any(known <= names for known in found) and candidate.within_budget:
             found[names] = _change(SAME, settings, have, candidate)
         if len(found) == MOST:
             break
@@ -135,11 +135,11 @@ def _with_way(have: Setup, kind: str, way: dict[str, object]) -> Change | None:
     other = _having(have, way)
     if other is None:
         return None
-    if other.fits:
+    if other.within_budget:
         return _change(kind, way, have, other)
     for count in (1, 2, 3) if not have.run.implementation.eager else (1, 2):
         for _, settings, candidate in _combinations(other, (count,)):
-            if candidate.fits:
+            if candidate.within_budget:
                 return _change(kind, way | settings, have, candidate)
     return None
 
@@ -167,7 +167,7 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
     stages = [n for n in range(run.pp + 1, MOST_STAGES + 1) if layers % n == 0]
     values: dict[str, list[dict[str, object]]] = {
         "gradient_as_bucket_view": [{"gradient_as_bucket_view": True}],
-        "step": [{"step": "fused"}] if one_process and have.step != "fused" else [],
+        "step": [{"step": "fused"}] if have.step != "fused" else [],
         "attention": [{"attention": "fused"}] if run.attention == "plain" else [],
         "zero": [{"zero": stage} for stage in (1, 2, 3) if stage > run.zero],
         "recompute": [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(run.recompute) + 1 :]],

@@ -1,12 +1,11 @@
 """A training run on N GPUs of one type: how many bytes a rank of it needs, and how long a step takes.
 
     have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
-    have.memory, have.budget, have.fits
+    have.memory, have.budget, have.verdict.word
 
-What is compared with a GPU's memory depends on the implementation that is counted: for the papers the total of
-`training_memory`, every term at its full size; for ours and Hugging Face's the peak of `memory_timeline`, which walks
-through the step. The budget is the GPU's nominal capacity less a reserve for the CUDA context, NCCL and fragmentation,
-the planner's.
+What is compared with a GPU is the peak of `memory_timeline`, which walks through the step. The budget is what CUDA gives
+out less its context and a reserve; a run that is above the budget and not above what CUDA gives out is tight, and is
+treated here as one that does not fit.
 
 The step is the planner's, for the same sequences in every step. What the planner does not know is added: states on the
 CPU cross the host link twice and are updated there, at no more than the host link's rate, and nothing hides either. LoRA
@@ -21,19 +20,21 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import RESERVE, Cluster, Layout, Workload, cluster, step_time
+from lablib.calc.layouts.planner import Cluster, Layout, Likeness, Workload, check_nodes, cluster, like_this, step_time
 from lablib.calc.memory import (
     GRADIENT_TERMS,
+    RESERVE,
     WEIGHT_TERMS,
     RunConfig,
     Stage,
+    Verdict,
+    check_reserve,
     current_names,
     run_config,
     stage_memory,
-    training_memory,
     weights_are_sharded,
 )
-from lablib.calc.memory.timeline import STEPS, memory_timeline
+from lablib.calc.memory.timeline import STEPS, memory_peak
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
 from lablib.calc.precision import Recipe
@@ -47,7 +48,7 @@ class Setup:
     Attributes:
         run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
         gpus_per_node: GPUs that the scale-up link connects.
-        reserve: Bytes of a GPU that the run may not use.
+        reserve: Bytes of a GPU that the run should leave.
         step: How the optimizer runs, for `memory_timeline`.
         nic: Link, or bytes per second, of one GPU out of its node; None means what the planner assumes.
         intra: The same inside a node; None means the GPU's own.
@@ -71,17 +72,22 @@ class Setup:
     @property
     def budget(self) -> int:
         """Bytes of a GPU that the run may use."""
-        return self.gpu.memory_bytes - self.reserve
+        return self.gpu.usable_bytes - self.reserve
 
     @property
     def memory(self) -> int:
-        """Bytes that a rank needs, on the pipeline stage that needs most."""
-        return max(_forward(self.run, self.step, stage) for stage in range(self.run.pp))
+        """Bytes that a rank needs at its peak, on the pipeline stage that needs most."""
+        return _peak(self.run, self.step)
 
     @property
-    def fits(self) -> bool:
-        """Whether they are within the budget; the first stage that is not ends the question."""
-        return all(_forward(self.run, self.step, stage) <= self.budget for stage in range(self.run.pp))
+    def verdict(self) -> Verdict:
+        """Those bytes beside the GPU."""
+        return Verdict(self.memory, self.gpu, self.reserve)
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the verdict is "fits"."""
+        return self.memory <= self.budget
 
     @property
     def micro_batches(self) -> int:
@@ -111,7 +117,7 @@ def setup(
     *,
     gpu: str | Accelerator,
     gpus: int | None = None,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     reserve: int = RESERVE,
     step: str = "foreach",
     nic: str | float | None = None,
@@ -123,7 +129,7 @@ def setup(
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
-        gpus_per_node: GPUs that the scale-up link connects.
+        gpus_per_node: GPUs that the scale-up link connects; None means the accelerator's own.
         reserve: Bytes of a GPU that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
@@ -135,12 +141,10 @@ def setup(
     """
     settings = current_names(settings)
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
-    for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", gpus_per_node)):
+    node = card.gpus_per_node if gpus_per_node is None else gpus_per_node
+    for name, value in (("gpus", 1 if gpus is None else gpus), ("gpus_per_node", node)):
         check_whole(name, value, 1)
-    if not isinstance(reserve, int) or isinstance(reserve, bool) or not 0 <= reserve < card.memory_bytes:
-        raise ValueError(
-            f"reserve={reserve!r} bytes must be at least 0 and less than the {card.memory_bytes} of {card.name}"
-        )
+    check_reserve(reserve, card)
     for name, value in (("nic", nic), ("intra", intra)):
         if value is not None:
             link_rate(name, value)
@@ -159,15 +163,10 @@ def setup(
     if gpus is not None and run.ranks != gpus:
         raise ValueError(f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}")
     found = Setup(
-        run=run, gpu=card, gpus_per_node=gpus_per_node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
+        run=run, gpu=card, gpus_per_node=node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
     )  # fmt: skip
-    if found.gpus > gpus_per_node and found.gpus % gpus_per_node:
-        whole = found.gpus // gpus_per_node * gpus_per_node
-        raise ValueError(
-            f"gpus={found.gpus} are not whole nodes of gpus_per_node={gpus_per_node}; "
-            f"use {whole} or {whole + gpus_per_node}"
-        )
-    _forward(run, step, 0)  # what the forward question refuses is refused here
+    check_nodes(found.gpus, node)
+    _peak(run, step)  # what the forward question refuses is refused here
     return found
 
 
@@ -182,8 +181,6 @@ def as_setup(model: Model, settings: dict[str, object]) -> Setup:
 
 def counted(have: Setup) -> str:
     """Return in words which number of the calculator is compared with the GPU's memory."""
-    if not have.run.implementation.eager:
-        return "the total of training_memory: every term at its full size"
     return f"the peak of memory_timeline, {have.step} optimizer step"
 
 
@@ -212,10 +209,8 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=2**14)
-def _forward(run: RunConfig, step: str, stage: int) -> int:
-    if not run.implementation.eager:
-        return stage_memory(Stage(run, stage)).total
-    return memory_timeline(run, step=step, stage=stage).peak_bytes
+def _peak(run: RunConfig, step: str) -> int:
+    return memory_peak(run, step=step).instant.total
 
 
 def rank_params(run: RunConfig) -> tuple[float, float]:
@@ -276,17 +271,36 @@ def host_seconds(have: Setup) -> float:
     return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.gpu.host].bandwidth
 
 
-def step_seconds(have: Setup) -> float:
-    """Return the predicted seconds of a step of `have.sequences` sequences."""
+def _job(have: Setup) -> tuple[Workload, Layout]:
+    """The run as the planner has it."""
     run = have.run
     layout = Layout(
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
-    load = _workload(
-        run.model, _cluster(have), run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel
-    )
+    machine = _cluster(have)
+    load = _workload(run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel)
+    return load, layout
+
+
+def step_seconds(have: Setup) -> float:
+    """Return the predicted seconds of a step of `have.sequences` sequences."""
+    load, layout = _job(have)
     return sum(step_time(load.job(layout), load.rates()).values()) + host_seconds(have)
+
+
+def links_of(have: Setup) -> tuple[str, dict[str, object]]:
+    """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
+    try:
+        machine = _cluster(have)
+    except ValueError as error:
+        return f"No times: {error}", {}
+    return machine.links_text(), machine.links()
+
+
+def like_of(have: Setup) -> Likeness:
+    """Return the measured runs like this one, and how wrong their predicted times were."""
+    return like_this(*_job(have))
 
 
 def predicted_seconds(have: Setup) -> float | None:
@@ -311,21 +325,23 @@ def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
 
 
 def least_states(have: Setup) -> int:
-    """Return bytes that some rank surely needs: its states, if the stages were equal and gradients were gone.
+    """Return bytes that some rank surely needs, which costs less to ask than the peak.
 
-    Where a timeline would be walked through, what forward keeps is added, which costs little to ask: it is all there
-    when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
+    Its states, if the stages were equal and gradients were gone; or the first stage's, with what forward keeps, which
+    is all there when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
     """
     run = have.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if not run.implementation.eager or run.tuning != "full" or least > have.budget:
+    if run.tuning != "full" or least > have.budget:
         return least
-    return least + _kept(run)
+    return max(least, _first_stage(run))
 
 
 @lru_cache(maxsize=4096)
-def _kept(run: RunConfig) -> int:
-    return min(training_memory(run, stage=stage).activations for stage in range(run.pp))
+def _first_stage(run: RunConfig) -> int:
+    memory = stage_memory(Stage(run, 0))
+    gradients = sum(memory.terms.get(name, 0) for name in (*GRADIENT_TERMS, "gradient_copy"))
+    return memory.states - gradients + memory.activations
 
 
 def _cluster(have: Setup) -> Cluster:
@@ -349,7 +365,7 @@ def _workload(
 ) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
     key = (
-        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.intra, machine.inter,
+        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
         seq, sequences, dtypes, attention, sequence_parallel,
     )  # fmt: skip
     if key not in _WORKLOADS:

@@ -6,7 +6,10 @@
     memory        what a layout needs of each GPU
     time          how long a step takes: work, exposed communication, bubble
     rates         how close runs come to full rates: the fitted constants
+    peak          the same at its fullest, as the memory calculator counts an implementation
+    candidates    layouts by time, each judged by its peak before it is named
     search        `plan`
+    assumptions   what a layout's prediction takes for granted, and what is refused
     likeness      how wrong the times were on measured runs like this one
     explain       the answer in sentences, and where published layouts land in it
     calibration   published runs as jobs, and what is predicted for them
@@ -14,6 +17,7 @@
 Read `search` first, then `time`. Chapter 07.
 """
 
+from lablib.calc.layouts.planner.assumptions import expert_limits, model_limits, not_modelled, refuse_unmodelled
 from lablib.calc.layouts.planner.calibration import (
     LLAMA3,
     MEASURED_RUNS,
@@ -26,20 +30,23 @@ from lablib.calc.layouts.planner.calibration import (
     run_choices,
     workload_of_run,
 )
+from lablib.calc.layouts.planner.candidates import Candidate
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
     WORKED_EXAMPLES,
+    counting_of_run,
     place_in_plan,
     place_of_published,
     plan_reasons,
     plan_run,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, chunk_layers, cluster
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
 from lablib.calc.layouts.planner.likeness import LIKE_THIS, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
+from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
-from lablib.calc.layouts.planner.search import RESERVE, Candidate, Plan, divisors, nothing_fits, plan
+from lablib.calc.layouts.planner.search import NEAREST, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
@@ -51,12 +58,13 @@ __all__ = [
     "LLAMA3",
     "MEASURED_RUNS",
     "NARAYANAN",
+    "NEAREST",
     "PART_NAMES",
-    "RESERVE",
     "UNFITTED",
     "WORKED_EXAMPLES",
     "Candidate",
     "Cluster",
+    "Counting",
     "Fitted",
     "Framework",
     "Layout",
@@ -67,15 +75,22 @@ __all__ = [
     "Run",
     "Workload",
     "check_layout",
+    "check_nodes",
     "chunk_layers",
     "cluster",
     "counted_flops",
+    "counted_run",
+    "counting_of_run",
     "divisors",
+    "expert_limits",
     "generation",
     "layer_work",
     "layout_memory",
+    "layout_peak",
     "like_this",
     "megatron_gpt",
+    "model_limits",
+    "not_modelled",
     "nothing_fits",
     "pass_seconds",
     "place_in_plan",
@@ -85,6 +100,7 @@ __all__ = [
     "plan_run",
     "predict_run",
     "reason_against",
+    "refuse_unmodelled",
     "run_choices",
     "step_time",
     "workload_of_run",

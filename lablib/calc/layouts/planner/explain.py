@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lablib.calc.layouts.planner.calibration import LLAMA3, Run
 from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.peak import Counting
 from lablib.calc.layouts.planner.rates import Fitted
 from lablib.calc.layouts.planner.search import Candidate, Plan, plan
 
@@ -38,14 +39,15 @@ def plan_reasons(result: Plan) -> list[str]:
     shares = sorted(best.seconds.items(), key=lambda part: -part[1])
     lines = [
         f"{best.layout}: {best.step:.3f} s a step, MFU {result.mfu(best):.1%}, "
-        f"{best.total_memory / 1e9:.1f} of {result.capacity / 1e9:.1f} GB.",
+        f"peak {best.total_memory / 1e9:.1f} of {result.capacity / 1e9:.1f} GB, counted as "
+        f"{result.counting.implementation}.",
         "Its time: "
         + ", ".join(f"{PART_NAMES[name]} {value / best.step:.1%}" for name, value in shares if value)
         + ".",
     ]
     terms = sorted(best.memory.items(), key=lambda term: -term[1])
-    held = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f} GB" for name, size in terms if size)
-    lines.append(f"Its memory: {held}.")
+    held = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in terms if size)
+    lines.append(f"Its memory at the peak ({best.peak.at}): {held}.")
     distinct = result.distinct(2)
     if len(distinct) == 2:
         lines.append("Runner-up " + reason_against(best, distinct[1]))
@@ -75,23 +77,22 @@ def _other(result: Plan, field: str) -> str | None:
     """The best layout in which one field differs from the winner's."""
     best = result.best
     mine = getattr(best.layout, field)
-    for candidate in result.candidates:
-        if getattr(candidate.layout, field) != mine:
-            return f"Without {field}={mine}: {reason_against(best, candidate)}"
-    return None
+    other = next(result.candidates.walk(lambda layout: getattr(layout, field) != mine), None)
+    return other and f"Without {field}={mine}: {reason_against(best, other)}"
 
 
 def _dropped(result: Plan) -> list[str]:
+    lines = [f"{count:,} layouts are not counted: {reason}." for reason, count in result.left_out.items()]
     total = sum(result.dropped_by.values())
     if not total:
-        return [f"All {result.valid:,} valid layouts fit."]
+        return [*lines, f"All {result.valid:,} valid layouts could fit."]
     terms = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in result.dropped_by.items())
-    lines = [f"{total:,} of {result.valid:,} valid layouts do not fit; by their largest term: {terms}."]
+    lines.append(f"{total:,} of {result.valid:,} valid layouts cannot fit; by their largest term: {terms}.")
     if result.dropped:
         near = result.dropped[0]
         lines.append(
             f"Nearest shape that never fits: {near.layout}, {near.excess / 1e9:.1f} GB too much, "
-            f"most of it {near.term.replace('_', ' ')} ({near.memory[near.term] / 1e9:.1f} GB)."
+            f"most of it {near.term} ({near.memory[near.term] / 1e9:.1f} GB)."
         )
     return lines
 
@@ -126,6 +127,16 @@ class Place:
     slower: float | None
 
 
+def counting_of_run(run: Run, zero: int | None = None) -> Counting:
+    """Return whose memory a published row's job has: Megatron-LM's, or with ZeRO 2 and 3 that of the papers' kernels.
+
+    Args:
+        zero: ZeRO stage, if not the row's.
+    """
+    implementation = "paper" if ((run.zero if zero is None else zero) or 0) > 1 else "megatron"
+    return Counting(implementation=implementation, recipe=run.recipe, step="fused")
+
+
 def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
     """Return the planner's layouts for a published row.
 
@@ -149,6 +160,7 @@ def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
         nic=run.nic,
         rails=run.rails,
         framework=run.framework,
+        counting=counting_of_run(run),
         **own,
         **{name: value for name, value in fixed.items() if value is not None},
     )

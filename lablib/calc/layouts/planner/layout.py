@@ -6,19 +6,19 @@ each: the first and the last chunk hold one layer less, as Llama 3's did, 126 + 
 enough either, and a stage is one chunk, the first and the last stage hold what is left: 61 layers are 3 + 14 x 4 + 2.
 
 Two bandwidths of a `Cluster` matter: inside a node devices talk over the scale-up link; out of it each has its share of
-the node's network cards. A group of ranks runs at the first only if all of it sits in one node. By default a ring that
-leaves the node moves at the rate of one card, whoever else of the group sits in the node. `rails=True` lets the r ranks
-that a group has in a node use their r cards together, but never faster than the link inside. Which of the two a run
-sees depends on its library and on the placement of ranks; the published ZeRO-3 rows of Narayanan et al. fit the first,
-those of the FSDP paper the second.
+the node's network cards. A group of ranks runs at the first only if all of it sits in one node. Out of it the r ranks
+that a group has in a node use their r cards together, one NIC a GPU, but never faster than the link inside.
+`rails=False` is a library that moves a whole group at the rate of one card, as the DeepSpeed of 2021 did in the ZeRO-3
+rows of Narayanan et al.; the rows of the FSDP paper have all cards. `nics_per_node` is a node whose GPUs share fewer.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import gcd
 
 from lablib.calc.errors import check_whole, either, must_divide, one_of
-from lablib.calc.hardware import ACCELERATORS, Accelerator, accelerator, link_rate
+from lablib.calc.hardware import ACCELERATORS, LINKS, NETWORKS, Accelerator, Link, accelerator, given_link
 from lablib.calc.memory import RECOMPUTE
 from lablib.calc.models import ModelConfig
 from lablib.calc.schedules import SCHEDULES
@@ -171,82 +171,159 @@ ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.51}
 DEFAULT_ACHIEVABLE = ACHIEVABLE["h100"]
 
 
-#: Network card of one device: DGX A100 has 8 x HDR, DGX H100 8 x NDR (see `hardware.LINKS`), DeepSeek-V3's H800 nodes 50 GB/s a
-#: card (arXiv 2412.19437, section 3). The others are assumptions: give `nic` for your cluster.
-NICS = {"a100": "ib-hdr", "h100": "ib-ndr", "h800": "ib-ndr", "h200": "ib-ndr", "b200": "ib-ndr"}
-
-
-DEFAULT_NIC = "100gbe"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Equal devices in equal nodes.
 
     Attributes:
         gpus_per_node: Devices that the scale-up link connects.
-        intra: Bytes per second of one device inside a node, per direction.
-        inter: Bytes per second of one device out of its node, per direction.
+        scale_up: The link inside a node.
+        nic: A network card of a node, or None in one node that none was named for.
+        nics_per_node: Network cards that the devices of a node share.
         achievable: Share of the peak that large matrix products reach.
         rails: Whether the ranks that a group has in a node use all their network cards together.
+        given: Which of "intra" and "nic" the caller gave; the others are assumed from the accelerator.
     """
 
     gpu: Accelerator
     gpus: int
     gpus_per_node: int
-    intra: float
-    inter: float
+    scale_up: Link
+    nic: Link | None
+    nics_per_node: int
     achievable: float
-    rails: bool = False
+    rails: bool = True
+    given: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
         """Nodes; a cluster smaller than a node has one."""
         return -(-self.gpus // self.gpus_per_node)
 
+    @property
+    def intra(self) -> float:
+        """Bytes per second of one device to the others of its node, all of them together, per direction."""
+        ranks = min(self.gpus, self.gpus_per_node)
+        return self._inside(ranks).among(ranks)
+
+    @property
+    def inter(self) -> float | None:
+        """Bytes per second of one device out of its node, per direction: its share of the cards."""
+        return None if self.nic is None else self.nic.bandwidth * self.nics_per_node / self.gpus_per_node
+
     def bandwidth(self, size: int, stride: int = 1) -> float:
         """Return the bytes per second at which a rank of a ring sends."""
-        # A group whose span does not divide the node straddles two nodes somewhere: tp=6 in nodes of 8.
-        if self.gpus <= self.gpus_per_node or self.gpus_per_node % (size * stride) == 0:
-            return self.intra
-        inside = max(1, self.gpus_per_node // stride) if self.rails else 1
-        return min(self.intra, inside * self.inter)
+        if self._in_a_node(size, stride):
+            return self._inside(size * stride).among(size)
+        # A group whose span does not divide the node straddles two nodes somewhere: tp=6 in nodes of 8 leaves 2 of its
+        # ranks in one of them, and what crosses goes over their cards.
+        together = max(1, gcd(size * stride, self.gpus_per_node) // stride)
+        inside = self._inside(together * stride).among(together) if together > 1 else self.intra
+        return min(inside, (together if self.rails else 1) * self.inter)
+
+    def hop(self, size: int, stride: int = 1) -> float:
+        """Return the bytes per second from one rank of a group to the next, the slowest of them."""
+        inside = self._inside(size * stride).among(2)
+        return inside if self._in_a_node(size, stride) else min(inside, self.inter)
+
+    def links(self) -> dict[str, dict[str, object]]:
+        """Return the link inside a node and, if the cluster has several, out of it: name, rate and where it is from.
+
+        Rates are bytes per second of one device, per direction; "from" is "given" or "assumed". Where a pair of devices
+        has another rate than all of a node, it is named.
+        """
+        found = {"intra": (self._inside(min(self.gpus, self.gpus_per_node)), self.intra, self.gpu.sources["links"])}
+        if self.nodes > 1:
+            found["nic"] = (self.nic, self.inter, self.gpu.sources.get("nic", ""))
+        said = {
+            name: {"link": one.name, "bytes_per_second": rate, "from": "given"}
+            if name in self.given
+            else {"link": one.name, "bytes_per_second": rate, "from": "assumed", "source": source}
+            for name, (one, rate, source) in found.items()
+        }
+        pair = self._inside(2).among(2)
+        if self.gpus > 1 and self.gpus_per_node > 1 and pair != self.intra:
+            said["intra"]["pair_bytes_per_second"] = pair
+        return said
+
+    def links_text(self) -> str:
+        """Return the links as a sentence: what every time that rests on them is said with."""
+        where = {"intra": f"inside a node of {self.gpus_per_node}", "nic": "a GPU out of it"}
+        parts = []
+        for name, one in self.links().items():
+            pair = f", {one['pair_bytes_per_second'] / 1e9:.4g} a pair" if "pair_bytes_per_second" in one else ""
+            parts.append(f"{one['link']}, {one['bytes_per_second'] / 1e9:.4g} GB/s {where[name]}{pair} ({one['from']})")
+        return "Links: " + "; ".join(parts)
+
+    def _in_a_node(self, size: int, stride: int) -> bool:
+        return self.gpus <= self.gpus_per_node or self.gpus_per_node % (size * stride) == 0
+
+    def _inside(self, span: int) -> Link:
+        """The link inside a node over so many neighbours: more than a bridge joins talk over PCIe."""
+        joins = self.scale_up.joins
+        return self.scale_up if joins is None or span <= joins else LINKS[self.gpu.host]
 
 
 def cluster(
     gpu: str | Accelerator,
     gpus: int,
     *,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     nic: str | float | None = None,
     intra: str | float | None = None,
-    rails: bool = False,
+    rails: bool = True,
+    nics_per_node: int | None = None,
 ) -> Cluster:
     """Return a cluster by the names of its parts.
 
     Args:
         gpus: Devices in all; whole nodes, or less than one.
-        nic: Link or bytes per second of one device out of the node; None means what `NICS` lists.
+        gpus_per_node: Devices of a node; None means the accelerator's own.
+        nic: Link or bytes per second of a network card; None means that of the vendor's reference system.
         intra: Link or bytes per second inside a node; None means the accelerator's own.
+        nics_per_node: Network cards of a node, shared by its devices; None means one for each.
+
+    Raises:
+        ValueError: If the devices are no whole nodes, or leave a node and have no network card in the table.
     """
-    for name, value in (("gpus", gpus), ("gpus_per_node", gpus_per_node)):
-        check_whole(name, value, 1)
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        whole = gpus // gpus_per_node * gpus_per_node
-        raise ValueError(
-            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}"
-        )
     card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
-    key = _key(card)
+    node = card.gpus_per_node if gpus_per_node is None else gpus_per_node
+    cards = node if nics_per_node is None else nics_per_node
+    for name, value in (("gpus", gpus), ("gpus_per_node", node), ("nics_per_node", cards)):
+        check_whole(name, value, 1)
+    check_nodes(gpus, node)
+    line = card.neighbour_link() if intra is None else given_link("intra", intra)
+    network = None
+    if nic is not None:
+        network = given_link("nic", nic)
+    elif card.nic is not None:
+        network = LINKS[card.nic]
+    elif gpus > node:
+        raise ValueError(
+            f"gpus={gpus} leave a node of gpus_per_node={node}, and the course knows no usual network card of "
+            f"{card.name}: give nic, a rate like '40 GB/s' or one of {', '.join(NETWORKS)}"
+        )
     return Cluster(
         gpu=card,
         gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        intra=card.neighbour_link().bandwidth if intra is None else link_rate("intra", intra),
-        inter=link_rate("nic", NICS.get(key.split("-")[0], DEFAULT_NIC) if nic is None else nic),
-        achievable=ACHIEVABLE.get(key.split("-")[0], DEFAULT_ACHIEVABLE),
+        gpus_per_node=node,
+        scale_up=line,
+        nic=network,
+        nics_per_node=cards,
+        achievable=ACHIEVABLE.get(_key(card).split("-")[0], DEFAULT_ACHIEVABLE),
         rails=rails,
+        given=tuple(name for name, value in (("intra", intra), ("nic", nic)) if value is not None),
     )
+
+
+def check_nodes(gpus: int, gpus_per_node: int) -> None:
+    """Raise a ValueError unless the devices are whole nodes, or less than one."""
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        whole = gpus // gpus_per_node * gpus_per_node
+        raise ValueError(
+            f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}, "
+            "or give the gpus_per_node that the job gets"
+        )
 
 
 def _key(card: Accelerator) -> str:

@@ -60,6 +60,10 @@ class Likeness:
         many = f"{len(self.ratios)} measured run{'s' if len(self.ratios) > 1 else ''}"
         return f"median {self.median:.0%}, worst {self.worst:.0%} on {many} ({self.what})"
 
+    def as_dict(self) -> dict[str, object]:
+        """Return it as plain numbers: median and worst error as shares, and how many runs."""
+        return {"median": self.median, "worst": self.worst, "runs": len(self.ratios), "like": self.what}
+
 
 @cache
 def _rows() -> tuple[dict, ...]:

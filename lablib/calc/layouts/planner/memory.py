@@ -1,5 +1,7 @@
 """The memory of a layout, term by term: the sums of `training_memory`, arranged for many layouts at a time.
 
+They order and prune. No instant of a step looks like a sum, so a plan names no layout by it: `peak` judges.
+
 Where the layers divide evenly this is `training_memory` with `gradient_as_bucket_view` and one unit of prefetch; a
 test holds the two together. It also takes the uneven first and last chunk of `chunk_layers`.
 """
@@ -75,9 +77,9 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
         everything = sum(here) if zero == 2 and casts else sum(sorted(gathered)[-1 - PREFETCH :])
         terms["gathered_weights"] = everything * dtypes.gathered
     if sharded_weights:
-        terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.gradients
+        terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.reduced
     elif zero:
-        sent = (here[0] * shared + here[1] * experts) * dtypes.gradients
+        sent = (here[0] * shared + here[1] * experts) * dtypes.reduced
         terms["communication_buckets"] = min(2 * BUCKET, sent)
     return terms
 
@@ -95,15 +97,17 @@ def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int
     return units or [(0, 0)]
 
 
-def activation_memory(load: Workload, layout: Layout, recompute: str) -> tuple[list[int], int]:
+def activation_memory(
+    load: Workload, layout: Layout, recompute: str, implementation: str = "paper"
+) -> tuple[list[int], int]:
     """Return the bytes kept from forward to backward for each of `sampled_stages`, and of one layer run again."""
     m = layout.num_microbatches(load.global_batch)
     if layout.schedule != "gpipe":
         m = min(m, 2 * layout.pp)  # more are never in flight
     key = layout.tp, layout.cp, layout.micro_batch, recompute, layout.pp, layout.virtual_stages
-    key += layout.schedule, m
+    key += layout.schedule, m, implementation
     if key not in load._cache:
-        dense, sparse, ends, again = _pieces(load, layout, recompute)
+        dense, sparse, ends, again = _pieces(load, layout, recompute, implementation)
         kept = [
             plain * dense + experts * sparse + first * ends[0] + last * ends[1]
             for plain, experts, first, last in _held(load, layout, m)
@@ -145,9 +149,11 @@ def _chunks(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]
     return found
 
 
-def _pieces(load: Workload, layout: Layout, recompute: str) -> tuple[int, int, tuple[int, int], int]:
+def _pieces(
+    load: Workload, layout: Layout, recompute: str, implementation: str
+) -> tuple[int, int, tuple[int, int], int]:
     """Bytes of a dense layer, of one with experts, of the two ends, and of what a layer computes again."""
-    key = "pieces", layout.tp, layout.cp, layout.micro_batch, recompute
+    key = "pieces", layout.tp, layout.cp, layout.micro_batch, recompute, implementation
     if key not in load._cache:
         model = load.model
         shape = {
@@ -157,6 +163,7 @@ def _pieces(load: Workload, layout: Layout, recompute: str) -> tuple[int, int, t
             "cp": layout.cp,
             "sequence_parallel": load.sequence_parallel and layout.tp > 1,
             "bytes_per_value": load.recipe.activation,
+            "implementation": implementation,
         }
         sizes = {}
         for how in {"none", recompute}:

@@ -6,76 +6,65 @@
 The degrees are all divisors: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of
 the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk. What the caller
 fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
-less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits is timed.
+less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits counts.
+
+Sums drop what cannot fit: weights, optimizer and activations alone are too much. What is left is walked through from the
+fastest on, and a layout fits if its peak leaves the reserve (`candidates`, `peak`).
 
 How wrong a prediction was on measured runs like this one `Plan.like` says; layouts closer than that are a tie.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
+from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
+from lablib.calc.layouts.planner.candidates import Candidate, Candidates, Cut
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
 from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
+from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
-from lablib.calc.layouts.planner.time import Workload, step_time
-from lablib.calc.memory import ATTENTION, RECOMPUTE, resolve_model
+from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import SCHEDULES
-from lablib.calc.units import GiB
-
-#: CUDA context, libraries and fragmentation.
-RESERVE = 3 * GiB
-
 
 MAX_MICRO_BATCH = 16
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that fits, with its predicted step.
-
-    Attributes:
-        seconds: Predicted seconds of a step by part; see `step_time`.
-        memory: Bytes of a rank by term, on the stage that needs most.
-    """
-
-    layout: Layout
-    seconds: dict[str, float]
-    memory: dict[str, int]
-
-    @property
-    def step(self) -> float:
-        """Predicted seconds of a step."""
-        return sum(self.seconds.values())
-
-    @property
-    def total_memory(self) -> int:
-        """Bytes of a rank."""
-        return sum(self.memory.values())
+NEAREST = 8  # shapes that do not fit of which the peak is computed
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A shape of which no layout fits, by the one of its layouts that needs least memory.
+    """A shape of which no layout fits, by the one of its layouts that keeps least.
 
     Attributes:
-        memory: Bytes of a rank by term.
+        peak: What it holds at its fullest.
         excess: Bytes above what a device has for it.
     """
 
     layout: Layout
-    memory: dict[str, int]
-    term: str
+    peak: Peak
     excess: int
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights, gradients, optimizer, activations and buffers at the peak."""
+        return self.peak.memory
+
+    @property
+    def term(self) -> str:
+        """The largest of them."""
+        return max(self.memory, key=self.memory.get)
 
 
 @dataclass(frozen=True)
@@ -84,19 +73,41 @@ class Plan:
 
     Attributes:
         load: What is trained, and where.
-        capacity: Bytes of a device that a layout may use.
+        counting: Whose job is counted.
+        capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
-        dropped: Shapes of which nothing fits, nearest to fitting first.
-        valid: Layouts that divide what they must, fitting or not.
-        dropped_by: How many of them do not fit, by the largest term of their memory.
+        found: What the search found before anything was timed.
     """
 
     load: Workload
+    counting: Counting
     capacity: int
-    candidates: tuple[Candidate, ...]
-    dropped: tuple[Dropped, ...]
-    valid: int
-    dropped_by: dict[str, int]
+    candidates: Candidates
+    found: Found
+
+    @property
+    def valid(self) -> int:
+        """Layouts that divide what they must and are counted, fitting or not."""
+        return self.found.valid
+
+    @property
+    def dropped_by(self) -> dict[str, int]:
+        """How many cannot fit by what they hold at least, by the largest part of that."""
+        return dict(self.found.dropped.most_common())
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many divide what they must but are not counted, by the reason."""
+        return _alike(self.found.left_out)
+
+    @cached_property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """Some layouts that do not fit, nearest to fitting first: of shapes of which none can, and all if none does."""
+        least = sorted(self.found.least.values(), key=lambda pair: pair[0])
+        layouts = [layout for _, layout in least[:NEAREST]] + ([] if self.candidates else self.candidates.too_large())
+        peaks = [(layout, layout_peak(self.load, layout, self.counting)) for layout in layouts]
+        shapes = [Dropped(layout, peak, peak.total - self.capacity) for layout, peak in peaks]
+        return tuple(sorted((one for one in shapes if one.excess > 0), key=lambda one: one.excess))
 
     @property
     def cluster(self) -> Cluster:
@@ -121,16 +132,15 @@ class Plan:
             top: How many; None means all.
         """
         found: dict[tuple[int, int, int, int], Candidate] = {}
-        for candidate in self.candidates:
+        for candidate in self.candidates.walk(lambda layout: layout.shape not in found):
             if len(found) == top:
                 break
-            found.setdefault(candidate.layout.shape, candidate)
-        return list(found.values())[:top]
+            found[candidate.layout.shape] = candidate
+        return list(found.values())
 
     def at(self, fitted: Fitted) -> Plan:
         """Return the same layouts timed with other constants; what fits does not depend on them."""
-        fitting = [(candidate.layout, candidate.memory) for candidate in self.candidates]
-        return replace(self, candidates=_timed(self.load, fitting, fitted))
+        return replace(self, candidates=Candidates(self.load, self.counting, self.capacity, self.found.cuts, fitted))
 
     def like(self, candidate: Candidate) -> Likeness:
         """Return the measured runs like a candidate, and how wrong their predictions were."""
@@ -145,6 +155,7 @@ class Plan:
             seq=load.seq,
             recompute=candidate.layout.recompute,
             causal=load.attention == "fused",
+            early_stop=False,  # as the step's time counts replays
         )
         return (flops.hardware if hardware else flops.model) / candidate.step / self.cluster.gpus / 1e12
 
@@ -161,15 +172,17 @@ def plan(
     gpu: str | Accelerator = "h100",
     seq: int | None = None,
     global_batch: int,
-    gpus_per_node: int = 8,
+    gpus_per_node: int | None = None,
     nic: str | float | None = None,
     intra: str | float | None = None,
-    rails: bool = False,
-    recipe_: str | Recipe = "mixed-bf16",
+    rails: bool = True,
+    nics_per_node: int | None = None,
+    recipe_: str | Recipe | None = None,
     attention: str = "fused",
     sequence_parallel: bool = True,
     reserve: int = RESERVE,
-    framework: Framework = FRAMEWORKS["paper"],
+    counting: Counting | None = None,
+    framework: Framework | None = None,
     fitted: Fitted = FITTED,
     **fixed: int | str,
 ) -> Plan:
@@ -179,32 +192,56 @@ def plan(
         model: A ModelConfig, the name of a preset, or the path of a config.json.
         seq: Tokens in a sequence; None means the model's longest.
         global_batch: Sequences in a step, over all replicas.
-        gpus_per_node: Devices that the scale-up link connects.
-        nic: Link, or bytes per second, of one device out of its node.
+        gpus_per_node: Devices that the scale-up link connects; None means the accelerator's own.
+        nic: Link, or bytes per second, of a network card; None means that of the vendor's reference system.
+        intra: The same inside a node; None means the accelerator's own.
         rails: Whether a group uses the cards of all its ranks in a node together.
-        recipe_: Dtypes of the states, with AdamW.
+        nics_per_node: Network cards that the devices of a node share; None means one for each.
+        recipe_: Dtypes of the states, with AdamW; None means those of `counting`.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
-        framework: Which kernels run, and what hides behind what.
-        reserve: Bytes of a device kept free for context, libraries and fragmentation.
+        reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
+        counting: Whose job is counted; None means the papers' kernels.
+        framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
+    refuse_unmodelled(recipe=recipe_, schedule=fixed.get("schedule"))
+    counting = counting or Counting()
     config = resolve_model(model)
-    machine = cluster(gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails)
-    dtypes = recipe(recipe_)
+    machine = cluster(
+        gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails, nics_per_node=nics_per_node
+    )
+    dtypes = recipe(counting.recipe if recipe_ is None else recipe_)
     if dtypes.casts:
         raise ValueError(f"recipe {dtypes.name!r} keeps casts of its weights, which the planner does not count")
+    # Hugging Face's plan and our transformer leave the stream whole.
+    sequence_parallel = sequence_parallel and find_implementation(counting.implementation).splits_stream
     one_of("attention", attention, ATTENTION)
     length = config.max_positions if seq is None else seq
     _check_numbers(fixed, seq=length, global_batch=global_batch)
-    if not 0 <= reserve < machine.gpu.memory_bytes:
-        raise ValueError(f"reserve={reserve} bytes must be at least 0 and less than {machine.gpu.memory_bytes}")
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, framework)
-    capacity = machine.gpu.memory_bytes - reserve
-    found = search(load, fixed, capacity)
+    check_reserve(reserve, machine.gpu)
+    how = FRAMEWORKS[counting.implementation] if framework is None else framework
+    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how)
+    capacity = machine.gpu.usable_bytes - reserve
+    found = search(load, fixed, capacity, counting)
     if not found.valid:
-        raise ValueError(_no_layout(load, fixed))
-    return _ranked(load, capacity, found, fitted)
+        raise ValueError(_not_counted(found) if found.left_out else _no_layout(load, fixed))
+    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.cuts, fitted), found)
+
+
+def _not_counted(found: Found) -> str:
+    reasons = list(_alike(found.left_out))[:3]
+    return f"none of {sum(found.left_out.values()):,} layouts can be counted: " + "; ".join(reasons)
+
+
+def _alike(reasons: Counter[str]) -> dict[str, int]:
+    """Return reasons with their numbers, most frequent first; one stands for all that differ in digits alone."""
+    found: dict[str, tuple[str, int]] = {}
+    for reason, count in reasons.most_common():
+        like = re.sub(r"\d+", "", reason)
+        text, before = found.get(like, (reason, 0))
+        found[like] = text, before + count
+    return dict(found.values())
 
 
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
@@ -225,26 +262,28 @@ class Found:
     """The result of a search, before it is timed.
 
     Attributes:
-        fitting: Layouts to time, each with its memory by term.
-        least: For every (tp, cp, pp, dp) of which no layout fits, the one that needs least: its bytes, itself, by term.
+        cuts: Layouts that could fit by what they hold at least.
+        least: For every (tp, cp, pp, dp) of which none could, the layout that holds least, and its bytes.
         valid: Layouts that divide what they must.
-        dropped: How many of them do not fit, by the largest term of their memory.
+        dropped: How many of them cannot fit, by the largest part of what they hold at least.
+        left_out: How many more nobody counts, by the reason.
     """
 
-    fitting: list[tuple[Layout, dict[str, int]]] = field(default_factory=list)
-    least: dict[tuple[int, int, int, int], tuple[int, Layout, dict[str, int]]] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
+    least: dict[tuple[int, int, int, int], tuple[int, Layout]] = field(default_factory=dict)
     valid: int = 0
     dropped: Counter = field(default_factory=Counter)
+    left_out: Counter = field(default_factory=Counter)
 
 
-def search(load: Workload, fixed: dict[str, object], capacity: float) -> Found:
-    """Return every layout that fits, and why the others do not."""
+def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> Found:
+    """Return every layout that could fit, and why the others do not."""
     found = Found()
     for tp, cp, pp, dp, ep in shapes(load, fixed):
         shape = Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp)
-        _search_shape(load, fixed, capacity, shape, found)
-    timed = {layout.shape for layout, _ in found.fitting}
-    found.least = {key: value for key, value in found.least.items() if key not in timed}
+        _search_shape(load, fixed, capacity, counting, shape, found)
+    could = {cut.layout.shape for cut in found.cuts}
+    found.least = {key: value for key, value in found.least.items() if key not in could}
     return found
 
 
@@ -273,10 +312,12 @@ def divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def _search_shape(load: Workload, fixed: dict[str, object], capacity: float, shape: Layout, found: Found) -> None:
+def _search_shape(
+    load: Workload, fixed: dict[str, object], capacity: float, counting: Counting, shape: Layout, found: Found
+) -> None:
     """Add what a shape allows."""
     replica = load.global_batch // shape.dp
-    zeros = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else (0, 1, 2, 3)))
+    zeros = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else counting.zeros))
     for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
         if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
             continue
@@ -285,45 +326,59 @@ def _search_shape(load: Workload, fixed: dict[str, object], capacity: float, sha
                 tp=shape.tp, cp=shape.cp, ep=shape.ep, dp=shape.dp, pp=shape.pp,
                 micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks,
             )  # fmt: skip
-            states = [(zero, state_memory(load, cut, zero)) for zero in zeros]
-            kept = [
-                (recompute, activation_memory(load, cut, recompute))
-                for recompute in _options(fixed, "recompute", RECOMPUTE)
-            ]
-            for zero, stages in states:
-                _first_that_fits(cut, zero, stages, kept, capacity, found)
+            counted = _counted(load, cut, zeros, list(_options(fixed, "recompute", RECOMPUTE)), counting, found)
+            ways = dict.fromkeys(how for _, hows in counted for how in hows)
+            kept = {how: activation_memory(load, cut, how, counting.implementation)[0] for how in ways}
+            for zero, hows in counted:
+                _could_fit(load, cut, zero, hows, kept, capacity, found)
 
 
-def _first_that_fits(
-    cut: Layout,
-    zero: int,
-    stages: list[dict[str, int]],
-    kept: list[tuple[str, tuple[list[int], int]]],
-    capacity: float,
-    found: Found,
+def _counted(
+    load: Workload, cut: Layout, zeros: list[int], hows: list[str], counting: Counting, found: Found
+) -> list[tuple[int, list[str]]]:
+    """Return the ways to recompute that are counted by ZeRO stage, and count the others."""
+    key = "counted", tuple(n > 1 for n in cut.shape), cut.ep > 1, cut.schedule, counting, *zeros, *hows
+    if key not in load._cache:
+        why = {(z, how): refusal(load, replace(cut, zero=z, recompute=how), counting) for z in zeros for how in hows}
+        ways = [(zero, [how for how in hows if not why[zero, how]]) for zero in zeros]
+        load._cache[key] = [pair for pair in ways if pair[1]], Counter(filter(None, why.values()))
+    ways, reasons = load._cache[key]
+    if reasons:
+        found.left_out.update(reasons)
+    return ways
+
+
+def _could_fit(
+    load: Workload, cut: Layout, zero: int, hows: list[str], kept: dict[str, list[int]], capacity: float, found: Found
 ) -> None:
-    """Add the first recomputation that fits, and count the others; of a dropped layout only the least is kept."""
-    timed = False
-    sums = [sum(stage.values()) for stage in stages]
-    for recompute, (activations, again) in kept:
+    """Add the ways to recompute that could fit, and count the others; of a dropped shape only the least is kept.
+
+    A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
+    micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
+    """
+    terms = ["weights", "optimizer"]
+    if cut.num_microbatches(load.global_batch) > 1 and cut.schedule != "gpipe":
+        terms.append("gradients")
+    if zero == 2:
+        terms.append("gathered_weights")
+    stages = state_memory(load, cut, zero)
+    sums = [sum(stage[term] for term in terms) for stage in stages]
+    could: list[tuple[str, int]] = []
+    for how in hows:
         found.valid += 1
-        total, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, activations, strict=True)))
-        total, states, held = total + again, stages[-worst], activations[-worst]
-        if total > capacity:
-            name = max(states, key=states.get)
-            found.dropped["activations" if held > states[name] else name] += 1
-            least = found.least.get(cut.shape)  # of shapes that fit somewhere it is forgotten at the end
-            if least is None or total < least[0]:
-                layout = replace(cut, zero=zero, recompute=recompute)
-                found.least[cut.shape] = total, layout, _terms(states, held, again)
-        elif not timed:
-            timed = True
-            layout = replace(cut, zero=zero, recompute=recompute)
-            found.fitting.append((layout, _terms(states, held, again)))
-
-
-def _terms(states: dict[str, int], activations: int, again: int) -> dict[str, int]:
-    return states | {"activations": activations, "recomputed_layer": again}
+        least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[how], strict=True)))
+        if least <= capacity:
+            could.append((how, least))
+            continue
+        states = stages[-worst]
+        name = max(terms, key=states.get)
+        found.dropped["activations" if kept[how][-worst] > states[name] else name] += 1
+        known = found.least.get(cut.shape)  # of shapes that could fit somewhere it is forgotten at the end
+        if known is None or least < known[0]:
+            found.least[cut.shape] = least, replace(cut, zero=zero, recompute=how)
+    if could:
+        (first, least), ways = could[0], tuple(how for how, _ in could)
+        found.cuts.append(Cut(replace(cut, zero=zero, recompute=first), ways, least))
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:
@@ -349,29 +404,13 @@ def _splits(load: Workload, tp: int, cp: int) -> bool:
     return True
 
 
-def _ranked(load: Workload, capacity: int, found: Found, fitted: Fitted) -> Plan:
-    candidates = _timed(load, found.fitting, fitted)
-    dropped = [
-        Dropped(layout, memory, max(memory, key=memory.get), total - capacity)
-        for total, layout, memory in found.least.values()
-    ]
-    dropped.sort(key=lambda one: one.excess)
-    return Plan(load, capacity, candidates, tuple(dropped), found.valid, dict(found.dropped.most_common()))
-
-
-def _timed(load: Workload, fitting: Iterable[tuple[Layout, dict[str, int]]], fitted: Fitted) -> tuple[Candidate, ...]:
-    rates = load.rates(fitted)
-    found = [Candidate(layout, step_time(load.job(layout), rates), memory) for layout, memory in fitting]
-    # Among equal times the least memory is the better one.
-    return tuple(sorted(found, key=lambda candidate: (candidate.step, candidate.total_memory)))
-
-
 def nothing_fits(result: Plan) -> str:
     """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
     near = result.dropped[0]
     return (
-        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, is {near.excess / 1e9:.1f} GB over "
-        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it; its largest term is "
+        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, peaks {near.excess / 1e9:.1f} GB over "
+        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it, counted as "
+        f"{result.counting.implementation}; its largest term is "
         f"{near.term}, {near.memory[near.term] / 1e9:.1f} GB"
     )
 

@@ -45,6 +45,7 @@ from dataclasses import astuple, dataclass, field, replace
 from math import log2
 
 from lablib.calc.communication import ring_all_gather_bytes
+from lablib.calc.flops import attended_pairs
 from lablib.calc.layouts.planner.layout import Cluster, Layout, layers_per_stage
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
@@ -154,7 +155,9 @@ def layer_work(
     flat, square = _layer_bytes(model, batch, experts)
     fused = batch.attention == "fused"
     if fused:
-        kernel = Work(attention=scores / 2 / peak)  # half of the scores is masked
+        # Masked scores are not computed, nor those outside of a window; of layers with and without one, the mean.
+        needed = attended_pairs(model, seq, causal=True) / model.num_layers / seq**2
+        kernel = Work(attention=scores * needed / peak)
     else:
         kernel = Work(matmul=scores / rate, memory=square * tokens * seq * model.num_heads / tp / hbm, products=2)
     weights = _local_weights(model, experts, tp, ep)
@@ -497,7 +500,7 @@ class Workload:
         tokens = layout.micro_batch * self.seq / layout.cp
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
-        link = self.cluster.bandwidth(layout.pp, layout.tp * layout.cp * layout.dp)
+        link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
         return Job(
             stages=stages,
             micro_batches=layout.num_microbatches(self.global_batch),
@@ -556,7 +559,7 @@ class Workload:
         # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
         traffic = own * (self.recipe.gradients + 2 * (self.recipe.master + 8) + self.recipe.weights)
         gathered = self.recipe.gathered if layout.zero else self.recipe.gradients
-        found = (values * self.recipe.gradients, values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
+        found = (values * self.recipe.reduced, values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
         return self._cache[key]

@@ -1,7 +1,7 @@
 """Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
 
-Three implementations are counted: "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`) and "hf" (Hugging
-Face's eager GPT-2, Llama, Qwen2 and Mistral). Their formulas are in the modules `paper`, `toy` and `hf`.
+Counted are "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's eager classes of
+`share.FAMILIES`) and "megatron", whose kernels keep what the papers count. Formulas are in `paper`, `toy` and `hf`.
 
 With t ranks "toy" and "hf" are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided,
 the stream, its norms and the gathered logits are not. `toy_activations` counts `lablib.toys.tensor_parallel` instead.
@@ -10,14 +10,16 @@ the stream, its norms and the gathered logits are not. `toy_activations` counts 
 from __future__ import annotations
 
 from lablib.calc.errors import one_of
-from lablib.calc.memory.activations import hf, paper, toy
+from lablib.calc.memory.activations import hf, paper, torchtitan, toy
 from lablib.calc.memory.activations.share import FP32, INT64, Share, check_config
 from lablib.calc.memory.activations.toy import norm
 from lablib.calc.memory.implementation import accepts_old_names
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import split_heads, variant
 
-FORMULAS = {"paper": paper, "toy": toy, "hf": hf}
+FORMULAS = {
+    "paper": paper, "toy": toy, "hf": hf, "torchtitan": torchtitan, "megatron": paper, "megatron-te-loss": paper,
+}  # fmt: skip
 BOOL = 1
 
 

@@ -39,7 +39,8 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
         return {"input": share.stream(config.hidden)}
     kept = recompute == "none"  # and not computed again
     return {
-        "norms": config.norms_per_layer * share.stream(config.hidden),
+        # Norms of a parallel block read the same stream.
+        "norms": (1 if config.parallel_block else config.norms_per_layer) * share.stream(config.hidden),
         "attention": _attention(share, statistics=kept and attention == "fused"),
         "scores": _scores(share) if kept and attention == "plain" else 0,
         **(_experts(share) if experts else {"mlp": _mlp(share)}),
@@ -57,7 +58,9 @@ def head(share: Share) -> dict[str, int]:
     return {
         "norms": share.stream(config.hidden),
         "head": share.stream(config.hidden),
-        "logits": share.tokens * -(-config.vocab // share.tp) * FP32,
+        "logits": share.tokens
+        * -(-config.vocab // share.tp)
+        * (share.value if share.implementation.keeps_logits else FP32),
     }
 
 
@@ -90,8 +93,10 @@ def _inner_values(config: ModelConfig, ffn: int) -> int:
 
 
 def _mlp(share: Share) -> int:
-    inner = share.inner(_inner_values(share.config, share.config.ffn))
-    return share.stream(share.config.hidden) + inner + share.mask()
+    config = share.config
+    shared = config.parallel_block and config.norms_per_layer == 1  # its input is attention's, and counted there
+    inner = share.inner(_inner_values(config, config.ffn))
+    return (0 if shared else share.stream(config.hidden)) + inner + share.mask()
 
 
 def _experts(share: Share) -> dict[str, int]:

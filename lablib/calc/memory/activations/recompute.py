@@ -30,16 +30,17 @@ the down projection, is then not needed unless dropout follows it: `2 n f h` FLO
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lablib.calc.flops import forward_flops, step_flops
+from lablib.calc.flops import forward_flops, skipped_by_early_stop, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
 from lablib.calc.memory.activations.share import FP32, MASK, Share
 from lablib.calc.memory.implementation import accepts_old_names
 from lablib.calc.models import ModelConfig
 
+NO_WINDOW = {"window": 0, "window_layers": ()}
 FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")
 
 
@@ -262,7 +263,7 @@ class _Blocks:
         flops = self._flops(unit.first)["scores"]
         if self.early_stop and not self.fused:
             # q kᵀ runs again; of the product with v backward needs the factors alone.
-            flops -= 2 * self.batch * self.seq**2 * c.num_heads * c.value_dim
+            flops -= flops * c.value_dim // (c.head_dim + c.value_dim)
         return UnitCost(unit, sum(again.values()), transient, flops, released=norms + behind + width + mask)
 
     def _toy_core(self) -> int:
@@ -323,20 +324,17 @@ class _Blocks:
     def _flops(self, layer: int) -> dict[str, int]:
         """Forward FLOPs of one layer by component."""
         c = self.config
-        flops = forward_flops(c, batch=self.batch, seq=self.seq)
-        sparse = c.num_layers - c.num_dense_layers if c.is_moe else 0
-        parts = ("router", "experts", "shared_experts") if c.has_experts(layer) else ("mlp",)
-        number = {"attention": c.num_layers, "scores": c.num_layers, "mlp": c.num_layers - sparse}
-        return {
-            name: flops[name] // number.get(name, sparse) for name in ("attention", "scores", *parts) if name in flops
-        }
+        dense = int(c.is_moe and not c.has_experts(layer))
+        windows = {"window": c.window, "window_layers": (0,)} if layer in c.window_layers else NO_WINDOW
+        flops = forward_flops(
+            replace(c, num_layers=1, num_dense_layers=dense, **windows), batch=self.batch, seq=self.seq
+        )
+        return {name: count for name, count in flops.items() if name != "head"}
 
     def _replay_flops(self, unit: RecomputeUnit) -> int:
         flops = sum(sum(self._flops(unit.first + i).values()) for i in range(unit.length))
-        c = self.config
-        # Nothing asks for the down projection's output, unless dropout or a norm comes behind it.
-        last = not self.drops and c.norms_per_layer == 2 and not c.is_moe
-        return flops - (2 * self.n * c.ffn * c.hidden if self.early_stop and last else 0)
+        stops = self.early_stop and not self.drops
+        return flops - (skipped_by_early_stop(self.config, self.n) if stops else 0)
 
 
 @accepts_old_names
@@ -357,8 +355,8 @@ def recompute_cost(
             "full+offload".
         attention: "plain" or "fused".
         early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
-            False: a replay is a whole forward pass, as papers and `step_flops` count it. Replays of experts are
-            counted whole in either case.
+            False: a replay is a whole forward pass, as the papers that the chapter compares with count it;
+            `step_flops` has the same option, and PyTorch's default. Replays of experts are counted whole in either case.
         reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
         bandwidth: Bytes per second to the host, per direction.
         **sizes: batch, seq, implementation ("paper" or "toy"), bytes_per_value and dropout, as in `layer_activations`.

@@ -12,7 +12,8 @@ from lablib.calc.models import ModelConfig
 MASK = 1  # bytes of one value of a dropout mask on a GPU
 FP32 = 4
 INT64 = 8
-FAMILIES = ("gpt2", "llama", "qwen2", "mistral")
+#: Families that Hugging Face's classes are counted of, the plainest first.
+FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "qwen3", "starcoder2", "gemma", "olmo2", "phi3", "gpt-neox")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Share:
     Attributes:
         batch: Sequences.
         seq: Tokens in a sequence, s, before context parallelism divides it.
-        implementation: "paper", "toy" or "hf".
+        implementation: Whose operators; a name of `lablib.calc.memory.implementation`.
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor-parallel ranks too.
         cp: Context-parallel ranks; each holds `s / cp` tokens and sees every key.
@@ -56,12 +57,12 @@ class Share:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
         if whose.eager:
+            CHECKS[whose](config)
             if cp > 1 or self.sequence_parallel:
                 raise ValueError(
                     f"implementation={whose!r} knows tp alone: cp={cp} must be 1 and sequence_parallel="
                     f"{self.sequence_parallel} False; use implementation='paper' for more"
                 )
-            CHECKS[whose](config)
         must_divide("tp", tp, "num_heads", config.num_heads)
         must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
         must_divide("tp", tp, "ffn", config.ffn)
@@ -148,18 +149,54 @@ def check_hugging_face(config: ModelConfig) -> None:
     Raises:
         ValueError: If the family, or a feature of this config, is not known here.
     """
-    if config.family not in FAMILIES:
+    family = config.family
+    if family not in FAMILIES:
         raise ValueError(
             f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
-            f"{config.family!r}; use implementation='paper'"
+            f"{family!r}; use implementation='paper'"
         )
-    refuse_extras(config, f"Hugging Face's {config.family} classes have")
-    gpt = config.family == "gpt2"
-    if (config.norm == "layernorm", config.learned_positions, not config.gated_mlp) != (gpt, gpt, gpt):
+    gpt, plain = family == "gpt2", family in ("gpt2", "starcoder2", "gpt-neox")
+    known = {
+        "norm": "layernorm" if plain else "rmsnorm",
+        "learned_positions": gpt,
+        "gated_mlp": not plain,
+        "qk_norm": family in ("qwen3", "olmo2"),
+        "qk_norm_shared": family != "olmo2",
+        "post_norm": family == "olmo2",
+        "norms_per_layer": 2,
+        "is_moe": False,
+        "is_mla": False,
+        "attention_sinks": False,
+        "parallel_block": config.parallel_block and family == "gpt-neox",
+        "turned_dim": config.turned_dim if family in ("phi3", "gpt-neox") else 0 if gpt else config.head_dim,
+    }
+    for field, value in known.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"{config.name}: {field}={getattr(config, field)!r} is not that of Hugging Face's {family} classes, "
+                f"where it is {value!r}"
+            )
+    if config.window and config.num_window_layers != config.num_layers:
         raise ValueError(
-            f"{config.name}: norm={config.norm!r}, learned_positions={config.learned_positions} and gated_mlp="
-            f"{config.gated_mlp} are not those of Hugging Face's {config.family} classes"
+            f"{config.name}: window_layers={config.window_layers}: implementation='hf' counts a sliding window in all "
+            "layers or in none; use implementation='paper'"
         )
 
 
-CHECKS: dict[str, Callable[[ModelConfig], None]] = {"toy": check_config, "hf": check_hugging_face}
+def check_torchtitan(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one that torchtitan's Llama 3 can be.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not known here.
+    """
+    if config.family != "llama" or config.tied or config.qkv_bias or not config.gated_mlp or config.norm != "rmsnorm":
+        raise ValueError(
+            f"{config.name}: implementation='torchtitan' knows its Llama 3, of family 'llama' with an untied head, not "
+            f"family {config.family!r}; use implementation='paper'"
+        )
+    refuse_extras(config, "torchtitan's Llama 3 has")
+
+
+CHECKS: dict[str, Callable[[ModelConfig], None]] = {
+    "toy": check_config, "hf": check_hugging_face, "torchtitan": check_torchtitan,
+}  # fmt: skip

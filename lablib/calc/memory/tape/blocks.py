@@ -147,6 +147,13 @@ def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Val
     )
 
 
+def rmsnorm(e: Eager, s: BlockSetting, x: Value, width: int, *, kind: str, name: str) -> Value:
+    """Return RMSNorm of x as the setting's implementation has it."""
+    whose = s.implementation
+    wide, shifted = whose.wide_norms(s.config), whose.shifts_norms(s.config)
+    return e.rmsnorm(x, width, kind=kind, name=name, wide=wide, shifted=shifted)
+
+
 def eager_block(setting: BlockSetting) -> Tape:
     """Return the tape of one block as eager PyTorch runs it."""
     return _EagerBlock(setting).tape
@@ -165,11 +172,21 @@ class _EagerBlock:
         item = FP32 if s.low else s.value
         x = self.e.input("input of the block", s.stream * self.c.hidden, item, needs_grad=s.input_needs_grad)
         self.tape.hold(x)
-        added = self.attention(self.norm(x, 1))
-        if self.hf and self.c.family == "gpt2":
+        behind = self.c.post_norm
+        added = self.attention(x if behind else self.norm(x, 1))
+        if behind:
+            added = self.norm(added, 1)
+        if self.hf and self.c.family in ("gpt2", "gpt-neox"):
             self.tape.hold(added)  # a variable of its block's forward; Llama's is given another value
-        x = self.add(x, added, "attention")
-        y = self.mlp(self.norm(x, 2))
+        if self.c.parallel_block:
+            y = self.mlp(self.norm(x, 2))
+            self.tape.hold(y)
+            y = self.add(y, added, "attention")
+        else:
+            x = self.add(x, added, "attention")
+            y = self.mlp(x if behind else self.norm(x, 2))
+        if behind:
+            y = self.norm(y, 2)
         if self.hf and self.weights:
             self.tape.use(self.weights)  # a variable of the layer's forward
         self.add(x, y, "the MLP")
@@ -180,7 +197,7 @@ class _EagerBlock:
         how = {"kind": "norms", "name": f"norm {number}"}
         if self.c.norm == "layernorm":
             return self.e.layernorm(x, self.c.hidden, **how)
-        return self.e.rmsnorm(x, self.c.hidden, **how)
+        return rmsnorm(self.e, self.s, x, self.c.hidden, **how)
 
     def add(self, x: Value, y: Value, of: str) -> Value:
         if self.s.dropout:
@@ -211,24 +228,30 @@ class _EagerBlock:
     # Attention.
 
     def attention(self, x: Value) -> Value:
-        c, e, t = self.c, self.e, self.s.tp
+        c, e, t, whose = self.c, self.e, self.s.tp, self.s.implementation
         q_width, kv_width = c.q_width // t, c.kv_width // t
-        if self.hf and c.family == "gpt2":
+        if whose.joins_qkv(c):
             together = self.column(x, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
-            n = self.s.tokens
-            q, k, v = e.split(together, [n * q_width, n * kv_width, n * kv_width])
+            sizes = [self.s.tokens * width for width in (q_width, kv_width, kv_width)]
+            q, k, v = [e.slice(together, n) for n in sizes] if c.family == "phi3" else e.split(together, sizes)
         else:
             q, k, v = (
                 self.column(x, width, "attention", f"{name} projection", c.qkv_bias, label=name)
                 for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
             )
+        if c.qk_norm:
+            widths = [c.head_dim] * 2 if c.qk_norm_shared else [q_width, kv_width]
+            q, k = (
+                rmsnorm(e, self.s, y, width, kind="attention", name=f"norm of {name}")
+                for name, y, width in zip("qk", (q, k), widths, strict=True)
+            )
         if not c.learned_positions:
-            item = FP32 if self.s.low else self.s.value
+            item = FP32 if self.s.low or whose.wide_tables(c) else self.s.value
             tables = [
-                e.input(name, self.s.seq * c.head_dim, item, needs_grad=False, given=True)
+                e.input(name, self.s.seq * c.turned_dim, item, needs_grad=False, given=True)
                 for name in ("cosines", "sines")
             ]
-            q, k = e.rotate(q, *tables), e.rotate(k, *tables)
+            q, k = self.rotated(q, tables), self.rotated(k, tables)
         before, self.tape.recomputing = self.tape.recomputing, self.s.recompute in ("selective", "full")
         mixed = self.fused(q, k, v) if self.s.fused else self.plain(q, k, v)
         self.tape.recomputing = before
@@ -237,9 +260,30 @@ class _EagerBlock:
             self.tape.use(variable)
         return y
 
+    def rotated(self, x: Value, tables: list[Value]) -> Value:
+        """Return queries or keys turned, as a whole or in part."""
+        c, e, whose = self.c, self.e, self.s.implementation
+        if not whose.joins_rotated(c):
+            turned = e.rotate(x, *tables)
+            return e.cast(turned, e.item[x]) if whose.wide_tables(c) else turned
+        part = e.numbers(x) * c.turned_dim // c.head_dim
+        turned, rest = e.slice(x, part), e.slice(x, e.numbers(x) - part)
+        turned = e.rotate(turned, *tables)
+        return e.make("join", [turned, rest], e.numbers(x), e.item[turned], gradient=SHARED, label="output of rotated")
+
     def fused(self, q: Value, k: Value, v: Value) -> Value:
-        rows = self.s.tokens * self.c.num_heads // self.s.tp
-        return self.e.fused_attention(q, k, v, rows, self.e.numbers(q), kind="attention")
+        c, e, s = self.c, self.e, self.s
+        rows, wide = s.tokens * c.num_heads // s.tp, e.numbers(q)
+        masks: list[Value] = []
+        if s.implementation.masks_window(c, s.seq):
+            # With a mask the kernel takes a key and a value for every query head, and makes a mask of numbers of the bools.
+            if c.num_kv_heads < c.num_heads:
+                k, v = e.copy(k, wide, "k"), e.copy(v, wide, "v")
+            pairs = s.tokens * s.seq
+            masks.append(e.make("mask", [], pairs, s.low or e.item[q], temporary=pairs, label="mask of the window"))
+        mixed = e.fused_attention(q, k, v, rows, wide, kind="attention", masks=masks)
+        # The kernel's output lies as its queries do: behind each other by head where they were put together.
+        return e.copy(mixed, label="attention output") if s.implementation.joins_rotated(c) else mixed
 
     def plain(self, q: Value, k: Value, v: Value) -> Value:
         c, e, s = self.c, self.e, self.s
@@ -253,7 +297,7 @@ class _EagerBlock:
             q, k, v = (e.cast(x, s.low) for x in (q, k, v))
         # A batched product wants sequences and heads in one dim; a view cannot do that to both.
         many = s.batch > 1 and s.seq > 1 and c.num_heads // s.tp > 1
-        if many:
+        if many and not s.implementation.joins_rotated(c):  # what is put together lies so already
             q = e.copy(q, label="q")
             k = k if groups > 1 else e.copy(k, label="k")
         scaled = e.scale(e.matmul(q, k, pairs, kind="attention", name="q kᵀ"))
@@ -289,14 +333,20 @@ class _EagerBlock:
     def mlp(self, x: Value) -> Value:
         c, e = self.c, self.e
         f = c.ffn // self.s.tp
-        if c.gated_mlp:
+        if self.s.implementation.joins_gate(c):
+            together = self.column(x, 2 * f, "mlp", "gate and up projection", c.mlp_bias, label="output of gate and up")
+            gate, up = e.split(together, [self.s.tokens * f] * 2)
+            inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")
+            inner = e.times(up, inner, kind="mlp", name="SiLU(gate) × up", label="SiLU(gate) × up")
+        elif c.gated_mlp:
             gate = self.column(x, f, "mlp", "gate projection", c.mlp_bias, label="output of gate")
             inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")
             up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="output of up")
             inner = e.times(inner, up, kind="mlp", name="SiLU(gate) × up", label="SiLU(gate) × up")
         else:
             up = self.column(x, f, "mlp", "up projection", c.mlp_bias, label="input of GELU")
-            inner = self.new_gelu(up) if self.hf else e.function("GELU", up, kind="mlp", label="output of GELU")
+            written_out = self.hf and c.family == "gpt2"
+            inner = self.new_gelu(up) if written_out else e.function("GELU", up, kind="mlp", label="output of GELU")
         y = self.row(inner, f, "mlp", "down projection", c.mlp_bias)
         self.tape.use(x)
         return y

@@ -10,14 +10,16 @@ The loss is where memory is lost with large vocabularies. In 16 bits, with n tok
     gradient of logits        2 n V    what the head gets
 
 The papers' kernel is Megatron-LM's: one operator, which keeps fp32 probabilities and turns them into the gradient.
+Transformer Engine's keeps the logits, and writes their gradient over them.
 """
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all
+from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all, rmsnorm
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
+from lablib.calc.memory.tape.torchtitan import torchtitan_block, torchtitan_head
 
 INT64 = 8
 #: Labels of the head's tensors that are terms of their own.
@@ -35,6 +37,9 @@ def paper_head(s: BlockSetting) -> Tape:
     x = paper_norm(e, s, x, "final norm")
     (logits,) = gathered_linear(e, s, x, {"head": ("logits", words)}, "head", bias=False)
     e.tape.hold(logits)
+    if s.implementation.keeps_logits:
+        e.make("cross-entropy", [logits], 1, FP32, keeps=[logits], kind="logits", overwrites=True)
+        return e.tape
     probabilities = s.tokens * words * FP32  # which become the gradient in place
     e.make("cross-entropy", [logits], 1, FP32, extra=probabilities, kind="logits")
     return e.tape
@@ -47,7 +52,7 @@ def eager_head(s: BlockSetting) -> Tape:
     words = -(-c.vocab // s.tp)
     x = e.input("stream behind the last block", s.stream * c.hidden, FP32 if s.low else s.value)
     norm = {"kind": "norms", "name": "final norm"}
-    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else e.rmsnorm(x, c.hidden, **norm)
+    x = e.layernorm(x, c.hidden, **norm) if c.norm == "layernorm" else rmsnorm(e, s, x, c.hidden, **norm)
     if s.implementation.holds_variables:  # one of its forward until the loss is there, kept by a trained head or not
         e.tape.hold(x)
     if s.tp == 1:
@@ -101,6 +106,8 @@ def embedding(s: BlockSetting) -> Tape:
             label="position embeddings",
         )
         x = e.make("add positions", [x, places], numbers, item, gradient=[SHARED, SHARED if same else NEW])
+    if c.family == "gemma" and eager:
+        x = e.scale(x, "scale the embeddings")
     if s.dropout:
         if eager:
             e.dropout(x, kind="embedding")
@@ -113,6 +120,8 @@ def write_tape(piece: str, setting: BlockSetting) -> Tape:
     """Return the tape of a "block", of the "head" with final norm and loss, or of the "embedding"."""
     if piece == "embedding":
         return embedding(setting)
+    if setting.implementation.fused_norms:
+        return torchtitan_head(setting) if piece == "head" else torchtitan_block(setting)
     if setting.implementation.eager:
         return eager_head(setting) if piece == "head" else eager_block(setting)
     return paper_head(setting) if piece == "head" else paper_block(setting)

@@ -6,6 +6,8 @@ under autocast casts its input first. What each operator keeps is the table of `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 
 FP32 = 4
@@ -14,8 +16,11 @@ FP32 = 4
 class Eager:
     """Writes operators on a tape."""
 
-    def __init__(self, *, value: int, gradient: int, low: int = 0, frozen: bool = False) -> None:
+    def __init__(
+        self, *, value: int, gradient: int, low: int = 0, frozen: bool = False, fused_gradients: bool = False
+    ) -> None:
         self.tape = Tape()
+        self.fused_gradients = fused_gradients  # a matrix adds its gradient to a buffer, and makes none
         self.value, self.gradient, self.low, self.frozen = value, gradient, low, frozen
         self.item: dict[Value, int] = {}  # bytes of a number
 
@@ -60,6 +65,10 @@ class Eager:
     def view(self, x: Value, *, copies_back: bool = False) -> Value:
         """Return a view; its gradient may have to be copied on its way back."""
         return self.make("view", [x], self.numbers(x), self.item[x], view=True, gradient=NEW if copies_back else SHARED)
+
+    def slice(self, x: Value, numbers: int) -> Value:
+        """Return a part of x as a view; backward makes a gradient of the whole for it."""
+        return self.make("slice", [x], numbers, self.item[x], view=True, label=f"part of {x.name}")
 
     def split(self, x: Value, parts: list[int]) -> list[Value]:
         """Return views of x with so many numbers each."""
@@ -169,8 +178,15 @@ class Eager:
             label=f"output of {name}",
         )
 
-    def rmsnorm(self, x: Value, width: int, *, kind: str, name: str) -> Value:
-        """Return RMSNorm written out, in fp32, as Hugging Face and the course's transformer do."""
+    def rmsnorm(
+        self, x: Value, width: int, *, kind: str, name: str, wide: bool = False, shifted: bool = False
+    ) -> Value:
+        """Return RMSNorm written out, in fp32, as Hugging Face and the course's transformer do.
+
+        Args:
+            wide: Multiply with the weight in fp32 too, before the cast back.
+            shifted: Multiply with 1 + weight, which is a tensor of its own.
+        """
         tokens = self.numbers(x) // width
         full = self.cast(x, FP32, f"input of {name} in fp32")
         square = self.make(
@@ -194,33 +210,43 @@ class Eager:
             backward_temporary=2 * tokens * FP32,
         )
         normed = self.times(full, root, kind=kind, name=f"scale in {name}", label=f"normed value of {name}")
-        normed = self.cast(normed, self.item[x], f"normed value of {name}")
+        if not wide:
+            normed = self.cast(normed, self.item[x], f"normed value of {name}")
         trained = not self.frozen
-        return self.make(
+        weight, keeps = [], [normed] if trained else []
+        if shifted:
+            weight.append(self.make(f"1 + weight of {name}", [], width, FP32))
+            keeps += weight
+        y = self.make(
             f"weight of {name}",
-            [normed],
+            [normed, *weight],
             self.numbers(x),
-            self.item[x],
-            keeps=[normed] if trained else [],
+            self.item[normed],
+            keeps=keeps,
+            gradient=[NEW] + [NONE] * len(weight),
             kind=kind,
             weight_gradient=width * self.gradient if trained else 0,
             backward_temporary=normed.bytes if trained else 0,
             label=f"output of {name}",
         )
+        return self.cast(y, self.item[x], f"output of {name}")
 
     def matmul(self, x: Value, y: Value, numbers: int, *, kind: str, name: str) -> Value:
         """Return a batched product of two activations: each is kept for the other's gradient."""
         return self.make(name, [x, y], numbers, self.item[x], keeps=[x, y], kind=kind)
 
-    def fused_attention(self, q: Value, k: Value, v: Value, statistics: int, out: int, *, kind: str) -> Value:
-        """Return PyTorch's scaled_dot_product_attention: keeps q, k, v, its output and an fp32 number a row."""
+    def fused_attention(
+        self, q: Value, k: Value, v: Value, statistics: int, out: int, *, kind: str, masks: Sequence[Value] = ()
+    ) -> Value:
+        """Return PyTorch's scaled_dot_product_attention: keeps q, k, v, a mask, its output and an fp32 number a row."""
         inputs = [self.cast(x, self.low, "cast for attention") if self.low else x for x in (q, k, v)]
         return self.make(
             "fused attention",
-            inputs,
+            [*inputs, *masks],
             out,
             self.item[inputs[0]],
-            keeps=inputs,
+            keeps=[*inputs, *masks],
+            gradient=[NEW] * 3 + [NONE] * len(masks),
             keeps_output=True,
             extra=statistics * FP32,
             kind=kind,

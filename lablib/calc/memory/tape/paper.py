@@ -37,8 +37,9 @@ def matrix(
 ) -> Value:
     """Return a matrix of so many tokens: trained, it keeps its input."""
     trained = 0 if e.frozen else e.gradient
-    weights = (width * out + (out if bias else 0)) * trained
-    reads = {"inputs": [x], "item": e.value, "keeps": [x] if trained else [], "weight_gradient": weights} | how
+    fused = e.fused_gradients and not e.frozen
+    weights = (width * out * (not fused) + (out if bias else 0)) * trained
+    reads = {"inputs": [x], "item": e.value, "keeps": [] if e.frozen else [x], "weight_gradient": weights} | how
     return e.make(name, numbers=tokens * out, kind=kind, **reads)
 
 
@@ -78,19 +79,29 @@ def paper_block(setting: BlockSetting) -> Tape:
 class _PaperBlock:
     def __init__(self, s: BlockSetting) -> None:
         self.s, self.c = s, s.config
-        self.e = e = Eager(value=s.value, gradient=s.gradient, frozen=s.lora_rank > 0)
+        fused = s.implementation.accumulates_in_kernel
+        self.joins = fused and not s.lora_rank
+        self.e = e = Eager(value=s.value, gradient=s.gradient, frozen=s.lora_rank > 0, fused_gradients=fused)
         e.tape.recomputing = s.recompute == "full"
         x = e.input("input of the block", s.stream * self.c.hidden, needs_grad=s.input_needs_grad)
         e.tape.hold(x)
-        y = self.attention(paper_norm(e, s, x, "norm 1"))
-        x = self.add(x, y, "attention", "the norm behind norm 1")
-        y = self.experts if self.c.has_experts(s.layer) else self.mlp
-        self.add(x, y(paper_norm(e, s, x, "norm 2")), "mlp", "the norm behind norm 2")
+        before = not self.c.post_norm
+        normed = paper_norm(e, s, x, "norm 1") if before else x
+        y = self.attention(normed)
+        behind = self.add(x, y, "attention", "the norm behind norm 1")
+        if not self.c.parallel_block:
+            x = behind
+        if before and self.c.norms_per_layer > 1:
+            normed = paper_norm(e, s, x, "norm 2")
+        elif not before:
+            normed = x
+        mlp = self.experts if self.c.has_experts(s.layer) else self.mlp
+        self.add(behind, mlp(normed), "mlp", "the norm behind norm 2")
         if s.recompute == "full":
             e.tape.kinds[e.tape.inputs[0]] = "input"
 
     def add(self, x: Value, y: Value, kind: str, norm: str) -> Value:
-        if self.c.norms_per_layer == 4:
+        if self.c.ends_with_norm:
             y = paper_norm(self.e, self.s, y, norm)
         if self.s.dropout:
             y = self.e.make(
@@ -99,7 +110,12 @@ class _PaperBlock:
         return self.e.add(x, y, f"add {kind}", label=f"stream behind {kind}")
 
     def columns(self, x: Value, layers: list[tuple[str, int]], kind: str, bias: bool) -> list[Value]:
-        """Column-parallel layers of one input; each may have an adapter."""
+        """Column-parallel layers of one input, which Megatron-LM joins; each may have an adapter."""
+        if self.joins and len(layers) > 1:
+            name, widths = " and ".join(name for name, _ in layers), [width for _, width in layers]
+            whole = {f"{name} projection": (f"{name} together", sum(widths))}
+            (together,) = gathered_linear(self.e, self.s, x, whole, kind, bias)
+            return self.e.split(together, [self.s.tokens * width for width in widths])
         outputs = {f"{name} projection": (name, width) for name, width in layers}
         made = gathered_linear(self.e, self.s, x, outputs, kind, bias)
         return [
@@ -168,13 +184,16 @@ class _PaperBlock:
     def inner(self, x: Value, made: list[Value], kind: str) -> Value:
         e = self.e
         if self.c.gated_mlp:
-            return e.make("SwiGLU", made, e.numbers(made[0]), e.item[x], keeps=made, kind=kind, label="SiLU(gate) × up")
+            numbers = sum(map(e.numbers, made)) // 2
+            return e.make("SwiGLU", made, numbers, e.item[x], keeps=made, kind=kind, label="SiLU(gate) × up")
         return e.function("GELU", made[0], kind=kind, label="output of GELU")
 
     def mlp(self, x: Value, ffn: int = 0) -> Value:
         c, e, s = self.c, self.e, self.s
         f = (ffn or c.ffn) // s.tp
         layers = [("gate", f), ("up", f)] if c.gated_mlp else [("up", f)]
+        if c.gated_mlp and self.joins:
+            layers = [("gate and up", 2 * f)]
         made = self.columns(x, layers, "mlp", c.mlp_bias)
         inner = self.inner(x, made, "mlp")
         y = row_linear(e, s, inner, f, "mlp", "down projection", c.mlp_bias)
@@ -187,20 +206,23 @@ class _PaperBlock:
         router = matrix(e, x, s.stream, h, c.num_experts, name="router", kind="mlp", item=FP32)
         chosen = e.function("softmax of the router", router, kind="router", keeps_output=True)
         copies = e.make("dispatch", [x], s.stream * k * h, s.value, label="copies of tokens")
-        trained = 0 if e.frozen else h * f * c.num_experts * e.gradient
+        trained = 0 if e.frozen or e.fused_gradients else h * f * c.num_experts * e.gradient
         own = {"kind": "experts", "weight_gradient": trained}
+        inner = [("gate", f), ("up", f)] if c.gated_mlp else [("up", f)]
+        if c.gated_mlp and self.joins:
+            inner = [("gate and up", 2 * f)]
         made = [
             matrix(
                 e,
                 copies,
                 s.tokens * k,
                 h,
-                f,
+                width,
                 name=f"{name} projection of the experts",
                 label=f"{name} of the experts",
                 **own,
             )
-            for name in (("gate", "up") if c.gated_mlp else ("up",))
+            for name, width in inner
         ]
         inner = self.inner(x, made, "experts")
         out = matrix(e, inner, s.stream * k, f, h, name="down projection of the experts", **own)

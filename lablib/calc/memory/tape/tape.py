@@ -68,6 +68,7 @@ class Operator:
         backward_temporary: The same in backward, beside the gradients it makes.
         weight_gradient: Bytes of the gradients of its own parameters.
         low_gradient: Bytes of those in another dtype, in which they are made before they are cast.
+        overwrites: Whether backward writes its gradient over what it kept.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Operator:
     backward_temporary: int = 0
     weight_gradient: int = 0
     low_gradient: int = 0
+    overwrites: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Tape:
             gradient: NEW, SHARED or NONE, one for all inputs or one each.
             view: Whether the output is a view of the first input.
             kind: Under which term what it keeps counts.
-            **needs: Bytes as in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient.
+            **needs: As in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient, overwrites.
         """
         how = (gradient,) * len(inputs) if isinstance(gradient, str) else tuple(gradient)
         asked = any(value.needs_grad for value in inputs) or needs.get("weight_gradient", 0) > 0
@@ -402,6 +404,8 @@ class Player:
 
     def _step_back(self, op: Operator) -> None:
         received = [self.gradient_of.pop(value) for value in op.outputs if value in self.gradient_of]
+        if op.overwrites:
+            self._release_kept(op)
         if received:
             passed = []
             for value, how in zip(op.inputs, op.gradients, strict=True):
@@ -412,8 +416,8 @@ class Player:
             new = 0 if op.low_gradient else op.weight_gradient
             self.weight_bytes += new
             self.note("backward", op.name, temporary=op.backward_temporary + op.low_gradient, new=new)
-        for value in op.keeps:
-            self.release(value.storage)
+        if not op.overwrites:
+            self._release_kept(op)
         if received:
             for gradient in received:
                 self.give(gradient)
@@ -425,6 +429,10 @@ class Player:
                 self.weight_bytes -= op.weight_gradient
             for value, gradient in passed:
                 self.own(value, gradient, counted=True)
+
+    def _release_kept(self, op: Operator) -> None:
+        for value in op.keeps:
+            self.release(value.storage)
 
     # Gradients.
 

@@ -1,6 +1,6 @@
 """The memory of a training step from instant to instant, and where each of its bytes comes from.
 
-`memory_timeline` returns the instants of a step; `.peak` is the fullest. `explain_memory` gives each term of one instant
+`memory_timeline` returns the instants of a step; `.peak` is the fullest, and `memory_peak` finds it faster. `explain_memory` gives each term of one instant
 its formula and source.
 
     timeline    the instants and their table
@@ -13,6 +13,15 @@ Read `timeline` for the table of instants, then `step`. Chapters 01 and 09.
 
 from lablib.calc.memory.timeline.explain import explain_instant, explain_memory
 from lablib.calc.memory.timeline.step import MemoryInstant
-from lablib.calc.memory.timeline.timeline import STEPS, MemoryTimeline, memory_timeline
+from lablib.calc.memory.timeline.timeline import STEPS, MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
 
-__all__ = ["STEPS", "MemoryInstant", "MemoryTimeline", "explain_instant", "explain_memory", "memory_timeline"]
+__all__ = [
+    "STEPS",
+    "MemoryInstant",
+    "MemoryPeak",
+    "MemoryTimeline",
+    "explain_instant",
+    "explain_memory",
+    "memory_peak",
+    "memory_timeline",
+]

@@ -5,7 +5,8 @@ Gradients are made block by block in backward. What happens then:
     one rank         they stay until the optimizer has used them
     DDP              they stay, and its buckets are a second copy unless they live in there
     ZeRO 1, 2        buckets travel; stage 2 keeps a shard of each block's gradients
-    ZeRO 3, FSDP2    a block's gradients are copied into the buffer of a reduce-scatter, whose output is the shard.
+    ZeRO 3, FSDP2    a block's gradients are copied into the buffer of a reduce-scatter, whose output is the shard,
+                     or is cast to it where the policy reduces in another dtype than that of the shards.
                      FSDP2 keeps that buffer until the next block's turn, and the root's gradients until the end.
 
 The optimizer (`optimizer_terms`), in PyTorch's three implementations of AdamW: "foreach" takes the square root of all
@@ -17,7 +18,7 @@ Source: torch/optim/adamw.py and adam.py; torch/distributed/fsdp/_fully_shard; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -51,6 +52,8 @@ def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> 
     Args:
         memory: Its bytes, as `stage_memory` counts them.
     """
+    if stage.run.implementation.accumulates_in_kernel and stage.run.tuning == "full":
+        return MegatronReduction(stage, memory, accumulates)
     return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, memory, accumulates)
 
 
@@ -77,6 +80,8 @@ class Reduction:
         self.unsharded = {name: buffers.get(name, 0) for name in ("gathered_weights", "dequantized_weights")}
         self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
         self.lasting: dict[str, int] = {}
+        if buffers.get("rotary_tables"):
+            self.lasting["rotary_tables"] = buffers["rotary_tables"]
         if all_reduces(run) and not self.on_host:
             # DDP makes its buckets once, and they stay.
             self.lasting["gradient_buckets"] = self.buckets
@@ -119,6 +124,29 @@ class Reduction:
         if unit or self.ranks == 1:
             return {}
         return {"gradients": made.done, "communication_buckets": self._in_buckets}
+
+    def casting(self, unit: str, made: Made) -> Terms:
+        """Return what the cast of a unit's reduced gradients holds; nothing where they are not cast."""
+        return {}
+
+
+class MegatronReduction(Reduction):
+    """Gradients of Megatron-LM: one buffer in the dtype of the accumulation, there from the first step on.
+
+    Matrices add to it themselves. Embeddings and norms make a gradient in the dtype of the weights, which a hook adds to
+    it and drops. Ranks reduce the buffer in place, so there are no buckets beside it.
+
+    Source: megatron/core/distributed, param_and_grad_buffer.py and distributed_data_parallel.py.
+    """
+
+    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
+        super().__init__(stage, memory, accumulates)
+        dummies = dict(memory.buffer_terms).get("dummy_weight_gradients", 0)
+        self.lasting = {"gradients": self.all_gradients, "dummy_weight_gradients": dummies}
+        self.gradient_bytes = self.run.recipe.weights
+        self.table_bytes = -(-self.run.model.vocab // self.run.tp) * self.run.model.hidden * self.gradient_bytes
+        self.accumulates_in_place, self.shards_gradients = not self.on_host, False
+        self.all_there = True
 
 
 class Fsdp2Reduction(Reduction):
@@ -180,23 +208,34 @@ class Fsdp2Reduction(Reduction):
         """Return what has been made when a unit's backward has ended; the root's gradients wait."""
         if unit is None:
             return replace(made, root=made.root + size)
-        buffer = self._buffer(unit)
-        new = 0 if self.lasting.get("gradients") else buffer // self.ranks
-        return Made(made.done + new, made.root, buffer)
+        new = 0 if self.lasting.get("gradients") else self._shard(unit)
+        return Made(made.done + new, made.root, self._buffer(unit))
 
     def reducing(self, unit: str, made: Made, size: int) -> Terms:
         """Return what the reduce-scatter of a unit holds: its gradients and the buffer that they are copied into."""
+        return self._behind(unit, made, "unsharded_gradients", size if unit else made.root)
+
+    def casting(self, unit: str, made: Made) -> Terms:
+        """Return what the cast of a reduced shard holds: the buffer, the shard, and the shard in the dtype of the weights."""
+        if self.run.recipe.reduced == self.run.recipe.gradients:
+            return {}
+        return self._behind(unit, made, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
+
+    def _behind(self, unit: str, made: Made, name: str, size: int) -> Terms:
         terms = {
             **(self.held.get(("backward", unit, "release"), {}) if unit else {}),
             "gradients": made.done,
-            "unsharded_gradients": size if unit else made.root,
+            name: size,
             "root_gradients": made.root if unit else 0,
             "reduce_scatter_buffers": self._buffer(unit),
         }
         return {term: size for term, size in terms.items() if size}
 
     def _buffer(self, unit: str) -> int:
-        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.gradients
+        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.reduced
+
+    def _shard(self, unit: str) -> int:
+        return padded(self.units[unit].shapes, self.ranks) // self.ranks * self.run.recipe.gradients
 
 
 def _fsdp2_units(stage: Stage) -> list[Unit]:
@@ -229,7 +268,9 @@ def optimizer_terms(stage: Stage, memory: MemoryBreakdown, step: str, reduction:
     else:
         params = sum(stage.total_params["trained", expert] for expert in (False, True))
         params = shard_size(params, 1 if all_reduces(run) else reduction.ranks)
-        sizes = [min(prod(shape), params) for shape in stage.trained_shapes]
+        sizes = stage.trained_sizes
+        if step == "for-loop":
+            sizes = [min(size, params) for size in sizes]
     groups = optimizer_groups(stage)
     in_fp32 = recipe.gradients == FP32 or recipe.accumulation or recipe.gradient_copy
     converts = bool(recipe.master) and not in_fp32
@@ -269,7 +310,7 @@ def optimizer_groups(stage: Stage) -> list[list[int]]:
     return groups
 
 
-def _converting(sizes: list[int], low: int, rest: int) -> dict[str, int]:
+def _converting(sizes: Sequence[int], low: int, rest: int) -> dict[str, int]:
     """Gradients at the fullest instant of their conversion to fp32: one tensor at a time, in the model's order."""
     made, left = 0, sum(sizes)
     found: list[tuple[int, int]] = []

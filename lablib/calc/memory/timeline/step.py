@@ -7,7 +7,7 @@ away. What data parallelism holds beside it comes from `gradients`. Read `Step.i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from lablib.calc.memory.terms import listed
 from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
+CAST = "cast of the reduced gradients"
 MOST = 512  # pieces that are kept, of about 20 KB each
 
 
@@ -219,15 +220,32 @@ class Step:
 
     # The step, instant by instant.
 
-    def instants(self) -> Iterator[MemoryInstant]:
-        """Yield the instants in the order of time."""
+    def peak(self) -> MemoryInstant:
+        """Return the fullest instant, the first one if several are.
+
+        Between blocks that are alike each instant differs from the one before by the same bytes: what a block keeps, the
+        gradients that it makes. So of a run of them only the first few and the last few can be the fullest.
+        """
+        reach = self.run.prefetch + 3  # weights gathered ahead, and the buffers that their neighbours still have
+        last = len(self.blocks) - 1
+        edges = {0, last} | {i for i in range(last) if self.blocks[i] is not self.blocks[i + 1]}
+        near = {i + step for i in edges for step in range(-reach, reach + 1)}
+        return max(self.instants(near), key=lambda instant: instant.total)
+
+    def instants(self, near: Container[int] | None = None) -> Iterator[MemoryInstant]:
+        """Yield the instants in the order of time.
+
+        Args:
+            near: Numbers of the blocks to describe; None means all.
+        """
         yield self._at_rest()
         kept, cached = self._before(), 0
         if "embedding" in self.ends:
             yield self._embedding_forward(kept)
             kept = plus(kept, self.ends["embedding"].kept)
         for number, block in enumerate(self.blocks):
-            yield self._block_forward(number, kept, cached)
+            if near is None or number in near:
+                yield self._block_forward(number, kept, cached)
             kept, cached = plus(kept, block.kept), cached + block.cached
         kept = plus(kept, {"stage_outputs": self.stage_ends(1).get("stage_outputs", 0)})
         made = Made()
@@ -240,19 +258,21 @@ class Step:
         for number in reversed(range(len(self.blocks))):
             block = self.blocks[number]
             kept = plus(kept, block.kept, times=-1) | {"received_gradient": self.received(number)}
-            yield self._block_backward(number, kept, made)
+            if near is None or number in near:
+                yield self._block_backward(number, kept, made)
             made = self.reduction.after(f"block {number}", made, block.weights)
         if "embedding" in self.ends:
             yield self._embedding_backward(kept, made)
             made = self.reduction.after(None, made, self.ends["embedding"].weights)
-        reduced = self.reduction.reducing("", made, 0)
+        reduced, cast = self.reduction.reducing("", made, 0), self.reduction.casting("", made)
         if reduced:
-            yield MemoryInstant("gradient reduction", "reduction", None, listed(self._sum(reduced)), "reduce-scatter")
+            found = (self._sum(reduced), "reduce-scatter"), (self._sum(cast), CAST)
+            yield _fullest("gradient reduction", "reduction", None, *found)
         yield self._optimizer_step()
 
     def _at_rest(self) -> MemoryInstant:
         terms = plus(self.reduction.lasting, self.states)
-        if not self.run.gradient_as_bucket_view:
+        if not (self.run.gradient_as_bucket_view or self.run.implementation.accumulates_in_kernel):
             terms.pop("gradients", None)
         return MemoryInstant("states", "states", None, listed(terms), "")
 
@@ -297,7 +317,7 @@ class Step:
         return _fullest("backward of the loss", BACKWARD, None, *found)
 
     def _block_backward(self, number: int, kept: Terms, made: Made) -> MemoryInstant:
-        """An operator, the reduce-scatter behind them, or the copy out of an all-gather before them."""
+        """An operator, the reduce-scatter behind them, the cast of its output, or the copy out of an all-gather before them."""
         block, unit, reduction, mask = self.blocks[number], f"block {number}", self.reduction, self.held_mask
         at, terms, weights = block.fullest(BACKWARD)
         unsharded, copied = (reduction.unsharded_weights(unit, BACKWARD, e) for e in ("compute", "copy"))
@@ -308,6 +328,7 @@ class Step:
             number,
             (self._sum(kept, terms, mask, unsharded, during), at),
             (self._sum(kept, block.end, reduction.reducing(unit, made, block.weights)), "reduce-scatter"),
+            (self._sum(kept, block.end, reduction.casting(unit, made)), CAST),
             (self._sum(kept, block.kept, block.begin, mask, copied, before), "all-gather"),
         )
 
@@ -414,9 +435,12 @@ class Step:
 
     @cached_property
     def attention_mask(self) -> Terms:
-        """The causal mask of Hugging Face's plain attention, one for each sequence, in the dtype of the stream."""
+        """Hugging Face's mask, one for each sequence: in the dtype of the stream, or a window's for fused attention."""
         run = self.run
-        if not run.implementation.shares_mask or run.attention == "fused":
+        if run.attention == "fused":
+            windowed = run.implementation.masks_window(run.model, run.seq)
+            return {"attention_mask": run.micro_batch * run.seq * run.seq} if windowed else {}
+        if not run.implementation.shares_mask:
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
@@ -433,7 +457,7 @@ class Step:
         first = self.blocks[0] if self.blocks else next(iter(self.ends.values()))
         alone = self.stage.is_first and not self.blocks
         stream = (first.tape.operators[-1].outputs if alone else first.tape.inputs)[0]
-        if not self.stage.is_last:
+        if not self.stage.is_last and self.run.implementation.keeps_stage_outputs:
             terms["stage_outputs"] = count * stream.bytes
         if not self.stage.is_first and stream.name not in first.kept_names:
             terms["stage_inputs"] = count * stream.bytes

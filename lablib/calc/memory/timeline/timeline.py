@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
+from typing import NamedTuple
 
 from lablib.calc.errors import check_flag, check_stage, one_of
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
@@ -126,17 +127,54 @@ def memory_timeline(
     check_flag("out_of_place", out_of_place)
     run = run_config(model, **settings)
     if stage is None:
-        found = [_timeline(Stage(run, number), step, out_of_place) for number in range(run.pp)]
-        return max(found, key=lambda timeline: timeline.peak_bytes)
-    check_stage(stage, run.pp)
-    return _timeline(Stage(run, stage), step, out_of_place)
+        fullest = memory_peak(run, step=step, out_of_place=out_of_place).step
+    else:
+        check_stage(stage, run.pp)
+        fullest = _peak(Stage(run, stage), step, out_of_place).step
+    of = run.model.name, run.recipe.name, fullest.stage.number, run.ranks, run.seq
+    return MemoryTimeline(*of, tuple(fullest.instants()), listed(fullest.saved))
 
 
-def _timeline(stage: Stage, step: str, out_of_place: bool) -> MemoryTimeline:
-    meet = gradients_meet(stage)
+class MemoryPeak(NamedTuple):
+    """The fullest instant of a run.
+
+    Attributes:
+        instant: The instant.
+        step: The step that it is an instant of, on the stage that has the highest peak.
+    """
+
+    instant: MemoryInstant
+    step: Step
+
+
+def memory_peak(run: RunConfig, *, step: str = "foreach", out_of_place: bool = False) -> MemoryPeak:
+    """Return the peak of `memory_timeline` alone, which costs less than all instants of all stages.
+
+    Args:
+        step: As in `memory_timeline`.
+        out_of_place: As in `memory_timeline`.
+    """
+    found = [_peak(stage, step, out_of_place) for stage in stages_to_ask(run)]
+    return max(found, key=lambda peak: peak.instant.total)
+
+
+def stages_to_ask(run: RunConfig) -> list[Stage]:
+    """Return stages of which one has the highest peak: the first, the last, and of those that are alike the earliest.
+
+    Stages between the ends are alike if their chunks have layers of the same kinds and their gradients meet
+    activations in the same way. Of those the earliest has most micro-batches in flight, and all else is equal.
+    """
+    found: dict[object, Stage] = {}
+    for number in range(run.pp):
+        stage = Stage(run, number)
+        kinds = tuple(tuple(map(run.model.has_experts, chunk)) for chunk in stage.chunks)
+        between = not (stage.is_first or stage.is_last)
+        found.setdefault((kinds, gradients_meet(stage)) if between else number, stage)
+    return list(found.values())
+
+
+def _peak(stage: Stage, step: str, out_of_place: bool) -> MemoryPeak:
     # All forwards first: either the first backward is fullest, or one behind it.
-    accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[meet]
+    accumulates = {"never": (False,), "always": (True,), "fewer": (False, True)}[gradients_meet(stage)]
     steps = [Step(stage, step, out_of_place, earlier) for earlier in accumulates]
-    of = stage.run.model.name, stage.run.recipe.name, stage.number, stage.run.ranks, stage.run.seq
-    found = [MemoryTimeline(*of, tuple(one.instants()), listed(one.saved)) for one in steps]
-    return max(found, key=lambda timeline: timeline.peak_bytes)
+    return max((MemoryPeak(one.peak(), one) for one in steps), key=lambda peak: peak.instant.total)

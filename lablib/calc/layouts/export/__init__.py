@@ -1,0 +1,23 @@
+"""A layout as the files of four frameworks: torchtitan, Megatron-LM, Accelerate and DeepSpeed.
+
+    job = export_job("llama-3.1-405b", layout, gpus_per_node=8, seq=8192, global_batch=2048)
+    print(export_layout(job, "megatron"))
+
+    job           what is exported, and how it was counted
+    frameworks    the four, by name
+    torchtitan    a Python configuration
+    megatron      arguments of pretrain_gpt.py
+    accelerate    YAML
+    deepspeed     JSON
+
+What a framework cannot run is refused, and so is what would be another model, or would need other memory than was
+counted, without an error. Every file says which version's own parser has read one like it; a test reads it again where
+that version is installed, and holds the recorded files to what is written today where it is not.
+
+Read `job` first, then `megatron`.
+"""
+
+from lablib.calc.layouts.export.frameworks import EXPORTERS, export_layout, framework_recipe
+from lablib.calc.layouts.export.job import ExportJob, export_job
+
+__all__ = ["EXPORTERS", "ExportJob", "export_job", "export_layout", "framework_recipe"]

@@ -1,0 +1,129 @@
+"""What a plan does not model, as sentences about this model, this cluster and this layout.
+
+A reader who follows a plan should meet its limits beside it. Only what concerns the run is said; what would make
+another plan of it (FP8, a zero-bubble schedule) is refused by name where it is asked for, by `refuse_unmodelled`.
+"""
+
+from __future__ import annotations
+
+from lablib.calc.layouts.planner.layout import Layout, chunk_layers
+from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.models import ModelConfig
+from lablib.calc.schedules import SCHEDULES, schedule_names
+
+
+def not_modelled(load: Workload, layout: Layout) -> list[str]:
+    """Return what is taken for granted about a layout, one sentence each."""
+    found = [
+        *expert_limits(load.model, ep=layout.ep, out_of=f"dp={layout.dp}", tp=layout.tp),
+        *_overlap(layout),
+        *_pipeline(load, layout),
+    ]
+    if layout.cp > 1:
+        found.append(
+            f"cp={layout.cp}: keys and values of the whole sequence are gathered, and every rank attends to as many "
+            "pairs; rings and Ulysses take other times."
+        )
+    card = load.cluster.gpu
+    found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
+    if "fp8" in card.flops:
+        found.append(
+            f"Products run in {'bf16' if 'bf16' in card.flops else 'fp16'}: FP8, which {card.name} has, is not modelled."
+        )
+    if load.cluster.nodes > 1:
+        found.append(
+            f"Between its {load.cluster.nodes:,} nodes the network is taken as free of congestion, with full bandwidth "
+            "between any two."
+        )
+    return found
+
+
+def model_limits(model: ModelConfig, seq: int) -> list[str]:
+    """Return what a model has and the planner's time does not know, one clause for each field; nothing for most."""
+    found = []
+    if model.window and seq > model.window:
+        layers = f"{model.num_window_layers} of {model.num_layers} layers"
+        found.append(
+            f"window={model.window} in {layers}: timed and kept as by a kernel that takes windows; "
+            "with a mask, as Hugging Face's classes do it, all pairs are computed and more is kept"
+        )
+    said = {
+        "parallel_block": "attention and MLP are timed one after the other, and with tp as two all-reduces, not one",
+        "qk_norm": "norms on q and k take no time",
+        "attention_sinks": "sinks take no time",
+    }
+    found += [f"{field}: {what}" for field, what in said.items() if getattr(model, field)]
+    if model.turned_dim not in (0, model.head_dim):
+        found.append(f"rotary_dim={model.rotary_dim}: rotary positions are timed over whole heads")
+    return found
+
+
+def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int) -> list[str]:
+    """Return what is taken for granted about the experts of a model; nothing where it has none.
+
+    Args:
+        out_of: The ranks that ep is taken from, as text: "dp=8".
+    """
+    if not model.is_moe:
+        return []
+    found = [
+        f"Tokens are spread evenly over {model.num_experts} experts, and none is dropped: the busiest rank of a real "
+        "router takes longer and needs more memory."
+    ]
+    if ep == 1:
+        return found
+    split = f", and an expert is split over tp={tp}" if tp > 1 else ""
+    found.append(
+        f"ep={ep} is taken out of {out_of}{split}; experts over other ranks (folding), or split over another number, are "
+        "not searched."
+    )
+    text = (
+        f"Every one of a token's {model.experts_per_token} copies is sent to its expert and back, and no computation "
+    )
+    text += "hides it"
+    if model.router is not None and model.router.groups > 1:
+        groups = f"{model.router.group_topk} of {model.router.groups} groups"
+        text += f"; {model.name} limits a token to {groups}, which sends less"
+    return [*found, text + "."]
+
+
+def _overlap(layout: Layout) -> list[str]:
+    if layout.tp == 1:
+        return []
+    return [f"tp={layout.tp}: no product hides its collectives (asynchronous tensor parallelism hides some)."]
+
+
+def _pipeline(load: Workload, layout: Layout) -> list[str]:
+    if layout.pp == 1:
+        return []
+    layers = load.model.num_layers
+    found = [
+        f"pp={layout.pp}: zero-bubble schedules and DualPipe, which keeps two copies of the weights, are not searched."
+    ]
+    first, middle, last = chunk_layers(layers, layout.pp, layout.virtual_stages)
+    if (first, last) not in ((middle, middle), (middle - 1, middle - 1)):
+        text = f"{layers} layers are {first} in the first stage, {middle} in each other and {last} in the last"
+        most = (layers + 2) // layout.pp
+        if not any(chunk_layers(layers, layout.pp, chunks) for chunks in range(2, most + 1)):
+            text += "; they make no equal virtual stages, and unequal ones are not searched"
+        found.append(text + ".")
+    return found
+
+
+def refuse_unmodelled(*, recipe: object, schedule: object) -> None:
+    """Raise a ValueError for what is known elsewhere in lablib and not to the planner.
+
+    Args:
+        recipe: What was asked for, by any name.
+        schedule: The same.
+    """
+    if "fp8" in str(recipe).lower() or "fp4" in str(recipe).lower():
+        raise ValueError(
+            f"recipe {recipe!r}: the planner models no FP8 or FP4; plan with mixed-bf16, and see chapter 08"
+        )
+    if schedule in schedule_names() and schedule not in SCHEDULES:
+        why = " nor its second copy of the weights" if "dualpipe" in str(schedule) else ""
+        raise ValueError(
+            f"schedule={schedule!r}: the planner models {', '.join(SCHEDULES)}, and not the bubble of this one{why}; "
+            f"`rung schedule {schedule}` draws it"
+        )

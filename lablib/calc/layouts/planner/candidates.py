@@ -1,0 +1,133 @@
+"""Layouts by predicted step time, the fastest first, each judged by its peak before it is named.
+
+A search may find ten thousand layouts whose sums could fit, and somebody asks for five. So a peak, a millisecond each, is
+computed when the walk comes to it. A layout whose peak leaves too little goes back with more recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak
+from lablib.calc.layouts.planner.rates import Fitted
+from lablib.calc.layouts.planner.time import Workload, step_time
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with its predicted step.
+
+    Attributes:
+        seconds: Predicted seconds of a step by part; see `step_time`.
+        peak: What it holds at its fullest.
+    """
+
+    layout: Layout
+    seconds: dict[str, float]
+    peak: Peak
+
+    @property
+    def step(self) -> float:
+        """Predicted seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights, gradients, optimizer, activations and buffers of a rank at its peak."""
+        return self.peak.memory
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes of a rank at its peak."""
+        return self.peak.total
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layout that could fit, by its sums, with one or more ways to recompute.
+
+    Attributes:
+        layout: With the first of them.
+        again: Ways to recompute, the fastest first.
+        least: Bytes that it holds at least with the first.
+    """
+
+    layout: Layout
+    again: tuple[str, ...]
+    least: int
+
+    def at(self, number: int) -> Layout:
+        """Return the layout with one of its ways."""
+        return replace(self.layout, recompute=self.again[number]) if number else self.layout
+
+
+class Candidates(Sequence[Candidate]):
+    """Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest."""
+
+    def __init__(
+        self, load: Workload, counting: Counting, capacity: float, cuts: Sequence[Cut], fitted: Fitted
+    ) -> None:
+        self.load, self.counting, self.capacity, self.cuts = load, counting, capacity, cuts
+        self.rates = load.rates(fitted)
+        self._first = [(self._step(cut.layout), cut.least, number, 0) for number, cut in enumerate(cuts)]
+        heapify(self._first)
+        self._known: list[Candidate] = []
+        self._rest = self.walk()
+
+    def walk(self, where: Callable[[Layout], bool] | None = None) -> Iterator[Candidate]:
+        """Yield the layouts that fit, fastest first.
+
+        Args:
+            where: Which of them; peaks of others are not computed. It is asked anew each time.
+        """
+        heap = list(self._first)
+        while heap:
+            _, least, number, way = heappop(heap)
+            cut = self.cuts[number]
+            layout = cut.at(way)
+            if where is None or where(layout):
+                peak = layout_peak(self.load, layout, self.counting)
+                if peak.total <= self.capacity:
+                    yield Candidate(layout, step_time(self.load.job(layout), self.rates), peak)
+                    continue
+            for again in range(way + 1, len(cut.again)):
+                if where is None or where(cut.at(again)):
+                    heappush(heap, (self._step(cut.at(again)), least, number, again))
+                    break
+
+    def too_large(self) -> list[Layout]:
+        """Return the layouts whose peak was computed and leaves too little."""
+        tried = [cut.at(way) for cut in self.cuts for way in range(len(cut.again))]
+        known = ((layout, self.load._cache.get(("peak", layout, self.counting))) for layout in tried)
+        return [layout for layout, peak in known if peak and peak.total > self.capacity]
+
+    def _step(self, layout: Layout) -> float:
+        return sum(step_time(self.load.job(layout), self.rates).values())
+
+    def __iter__(self) -> Iterator[Candidate]:
+        number = 0
+        while self._has(number):
+            yield self._known[number]
+            number += 1
+
+    def _has(self, number: int) -> bool:
+        self._known += islice(self._rest, max(0, number + 1 - len(self._known)))
+        return number < len(self._known)
+
+    def __bool__(self) -> bool:
+        return self._has(0)
+
+    def __len__(self) -> int:
+        self._known += self._rest
+        return len(self._known)
+
+    def __getitem__(self, number: int | slice) -> Candidate | list[Candidate]:
+        """Return one or several, as of a list; only as many peaks are computed as that takes."""
+        if isinstance(number, slice):
+            few = number.stop is not None and number.stop >= 0 and (number.start or 0) >= 0
+            return list(islice(self, number.stop if few else None))[number]
+        return self._known[number] if number >= 0 and self._has(number) else list(self)[number]
