@@ -190,9 +190,9 @@ _FILLS = tuple(COLORS[role] for role in ("weights", "gradients", "optimizer", "a
 #: Parts of a step and how they are drawn.
 _PARTS = {
     "matmul": ("matrix products", COLORS["forward"], None),
-    "attention": ("fused attention", COLORS["activations"], None),
+    "attention": ("attention", COLORS["activations"], None),
     "memory": ("memory-bound kernels", COLORS["optimizer"], None),
-    "latency": ("starts of kernels and messages", COLORS["weights"], None),
+    "latency": ("launches and latency", COLORS["weights"], None),
     "tp": ("tensor parallelism", COLORS["communication"], HATCHES["communication"]),
     "cp": ("context parallelism", COLORS["gradients"], HATCHES["communication"]),
     "ep": ("expert parallelism", COLORS["activations"], HATCHES["communication"]),
@@ -200,7 +200,7 @@ _PARTS = {
     "dp": ("exposed data parallelism", COLORS["backward"], HATCHES["communication"]),
     "bubble": ("bubble", COLORS["idle"], HATCHES["idle"]),
     "optimizer": ("optimizer", COLORS["neutral"], None),
-    "step": ("once a step", COLORS["backward"], None),
+    "step": ("waiting for the slowest", COLORS["backward"], None),
 }
 
 

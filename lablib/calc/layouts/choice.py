@@ -13,7 +13,7 @@ The questions, simplest answer first:
 5. With sequences split (cp) as well?
 
 The first family that fits is not always taken: it must also be fast. One that the planner holds to be within
-`patience` of the best of all is taken, for being simpler; the planner's own error is about as large.
+`patience` of the best of all is taken, for being simpler: less than the planner's own error.
 
 Guides ask question 2 last or not at all, and ask in question 1 whether the weights fit. That is where their tables
 go wrong; see `audited_rows`.
@@ -36,7 +36,7 @@ FAMILIES = (
     "pipeline stages",
     "context parallelism",
 )
-PATIENCE = 0.05  # of the best step: what simplicity may cost; the planner's own error is about as large
+PATIENCE = 0.05  # of the best step: what simplicity may cost; less than the planner's own error
 
 
 def family(layout: Layout) -> str:
