@@ -620,7 +620,7 @@ def test_a_layout_that_a_framework_cannot_run_is_not_planned_for_it() -> None:
     code, out, err = rung(*PLAN, "--cp", "2", "--implementation", "paper", "--export", "deepspeed")
     assert (code, out) == (2, "")
     assert "Ulysses" in err
-    code, out, err = rung(*PLAN, "--pp", "2", "--export", "accelerate")
+    code, out, err = rung(*PLAN, "--pp", "2", "--implementation", "paper", "--export", "accelerate")
     assert (code, out) == (2, "")
     assert "Accelerate has no such parallelism" in err
 
