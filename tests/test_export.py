@@ -217,7 +217,13 @@ def test_accelerate_runs_what_was_planned(case: Case) -> None:
         assert found["fsdp_config"]["fsdp_activation_checkpointing"] is (layout.recompute == "full")
     assert found["total_size"] == (layout.gpus if layout.tp * layout.cp > 1 else None)
     head = "\n".join(PROVEN[case.name]["text"])
-    assert f"gradient_accumulation_steps={job.accumulation}" in head
+    sharded = layout.zero and job.accumulation > 1
+    steps = (
+        f"num_steps={job.accumulation}, sync_each_batch=True"
+        if sharded
+        else f"gradient_accumulation_steps={job.accumulation}"
+    )
+    assert steps in head
     assert f"batch_size={layout.micro_batch}" in head
 
 

@@ -9,6 +9,7 @@ import pytest
 from lablib.calc.layouts.planner import (
     FITTED,
     LIKE_THIS,
+    MEASURED,
     Layout,
     Workload,
     cluster,
@@ -32,7 +33,7 @@ from lablib.proof.planner import (
     rows_of,
 )
 from lablib.proof.planner.fitting import START, as_point, from_point
-from lablib.proof.planner.table import MEASURED, short_form
+from lablib.proof.planner.table import short_form
 from lablib.proof.planner.verdicts import first_choices, seconds_of
 
 

@@ -226,29 +226,18 @@ def parameters_line(model: ModelConfig) -> list[str]:
 
 
 def _export(result: Plan, framework: str, recipe: str | None) -> str:
-    """The fastest layout that the framework can run, as its file; a faster one that it cannot run is said."""
+    """The winner as the framework's file; the plan has taken only layouts that the framework can run."""
     from lablib.calc.layouts import export_job, export_layout
 
-    load, refused = result.load, None
-    for candidate in result.candidates:
-        try:
-            job = export_job(
-                load.model,
-                candidate.layout,
-                seq=load.seq,
-                global_batch=load.global_batch,
-                gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
-                sequence_parallel=load.sequence_parallel,
-                recipe=recipe,
-                attention=load.attention,
-            )
-            text = export_layout(job, framework)
-        except ValueError as error:
-            refused = refused or error
-            continue
-        if refused:
-            slower = candidate.step / result.best.step - 1
-            note = f"{framework} cannot run the fastest layout, {result.best.layout} ({refused}). Exported is {candidate.layout}"
-            typer.echo(textwrap.fill(f"{note}, {slower:.1%} slower.", 80), err=True)
-        return text
-    raise ValueError(f"{framework} can run none of the layouts that fit; of the fastest: {refused}")
+    load = result.load
+    job = export_job(
+        load.model,
+        result.best.layout,
+        seq=load.seq,
+        global_batch=load.global_batch,
+        gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
+        sequence_parallel=load.sequence_parallel,
+        recipe=recipe,
+        attention=load.attention,
+    )
+    return export_layout(job, framework)

@@ -156,6 +156,8 @@ def _answer(found: Plan, name: str, own: Candidate, taken: bool) -> Reason:
         text += f"; {slower:.1%} slower than the best of all, which is less than the planner can tell apart"
     else:
         text += "; no layout is faster" if slower == 0 else "; as fast as the best of all"
+    if taken:
+        text += f". Error of such times: {found.like(own).sentence}"
     return Reason(name, True, taken, own.layout, own.total_memory, own.step, text + ".")
 
 

@@ -244,7 +244,7 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
 
 
 def _casts_inputs(run: RunConfig) -> bool:
-    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered and run.recompute != "full"
+    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered
 
 
 def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:

@@ -131,6 +131,7 @@ def _mistral(f: Fields) -> dict:
 
 
 def _qwen2(f: Fields) -> dict:
+    f.get("attention_bias")  # q, k and v have biases whatever it says
     return _decoder(f, positions=32768) | {"qkv_bias": True} | _switched_windows(f)
 
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from lablib.calc.layouts.planner import FITTED, Fitted, Run, run_choices, step_time, workload_of_run
-from lablib.calc.layouts.planner.time import Job
+from lablib.calc.layouts.planner import FITTED, Fitted, Job, Run, run_choices, step_time, workload_of_run
 from lablib.proof.planner.runs import is_fitted
 
 MOST = 40

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import LIKE_THIS, Run, likeness
+from lablib.calc.layouts.planner import LIKE_THIS, MEASURED, Run
 from lablib.calc.params import count_params
 from lablib.proof.planner.fitting import as_point, fit_rates, judge, rows_of
 from lablib.proof.planner.runs import is_fitted, measured_runs
@@ -30,7 +30,6 @@ from lablib.proof.planner.verdicts import (
     without_each_term,
 )
 
-MEASURED = Path(likeness.__file__).with_name("measured.json")
 PLANNER_TABLE = Path(__file__).parents[3] / "book" / "data" / "planner_table.json"
 
 

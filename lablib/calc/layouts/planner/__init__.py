@@ -42,12 +42,12 @@ from lablib.calc.layouts.planner.explain import (
     reason_against,
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
-from lablib.calc.layouts.planner.likeness import LIKE_THIS, Likeness, like_this
+from lablib.calc.layouts.planner.likeness import LIKE_THIS, MEASURED, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import NEAREST, Plan, divisors, nothing_fits, plan
-from lablib.calc.layouts.planner.time import MicroBatch, Workload, layer_work, pass_seconds, step_time
+from lablib.calc.layouts.planner.time import Job, MicroBatch, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
     "FIELDS",
@@ -56,6 +56,7 @@ __all__ = [
     "KERNELS",
     "LIKE_THIS",
     "LLAMA3",
+    "MEASURED",
     "MEASURED_RUNS",
     "NARAYANAN",
     "NEAREST",
@@ -67,6 +68,7 @@ __all__ = [
     "Counting",
     "Fitted",
     "Framework",
+    "Job",
     "Layout",
     "Likeness",
     "MicroBatch",

@@ -21,6 +21,7 @@ from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
 
+MEASURED = Path(__file__).with_name("measured.json")
 LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
 
 #: What the driver calls a generation, as the beginning of a row's name in the table of accelerators.
@@ -67,7 +68,7 @@ class Likeness:
 
 @cache
 def _rows() -> tuple[dict, ...]:
-    text = Path(__file__).with_name("measured.json").read_text()
+    text = MEASURED.read_text()
     return tuple(dict(zip(LIKE_THIS, row, strict=True)) for row in json.loads(text))
 
 

@@ -221,7 +221,7 @@ class Eager:
             f"weight of {name}",
             [normed, *weight],
             self.numbers(x),
-            self.item[normed],
+            max(self.item[normed], self.value),  # under autocast the weight is fp32, whatever x is
             keeps=keeps,
             gradient=[NEW] + [NONE] * len(weight),
             kind=kind,
@@ -229,7 +229,7 @@ class Eager:
             backward_temporary=normed.bytes if trained else 0,
             label=f"output of {name}",
         )
-        return self.cast(y, self.item[x], f"output of {name}")
+        return self.cast(y, self.item[x], f"output of {name}") if wide else y
 
     def matmul(self, x: Value, y: Value, numbers: int, *, kind: str, name: str) -> Value:
         """Return a batched product of two activations: each is kept for the other's gradient."""

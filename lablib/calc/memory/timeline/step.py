@@ -435,11 +435,11 @@ class Step:
 
     @cached_property
     def attention_mask(self) -> Terms:
-        """Hugging Face's mask, one for each sequence: in the dtype of the stream, or a window's for fused attention."""
+        """Hugging Face's mask: of numbers for each sequence, or a window's of bools for all, which is the fused kernel's."""
         run = self.run
         if run.attention == "fused":
             windowed = run.implementation.masks_window(run.model, run.seq)
-            return {"attention_mask": run.micro_batch * run.seq * run.seq} if windowed else {}
+            return {"attention_mask": run.seq * run.seq} if windowed else {}
         if not run.implementation.shares_mask:
             return {}
         value = block_setting(run, 0, 0, behind_embedding=False).value
