@@ -19,8 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
+
+from lablib.launch.torch_private import MemTracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lablib.calc.layouts.planner.layout import Layout, layers_per_stage
+from lablib.calc.layouts.planner.memory import activation_memory
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.memory import ROLES, RunConfig, find_term
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
@@ -133,7 +134,8 @@ def refusal(load: Workload, layout: Layout, counting: Counting) -> str:
     Both depend on which degrees are above one, and not on how far, so one layout answers for all like it.
     """
     try:
-        layout_peak(load, layout, counting)
+        counted_run(load, layout, counting)
+        activation_memory(load, layout, layout.recompute, counting.implementation)
         if counting.accepts:
             counting.accepts(layout)
     except ValueError as error:

@@ -41,8 +41,9 @@ four (arXiv 2412.19437), so a layout like its own is predicted too slow here.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from math import log2
+from typing import NamedTuple
 
 from lablib.calc.communication import ring_all_gather_bytes
 from lablib.calc.flops import attended_pairs
@@ -63,8 +64,7 @@ BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a pass asks of the machine, each part at its full rate.
 
     Attributes:
@@ -88,11 +88,11 @@ class Work:
     layers: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Work(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def times(self, n: float) -> Work:
         """Return n times as much."""
-        return Work(*(n * mine for mine in astuple(self)))
+        return Work(*(n * mine for mine in self))
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,15 @@ def layer_work(
     backward = (
         matrices.times(2)
         + between.times(BACKWARD_BYTES)
-        + replace(kernel.times(2), memory=BACKWARD_BYTES * kernel.memory, attention=FUSED_BACKWARD * kernel.attention)
+        + kernel.times(2)._replace(memory=BACKWARD_BYTES * kernel.memory, attention=FUSED_BACKWARD * kernel.attention)
         + sent
         + Work(memory=(value + 2 * gradient) * weights / hbm, layers=2)
     )
     if recompute == "full":
         # What comes behind the last tensor that backward needs is not run again: the MLP's last product.
         last = tokens * model.hidden * _mlp_width(model, experts) * 2 / tp / rate if batch.stops_early else 0.0
-        backward = backward + replace(
-            forward, matmul=forward.matmul - last, products=forward.products - batch.stops_early
-        )
+        again = forward._replace(matmul=forward.matmul - last, products=forward.products - batch.stops_early)
+        backward = backward + again
     elif recompute == "selective":
         backward = backward + kernel
     return Passes(forward, backward)
