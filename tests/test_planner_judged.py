@@ -20,6 +20,7 @@ from lablib.calc.layouts.planner import (
     plan,
     predict_run,
     run_choices,
+    step_time,
 )
 from lablib.calc.models import preset
 from lablib.proof.planner import (
@@ -39,7 +40,7 @@ from lablib.proof.planner import (
 from lablib.proof.planner.fitting import START, as_point, from_point
 from lablib.proof.planner.table import short_form
 from lablib.proof.planner.verdicts import first_choices, seconds_of
-from lablib.view.layouts import predicted_over_measured
+from lablib.view.layouts import predicted_over_measured, step_parts
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +205,8 @@ def test_the_page_types_no_result() -> None:
     prose = re.sub(r"(?ms)^(`{3,})\{code-cell\}.*?^\1[ ]*$", "", PAGE.read_text(encoding="utf-8").split("---", 2)[2])
     prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", prose)
     unit = r"(?:%|percent|times|µs|ms|s|rows|runs|sources|layouts|pairs|TFLOP/s)\b"
-    # A threshold of the page itself: layouts that are closer than this.
-    assert set(re.findall(rf"\b\d[\d,.]*\s?{unit}", prose)) <= {"3 percent"}
+    # Thresholds of the page itself, and what BLOOM's chronicle says of repeats.
+    assert set(re.findall(rf"\b\d[\d,.]*\s?{unit}", prose)) <= {"3 percent", "10 percent", "7 percent"}
     assert re.findall(r"(?<![\w.])\d+\.\d+", prose) == []
 
 
@@ -228,6 +229,14 @@ def test_the_figure_has_a_dot_for_every_row(table: dict) -> None:
     dots = [line.get_xydata() for line in ax.lines if line.get_marker() != "None"]
     assert [len(marks) for marks in dots] == [len(ratios) for ratios in strips.values()]
     assert all(len(set(map(tuple, marks.round(6)))) == len(marks) for marks in dots)
+
+
+def test_every_part_of_a_predicted_step_has_its_bar() -> None:
+    load = Workload(preset("mixtral-8x7b"), cluster("h100", 64), 8192, 128)
+    layout = Layout(tp=2, cp=2, ep=2, pp=2, dp=8, zero=1, recompute="full")
+    seconds = step_time(load.job(layout), load.rates())
+    (ax,) = step_parts({"one": seconds}).axes
+    assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(sum(seconds.values()))
 
 
 # How wrong on runs like this one
