@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +20,11 @@ from lablib.calc.layouts.planner import (
     plan,
     predict_run,
     run_choices,
+    step_time,
 )
 from lablib.calc.models import preset
 from lablib.proof.planner import (
+    PLANNER_TABLE,
     SOURCES,
     Row,
     concordance,
@@ -35,6 +40,7 @@ from lablib.proof.planner import (
 from lablib.proof.planner.fitting import START, as_point, from_point
 from lablib.proof.planner.table import short_form
 from lablib.proof.planner.verdicts import first_choices, seconds_of
+from lablib.view.layouts import predicted_over_measured, step_parts
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +130,6 @@ def test_the_table_is_of_these_rows(table: dict, rows: list[Row]) -> None:
 
 
 def test_what_the_planner_quotes_is_the_table(table: dict) -> None:
-    import json
-
     assert json.loads(MEASURED.read_text()) == short_form(table)
 
 
@@ -189,6 +193,50 @@ def test_order_by_hand() -> None:
 def test_one_constant_is_right_for_a_gpu_of_one_row() -> None:
     (run,) = [run for run in measured_runs() if run.paper == "torchtitan"][:1]
     assert one_constant([run]) == [(run, 1.0)]
+
+
+# The page
+
+PAGE = Path(__file__).resolve().parents[1] / "book" / "planner_errors.md"
+PEERS = json.loads(PLANNER_TABLE.with_name("planner_peers.json").read_text())
+
+
+def test_the_page_types_no_result() -> None:
+    prose = re.sub(r"(?ms)^(`{3,})\{code-cell\}.*?^\1[ ]*$", "", PAGE.read_text(encoding="utf-8").split("---", 2)[2])
+    prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", prose)
+    unit = r"(?:%|percent|times|µs|ms|s|rows|runs|sources|layouts|pairs|TFLOP/s)\b"
+    # Thresholds of the page itself, and what BLOOM's chronicle says of repeats.
+    assert set(re.findall(rf"\b\d[\d,.]*\s?{unit}", prose)) <= {"3 percent", "10 percent", "7 percent"}
+    assert re.findall(r"(?<![\w.])\d+\.\d+", prose) == []
+
+
+def test_other_planners_have_a_source_and_rows_that_are_here(table: dict) -> None:
+    sources = {row["source"] for row in table["rows"]}
+    for peer in PEERS:
+        assert peer["url"].startswith("https://")
+        assert peer["ours"] is None or peer["ours"] in sources, peer["planner"]
+        assert re.match(r"\d+\.\d+ %", peer["error"]), peer["planner"]
+    assert sum(peer["ours"] is not None for peer in PEERS) >= 4
+
+
+def test_the_figure_has_a_dot_for_every_row(table: dict) -> None:
+    """No row of the table is left out of the figure, and none of its marks hides another."""
+    strips: dict[str, list[float]] = {}
+    for row in table["rows"]:
+        strips.setdefault(row["source"], []).append(row["ratio"])
+    new = {row["source"] for row in table["rows"] if not row["fitted"]}
+    (ax,) = predicted_over_measured(strips, unseen=new).axes
+    dots = [line.get_xydata() for line in ax.lines if line.get_marker() != "None"]
+    assert [len(marks) for marks in dots] == [len(ratios) for ratios in strips.values()]
+    assert all(len(set(map(tuple, marks.round(6)))) == len(marks) for marks in dots)
+
+
+def test_every_part_of_a_predicted_step_has_its_bar() -> None:
+    load = Workload(preset("mixtral-8x7b"), cluster("h100", 64), 8192, 128)
+    layout = Layout(tp=2, cp=2, ep=2, pp=2, dp=8, zero=1, recompute="full")
+    seconds = step_time(load.job(layout), load.rates())
+    (ax,) = step_parts({"one": seconds}).axes
+    assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(sum(seconds.values()))
 
 
 # How wrong on runs like this one
