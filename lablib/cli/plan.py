@@ -151,7 +151,10 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
 
 
 def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
-    load = result.load
+    from lablib.calc.memory import Verdict
+
+    load, card = result.load, result.cluster.gpu
+    said = Verdict(candidate.total_memory, card, card.usable_bytes - result.capacity).as_dict()
     return {
         **candidate.layout.as_dict(),
         "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
@@ -166,8 +169,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "memory": candidate.peak.terms,
         "peak_at": candidate.peak.at,
         "stage": candidate.peak.stage,
-        "verdict": "fits",
-        "headroom": result.capacity - candidate.total_memory,
+        **{name: said[name] for name in ("fits", "verdict", "headroom")},
     }
 
 

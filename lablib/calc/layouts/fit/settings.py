@@ -20,7 +20,18 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import Cluster, Layout, Likeness, Workload, check_nodes, cluster, like_this, step_time
+from lablib.calc.layouts.planner import (
+    FRAMEWORKS,
+    Cluster,
+    Framework,
+    Layout,
+    Likeness,
+    Workload,
+    check_nodes,
+    cluster,
+    like_this,
+    step_time,
+)
 from lablib.calc.memory import (
     GRADIENT_TERMS,
     RESERVE,
@@ -279,7 +290,10 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
     machine = _cluster(have)
-    load = _workload(run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel)
+    load = _workload(
+        run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel,
+        FRAMEWORKS[run.implementation],
+    )  # fmt: skip
     return load, layout
 
 
@@ -362,14 +376,15 @@ def _workload(
     dtypes: Recipe,
     attention: str,
     sequence_parallel: bool,
+    framework: Framework,
 ) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
     key = (
         model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
-        seq, sequences, dtypes, attention, sequence_parallel,
+        seq, sequences, dtypes, attention, sequence_parallel, framework,
     )  # fmt: skip
     if key not in _WORKLOADS:
         if len(_WORKLOADS) >= 8:
             _WORKLOADS.clear()
-        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel)
+        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel, framework)
     return _WORKLOADS[key]

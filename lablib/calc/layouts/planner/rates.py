@@ -61,6 +61,7 @@ FRAMEWORKS = {
     "torchtitan": Framework(stops_early=True),
     "megatron": Framework(attention="transformer-engine", pp_hides=True),
 }
+FRAMEWORKS["megatron-te-loss"] = FRAMEWORKS["megatron"]
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,8 @@ def step_time(job: Job, rates: Rates) -> dict[str, float]:
         if each > longest:
             longest, slowest = each, (forward, backward)
     forward, backward = slowest
-    send = longest - sum(forward.values()) - sum(backward.values())
+    # What the stage takes beside its passes; where nothing is sent, rounding may leave less than nothing.
+    send = max(0.0, longest - sum(forward.values()) - sum(backward.values()))
     m = job.micro_batches
     exposed, again = _exposed(job, sum(forward.values()), sum(backward.values()), rates)
     seconds = {name: m * (forward[name] + backward[name]) for name in forward}
