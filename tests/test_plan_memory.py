@@ -22,6 +22,7 @@ from lablib.calc.layouts.planner import (
     cluster,
     counted_run,
     layout_peak,
+    not_modelled,
     plan,
 )
 from lablib.calc.memory import IMPLEMENTATIONS, run_config
@@ -108,6 +109,34 @@ def test_every_implementation_can_be_planned(implementation: str) -> None:
         sequence_parallel=found.load.sequence_parallel and best.tp > 1, **how,
     )  # fmt: skip
     assert step_seconds(have) == pytest.approx(found.best.step)
+
+
+def test_products_take_the_rate_of_their_dtype() -> None:
+    """Four bytes a value go through the units of fp32, an eighth of a T4's fp16, and MFU is a share of that."""
+    job = {"gpus": 1, "gpu": "t4", "global_batch": 8}
+    half, full = (plan("gpt2", recipe_=name, **job) for name in ("mixed-fp16", "fp32"))
+    card = accelerator("t4")
+    ratio = card.peak("fp16") / card.peak("fp32")
+    assert full.best.seconds["matmul"] == pytest.approx(ratio * half.best.seconds["matmul"])
+    assert half.mfu(half.best) < full.mfu(full.best) < 1
+    assert not any("bf16" in line for line in not_modelled(half.load, half.best.layout))
+    wrong = plan("gpt2", **job)
+    assert any("T4 has no bf16" in line for line in not_modelled(wrong.load, wrong.best.layout))
+    with pytest.raises(ValueError, match=r"B200 .* has no fp32 peak in the table"):
+        plan("gpt2", recipe_="fp32", **job | {"gpu": "b200"})
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "deepspeed", "accelerate", "megatron"])
+def test_a_model_that_a_framework_lacks_is_named_and_nothing_else(framework: str) -> None:
+    job = {"seq": 1024, "global_batch": 32}
+    with pytest.raises(ValueError, match=r"layouts can be counted: .*family 'falcon'") as error:
+        plan("falcon-7b", gpus=16, counting=counting_for(framework, "falcon-7b", **job), **job)
+    assert "zero=" not in str(error.value)
+
+
+def test_what_does_not_fit_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"largest term is optimizer, [\d.]+ GB; use more or larger GPUs"):
+        _ = plan("llama-3-8b", gpus=8, gpu="t4", seq=512, global_batch=8).best
 
 
 def test_nothing_sent_takes_no_less_than_nothing() -> None:

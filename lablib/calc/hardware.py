@@ -372,8 +372,10 @@ ACCELERATORS: dict[str, Accelerator] = {
         cuda=79.11, seen="github.com/vllm-project/vllm/issues/27508",
     ),
     "h100-pcie": _card(
-        "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
+        "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0,
+        {"bf16": 756, "fp16": 756, "fp8": 1513, "tf32": 378, "fp32": 51},
         scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
+        flops="NVIDIA H100 datasheet, PCIe column, which prints sparse rates of matrix units: half of them (secondary)",
         cuda=79.11, seen="81,008 MiB in published torch device properties",
     ),
     "h100-nvl": _card(

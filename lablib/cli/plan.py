@@ -175,13 +175,17 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
+    from lablib.calc.errors import plural
     from lablib.calc.layouts.planner import not_modelled
 
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
-    head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
-        head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
+        *textwrap.wrap(
+            f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
+            f"{plural(load.seq, 'token')} a step",
+            80,
+        ),
         *parameters_line(load.model),
         f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
@@ -206,7 +210,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         lines.append(
             f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
             f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
-            f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
+            f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
     lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]

@@ -26,7 +26,13 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
         )
     card = load.cluster.gpu
     found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
-    if "fp8" in card.flops:
+    if load.recipe.activation == 4:
+        found.append("Products of fp32 are timed at the rate without TF32, and fused attention as a share of that.")
+    elif "bf16" not in card.flops and "fp16" not in load.recipe.name:
+        found.append(
+            f"{card.name} has no bf16 matrix units: times are those of fp16, and recipe mixed-fp16 trains in it."
+        )
+    if "fp8" in card.flops and load.recipe.activation == 2:
         found.append(
             f"Products run in {'bf16' if 'bf16' in card.flops else 'fp16'}: FP8, which {card.name} has, is not modelled."
         )
