@@ -438,7 +438,7 @@ def test_the_command_says_all_that_is_not_the_default() -> None:
 
 def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     cli = inspect.signature(fit).parameters
-    assert SETTINGS.keys() - cli.keys() == {"layers_per_stage", "bucket_bytes", "torch"}
+    assert SETTINGS.keys() - cli.keys() == {"bucket_bytes", "torch"}
     assert all(cli[name].default is None for name in SETTINGS.keys() & cli.keys())
     data = json.loads(rung(*FIT, "--tp", "8", "--json")[1])
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8

@@ -29,6 +29,7 @@ from lablib.calc.layouts.planner import (
     Workload,
     check_nodes,
     cluster,
+    layers_per_stage,
     like_this,
     step_time,
 )
@@ -115,8 +116,15 @@ class Setup:
         return {field.name: getattr(self.run, field.name) for field in fields(self.run)}
 
     def having(self, **changes: object) -> Setup:
-        """Return the setup with other arguments of `training_memory`, or another `step`."""
+        """Return the setup with other arguments of `training_memory`, or another `step`.
+
+        The layers of each stage were given for these stages; others get as many each.
+        """
         step = changes.pop("step", self.step)
+        if any(
+            changes.get(name, getattr(self.run, name)) != getattr(self.run, name) for name in ("pp", "virtual_stages")
+        ):
+            changes.setdefault("layers_per_stage", None)
         return replace(self, run=replace(self.run, **changes), step=step)
 
 
@@ -289,6 +297,10 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
+    if run.layers_per_stage is not None:
+        given, own = list(run.layers_per_stage), layers_per_stage(run.model.num_layers, run.pp, run.virtual_stages)
+        if given != own:
+            raise ValueError(f"layers_per_stage={given}: the planner times its own cut alone, {own}")
     machine = _cluster(have)
     load = _workload(
         run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel,
@@ -306,7 +318,7 @@ def step_seconds(have: Setup) -> float:
 def links_of(have: Setup) -> tuple[str, dict[str, object]]:
     """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
     try:
-        machine = _cluster(have)
+        machine = _job(have)[0].cluster
     except ValueError as error:
         return f"No times: {error}", {}
     return machine.links_text(), machine.links()
