@@ -235,7 +235,7 @@ class Accelerator:
         """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe."""
         key = self.scale_up or self.host
         if key is None:
-            raise ValueError(f"{self.name} has no link in the table; give a bandwidth")
+            raise ValueError(f"{self.name} has no link in the table: give intra, a rate like '40 GB/s'")
         return LINKS[key]
 
 

@@ -151,6 +151,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
 
 
 def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
+    from lablib.calc.layouts.planner import layers_per_stage
     from lablib.calc.memory import Verdict
 
     load, card = result.load, result.cluster.gpu
@@ -158,6 +159,9 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
     return {
         **candidate.layout.as_dict(),
         "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
+        "layers_per_stage": layers_per_stage(
+            load.model.num_layers, candidate.layout.pp, candidate.layout.virtual_stages
+        ),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
         "step_error": result.like(candidate).as_dict(),
