@@ -38,7 +38,7 @@ def plan(
     ] = None,
     implementation: Annotated[
         str | None,
-        typer.Option(help="Whose memory is counted, as in `rung memory`; default: what --export runs, or paper."),
+        typer.Option(help="Whose memory and kernels, as in `rung memory`; default: what --export runs, or paper."),
     ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,

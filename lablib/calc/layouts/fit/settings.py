@@ -7,9 +7,9 @@ What is compared with a GPU is the peak of `memory_timeline`, which walks throug
 out less its context and a reserve; a run that is above the budget and not above what CUDA gives out is tight, and is
 treated here as one that does not fit.
 
-The step is the planner's, for the same sequences in every step. What the planner does not know is added: states on the
-CPU cross the host link twice and are updated there, at no more than the host link's rate, and nothing hides either. LoRA
-is timed as if all weights were trained, an upper bound.
+The step is the planner's, for the same sequences in every step and with the kernels of the implementation. What the
+planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
+host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
 """
 
 from __future__ import annotations

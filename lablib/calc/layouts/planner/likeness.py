@@ -5,7 +5,7 @@
 `measured.json` has a row for each of them, made by `lablib.proof.planner` with `LIKE_THIS` as its columns. Its ratios,
 predicted over measured seconds, are by constants that never saw the row's source. The runs that count are of the same
 generation of GPUs and the same way to shard, of nearly its size and length; where there are fewer than `ENOUGH`, length
-is given up first, then size.
+is given up first, then size. Nothing like them was measured of mixtures of experts, of fp32, or of other GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.rates import generation
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -26,8 +27,8 @@ LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
 
 #: GPUs that rows were measured on, by generation.
 CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
-#: The generation of a GPU that runs like them, by the beginning of its name in the table of accelerators.
-KIN = {"A100": "a100", "H100": "h100", "H200": "h100", "H800": "h100", "B200": "b200", "GB200": "b200"}
+#: GPUs that run like them, by the beginning of their names in the table of accelerators; others have constants alone.
+KIN = ("A100", "H100", "H200", "H800", "B200", "GB200")
 ENOUGH = 5
 SIZE = 3  # times smaller or larger
 LENGTH = 2  # times shorter or longer
@@ -76,7 +77,7 @@ def _rows() -> tuple[dict, ...]:
 
 def like_this(load: Workload, layout: Layout) -> Likeness:
     """Return the measured runs like a layout of a job."""
-    kin = next((KIN[start] for start in KIN if load.cluster.gpu.name.startswith(start)), None)
+    kin = generation(load.cluster.gpu) if load.cluster.gpu.name.startswith(KIN) else None
     sharded = layout.zero >= 2
     way = "FSDP" if sharded else "replicas or ZeRO-1"
     if load.model.is_moe:
