@@ -63,7 +63,7 @@ def plan(
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
     from lablib.calc.layouts import counting_for
-    from lablib.calc.layouts.planner import Counting, nothing_fits, plan_reasons
+    from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
@@ -109,6 +109,8 @@ def plan(
         )
         for what in counting.not_counted:
             typer.echo(f"not counted: {what}", err=True)
+        for what in missing_units(result.load):
+            typer.echo(what, err=True)
         typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))

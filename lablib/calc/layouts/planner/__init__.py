@@ -17,7 +17,13 @@
 Read `search` first, then `time`. Chapter 07.
 """
 
-from lablib.calc.layouts.planner.assumptions import expert_limits, model_limits, not_modelled, refuse_unmodelled
+from lablib.calc.layouts.planner.assumptions import (
+    expert_limits,
+    missing_units,
+    model_limits,
+    not_modelled,
+    refuse_unmodelled,
+)
 from lablib.calc.layouts.planner.calibration import (
     LLAMA3,
     MEASURED_RUNS,
@@ -101,6 +107,7 @@ __all__ = [
     "layout_peak",
     "like_this",
     "megatron_gpt",
+    "missing_units",
     "model_limits",
     "not_modelled",
     "nothing_fits",
