@@ -318,7 +318,9 @@ def step_seconds(have: Setup) -> float:
 def links_of(have: Setup) -> tuple[str, dict[str, object]]:
     """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
     try:
-        machine = _job(have)[0].cluster
+        load, layout = _job(have)
+        load.job(layout)  # a GPU without a figure for these dtypes has no times either
+        machine = load.cluster
     except ValueError as error:
         return f"No times: {error}", {}
     return machine.links_text(), machine.links()
