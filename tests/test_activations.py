@@ -292,7 +292,10 @@ def test_the_toys_terms_vanish_with_their_causes():
         ({"attention": "flash"}, "unknown attention 'flash'"),
         ({"bytes_per_value": 3}, "bytes_per_value=3 must be one of 2, 4"),
         ({"layer": 32}, "layer=32"),
-        ({"implementation": "toy", "cp": 2}, "implementation='toy' knows tp alone: cp=2 must be 1"),
+        (
+            {"implementation": "toy", "cp": 2},
+            "implementation='toy' splits a layer by tp alone, and not by cp=2; use cp=1",
+        ),
     ],
 )
 def test_bad_input_is_named(change, words):

@@ -176,6 +176,11 @@ def test_models_lists_every_preset_with_its_count() -> None:
         (["fit", "llama-3-8b"], "Missing option '--gpu'"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--gpus", "12"], "use 8 or 16"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--reserve", "3"], "has no unit of bytes"),
+        (
+            ["plan", "gpt2", "--gpus", "2", "--gpu", "tpu-v4", "--global-batch", "2"],
+            "give intra, a rate like '40 GB/s'",
+        ),
+        (["plan", "gpt2", "--gpus", "2", "--global-batch", "2", "--virtual-stages", "99"], "use fewer virtual_stages"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--tp", "3"], "tp=3 does not divide num_heads=32"),
         (["fit", "no/config.json", "--gpu", "h100"], "cannot read no"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--nic", "fast"], "unknown link 'fast'"),
@@ -438,7 +443,7 @@ def test_the_command_says_all_that_is_not_the_default() -> None:
 
 def test_every_option_is_a_setting_and_only_what_is_given_is_fixed() -> None:
     cli = inspect.signature(fit).parameters
-    assert SETTINGS.keys() - cli.keys() == {"layers_per_stage", "bucket_bytes", "torch"}
+    assert SETTINGS.keys() - cli.keys() == {"bucket_bytes", "torch"}
     assert all(cli[name].default is None for name in SETTINGS.keys() & cli.keys())
     data = json.loads(rung(*FIT, "--tp", "8", "--json")[1])
     assert data["fewest_gpus"][0]["layout"]["tp"] == 8
@@ -555,6 +560,37 @@ def test_json_is_the_plan() -> None:
         assert row["tp"] * row["cp"] * row["pp"] * row["dp"] == 16
         assert row["num_microbatches"] * row["micro_batch"] * row["dp"] == 64
     assert read["why"][0].startswith(str(result.best.layout))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "more"),
+    [
+        ("llama-3-8b", "rtx-4090", 64, ["--implementation", "megatron"]),  # chunks of stages that are not equal
+        ("olmo-2-7b", "gb200", 72, ["--implementation", "hf", "--recipe", "mixed-fp16"]),
+        ("gpt-oss-20b", "mi300x", 8, ["--reserve", "0"]),
+        ("deepseek-v2-lite", "a100-80gb-pcie", 16, ["--nic", "100gbe"]),
+    ],
+)
+def test_the_layout_of_a_plan_has_one_verdict(model: str, gpu: str, gpus: int, more: list[str]) -> None:
+    job = [model, "--gpu", gpu, "--seq", "1024"]
+    nic = more if "--nic" in more else ["--nic", "50 GB/s", *more]
+    found = json.loads(rung("plan", *job, "--gpus", str(gpus), "--global-batch", str(gpus), *nic, "--json")[1])
+    best, settings = found["layouts"][0], ["--prefetch", "1", "--gradient-as-bucket-view"]
+    for name in SETTINGS.keys() & best.keys():
+        value = best[name]
+        settings += [
+            f"--{name.replace('_', '-')}",
+            ",".join(map(str, value)) if isinstance(value, list) else str(value),
+        ]
+    settings += ["--recipe", found["recipe"], "--implementation", found["implementation"]]
+    split = best["tp"] > 1 and found["implementation"] != "hf"
+    settings += ["--sequence-parallel"] * split + (["--reserve", "0"] if "--reserve" in more else [])
+    said = (best["memory_bytes"], best["fits"], best["verdict"], best["headroom"])
+    for name, *how in (["memory"], ["memory", "--at", "peak"], ["fit", "--nic", "50 GB/s"]):
+        code, out, err = rung(name, *job, *settings, *how, "--json")
+        assert code == 0, err
+        judged = json.loads(out)
+        assert tuple(judged[key] for key in ("peak_bytes", "fits", "verdict", "headroom")) == said, (name, how)
 
 
 def test_constraints_hold() -> None:

@@ -82,6 +82,14 @@ def test_the_command_adds_up():
     assert CliRunner().invoke(app, ["cost", "2xa10"]).exit_code == 2
 
 
+def test_the_longest_names_fit_and_one_node_is_said():
+    out = CliRunner().invoke(app, ["cost", "8xgb200@9", "8xa100-80gb-pcie@1", "16xh100@3", "--batch", "1"]).output
+    assert max(map(len, out.splitlines())) <= 80
+    assert "1 sequence of 1,024 tokens" in out
+    assert out.count("taken as one node") == 1
+    assert "taken as one node, with no network between its GPUs: 16 x H100 SXM" in out
+
+
 def test_the_cost_sheet_loads_no_torch():
     probe = (
         "import sys\nfrom lablib.cli.main import app\n"

@@ -189,6 +189,12 @@ def test_windows_are_those_of_transformers() -> None:
         assert from_hf(SMALL[model_type] | fields | {"model_type": model_type}).window == 0
     chunked = SMALL["gpt_oss"] | {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 3}
     assert "layer_types is ['chunked_attention'" in read(chunked)
+    linear = SMALL["qwen2"] | {
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        "layer_types": ["linear_attention"] * 3,
+    }
+    assert "layer_types is ['linear_attention'" in read(linear)
 
 
 def test_missing_sizes_are_not_made_up() -> None:

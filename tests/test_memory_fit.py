@@ -15,6 +15,7 @@ from lablib.calc.layouts.fit import (
     fewest_gpus,
     largest_micro_batch,
     last_within,
+    links_of,
     longest_sequence,
     setup,
     size,
@@ -334,6 +335,24 @@ def test_the_step_is_the_planners() -> None:
         )  # fmt: skip
         assert have.sequences == 64
         assert step_seconds(have) == pytest.approx(candidate.step)
+
+
+def test_layers_of_stages_are_those_given() -> None:
+    """17 chunks on each of 2 stages: the first holds the embedding alone, and only a list says so."""
+    job = {"gpu": "gb200", "gpus": 8, "seq": 512, "num_microbatches": 2}
+    cut = {"pp": 2, "schedule": "interleaved", "virtual_stages": 17, "layers_per_stage": [16, 16]}
+    have = setup("llama-3-8b", **job, **cut)
+    result = plan("llama-3-8b", gpu="gb200", gpus=8, seq=512, global_batch=8, pp=2, virtual_stages=17, dp=4, zero=0)
+    mine = next(c for c in result.candidates if c.layout.micro_batch == 1 and c.layout.recompute == "none")
+    assert (have.memory, step_seconds(have)) == (forwards(have), pytest.approx(mine.step))
+    other = setup("llama-3-8b", **job, pp=2, layers_per_stage=[15, 17])
+    assert predicted_seconds(other) is None
+    assert links_of(other)[0] == "No times: layers_per_stage=[15, 17]: the planner times its own cut alone, [16, 16]"
+    assert have.having(pp=4, dp=2, virtual_stages=4, num_microbatches=4).run.layers_per_stage is None
+    assert have.having(micro_batch=2).run.layers_per_stage == (16, 16)
+    assert links_of(setup("gpt2", gpu="b200", gpus=8, recipe="fp32"))[0].startswith(
+        "No times: B200 (DGX, HGX) has no fp32"
+    )
 
 
 @pytest.mark.parametrize(

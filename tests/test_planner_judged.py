@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.planner import (
     FITTED,
     LIKE_THIS,
@@ -16,6 +18,7 @@ from lablib.calc.layouts.planner import (
     Layout,
     Workload,
     cluster,
+    generation,
     like_this,
     plan,
     predict_run,
@@ -23,6 +26,7 @@ from lablib.calc.layouts.planner import (
     step_time,
 )
 from lablib.calc.models import preset
+from lablib.calc.precision import recipe
 from lablib.proof.planner import (
     PLANNER_TABLE,
     SOURCES,
@@ -269,6 +273,18 @@ def test_a_card_that_nobody_measured_says_so(gpu: str) -> None:
 def test_mixtures_of_experts_have_no_measured_run() -> None:
     found = like_this(load("mixtral-8x7b", "h100"), Layout(dp=64, zero=1, ep=8))
     assert found.sentence == "no measured run is like this (H100 SXM, mixture of experts)"
+
+
+def test_runs_are_called_by_the_cards_that_they_were_measured_on() -> None:
+    for gpu in ("h200", "h800", "h100-pcie"):
+        assert like_this(load(gpu=gpu, gpus=8), Layout(dp=8, zero=3)).what.startswith("H100 and H200, FSDP, ")
+    alone = replace(load(gpu="h100", gpus=8), recipe=recipe("fp32"))
+    assert like_this(alone, Layout(dp=8, zero=3)).sentence == "no measured run is like this (H100 SXM, fp32)"
+
+
+def test_a_card_runs_as_its_generation() -> None:
+    cards = {"h100-pcie": "h100", "h100-nvl": "h100", "l40s": "a100", "rtx-4090": "a100", "t4": "a100", "gb200": "b200"}
+    assert {name: generation(accelerator(name)) for name in cards} == cards
 
 
 def test_a_plan_says_how_wrong_it_is() -> None:

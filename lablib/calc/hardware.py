@@ -235,7 +235,7 @@ class Accelerator:
         """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe."""
         key = self.scale_up or self.host
         if key is None:
-            raise ValueError(f"{self.name} has no link in the table; give a bandwidth")
+            raise ValueError(f"{self.name} has no link in the table: give intra, a rate like '40 GB/s'")
         return LINKS[key]
 
 
@@ -372,8 +372,10 @@ ACCELERATORS: dict[str, Accelerator] = {
         cuda=79.11, seen="github.com/vllm-project/vllm/issues/27508",
     ),
     "h100-pcie": _card(
-        "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0, {"bf16": 756, "fp16": 756},
+        "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0,
+        {"bf16": 756, "fp16": 756, "fp8": 1513, "tf32": 378, "fp32": 51},
         scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
+        flops="NVIDIA H100 datasheet, PCIe column, which prints sparse rates of matrix units: half of them (secondary)",
         cuda=79.11, seen="81,008 MiB in published torch device properties",
     ),
     "h100-nvl": _card(

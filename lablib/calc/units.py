@@ -59,13 +59,13 @@ def parse_bytes(text: str | float) -> int:
     """Return the bytes of a size such as "80 GiB", "1.5TB" or "512 B"; a number is bytes already.
 
     Args:
-        text: A number and a unit of `BYTE_UNITS`, capitals as written there.
+        text: A number and a unit of `BYTE_UNITS`, capitals as written there; 0 needs none.
 
     Raises:
         ValueError: If there is no number or no unit, the unit is bits or a count, or the size is negative.
     """
     value, unit = _split(text, "a size", "80 GiB")
-    if isinstance(text, str) and unit not in BYTE_UNITS:
+    if isinstance(text, str) and unit not in BYTE_UNITS and (value or unit):  # nothing is nothing in any unit
         hint = (
             "a small b is a bit, and memory is in bytes" if unit.endswith("b") else "GB is 1e9 and GiB is 2**30 bytes"
         )

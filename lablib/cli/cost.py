@@ -21,6 +21,7 @@ def cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what the GPU labs cost on a machine at a price, and what the planner expects of it."""
+    from lablib.calc.errors import plural
     from lablib.calc.runs import expect_step, lab_budgets, parse_machine
     from lablib.calc.units import format_count, parse_count
 
@@ -52,16 +53,19 @@ def cost(
         lines.append(f"{'setup':<5}{setup:>7.1f} {price:>8.2f}  copy, environment, rung doctor --gpu")
         lines.append(f"{'all':<5}{minutes:>7.1f} {bill:>8.2f}  billed by the {billing}")
         typer.echo("\n".join([*lines, "minutes are budgets, not measured: --budget-minutes holds them", ""]))
-    typer.echo(f"Predicted: {model}, FSDP, {batch} sequences of {seq:,} tokens a GPU and step")
+    typer.echo(f"Predicted: {model}, FSDP, {plural(batch, 'sequence')} of {plural(seq, 'token')} a GPU and step")
     heads = ("link GB/s", "ms/step", "scaling", "MFU", "tokens/s", "GB", f"cost of {format_count(wanted)}")
-    typer.echo(f"{'':<16}{{:>10}}{{:>9}}{{:>9}}{{:>6}}{{:>10}}{{:>6}}{{:>14}}".format(*heads))
+    typer.echo(f"{'':<20}{{:>10}}{{:>8}}{{:>8}}{{:>5}}{{:>10}}{{:>6}}{{:>13}}".format(*heads))
     for each in expected:
         typer.echo(
-            f"{each.machine.name:<16}{each.bandwidth / 1e9:>10.1f}{1e3 * each.seconds:>9.1f}{each.efficiency:>9.0%}"
-            f"{each.mfu:>6.0%}{each.tokens_per_second:>10,.0f}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>14.2f}"
+            f"{each.machine.name:<20}{each.bandwidth / 1e9:>10.1f}{1e3 * each.seconds:>8.1f}{each.efficiency:>8.0%}"
+            f"{each.mfu:>5.0%}{each.tokens_per_second:>10,.0f}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>13.2f}"
         )
     for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):
         typer.echo(f"assumed link of {name}")
+    for each in expected:
+        if each.machine.gpus > each.machine.gpu.gpus_per_node:
+            typer.echo(f"taken as one node, with no network between its GPUs: {each.machine.name}")
     for text in dict.fromkeys(f"{each.machine.gpu.name}: {each.like.sentence}" for each in expected):
         typer.echo(textwrap.fill(f"error of ms/step on {text}", 80, subsequent_indent="  "))
     if any(each.efficiency > 1 for each in expected):

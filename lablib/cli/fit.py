@@ -23,7 +23,7 @@ WIDTH = 80
 SHOWN = {"same training": 2}
 
 
-@settings_as_options(optional=True, leave_out=("layers_per_stage", "bucket_bytes", "torch"))
+@settings_as_options(optional=True, leave_out=("bucket_bytes", "torch"))
 def fit(
     model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
     *,
@@ -45,7 +45,7 @@ def fit(
 
     from lablib.calc.layouts.fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence, setup
     from lablib.calc.units import parse_bytes
-    from lablib.cli.memory import named_model
+    from lablib.cli.memory import from_text, named_model
 
     have = setup(
         named_model(model),
@@ -56,7 +56,7 @@ def fit(
         step=step,
         nic=nic,
         intra=intra,
-        **given,
+        **from_text(given),
     )
     changes = cheapest_change(have)
     best = have if have.within_budget else changes[0].at if changes else None

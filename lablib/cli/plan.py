@@ -38,7 +38,7 @@ def plan(
     ] = None,
     implementation: Annotated[
         str | None,
-        typer.Option(help="Whose memory is counted, as in `rung memory`; default: what --export runs, or paper."),
+        typer.Option(help="Whose memory and kernels, as in `rung memory`; default: what --export runs, or paper."),
     ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
@@ -63,7 +63,7 @@ def plan(
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
 
     from lablib.calc.layouts import counting_for
-    from lablib.calc.layouts.planner import Counting, nothing_fits, plan_reasons
+    from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import named_model
@@ -109,6 +109,8 @@ def plan(
         )
         for what in counting.not_counted:
             typer.echo(f"not counted: {what}", err=True)
+        for what in missing_units(result.load):
+            typer.echo(what, err=True)
         typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
@@ -151,10 +153,17 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
 
 
 def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
-    load = result.load
+    from lablib.calc.layouts.planner import layers_per_stage
+    from lablib.calc.memory import Verdict
+
+    load, card = result.load, result.cluster.gpu
+    said = Verdict(candidate.total_memory, card, card.usable_bytes - result.capacity).as_dict()
     return {
         **candidate.layout.as_dict(),
         "num_microbatches": candidate.layout.num_microbatches(load.global_batch),
+        "layers_per_stage": layers_per_stage(
+            load.model.num_layers, candidate.layout.pp, candidate.layout.virtual_stages
+        ),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
         "step_error": result.like(candidate).as_dict(),
@@ -166,20 +175,23 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "memory": candidate.peak.terms,
         "peak_at": candidate.peak.at,
         "stage": candidate.peak.stage,
-        "verdict": "fits",
-        "headroom": result.capacity - candidate.total_memory,
+        **{name: said[name] for name in ("fits", "verdict", "headroom")},
     }
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
+    from lablib.calc.errors import plural
     from lablib.calc.layouts.planner import not_modelled
 
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
-    head = f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: "
     lines = [
-        head + f"{load.global_batch:,} sequences of {load.seq:,} tokens a step",
+        *textwrap.wrap(
+            f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
+            f"{plural(load.seq, 'token')} a step",
+            80,
+        ),
         *parameters_line(load.model),
         f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
@@ -204,7 +216,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         lines.append(
             f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
             f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
-            f"{layout.dp:>6}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
+            f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
         )
     lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]

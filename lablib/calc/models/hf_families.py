@@ -90,7 +90,8 @@ def _switched_windows(f: Fields) -> dict:
     """Qwen's: off unless `use_sliding_window` says so, and then in the layers behind the first `max_window_layers`."""
     on, number = f.flag("use_sliding_window", False), f.whole("num_hidden_layers", most=MOST_LAYERS)
     first = f.whole("max_window_layers", default=28, least=0)
-    return _windows(f, 4096, [i >= first for i in range(number)]) if on else {}
+    found = _windows(f, 4096, [i >= first for i in range(number)])  # refuses kinds of layers that nobody counts
+    return found if on else {}
 
 
 def _every(f: Fields, pattern: int) -> list[bool]:

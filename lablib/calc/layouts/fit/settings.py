@@ -7,9 +7,9 @@ What is compared with a GPU is the peak of `memory_timeline`, which walks throug
 out less its context and a reserve; a run that is above the budget and not above what CUDA gives out is tight, and is
 treated here as one that does not fit.
 
-The step is the planner's, for the same sequences in every step. What the planner does not know is added: states on the
-CPU cross the host link twice and are updated there, at no more than the host link's rate, and nothing hides either. LoRA
-is timed as if all weights were trained, an upper bound.
+The step is the planner's, for the same sequences in every step and with the kernels of the implementation. What the
+planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
+host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,19 @@ from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
-from lablib.calc.layouts.planner import Cluster, Layout, Likeness, Workload, check_nodes, cluster, like_this, step_time
+from lablib.calc.layouts.planner import (
+    FRAMEWORKS,
+    Cluster,
+    Framework,
+    Layout,
+    Likeness,
+    Workload,
+    check_nodes,
+    cluster,
+    layers_per_stage,
+    like_this,
+    step_time,
+)
 from lablib.calc.memory import (
     GRADIENT_TERMS,
     RESERVE,
@@ -104,8 +116,15 @@ class Setup:
         return {field.name: getattr(self.run, field.name) for field in fields(self.run)}
 
     def having(self, **changes: object) -> Setup:
-        """Return the setup with other arguments of `training_memory`, or another `step`."""
+        """Return the setup with other arguments of `training_memory`, or another `step`.
+
+        The layers of each stage were given for these stages; others get as many each.
+        """
         step = changes.pop("step", self.step)
+        if any(
+            changes.get(name, getattr(self.run, name)) != getattr(self.run, name) for name in ("pp", "virtual_stages")
+        ):
+            changes.setdefault("layers_per_stage", None)
         return replace(self, run=replace(self.run, **changes), step=step)
 
 
@@ -278,8 +297,15 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
         recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
     )  # fmt: skip
+    if run.layers_per_stage is not None:
+        given, own = list(run.layers_per_stage), layers_per_stage(run.model.num_layers, run.pp, run.virtual_stages)
+        if given != own:
+            raise ValueError(f"layers_per_stage={given}: the planner times its own cut alone, {own}")
     machine = _cluster(have)
-    load = _workload(run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel)
+    load = _workload(
+        run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel,
+        FRAMEWORKS[run.implementation],
+    )  # fmt: skip
     return load, layout
 
 
@@ -292,7 +318,9 @@ def step_seconds(have: Setup) -> float:
 def links_of(have: Setup) -> tuple[str, dict[str, object]]:
     """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
     try:
-        machine = _cluster(have)
+        load, layout = _job(have)
+        load.job(layout)  # a GPU without a figure for these dtypes has no times either
+        machine = load.cluster
     except ValueError as error:
         return f"No times: {error}", {}
     return machine.links_text(), machine.links()
@@ -362,14 +390,15 @@ def _workload(
     dtypes: Recipe,
     attention: str,
     sequence_parallel: bool,
+    framework: Framework,
 ) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
     key = (
         model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
-        seq, sequences, dtypes, attention, sequence_parallel,
+        seq, sequences, dtypes, attention, sequence_parallel, framework,
     )  # fmt: skip
     if key not in _WORKLOADS:
         if len(_WORKLOADS) >= 8:
             _WORKLOADS.clear()
-        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel)
+        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel, framework)
     return _WORKLOADS[key]

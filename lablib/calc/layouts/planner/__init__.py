@@ -17,7 +17,13 @@
 Read `search` first, then `time`. Chapter 07.
 """
 
-from lablib.calc.layouts.planner.assumptions import expert_limits, model_limits, not_modelled, refuse_unmodelled
+from lablib.calc.layouts.planner.assumptions import (
+    expert_limits,
+    missing_units,
+    model_limits,
+    not_modelled,
+    refuse_unmodelled,
+)
 from lablib.calc.layouts.planner.calibration import (
     LLAMA3,
     MEASURED_RUNS,
@@ -41,7 +47,16 @@ from lablib.calc.layouts.planner.explain import (
     plan_run,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, chunk_layers, cluster
+from lablib.calc.layouts.planner.layout import (
+    FIELDS,
+    Cluster,
+    Layout,
+    check_layout,
+    check_nodes,
+    chunk_layers,
+    cluster,
+    layers_per_stage,
+)
 from lablib.calc.layouts.planner.likeness import LIKE_THIS, MEASURED, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
@@ -87,10 +102,12 @@ __all__ = [
     "expert_limits",
     "generation",
     "layer_work",
+    "layers_per_stage",
     "layout_memory",
     "layout_peak",
     "like_this",
     "megatron_gpt",
+    "missing_units",
     "model_limits",
     "not_modelled",
     "nothing_fits",

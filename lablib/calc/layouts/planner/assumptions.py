@@ -26,7 +26,10 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
         )
     card = load.cluster.gpu
     found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
-    if "fp8" in card.flops:
+    if load.recipe.activation == 4:
+        found.append("Products of fp32 are timed at the rate without TF32, and fused attention as a share of that.")
+    found += missing_units(load)
+    if "fp8" in card.flops and load.recipe.activation == 2:
         found.append(
             f"Products run in {'bf16' if 'bf16' in card.flops else 'fp16'}: FP8, which {card.name} has, is not modelled."
         )
@@ -36,6 +39,14 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
             "between any two."
         )
     return found
+
+
+def missing_units(load: Workload) -> list[str]:
+    """Return what a GPU lacks for the dtypes that are asked of it: nothing, or one sentence."""
+    card, name = load.cluster.gpu, load.recipe.name
+    if "bf16" in card.flops or "fp16" in name or load.recipe.activation == 4:
+        return []
+    return [f"{card.name} has no bf16 matrix units: {name} is timed as fp16 there; train with a recipe of fp16."]
 
 
 def model_limits(model: ModelConfig, seq: int) -> list[str]:

@@ -100,7 +100,7 @@ def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[
         times = f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
         raise ValueError(
             f"pp={pp}{times} does not cut num_layers={num_layers}, nor {num_layers} + 2 (embedding and head as a "
-            f"layer each), into even chunks; use pp={either(near) if near else 1}"
+            f"layer each), into even chunks; use {f'pp={either(near)}' if near else 'fewer virtual_stages'}"
         )
     first, middle, last = cut
     sizes = [middle * virtual_stages] * pp

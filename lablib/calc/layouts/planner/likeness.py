@@ -5,7 +5,7 @@
 `measured.json` has a row for each of them, made by `lablib.proof.planner` with `LIKE_THIS` as its columns. Its ratios,
 predicted over measured seconds, are by constants that never saw the row's source. The runs that count are of the same
 generation of GPUs and the same way to shard, of nearly its size and length; where there are fewer than `ENOUGH`, length
-is given up first, then size.
+is given up first, then size. Nothing like them was measured of mixtures of experts, of fp32, or of other GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.rates import generation
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -24,8 +25,10 @@ from lablib.calc.units import format_count
 MEASURED = Path(__file__).with_name("measured.json")
 LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
 
-#: What the driver calls a generation, as the beginning of a row's name in the table of accelerators.
-CARDS = {"A100": "a100", "H100": "h100", "H200": "h100", "H800": "h100", "B200": "b200", "GB200": "b200"}
+#: GPUs that rows were measured on, by generation.
+CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
+#: GPUs that run like them, by the beginning of their names in the table of accelerators; others have constants alone.
+KIN = ("A100", "H100", "H200", "H800", "B200", "GB200")
 ENOUGH = 5
 SIZE = 3  # times smaller or larger
 LENGTH = 2  # times shorter or longer
@@ -74,22 +77,24 @@ def _rows() -> tuple[dict, ...]:
 
 def like_this(load: Workload, layout: Layout) -> Likeness:
     """Return the measured runs like a layout of a job."""
-    name = next((start for start in CARDS if load.cluster.gpu.name.startswith(start)), None)
+    kin = generation(load.cluster.gpu) if load.cluster.gpu.name.startswith(KIN) else None
     sharded = layout.zero >= 2
     way = "FSDP" if sharded else "replicas or ZeRO-1"
     if load.model.is_moe:
         return Likeness((), f"{load.cluster.gpu.name}, mixture of experts")
-    if name is None:
+    if load.recipe.activation == 4:
+        return Likeness((), f"{load.cluster.gpu.name}, fp32")
+    if kin is None:
         return Likeness((), load.cluster.gpu.name)
     billions = count_params(load.model).total / 1e9
-    alike = [row for row in _rows() if row["card"] == CARDS[name] and row["sharded"] == sharded]
+    alike = [row for row in _rows() if row["card"] == kin and row["sharded"] == sharded]
     sized = [row for row in alike if billions / SIZE <= row["billions"] <= billions * SIZE]
     close = [row for row in sized if load.seq / LENGTH <= row["seq"] <= load.seq * LENGTH]
     found = next((rows for rows in (close, sized) if len(rows) >= ENOUGH), close or sized or alike)
     if not found:
-        return Likeness((), f"{name}, {way}")
+        return Likeness((), f"{CARDS[kin]}, {way}")
     sizes, lengths = sorted(row["billions"] for row in found), sorted(row["seq"] for row in found)
-    what = [name, way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
+    what = [CARDS[kin], way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
     if found is not close:
         what.append(f"{_range(f'{lengths[0]:,}', f'{lengths[-1]:,}')} tokens")
     if found is alike and alike is not sized:

@@ -23,10 +23,15 @@ KERNELS = ("fused", "eager")
 
 
 def generation(card: Accelerator) -> str:
-    """Return the generation whose constants stand for a GPU: measured runs are of three."""
+    """Return the generation whose constants stand for a GPU: measured runs are of three.
+
+    Cards without NVLink (L4, L40S, RTX) count as A100 even where they have FP8: FlashAttention-2 is written for the
+    instructions of Ampere, which they have too, and reaches on Hopper a third of the peak for want of Hopper's own
+    (Shah et al. 2024, arXiv 2407.08608, abstract).
+    """
     if card.scale_up in GENERATIONS:
         return GENERATIONS[card.scale_up]
-    return "h100" if "fp8" in card.flops else "a100"
+    return "h100" if card.scale_up and "fp8" in card.flops else "a100"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,7 @@ FRAMEWORKS = {
     "torchtitan": Framework(stops_early=True),
     "megatron": Framework(attention="transformer-engine", pp_hides=True),
 }
+FRAMEWORKS["megatron-te-loss"] = FRAMEWORKS["megatron"]
 
 
 @dataclass(frozen=True)

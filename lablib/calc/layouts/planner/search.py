@@ -33,14 +33,17 @@ from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
-from lablib.calc.layouts.planner.time import Workload
-from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, check_reserve, find_implementation, resolve_model
+from lablib.calc.layouts.planner.time import Workload, product_peak
+from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import SCHEDULES
 
 MAX_MICRO_BATCH = 16
 NEAREST = 8  # shapes that do not fit of which the peak is computed
+
+#: What helps where nothing fits, by the largest term.
+ENLARGE = dict.fromkeys(ROLES, "use more or larger GPUs") | {"activations": "use larger GPUs, or shorter sequences"}
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,7 @@ class Plan:
 
     def mfu(self, candidate: Candidate) -> float:
         """Return model FLOPs utilization, recomputation left out."""
-        card = self.cluster.gpu
-        return self.tflops(candidate) * 1e12 / card.peak("bf16" if "bf16" in card.flops else "fp16")
+        return self.tflops(candidate) * 1e12 / product_peak(self.cluster.gpu, self.load.recipe.activation)
 
 
 def plan(
@@ -220,17 +222,21 @@ def plan(
     length = config.max_positions if seq is None else seq
     _check_numbers(fixed, seq=length, global_batch=global_batch)
     check_reserve(reserve, machine.gpu)
+    product_peak(machine.gpu, dtypes.activation)  # a GPU without a figure for these dtypes is refused here
     how = FRAMEWORKS[counting.implementation] if framework is None else framework
     load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how)
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity, counting)
     if not found.valid:
-        raise ValueError(_not_counted(found) if found.left_out else _no_layout(load, fixed))
+        raise ValueError(_not_counted(load, found, counting) if found.left_out else _no_layout(load, fixed))
     return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.cuts, fitted), found)
 
 
-def _not_counted(found: Found) -> str:
-    reasons = list(_alike(found.left_out))[:3]
+def _not_counted(load: Workload, found: Found, counting: Counting) -> str:
+    """Say why no layout is counted: what refuses data parallelism alone, which is the model, or else what is frequent."""
+    alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
+    often = Counter(alone).most_common(1)[0][0]
+    reasons = [often] if all(alone) and often in found.left_out else list(_alike(found.left_out))[:3]
     return f"none of {sum(found.left_out.values()):,} layouts can be counted: " + "; ".join(reasons)
 
 
@@ -408,10 +414,10 @@ def nothing_fits(result: Plan) -> str:
     """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
     near = result.dropped[0]
     return (
-        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, peaks {near.excess / 1e9:.1f} GB over "
+        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, peaks {near.excess / 1e9:,.1f} GB over "
         f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it, counted as "
         f"{result.counting.implementation}; its largest term is "
-        f"{near.term}, {near.memory[near.term] / 1e9:.1f} GB"
+        f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}"
     )
 
 

@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 from lablib.calc.communication import ring_all_gather_bytes
 from lablib.calc.flops import attended_pairs
+from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.layout import Cluster, Layout, layers_per_stage
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
@@ -148,7 +149,7 @@ def layer_work(
     """
     experts = model.has_experts(layer)
     tokens, seq, tp, cp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.cp, batch.value, batch.gradient
-    peak, hbm = cluster.gpu.peak(_dtype(cluster)), cluster.gpu.memory_bandwidth
+    peak, hbm = product_peak(cluster.gpu, value), cluster.gpu.memory_bandwidth
     rate = peak * cluster.achievable
     dense = 2 * tokens * (attention_matrices(model) + _mlp_weights(model, experts)) / tp
     scores = 2 * tokens * seq * model.num_heads * (model.head_dim + model.value_dim) / tp
@@ -193,7 +194,7 @@ def head_work(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> Passes
     """Return the work of the output head and the loss: one product, and the logits read and written in fp32."""
     tokens, tp, value, gradient = batch.tokens, batch.tp, batch.value, batch.gradient
     vocab = -(-model.vocab // tp)
-    rate, hbm = cluster.gpu.peak(_dtype(cluster)) * cluster.achievable, cluster.gpu.memory_bandwidth
+    rate, hbm = product_peak(cluster.gpu, value) * cluster.achievable, cluster.gpu.memory_bandwidth
     product, loss, weights = (2 * tokens * model.hidden * vocab / rate, 3 * 4 * tokens * vocab, model.hidden * vocab)
     # One gather of the stream forward, one scatter of its gradient backward.
     sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
@@ -216,8 +217,15 @@ def _products(model: ModelConfig, experts: bool) -> int:
     return 2 + (3 if model.is_mla else 0) + mlp
 
 
-def _dtype(cluster: Cluster) -> str:
-    return "bf16" if "bf16" in cluster.gpu.flops else "fp16"
+def product_peak(gpu: Accelerator, value: int) -> float:
+    """Return the peak in FLOP/s at which a GPU multiplies values of 2 bytes, or of 4: fp32, and TF32 only if asked for.
+
+    Raises:
+        ValueError: If the table has no figure of the GPU for it.
+    """
+    if value == 4:
+        return gpu.peak("fp32")
+    return gpu.peak("bf16" if "bf16" in gpu.flops else "fp16")
 
 
 def _mlp_weights(model: ModelConfig, experts: bool) -> int:
@@ -356,7 +364,8 @@ def step_time(job: Job, rates: Rates) -> dict[str, float]:
         if each > longest:
             longest, slowest = each, (forward, backward)
     forward, backward = slowest
-    send = longest - sum(forward.values()) - sum(backward.values())
+    # What the stage takes beside its passes; where nothing is sent, rounding may leave less than nothing.
+    send = max(0.0, longest - sum(forward.values()) - sum(backward.values()))
     m = job.micro_batches
     exposed, again = _exposed(job, sum(forward.values()), sum(backward.values()), rates)
     seconds = {name: m * (forward[name] + backward[name]) for name in forward}

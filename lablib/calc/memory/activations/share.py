@@ -60,8 +60,10 @@ class Share:
             CHECKS[whose](config)
             if cp > 1 or self.sequence_parallel:
                 raise ValueError(
-                    f"implementation={whose!r} knows tp alone: cp={cp} must be 1 and sequence_parallel="
-                    f"{self.sequence_parallel} False; use implementation='paper' for more"
+                    f"implementation={whose!r} splits a layer by tp alone, and not "
+                    + (f"by cp={cp}" if cp > 1 else "with sequence_parallel=True")
+                    + ("; use cp=1" if cp > 1 else "; use sequence_parallel=False")
+                    + ", or implementation='paper'"
                 )
         must_divide("tp", tp, "num_heads", config.num_heads)
         must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
