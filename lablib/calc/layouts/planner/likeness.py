@@ -1,6 +1,6 @@
 """How wrong the planner was on measured runs like a given one.
 
-    like_this(load, layout).sentence      # "median 7 %, worst 24 % on 31 measured runs (A100, FSDP, 7B to 30B)"
+    like_this(load, layout).sentence      # "median 7%, worst 24% on 31 measured runs (A100, FSDP, 7B to 30B)"
 
 `measured.json` has a row for each of them, made by `lablib.proof.planner` with `LIKE_THIS` as its columns. Its ratios,
 predicted over measured seconds, are by constants that never saw the row's source. The runs that count are of the same

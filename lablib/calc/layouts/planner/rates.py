@@ -80,9 +80,9 @@ class Rates:
         network: Share of a link's bandwidth.
         overlap: Seconds that a second of hidden communication still costs: both want the same multiprocessors.
         product: Seconds of a matrix product in which the GPU is not full: its launch, first and last tiles.
-        hop: Seconds of a message from one rank of a ring to the next, beside its bytes.
+        hop: Seconds of one step of a message along the tree of its ranks, beside its bytes.
         layer: Seconds that the host needs to issue a layer's forward pass.
-        step: Seconds of a step that no layout shrinks: data, gradient norm, waiting for the slowest.
+        step: Seconds that each doubling of the nodes adds to a step, whatever the layout: waiting for the slowest.
     """
 
     matmul: float = 1.0
@@ -104,6 +104,7 @@ class Fitted:
         matmul: By generation.
         attention: By generation and kernel.
         memory: By how the kernels between the products are written, one of `KERNELS`.
+        published: Kernels whose share is their authors' own measurement, and not fitted.
     """
 
     published = (("a100", "flash-2"), ("h100", "flash-2"))

@@ -35,7 +35,7 @@ ones around rings, whose time is all bytes.
 
 Left out: oversubscribed switches, experts that get more tokens than others, memory so full that the allocator frees and
 asks again. Every copy of a token counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most
-four (arXiv 2412.19437), so a layout like its own is predicted too slow here.
+four (arXiv 2412.19437), so that its messages are counted too large here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Work(NamedTuple):
         memory: Seconds of kernels that are limited by memory.
         tp: Seconds of tensor-parallel collectives at the rate of the link; cp and ep likewise.
         products: Matrix products, counted: each has a start and an end in which the GPU is not full.
-        hops: Messages on the way round the rings of these collectives, one after the other.
+        hops: Steps of these collectives' messages along their trees, one after the other.
         layers: Forward passes of a layer that the host has to issue; a backward counts as two.
     """
 
@@ -119,6 +119,7 @@ class MicroBatch:
         gradient: Bytes of a weight's gradient where it is added up.
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits what lies between the matrices.
+        stops_early: Whether recomputation stops behind the last tensor that backward needs.
     """
 
     size: int
@@ -169,7 +170,7 @@ def layer_work(
         tp=4 * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
         cp=_key_bytes(model, batch) * (cp - 1) / cp / cluster.bandwidth(cp, tp),
         ep=_all_to_all_bytes(model, batch, ep) / cluster.bandwidth(ep, tp * cp) if experts else 0.0,
-        # Two all-reduces, each around the ring twice; keys once; tokens to the experts and back.
+        # Two all-reduces, each up a tree and down; keys gathered once; tokens to the experts and back.
         hops=4 * log2(tp) + log2(cp) + (2 * log2(ep) if experts else 0),
     )
     forward = matrices + between + kernel + sent + Work(memory=value * weights / hbm, layers=1)
@@ -306,9 +307,14 @@ class Job:
         micro_batches: Micro-batches of a replica, m.
         chunks: Chunks of layers in a stage, v.
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
+        sends: How many these are.
         scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
         gather: Seconds of an all-gather of a stage's weights at full rate.
+        hops: Steps along trees of one such collective over all units of a stage.
+        zero: ZeRO stage.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
+        doublings: How often one node was doubled to have the cluster's.
+        dp_hides: What hides behind what; see `Framework`.
     """
 
     stages: tuple[Stage, ...]
