@@ -40,6 +40,7 @@ from lablib.proof.planner import (
     one_constant,
     read_planner_table,
     rows_of,
+    runs_of,
 )
 from lablib.proof.planner.fitting import START, as_point, from_point
 from lablib.proof.planner.table import short_form
@@ -80,6 +81,28 @@ def test_a_prediction_is_the_same_on_both_roads(rows: list[Row]) -> None:
     for row in rows[::40]:
         predicted = predict_run(row.run)
         assert math.exp(-row.log_ratio(FITTED)) == pytest.approx(1 + predicted.error)
+
+
+VTRAIN = """Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)
+3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5
+"""
+FOUNDRY = """Model,SeqLen (T),# GPUs,GPU,MicroBatchSize,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,Sharding Strategy,Activation Checkpointing
+30b,2048,512,h100_80gb,8,4096,1083366,amp_bf16,DEFAULT,FULL_SHARD,True
+1b,512,8,h100_80gb,56,1792,562155,amp_fp8,DEFAULT,FULL_SHARD,False
+"""
+
+
+def test_rows_of_a_source_are_read_as_it_publishes_them(tmp_path: Path) -> None:
+    """A row of vTrain's file and one of LLM Foundry's table are the rows that the fit has; FP8 is left out."""
+    known = {(run.paper, run.name, run.tp, run.pp, run.micro_batch, run.seq): run for run in measured_runs()}
+    for name, text in (("vtrain.csv", VTRAIN), ("foundry.csv", FOUNDRY)):
+        path = tmp_path / name
+        path.write_text(text)
+        (run,) = runs_of(path)
+        assert run == known[run.paper, run.name, run.tp, run.pp, run.micro_batch, run.seq]
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="neither vTrain's"):
+        runs_of(tmp_path / "other.csv")
 
 
 def test_constants_survive_the_way_to_a_point_and_back() -> None:

@@ -6,12 +6,12 @@ counts, as for the rows of papers in `lablib.calc.layouts.planner.calibration`; 
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lablib.calc.layouts.planner import MEASURED_RUNS, UNFITTED, Framework, Run, counted_flops
 from lablib.calc.models import ModelConfig
+from lablib.proof.planner.tables import read_rows
 
 ROWS = Path(__file__).with_name("measured_runs.csv")
 
@@ -119,10 +119,13 @@ def measured_runs(*, fitted: bool | None = None) -> list[Run]:
     Args:
         fitted: Only those that the constants are fitted to, or only the others; None means all.
     """
-    with ROWS.open(newline="") as file:
-        rows = [_run(row) for row in csv.DictReader(file)]
-    runs = [*rows, *MEASURED_RUNS, *UNFITTED]
+    runs = [*runs_of(ROWS), *MEASURED_RUNS, *UNFITTED]
     return [run for run in runs if fitted is None or is_fitted(run) == fitted]
+
+
+def runs_of(path: Path | str) -> list[Run]:
+    """Return the rows of a file; see `read_rows` for the files that it reads."""
+    return [_run(row) for row in read_rows(path)]
 
 
 def is_fitted(run: Run) -> bool:
