@@ -1,6 +1,7 @@
 """How lablib is laid out: folders of a dozen entries, doors with a docstring, a README that names what is there."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def test_a_door_says_what_is_inside_and_what_to_read_first(package):
     ]
     assert len(set(listed)) == len(listed)
     assert exported <= set(listed), "what a door imports, it exports"
+    door = importlib.import_module(_name(package))
+    assert [name for name in listed if not hasattr(door, name)] == [], "what a door exports, it has"
     # A name that is also a module's would hide that module.
     assert not {name for name in listed if (package / f"{name}.py").exists() or (package / name).is_dir()}
 

@@ -27,7 +27,6 @@ from lablib.calc.layouts.planner import (
     cluster,
     layout_memory,
     layout_peak,
-    megatron_gpt,
     model_limits,
     not_modelled,
     place_of_published,
@@ -47,6 +46,8 @@ from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
 from lablib.calc.schedules import schedule, simulate
 from lablib.cli.main import app
+from lablib.proof.planner import errors, measured_runs, read_planner_table
+from lablib.proof.planner.verdicts import seconds_of
 from tests.processes import new_seed
 
 FULL = Rates()
@@ -382,16 +383,18 @@ def test_network_cards_in_use_decide_what_fsdp_reaches_on_512_gpus() -> None:
     assert max(row.error for row in flat) < -0.25
 
 
-def test_throughput_from_8_to_64_gpus_holds_where_every_gpu_has_its_network_card() -> None:
-    """Measured per GPU, 7B under FSDP with 200 Gb/s a GPU (llm-foundry): 1.00 of what one node reaches."""
-
-    def tokens(gpus: int) -> float:
-        fixed = {"tp": 1, "cp": 1, "pp": 1, "zero": 3, "micro_batch": 16, "recompute": "full"}
-        machine = {"gpu": "a100-80gb", "nic": "ib-hdr"}
-        found = plan("llama-2-7b", gpus=gpus, seq=2048, global_batch=16 * gpus, **machine, **fixed)
-        return 16 * 2048 / found.best.step
-
-    assert tokens(64) / tokens(8) == pytest.approx(1.0, abs=0.05)
+def test_throughput_holds_where_every_gpu_has_its_network_card() -> None:
+    """MPT of 7B under FSDP on 8 to 128 A100, 200 Gb/s a GPU: each GPU does what it does in one node."""
+    jobs = {
+        run.gpus: run
+        for run in measured_runs()
+        if (run.paper, run.model.name, run.gpu, run.seq) == ("llm-foundry", "mpt-7b", "a100-40gb", 2048)
+    }
+    assert {8, 64} <= set(jobs)
+    for run in jobs.values():
+        predicted = predict_run(run).tflops / predict_run(jobs[8]).tflops
+        # Repeats of one measurement differ by 1 to 7 percent (BLOOM's chronicle).
+        assert predicted == pytest.approx(run.tflops / jobs[8].tflops, rel=0.05), run.gpus
 
 
 def test_long_attention_has_its_own_rate() -> None:
@@ -407,11 +410,17 @@ def test_long_attention_has_its_own_rate() -> None:
 
 def test_small_matrices_do_not_fill_a_gpu() -> None:
     """vTrain's GPT of width 1,024 at tp=8, micro-batches of one: the matrices alone would take a twentieth."""
-    model = megatron_gpt(20, 1024, 16, seq=1024)
-    load = Workload(model, cluster("a100", 8), 1024, 8, attention="plain", sequence_parallel=False)
-    seconds = step_time(load.job(Layout(tp=8, micro_batch=1, recompute="full")), load.rates())
-    assert seconds["matmul"] < 0.05 * sum(seconds.values())
-    assert sum(seconds.values()) / 8 / 20 == pytest.approx(4.5e-3, rel=0.25)  # of 5.1 ms a layer, measured
+    (run,) = [
+        run
+        for run in measured_runs()
+        if (run.paper, run.model.name, run.tp, run.micro_batch) == ("vtrain-single", "gpt-20x1024", 8, 1)
+    ]
+    seconds = predict_run(run).seconds
+    assert seconds["matmul"] < 0.05 * seconds_of(run)
+    assert max(seconds, key=seconds.get) == "latency"
+    # As near as nine in ten rows of that source are.
+    ninth = errors(row["ratio"] for row in read_planner_table()["rows"] if row["source"] == run.paper).ninth
+    assert sum(seconds.values()) == pytest.approx(seconds_of(run), rel=ninth)
 
 
 def test_most_published_layouts_are_among_the_first_five() -> None:

@@ -48,7 +48,6 @@ __all__ = [
     "exchange_cost",
     "export_job",
     "export_layout",
-    "framework_recipe",
     "group_line",
     "mesh",
     "mesh_text",

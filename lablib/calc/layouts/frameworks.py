@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lablib.calc.errors import one_of
-from lablib.calc.layouts.export import export_job, export_layout
+from lablib.calc.layouts.export import EXPORTERS, export_job, export_layout
 from lablib.calc.layouts.planner import Counting, Layout
 from lablib.calc.memory import find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
@@ -25,7 +25,7 @@ from lablib.calc.models import ModelConfig
 COUNTED = {
     "accelerate": Counting(
         implementation="hf",
-        recipe="fsdp2-mixed",
+        recipe=EXPORTERS["accelerate"].recipe,
         replicas="autocast-bf16",
         sharding="fsdp2",
         not_counted=(
@@ -37,10 +37,10 @@ COUNTED = {
     ),
     # FSDP2's root has the ends here, and each is a unit of its own there: up to one table more than torchtitan gathers.
     "torchtitan": Counting(
-        implementation="torchtitan", recipe="fsdp2-mixed-fp32-reduce", sharding="fsdp2", step="fused"
+        implementation="torchtitan", recipe=EXPORTERS["torchtitan"].recipe, sharding="fsdp2", step="fused"
     ),
-    "megatron": Counting(implementation="megatron", recipe="mixed-bf16-fp32-grads", step="fused"),
-    "deepspeed": Counting(implementation="hf", recipe="mixed-bf16", step="fused"),
+    "megatron": Counting(implementation="megatron", recipe=EXPORTERS["megatron"].recipe, step="fused"),
+    "deepspeed": Counting(implementation="hf", recipe=EXPORTERS["deepspeed"].recipe, step="fused"),
 }
 
 

@@ -8,7 +8,7 @@
     runs       rows of `measured_runs.csv`, and where each source's are from
     tables     rows of two sources as they publish them
     fitting    least squares of log ratios
-    verdicts   errors by group, one constant beside ours, ranking, what each term earns
+    verdicts   errors, one constant beside ours, ranking, what each term earns
     table      all of it as one file, which the page and the planner's answers quote
 
 Read `fitting` first. The page "How wrong is the planner?" shows the result.
@@ -17,7 +17,7 @@ Read `fitting` first. The page "How wrong is the planner?" shows the result.
 from lablib.proof.planner.fitting import Row, fit_rates, judge, rows_of
 from lablib.proof.planner.runs import SOURCES, Source, is_fitted, measured_runs, runs_of
 from lablib.proof.planner.table import PLANNER_TABLE, planner_table, read_planner_table
-from lablib.proof.planner.verdicts import Errors, concordance, errors, errors_by, one_constant, without_each_term
+from lablib.proof.planner.verdicts import Errors, concordance, errors, one_constant, without_each_term
 
 __all__ = [
     "PLANNER_TABLE",
@@ -27,7 +27,6 @@ __all__ = [
     "Source",
     "concordance",
     "errors",
-    "errors_by",
     "fit_rates",
     "is_fitted",
     "judge",

@@ -109,9 +109,6 @@ SOURCES = {
     )
 }
 
-#: The four papers whose rows are in `lablib.calc.layouts.planner.calibration`.
-PAPERS = tuple(dict.fromkeys(run.paper for run in (*MEASURED_RUNS, *UNFITTED)))
-
 
 def measured_runs(*, fitted: bool | None = None) -> list[Run]:
     """Return the rows of the file and those of the papers.

@@ -1,4 +1,4 @@
-"""How wrong the planner's times are: by group, beside one constant a GPU, in ranking, and without each term.
+"""How wrong the planner's times are: beside one constant a GPU, in ranking, and without each term.
 
 Every number is of ratios, predicted over measured seconds of a step. An error is |ratio - 1|.
 """
@@ -9,11 +9,11 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lablib.calc.flops import step_flops
-from lablib.calc.layouts.planner import Fitted, Run, generation, workload_of_run
+from lablib.calc.layouts.planner import Fitted, Run, counted_flops, generation, workload_of_run
 from lablib.proof.planner.fitting import START, Row, fit_rates
 
 Ratios = Sequence[tuple[Run, float]]
@@ -52,14 +52,6 @@ def errors(ratios: Iterable[float]) -> Errors:
     return Errors(len(found), statistics.median(ratios) - 1, statistics.median(found), ninth, found[-1])
 
 
-def errors_by(judged: Ratios, key: Callable[[Run], Hashable]) -> dict[Hashable, Errors]:
-    """Return the errors of every group of rows."""
-    groups = defaultdict(list)
-    for run, ratio in judged:
-        groups[key(run)].append(ratio)
-    return {name: errors(ratios) for name, ratios in groups.items()}
-
-
 def card(run: Run) -> str:
     """Return the generation of a row's GPU."""
     return generation(workload_of_run(run).cluster.gpu)
@@ -90,8 +82,6 @@ def _share(run: Run) -> float:
 
 def seconds_of(run: Run) -> float:
     """Return the measured seconds of a step."""
-    from lablib.calc.layouts.planner import counted_flops
-
     return counted_flops(run, run.recompute or "none") / run.gpus / run.tflops / 1e12
 
 

@@ -17,7 +17,7 @@ that version is installed, and holds the recorded files to what is written today
 Read `job` first, then `megatron`.
 """
 
-from lablib.calc.layouts.export.frameworks import EXPORTERS, export_layout, framework_recipe
+from lablib.calc.layouts.export.frameworks import EXPORTERS, export_layout
 from lablib.calc.layouts.export.job import ExportJob, export_job
 
-__all__ = ["EXPORTERS", "ExportJob", "export_job", "export_layout", "framework_recipe"]
+__all__ = ["EXPORTERS", "ExportJob", "export_job", "export_layout"]

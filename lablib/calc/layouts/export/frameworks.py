@@ -24,8 +24,3 @@ def export_layout(job: ExportJob, framework: str) -> str:
         framework: One of `EXPORTERS`.
     """
     return EXPORTERS[one_of("framework", framework, EXPORTERS)].text(job)
-
-
-def framework_recipe(framework: str) -> str:
-    """Return the name of the dtypes that a framework trains in by itself: those that a plan for it counts."""
-    return EXPORTERS[one_of("framework", framework, EXPORTERS)].recipe

@@ -54,14 +54,7 @@ from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, lay
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 
-PARTS = (
-    "matmul", "attention", "memory", "latency", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer", "step",
-)  # fmt: skip
-
-
 BACKWARD_BYTES = 1.5  # three accesses for two
-
-
 FUSED_BACKWARD = 2.5  # five products for two
 
 
