@@ -1,6 +1,7 @@
 """Predictions lock once measured; records are whole, dated and never made by accident."""
 
 import json
+import math
 
 import pytest
 
@@ -20,7 +21,37 @@ def test_a_prediction_can_change_until_it_is_measured(capsys):
     assert lab.predict("bytes", 16, "B") == 16
     assert lab.compare("bytes", 32) == 2
     assert lab.predict("bytes", 32, "B") == 16
-    assert "locked at 16 B" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "locked at 16 B" in printed
+    assert "restart the kernel" in printed
+
+
+def test_without_a_guess_a_comparison_is_with_the_expected_number(capsys):
+    lab = Predictions("00_test")
+    assert lab.predict("bytes", None, "B") is None
+    assert lab.compare("bytes", 32, 16) == 2
+    assert "yours - | lablib 16 | measured 32 | ratio 2.000" in capsys.readouterr().out
+    assert lab.predict("bytes", 20, "B") is None  # locked without a guess
+    assert "locked at no guess" in capsys.readouterr().out
+    lab.predict("steps", 3, "")
+    assert math.isnan(lab.compare("steps", 1, 0))
+    assert "yours 3 | lablib 0 | measured 1 | ratio -" in capsys.readouterr().out
+
+
+def test_a_guess_is_shown_beside_the_expected_number():
+    lab = Predictions("00_test")
+    lab.predict("bytes", 20, "B")
+    assert lab.compare("bytes", 32, 16) == 2  # the ratio that asserts use does not depend on the guess
+    assert lab.table().splitlines()[1:] == ["bytes", f"{20:>14}  {16:>14}  {32:>14}    2.000  B"]
+
+
+@pytest.mark.parametrize("numbers", [(None, 8e15, 8e15), (123456.789, 1e-9, 9.99999e14)])
+def test_a_comparison_fits_the_column_of_a_page(capsys, numbers):
+    guess, expected, measured = numbers
+    lab = Predictions("00_test")
+    lab.predict("bytes", guess, "bytes")
+    lab.compare("bytes", measured, expected)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 72
 
 
 def test_measuring_without_predicting_is_refused():

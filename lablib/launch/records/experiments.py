@@ -1,6 +1,6 @@
 """Predictions locked before a run, comparisons after it, and records that say where they were made.
 
-`predict` stores a number before anything is measured; `compare` puts the measurement beside it.
+`predict` stores a guess before anything is measured; `compare` puts the measurement and lablib's number beside it.
 `run_or_replay` measures and writes a record when the runner asks for one, and otherwise loads the record
 that is committed under `labs/recorded/`.
 """
@@ -8,6 +8,7 @@ that is committed under `labs/recorded/`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -59,10 +60,22 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 @dataclass
 class _Prediction:
-    value: float
+    value: float | None
     unit: str
     when: str
+    expected: float | None = None
     measured: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Measured over lablib's number, or over the guess where lablib has none; NaN where that is zero."""
+        base = self.value if self.expected is None else self.expected
+        return self.measured / base if base and self.measured is not None else float("nan")
+
+    def row(self) -> list[str]:
+        """Return the guess, lablib's number, the measurement and their ratio as text."""
+        numbers = ["-" if number is None else _number(number) for number in (self.value, self.expected, self.measured)]
+        return [*numbers, "-" if math.isnan(self.ratio) else f"{self.ratio:.3f}"]
 
 
 class Predictions:
@@ -72,39 +85,54 @@ class Predictions:
         self.lab = lab
         self._entries: dict[str, _Prediction] = {}
 
-    def predict(self, name: str, value: float, unit: str) -> float:
-        """Store a number before the run; return the number that counts, the first one if `name` is already measured."""
+    def predict(self, name: str, guess: float | None, unit: str) -> float | None:
+        """Store a guess before the run; return the one that counts, the first one if `name` is already measured.
+
+        Args:
+            guess: None for no guess: `compare` then shows lablib's number and the measurement alone.
+        """
         entry = self._entries.get(name)
         if entry is not None and entry.measured is not None:
-            if entry.value != value:
-                print(f"{name}: locked at {_number(entry.value)} {entry.unit}, because it is already measured.")
+            if entry.value != guess:
+                held = "no guess" if entry.value is None else f"{_number(entry.value)} {entry.unit}".strip()
+                print(f"{name}\n  locked at {held}: it is measured already.")
+                print("  To guess again, restart the kernel and run from the top.")
             return entry.value
-        self._entries[name] = _Prediction(float(value), unit, utc_now())
+        self._entries[name] = _Prediction(None if guess is None else float(guess), unit, utc_now())
         self._save()
-        print(f"predicted  {name}: {_number(value)} {unit}")
-        return float(value)
+        print(name + (f" ({unit})" if unit else ""))
+        print("  no guess" if guess is None else f"  you predict {_number(guess)}")
+        return self._entries[name].value
 
-    def compare(self, name: str, measured: float) -> float:
-        """Put a measurement beside its prediction; return measured over predicted, NaN where zero was predicted."""
+    def compare(self, name: str, measured: float, expected: float | None = None) -> float:
+        """Put a measurement beside the guess and lablib's own number.
+
+        Args:
+            expected: lablib's number, which the cell of the guess does not show; None where lablib has none.
+
+        Returns:
+            Measured over `expected`, or over the guess without one; NaN where that is zero or missing.
+        """
         if name not in self._entries:
             known = ", ".join(self._entries) or "none yet"
             raise ValueError(f"no prediction named {name!r}; predict before you measure (predicted: {known})")
         entry = self._entries[name]
         entry.measured = float(measured)
+        entry.expected = None if expected is None else float(expected)
         self._save()
-        ratio = measured / entry.value if entry.value else float("nan")
-        times = f", ratio {ratio:.3f}" if entry.value else ""  # a prediction of zero has no ratio
-        print(f"measured   {name}: {_number(measured)} {entry.unit} (predicted {_number(entry.value)}{times})")
-        return ratio
+        yours, ours, seen, ratio = entry.row()
+        print(name + (f" ({entry.unit})" if entry.unit else ""))
+        line = f"  yours {yours} | lablib {ours} | measured {seen} | ratio {ratio}"
+        # A page's column has some 72 characters, and what stands at the end is the point.
+        print(line if len(line) <= 72 else line.replace(" | measured", "\n  measured"))
+        return entry.ratio
 
     def table(self) -> str:
-        """Return predicted, measured and ratio of every prediction, one a line."""
-        width = max((len(name) for name in self._entries), default=4)
-        lines = [f"{'':{width}}  {'predicted':>14}  {'measured':>14}  {'ratio':>7}"]
+        """Return guess, lablib's number, measurement and ratio of every prediction, each under its name."""
+        lines = [f"{'yours':>14}  {'lablib':>14}  {'measured':>14}  {'ratio':>7}"]
         for name, entry in self._entries.items():
-            measured = "-" if entry.measured is None else _number(entry.measured)
-            ratio = "-" if not entry.measured or not entry.value else f"{entry.measured / entry.value:.3f}"
-            lines.append(f"{name:{width}}  {_number(entry.value):>14}  {measured:>14}  {ratio:>7}  {entry.unit}")
+            yours, ours, seen, ratio = entry.row()
+            lines += [name, f"{yours:>14}  {ours:>14}  {seen:>14}  {ratio:>7}  {entry.unit}".rstrip()]
         return "\n".join(lines)
 
     def _save(self) -> None:
