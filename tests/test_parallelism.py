@@ -2,6 +2,7 @@
 
 import pytest
 
+from lablib.calc.memory import training_memory
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel import traffic as p
 from lablib.calc.params import count_params
@@ -22,6 +23,20 @@ def test_tensor_parallelism_is_8_b_s_h_per_layer():
     traffic = p.tensor_traffic(TINY, 4, tokens=tokens, micro_batches=2)
     assert traffic.bytes_sent == 2 * 8 * tokens * 8 * 3 / 4 * 2  # layers, factor, tokens, h, (t-1)/t, bytes
     assert traffic.messages == 2 * 4 * 2
+
+
+def test_sequence_parallelism_sends_what_the_variant_whose_memory_is_counted_sends():
+    plain = p.tensor_traffic(TINY, 4, tokens=32)
+    keep, shard = (p.tensor_traffic(TINY, 4, tokens=32, sequence_parallel=v) for v in ("keep", "shard"))
+    assert keep.bytes_sent == plain.bytes_sent
+    assert shard.bytes_sent == 10 / 8 * plain.bytes_sent
+    assert (plain.messages, keep.messages, shard.messages) == (2 * 4, 2 * 8, 2 * 10)
+    # The memory is that of "shard": every activation of a layer is divided, so that the input is gathered again.
+    at_8 = {"micro_batch": 1, "seq": 1024, "implementation": "paper", "attention": "fused"}
+    kept = [training_memory("llama-3-8b", tp=8, sequence_parallel=sp, **at_8).activations for sp in (False, True)]
+    whole = training_memory("llama-3-8b", **at_8).activations
+    assert kept[1] == pytest.approx(whole / 8, rel=0.01)
+    assert kept[0] > 1.5 * kept[1]
 
 
 def test_a_pipeline_stage_sends_one_tensor_each_way():

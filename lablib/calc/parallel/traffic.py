@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.communication import data_parallel_bytes, ring_all_gather_bytes, ring_all_reduce_bytes
+from lablib.calc.communication import data_parallel_bytes, ring_all_gather_bytes
 from lablib.calc.models import ModelConfig
+from lablib.calc.parallel.tensor import layer_collectives, layer_elements
 from lablib.calc.params import count_params
 
 
@@ -45,17 +46,29 @@ def data_traffic(config: ModelConfig, ranks: int, *, stage: int = 0, bytes_per_v
 
 
 def tensor_traffic(
-    config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
+    config: ModelConfig,
+    ranks: int,
+    *,
+    tokens: int,
+    micro_batches: int = 1,
+    bytes_per_value: int = 2,
+    sequence_parallel: bool | str = False,
 ) -> Traffic:
-    """Return what tensor parallelism sends: `8 b s h (t-1)/t` values a layer.
+    """Return what tensor parallelism sends: `8 b s h (t-1)/t` values a layer, or `10 b s h (t-1)/t`.
 
-    Four all-reduces a layer and micro-batch, two forward and two backward.
-    With sequence parallelism each becomes a reduce-scatter and an all-gather of the same bytes.
-    Narayanan et al. (arXiv 2104.04473), section 3.2.
+    Without sequence parallelism four all-reduces a layer and micro-batch, two forward and two backward.
+    "keep" makes each of them a reduce-scatter and an all-gather of the same bytes.
+    "shard", whose activations `lablib.calc.memory` counts, gathers the input of each half again in backward.
+    Narayanan et al. (arXiv 2104.04473), section 3.2; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
+
+    Args:
+        sequence_parallel: False, "keep" or "shard".
     """
-    hidden_states = tokens * config.hidden * bytes_per_value
-    sent = 4 * config.num_layers * ring_all_reduce_bytes(hidden_states, ranks)
-    return Traffic(sent, 4 * config.num_layers * micro_batches, "4 all-reduces per layer and micro-batch")
+    elements = layer_elements(batch=1, seq=tokens, hidden=config.hidden, tp=ranks, sequence_parallel=sequence_parallel)
+    calls = sum(sum(part.values()) for part in layer_collectives(sequence_parallel).values())
+    kind = "gathers and scatters" if sequence_parallel else "all-reduces"
+    sent = config.num_layers * elements * bytes_per_value
+    return Traffic(sent, calls * config.num_layers * micro_batches, f"{calls} {kind} per layer and micro-batch")
 
 
 def pipeline_traffic(
