@@ -1,18 +1,55 @@
 """Planted defects: plain functions in the body of a class that has the name of the check they are for.
 
-`right` among them is no defect: it solves the exercise in another way than the course's solution.
+Names among them that begin with `right` are no defects: they solve the exercise in other ways than the course's solution.
 """
 
+import functools
+import numbers
 from collections.abc import Callable
 
+import numpy as np
 
-def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, Callable]]:
-    """Return the defects and the second solutions by the name of the check; a defect has its own name, if a lambda."""
+
+def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Callable]]]:
+    """Return the defects and the other solutions by the name of the check; a defect has its own name, if a lambda."""
     defects, solutions = {}, {}
     for check in checks:
         functions = {name: value for name, value in vars(check).items() if not name.startswith("_")}
-        solutions[check.__name__] = functions.pop("right")
+        solutions[check.__name__] = [functions.pop(name) for name in list(functions) if name.startswith("right")]
         for name, function in functions.items():
             function.__name__ = name
         defects[check.__name__] = list(functions.values())
     return defects, solutions
+
+
+def of_numpy(value: object) -> object:
+    """Return plain data with numpy's numbers for Python's, and tuples for lists."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Number):
+        return _inside(value, of_numpy)
+    return np.int64(value) if isinstance(value, int) else np.float64(value) if isinstance(value, float) else value
+
+
+def of_floats(value: object) -> object:
+    """Return plain data with floats for whole numbers, and lists for tuples."""
+    if isinstance(value, bool) or not isinstance(value, int) or value != int(float(value)):
+        return _inside(value, of_floats)
+    return float(value)
+
+
+def answers_with(convert: Callable, solution: Callable) -> Callable:
+    """Return a solution whose results are of other types."""
+
+    @functools.wraps(solution)
+    def answer(*args: object, **kwargs: object) -> object:
+        return convert(solution(*args, **kwargs))
+
+    return answer
+
+
+def _inside(value: object, convert: Callable) -> object:
+    if type(value) is dict:
+        return {key: convert(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        other = tuple if convert is of_numpy else list
+        return other(convert(each) for each in value)
+    return value

@@ -1,10 +1,12 @@
-"""Every check passes two right answers, reports the stub, and catches each planted defect."""
+"""Every check passes right answers of any kind, reports the stub, catches each planted defect, and gives hints."""
 
 import importlib
+import re
 
 import pytest
 
 from lablib.checks.report import Verdict, Wrong, check
+from tests.planted import answers_with, of_floats, of_numpy
 from tests.scripts import ROOT, load
 
 RUNGS = sorted(path.stem for path in (ROOT / "lablib" / "checks").glob("rung*.py"))
@@ -22,7 +24,9 @@ def _defects(rung: str):
 
 CHECKS = [(rung, name) for rung in RUNGS for name in _load(rung)[1]]
 DEFECTS = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).DEFECTS.get(name, [])))]
-
+RIGHT = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).SECOND_SOLUTIONS[name]))]
+#: Answers that write into what they are given, or return tensors: there is no other type to try.
+IN_PLACE = {"zero2_step", "column_parallel", "row_parallel", "cross_entropy", "ring_all_reduce"}
 
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
@@ -48,9 +52,36 @@ def test_the_solution_passes(rung, name):
     assert getattr(_load(rung)[0], name)(getattr(load(f"labs/solutions/{rung}.py"), name)).status == "passed"
 
 
+@pytest.mark.parametrize(("rung", "name", "i"), RIGHT)
+def test_a_differently_written_solution_passes(rung, name, i):
+    assert getattr(_load(rung)[0], name)(_defects(rung).SECOND_SOLUTIONS[name][i]).status == "passed"
+
+
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
-def test_a_second_differently_written_solution_passes(rung, name):
-    assert getattr(_load(rung)[0], name)(_defects(rung).SECOND_SOLUTIONS[name]).status == "passed"
+def test_at_least_three_right_solutions(rung, name):
+    assert 1 + len(_defects(rung).SECOND_SOLUTIONS[name]) >= 3
+
+
+@pytest.mark.parametrize("convert", [of_numpy, of_floats])
+@pytest.mark.parametrize(("rung", "name"), [each for each in CHECKS if each[1] not in IN_PLACE])
+def test_an_answer_may_have_any_sensible_type(rung, name, convert):
+    answer = answers_with(convert, getattr(load(f"labs/solutions/{rung}.py"), name))
+    assert getattr(_load(rung)[0], name)(answer).status == "passed"
+
+
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_hints_lead_from_the_idea_to_the_solution(rung, name, capsys):
+    check = getattr(_load(rung)[0], name)
+    for _ in range(5):
+        check.hint()
+    said = capsys.readouterr().out
+    solution = (ROOT / "labs" / "solutions" / f"{rung}.py").read_text(encoding="utf-8")
+    assert f"def {name}(" in solution
+    assert said.count(f"def {name}(") == 2  # the last step stays the last
+    assert said.index("Idea: ") < said.index("Section: ") < said.index("Line: ") < said.index("Solution:")
+    chapters = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "book").glob(f"{rung[4:]}_*.md"))
+    assert re.search(rf"(?m)^##+ {re.escape(check.hints.section)}$", chapters), check.hints.section
+    assert all(len(text) > 20 and text.endswith(".") for text in (check.hints.idea, check.hints.line))
 
 
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
@@ -77,7 +108,7 @@ def test_a_planted_defect_is_caught_with_a_sentence(rung, name, i):
 @pytest.mark.parametrize(("rung", "name", "seed"), ANY_DRAW)
 def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
     judge, planted = getattr(_load(rung)[0], name), _defects(rung)
-    assert judge(planted.SECOND_SOLUTIONS[name], seed).status == "passed"
+    assert judge(planted.SECOND_SOLUTIONS[name][0], seed).status == "passed"
     for defect in planted.DEFECTS[name]:
         assert judge(defect, seed).status == "wrong", defect.__name__
 

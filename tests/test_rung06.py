@@ -116,7 +116,7 @@ def of_2_15(rules, budget):
 
 @pytest.mark.parametrize(("version", "other"), [("2.13", "2.15"), ("2.15", "2.13")])
 def test_the_right_choice_depends_on_the_version_of_pytorch(version, other):
-    answers = {"2.13": defects_rung06.SECOND_SOLUTIONS["choose_wrapping"], "2.15": of_2_15}
+    answers = {"2.13": defects_rung06.SECOND_SOLUTIONS["choose_wrapping"][0], "2.15": of_2_15}
     for seed in range(6):
         cases, picks = rung06._judge_choices(answers[version], seed, version)
         assert (cases, [rule for rule, _ in picks.values()]) == (33, ["none", "block", "linear"])
