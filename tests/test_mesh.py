@@ -16,8 +16,9 @@ def draw(rng: random.Random, most: int = 400) -> Mesh:
     """A mesh with odd factors, in any order."""
     while True:
         sizes = {axis: rng.choice((1, 1, 2, 3, 4, 5, 7)) for axis in AXES}
+        sizes["dp"] *= sizes["ep"]  # experts are sharded over ranks out of the replicas
         order = rng.sample(AXES, 5)
-        if 1 < int(np.prod(list(sizes.values()))) <= most:
+        if 1 < int(np.prod(list(sizes.values()))) // sizes["ep"] <= most:
             return mesh(**sizes, order=order, gpus_per_node=rng.choice((1, 2, 3, 4, 6, 8)))
 
 
@@ -28,6 +29,7 @@ def grid(found: Mesh) -> np.ndarray:
 
 def oracle(found: Mesh, *axes: str) -> set[tuple[int, ...]]:
     names = found.order[::-1]
+    axes = tuple(part for axis in axes for part in (("ep", "edp") if axis == "dp" and "edp" in names else (axis,)))
     rest = [i for i, name in enumerate(names) if name not in axes]
     moved = np.transpose(grid(found), rest + [names.index(axis) for axis in axes])
     size = int(np.prod([found.size(axis) for axis in axes]))
@@ -52,7 +54,7 @@ def test_coordinates_and_groups_are_those_of_a_reshaped_array() -> None:
         for rank in rng.sample(range(found.ranks), min(10, found.ranks)):
             at = found.coordinates(rank)
             assert where[tuple(at[axis] for axis in found.order[::-1])] == rank == found.rank(at)
-        for axes in [(axis,) for axis in AXES] + [("dp", "cp"), ("dp", "ep", "cp")]:
+        for axes in [(axis,) for axis in (*AXES, *found.order)] + [("dp", "cp"), ("dp", "tp")]:
             groups = found.groups(*axes)
             assert {tuple(group) for group in groups} == oracle(found, *axes)
             assert sorted(rank for group in groups for rank in group) == list(range(found.ranks))
@@ -77,7 +79,7 @@ def test_the_planner_gives_a_group_the_slow_link_exactly_if_it_crosses() -> None
         if found.ranks > found.gpus_per_node and found.ranks % found.gpus_per_node:
             continue
         machine = cluster("a100", found.ranks, gpus_per_node=found.gpus_per_node)
-        for axis in AXES:
+        for axis in found.order:
             if found.size(axis) > 1:
                 slow = machine.bandwidth(found.size(axis), found.strides[axis]) < machine.intra
                 assert slow == found.crosses(axis), (found, axis)
@@ -91,17 +93,12 @@ def test_out_of_a_node_a_group_uses_the_cards_of_its_ranks() -> None:
         if found.ranks > found.gpus_per_node and found.ranks % found.gpus_per_node:
             continue
         gpus = found.ranks * found.gpus_per_node  # so many that every way to straddle a node occurs
-        whole = mesh(
-            gpus=gpus,
-            gpus_per_node=found.gpus_per_node,
-            order=found.order,
-            **dict(zip(found.order, found.sizes, strict=True))
-            | {found.order[-1]: gpus // (found.ranks // found.sizes[-1])},
-        )
+        last = gpus // (found.ranks // found.sizes[-1])
+        whole = Mesh((*found.sizes[:-1], last), found.order, found.gpus_per_node)
         machine = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s")
         one = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s", rails=False)
         shared = cluster("h100", gpus, gpus_per_node=whole.gpus_per_node, intra="1 TB/s", nic="1 GB/s", nics_per_node=1)
-        for axis in AXES:
+        for axis in found.order:
             if found.size(axis) > 1 and whole.crosses(axis):
                 size, stride = whole.size(axis), whole.strides[axis]
                 parts = [
@@ -173,6 +170,7 @@ def test_1024_gpus_8_by_8_by_16() -> None:
         ({"tp": 8, "cp": 16, "pp": 16, "dp": 4, "gpus": 16384}, "= 8192 ranks.*dp=8 would fill them"),
         ({"tp": 0}, "tp=0 must be a whole number of at least 1"),
         ({"dp": 2.0}, "dp=2.0 must be a whole number"),
+        ({"ep": 4, "dp": 6}, "ep=4 does not divide dp=6"),
         ({"order": "tp-dp-pp"}, "must name each of tp, cp, ep, dp, pp once"),
         ({"gpus_per_node": 0}, "gpus_per_node=0"),
     ],
@@ -180,6 +178,17 @@ def test_1024_gpus_8_by_8_by_16() -> None:
 def test_what_cannot_be_names_its_factors(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mesh(**arguments)
+
+
+def test_experts_are_sharded_over_ranks_out_of_the_replicas() -> None:
+    """16 ranks, dp = 8 of which ep = 4: two copies of each expert, by hand."""
+    found = mesh(ep=4, dp=8, pp=2, gpus_per_node=8)
+    assert (found.ranks, found.size("dp"), found.size("edp")) == (16, 8, 2)
+    assert found.groups("ep")[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found.groups("edp")[:2] == [[0, 4], [1, 5]]
+    assert found.groups("dp") == [list(range(8)), list(range(8, 16))]
+    assert not found.crosses("dp")
+    assert "e1 ed0 p0" in mesh_text(found)
 
 
 def test_the_text_shows_every_rank() -> None:

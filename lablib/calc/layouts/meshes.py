@@ -15,8 +15,9 @@ and the stride of an axis is the product of the sizes before it:
 Ranks of a node are neighbours, so the fastest axes stay inside nodes. Axes that talk most go first: tp, cp, ep, dp, pp,
 Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses tp, cp, pp, dp (arXiv 2407.21783, 3.3.2).
 
-Here dp counts replicas beside ep: the ranks that average the gradients of what is not an expert are dp times ep (and
-times cp, whose ranks hold the same weights), `groups("dp", "ep", "cp")`; a routed expert's are `groups("dp", "cp")`.
+Experts are sharded over ep ranks *out of* the dp replicas: tp x cp x dp x pp are all ranks, and ep divides dp. On the grid
+dp is then two axes, ep and edp = dp / ep. Gradients of what is no routed expert are averaged over `groups("dp", "cp")`,
+those of a routed expert over `groups("edp", "cp")`: the ranks that hold the same expert.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class Mesh:
         return -(-self.ranks // self.gpus_per_node)
 
     def size(self, axis: str) -> int:
-        """Return the ranks along an axis."""
+        """Return the ranks along an axis; dp is ep times edp where there are experts."""
+        if self._parts(axis) != (axis,):
+            return self.size("ep") * self.size("edp")
         return self.sizes[self.order.index(one_of("axis", axis, self.order))]
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -95,8 +98,9 @@ class Mesh:
         if not axes:
             raise ValueError(f"name at least one axis of {', '.join(self.order)}")
         here = self.coordinates(rank)
-        members = [rank - sum(here[axis] * self.strides[axis] for axis in set(axes) if self.size(axis))]
-        for axis in set(axes):
+        parts = {part for axis in axes for part in self._parts(axis)}
+        members = [rank - sum(here[axis] * self.strides[axis] for axis in parts if self.size(axis))]
+        for axis in parts:
             members = [first + i * self.strides[axis] for first in members for i in range(self.size(axis))]
         return sorted(members)
 
@@ -126,10 +130,14 @@ class Mesh:
 
     def crosses(self, *axes: str) -> bool:
         """Return whether any group along these axes leaves a node; for one axis without listing the groups."""
-        if len(axes) > 1:
+        if len(axes) > 1 or self._parts(axes[0]) != axes:
             return bool(self.crossing(*axes))
         span = self.strides[one_of("axis", axes[0], self.order)] * self.size(axes[0])
         return self.size(axes[0]) > 1 and self.ranks > self.gpus_per_node and self.gpus_per_node % span != 0
+
+    def _parts(self, axis: str) -> tuple[str, ...]:
+        """The axes of the grid that an axis is made of."""
+        return ("ep", "edp") if axis == "dp" and "edp" in self.order else (axis,)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
@@ -143,7 +151,8 @@ def mesh(
     """Return the mesh of a layout.
 
     Args:
-        dp: Replicas beside ep: dp of a `Layout` over its ep.
+        ep: Ranks out of dp that share the experts; it divides dp, and leaves edp = dp / ep copies of each expert.
+        dp: Replicas of what is no expert, as in `Layout`.
         order: The five axes, fastest first, as a sequence or joined by "-".
         gpus: Ranks that there must be, or None.
     """
@@ -151,9 +160,16 @@ def mesh(
     if sorted(axes) != sorted(AXES):
         raise ValueError(f"order={'-'.join(axes)!r} must name each of {', '.join(AXES)} once, like {DEFAULT_ORDER!r}")
     given = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
-    found = Mesh(tuple(given[axis] for axis in axes), axes, gpus_per_node)
+    for axis, size in given.items():
+        check_whole(axis, size, 1)
+    if dp % ep:
+        raise ValueError(f"ep={ep} does not divide dp={dp}: experts are sharded over ranks out of the replicas")
+    grid = given | ({"edp": dp // ep} if ep > 1 else {})
+    axes = tuple("edp" if axis == "dp" and ep > 1 else axis for axis in axes)
+    found = Mesh(tuple(grid[axis] for axis in axes), axes, gpus_per_node)
     if gpus is not None and found.ranks != gpus:
-        factors = " x ".join(f"{axis}={given[axis]}" for axis in AXES if given[axis] > 1) or "all axes 1"
+        named = [axis for axis in AXES if axis != "ep" and given[axis] > 1]
+        factors = " x ".join(f"{axis}={given[axis]}" for axis in named) or "all axes 1"
         rest = found.ranks // dp
         hint = f"; dp={gpus // rest} would fill them" if gpus % rest == 0 else f"; {rest} does not divide {gpus}"
         raise ValueError(f"{factors} = {found.ranks} ranks, but there are gpus={gpus}{hint}")
@@ -191,7 +207,7 @@ def group_line(mesh: Mesh, axis: str) -> str:
 def label(mesh: Mesh, rank: int) -> str:
     """Return a rank's coordinates along the axes that have any: "t1 d0 p3"."""
     at = mesh.coordinates(rank)
-    return " ".join(f"{axis[0]}{at[axis]}" for axis in _axes(mesh))
+    return " ".join(f"{axis.removesuffix('p')}{at[axis]}" for axis in _axes(mesh))
 
 
 def _axes(mesh: Mesh) -> list[str]:
