@@ -26,7 +26,18 @@ from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import compare_loops, launched_ranks, plain_loop
 from lablib.launch.runs.start import check_alone, choose_device
-from lablib.launch.training import METRIC_KEYS, Callback, PrintSteps, TrainConfig, Trainer, read_metrics, train_model
+from lablib.launch.training import (
+    METRIC_KEYS,
+    Callback,
+    PrintSteps,
+    Profile,
+    TrainConfig,
+    Trainer,
+    Validate,
+    read_metrics,
+    train_model,
+)
+from lablib.launch.training.data import token_loss
 
 TOLERANCE = 2e-5
 STEPS = 6
@@ -104,6 +115,20 @@ def variants(folder: str) -> dict[str, Any]:
     return result
 
 
+def validated(folder: str) -> dict[str, Any]:
+    """Five held-out sequences, which two ranks cannot share evenly, and a profile of step 3."""
+    watch, ranks = Validate(2), dist.get_world_size()
+    trainer = Trainer(config(f"{folder}/validated-{ranks}", held_out=5, micro_batch=2), [watch, Profile(2, 1)])
+    before = trainer.validate()
+    trainer.run(until=4)
+    held = list(range(len(trainer.task) - 5, len(trainer.task)))
+    inputs, targets = trainer.task.read(held)
+    with torch.no_grad():  # all ranks run all five: what one process has
+        whole = token_loss(trainer.task.logits(trainer.model, inputs), targets).item() / targets.numel()
+    seen = trainer.order.take(0, 2 * len(trainer.task))
+    return {"before": before, "held": watch.losses, "whole": whole, "seen": not set(seen) & set(held)}
+
+
 def stopped(folder: str) -> dict[str, Any]:
     """On two ranks: callbacks, a stop that one rank asks for, refusals, numbers that are none."""
     log = Log(stops=1, at=2)
@@ -135,7 +160,7 @@ def stopped(folder: str) -> dict[str, Any]:
 
 def two(folder: str) -> dict[str, Any]:
     result = uninterrupted(folder) | resumed(folder)
-    return result | {"variants": variants(folder), "stopped": stopped(folder)}
+    return result | {"variants": variants(folder), "stopped": stopped(folder), "validated": validated(folder)}
 
 
 def four(folder: str, path: str) -> dict[str, Any]:
@@ -150,7 +175,7 @@ def four(folder: str, path: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     folder = str(tmp_path_factory.mktemp("runs"))
     with launched_ranks("cpu"):  # one rank that nobody launched
-        one = uninterrupted(folder) | resumed(folder)
+        one = uninterrupted(folder) | resumed(folder) | {"validated": validated(folder)}
         compiled = Trainer(config(f"{folder}/compiled", compile="aot_eager", recompute="full"))
         with warnings.catch_warnings():
             # Dynamo looks at the .grad of FSDP's gathered parameters, which are views.
@@ -249,6 +274,29 @@ def test_metrics_mean_what_they_say(runs: dict) -> None:
     facts = json.loads(Path(runs["folder"], "stopped", "run.json").read_text())
     assert (facts["world_size"], facts["params"], facts["keys"]) == (2, 221_760, METRIC_KEYS)
     assert facts["config"]["global_batch"] == 8
+
+
+def test_held_out_sequences_are_measured_and_never_trained_on(runs: dict) -> None:
+    (one,), two = runs[1], runs[2]
+    for rank in (one, *two):
+        found = rank["validated"]
+        assert found["seen"]
+        assert list(found["held"]) == [2, 4]
+        assert found["held"][4] == pytest.approx(found["whole"], abs=TOLERANCE)
+        assert found["held"] == pytest.approx(one["validated"]["held"], abs=TOLERANCE)
+        assert found["held"][4] < found["before"]
+    lines = Path(runs["folder"], "validated-2", "validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in lines] == [2 * 8 * 16, 4 * 8 * 16]
+    with pytest.raises(ValueError, match="leaves nothing to train on"), launched_ranks("cpu"):
+        Trainer(config(f"{runs['folder']}/none", held_out=10**9))
+
+
+def test_every_rank_leaves_a_trace_of_the_steps_that_were_asked_for(runs: dict) -> None:
+    for ranks in (1, 2):
+        files = sorted(Path(runs["folder"], f"validated-{ranks}", "traces").iterdir())
+        assert [file.name.partition(".")[0] for file in files] == [f"rank{rank}" for rank in range(ranks)]
+        steps = [event for event in json.loads(files[0].read_text())["traceEvents"] if "Step#" in str(event["name"])]
+        assert {event["name"] for event in steps} == {"ProfilerStep#2"}
 
 
 # In this process

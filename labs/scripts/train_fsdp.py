@@ -31,6 +31,7 @@ from lablib.launch.training import (
     SaveEvery,
     StopOnSignal,
     Trainer,
+    Validate,
     config_of,
     exit_code,
     resume,
@@ -41,6 +42,7 @@ from lablib.launch.training import (
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = train_parser("Train a language model with FSDP2.")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0 saves none")
+    parser.add_argument("--validate-every", type=int, default=0, help="steps between two looks at --held-out sequences")
     parser.add_argument("--fresh", action="store_true", help="never resume: refuse a folder with checkpoints")
     args = parser.parse_args(argv)
     try:
@@ -49,12 +51,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if args.save_every < 0:
         parser.error(f"--save-every {args.save_every} must not be negative")
+    if args.validate_every < 0 or bool(args.validate_every) != bool(args.config.held_out):
+        parser.error(
+            f"--validate-every {args.validate_every} and --held-out {args.config.held_out}: give both, above 0, or none"
+        )
     return args
 
 
 def callbacks(args: argparse.Namespace) -> list[Callback]:
     """Return what the run does besides training."""
     chosen: list[Callback] = [PrintSteps(args.print_every), LogEvents()]
+    if args.validate_every:
+        chosen.append(Validate(args.validate_every))
     if args.save_every:
         chosen += [SaveEvery(args.save_every), StopOnSignal()]
     return chosen

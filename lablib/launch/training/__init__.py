@@ -32,7 +32,7 @@ from lablib.launch.training.finetune import (
 )
 from lablib.launch.training.lora import add_lora, save_adapters
 from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
-from lablib.launch.training.monitors import PrintSteps, StragglerWatch
+from lablib.launch.training.monitors import PrintSteps, Profile, StragglerWatch, Validate
 from lablib.launch.training.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
 from lablib.launch.training.trainer import Callback, Trainer
 
@@ -44,6 +44,7 @@ __all__ = [
     "KillOnce",
     "LogEvents",
     "PrintSteps",
+    "Profile",
     "SampleOrder",
     "SaveEvery",
     "StopOnSignal",
@@ -53,6 +54,7 @@ __all__ = [
     "TokenWindows",
     "TrainConfig",
     "Trainer",
+    "Validate",
     "add_lora",
     "addition_examples",
     "config_of",

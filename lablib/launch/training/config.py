@@ -114,6 +114,7 @@ class TrainConfig:
     seed: int = _option(0, "of the first weights and the order of the data")
     text: str = _option("", "train on this UTF-8 file; by default on the course's own prose")
     tokens: str = _option("", "train on this token file (.npy)")
+    held_out: int = _option(0, "sequences at the end of the data that are kept for validation and never trained on")
     keep: int = _option(2, "checkpoints to keep")
     peak_flops: float = _option(0.0, "FLOP/s of a device for MFU; by default looked up by the GPU's name")
 
@@ -124,7 +125,7 @@ class TrainConfig:
         for name in ("steps", "global_batch", "seq", "replicas", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("micro_batch", "lr_steps", "warmup", "weight_decay", "prefetch", "peak_flops"):
+        for name in ("micro_batch", "lr_steps", "warmup", "weight_decay", "prefetch", "peak_flops", "held_out"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("lr", "eps", "clip"):

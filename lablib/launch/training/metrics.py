@@ -21,7 +21,7 @@ from lablib.launch.records import read_json_lines
 METRIC_KEYS = {
     "step": "optimizer steps taken, this one included",
     "samples": "sequences trained on since the beginning, all ranks",
-    "epoch": "passes over the data, samples / sequences in the data",
+    "epoch": "passes over the data, samples / sequences that are trained on",
     "loss": "mean cross-entropy of the step's targets in nats, all ranks",
     "grad_norm": "norm of the whole gradient before clipping",
     "lr": "learning rate of the step",

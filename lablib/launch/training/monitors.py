@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: one line a step on the terminal, and the rank that keeps the others waiting.
+"""Callbacks that watch a run: a line a step, the loss on held-out data, a profile, and the rank that others wait for.
 
     watch = StragglerWatch(every=20)            # a callback of the trainer
     watch.found                                 # Straggler(rank=3, busy=1.91, others=1.02), or None
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile, schedule, supported_activities, tensorboard_trace_handler
 
 from lablib.calc.hardware import no_figures
+from lablib.launch.records import JsonLines
 from lablib.launch.training.trainer import Callback, Trainer
 
 _SIDE = 2048  # of the matrices of a probe
@@ -73,6 +75,61 @@ def line(metrics: dict[str, Any]) -> str:
     if metrics["mfu"] is not None:
         parts.insert(-1, f"MFU {metrics['mfu']:.1%}")
     return "  ".join(parts)
+
+
+class Validate(Callback):
+    """Measures the loss on the held-out sequences every few steps, and writes it to `validation.jsonl`.
+
+    Attributes:
+        losses: Loss by step.
+    """
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1")
+        self.every = every
+        self.losses: dict[int, float] = {}
+
+    def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Validate, on all ranks together."""
+        if trainer.step % self.every:
+            return
+        loss = self.losses[trainer.step] = trainer.validate()
+        if trainer.rank == 0:
+            file = JsonLines(trainer.folder / "validation.jsonl")
+            file.write({"step": trainer.step, "tokens": trainer.samples * trainer.config.seq, "loss": loss})
+            file.close()
+            print(f"step {trainer.step:>5}  held-out loss {loss:.4f}", flush=True)
+
+
+class Profile(Callback):
+    """Records some steps of every rank with PyTorch's profiler, to `traces/rank0.*.pt.trace.json` and so on.
+
+    Args:
+        skip: Steps before: the first ones compile, allocate and fill caches. One more warms the profiler up.
+        steps: Steps that are recorded; each makes the file larger.
+    """
+
+    def __init__(self, skip: int = 5, steps: int = 2) -> None:
+        if skip < 1 or steps < 1:
+            raise ValueError(f"skip={skip} and steps={steps} must be at least 1")
+        self.plan = schedule(skip_first=skip - 1, wait=0, warmup=1, active=steps, repeat=1)
+        self._profiler: profile | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin to count."""
+        write = tensorboard_trace_handler(str(trainer.folder / "traces"), worker_name=f"rank{trainer.rank}")
+        self._profiler = profile(activities=supported_activities(), schedule=self.plan, on_trace_ready=write)
+        self._profiler.start()
+
+    def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Tell the profiler that a step has ended."""
+        self._profiler.step()
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Write what is recorded."""
+        if self._profiler is not None:
+            self._profiler.stop()
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,11 @@ class Trainer:
         self.folder = Path(config.folder)
         self.checkpoints = self.folder / "checkpoints"
         self.task = task or Pretraining(config)
-        self.order = SampleOrder(len(self.task), config.seed)
+        if config.held_out >= len(self.task):
+            raise ValueError(
+                f"held_out={config.held_out} leaves nothing to train on: there are {len(self.task)} sequences"
+            )
+        self.order = SampleOrder(len(self.task) - config.held_out, config.seed)
 
         model = self.task.build()
         if config.recompute not in ("none", "full"):
@@ -244,8 +248,31 @@ class Trainer:
             self._agree_why()
         return metrics
 
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean loss over all targets of the held-out sequences; every rank must call.
+
+        Ranks take them in turn. All run the model equally often, since its gathers wait for every rank: a rank that
+        has no sequence left runs one again and counts none of its targets.
+        """
+        held = range(len(self.task) - self.config.held_out, len(self.task))
+        if not held:
+            raise ValueError("there is nothing to validate on: give the run held_out sequences")
+        summed = torch.zeros(2, dtype=torch.float64, device=self.device)  # the losses, and how many there are
+        self.model.eval()
+        for first in range(0, len(held), self.world_size * self.micro_batch):
+            own = list(held[first : first + self.world_size * self.micro_batch][self.rank :: self.world_size])
+            inputs_BS, targets_BS = (part.to(self.device) for part in self.task.read(own or [held[0]]))
+            loss = self._loss(self.task.logits(self.model, inputs_BS), targets_BS)
+            if own:
+                summed += torch.stack((loss.double(), (targets_BS != IGNORE_INDEX).sum().double()))
+        self.model.train()
+        dist.all_reduce(summed)
+        total, count = summed.tolist()
+        return total / count
+
     def _settings(self) -> dict[str, Any]:
-        return self.config.settings() | {"samples in the data": len(self.task)}
+        return self.config.settings() | {"samples in the data": self.order.count}
 
     def _read(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor | int]:
         """Return this rank's micro-batches on its device, and the number of targets on all ranks."""
@@ -299,7 +326,7 @@ def _step_metrics(
         **memory(trainer.device),
         "step": trainer.step,
         "samples": trainer.samples,
-        "epoch": trainer.samples / len(trainer.task),
+        "epoch": trainer.samples / trainer.order.count,
         "tokens": tokens,
         "between_seconds": between,
         "tokens_per_second": tokens / times["seconds"],
