@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lablib.calc.communication import data_parallel_bytes, hybrid_shard_bytes
-from lablib.calc.parallel import Unit, fsdp_traffic, gathered_timeline, padded, peak_unsharded_bytes
+from lablib.calc.parallel import Unit, fsdp_traffic, gathered_timeline, padded, peak_held_bytes, peak_unsharded_bytes
 from lablib.launch.fsdp import forecast
-from lablib.toys.transformer import Transformer, tiny_config
+from lablib.toys.transformer import Block, Transformer, tiny_config
 from tests.processes import new_seed
 
 
@@ -162,6 +163,10 @@ def test_gathered_bytes_are_the_calculator_s(options: dict) -> None:
     assert found.most_gathered == without_parts
     if isinstance(found.report.reshard, bool):
         assert found.most_gathered == found.report.peak_unsharded_bytes()
+        # Autograd adds up a tied weight's two gradients before it is anybody's `.grad`: until then the first of them,
+        # which the calculator counts, has no name in the tracker.
+        tied = found.report.param_bytes * CONFIG.vocab * CONFIG.hidden
+        assert found.most_gathered <= found.most_held <= found.report.peak_held_bytes() <= found.most_held + tied
     kept = 4 * found.report.params_per_rank
     assert found.after_backward["parameters"] == found.after_backward["gradients"] == kept
     assert found.after_backward["unsharded parameters"] == found.after_backward["all-gather buffers"] == 0
@@ -171,6 +176,42 @@ def test_gathered_bytes_are_the_calculator_s(options: dict) -> None:
     tensors = sum(len(unit.shapes) for unit in found.report.units)
     states = 2 * kept + 4 * tensors if options.get("optimizer") is torch.optim.AdamW else 0
     assert found.after_backward["optimizer"] == states
+
+
+@pytest.mark.parametrize("wrap", ["none", "block", "linear", "ends"])
+@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
+def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
+    """A vocabulary larger than a block, reduced in twice the bytes of a weight: the peak is in backward."""
+    config = tiny_config("llama", hidden=16, ffn=48, num_layers=3, vocab=400)
+
+    def ends(name: str, module: nn.Module) -> bool:
+        return name in ("embed", "head") or isinstance(module, Block)
+
+    found = forecast(
+        lambda: Transformer(config),
+        world_size=RANKS,
+        batch=1,
+        seq=4,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        wrap=ends if wrap == "ends" else wrap,
+        precision="bf16",
+        reshard_after_forward=not kept,
+    )
+    assert found.most_held == found.report.peak_held_bytes()
+    assert found.most_gathered == found.report.peak_unsharded_bytes() < found.most_held
+    if wrap == "none":  # all gradients, and all of them once more in the buffer of the reduce-scatter
+        assert found.most_held == (2 + 4) * found.report.params
+
+
+def test_unsharded_gradients_by_hand() -> None:
+    """A root of 4 and two units of 8, on 4 ranks, in fp32: 4 bytes for each number."""
+    walk = [m for m in gathered_timeline([4, 8, 8], 4) if m.phase == "backward" and m.event in ("compute", "reduce")]
+    # root, last unit, its reduction, first unit with the buffer of the last, its reduction, the root's reduction
+    assert [m.gradients // 4 for m in walk] == [4, 12, 12, 12, 12, 4]
+    assert [m.scatter_buffers // 4 for m in walk] == [0, 0, 8, 8, 8, 4]
+    assert peak_held_bytes([40], 4) == 2 * 160
+    two = gathered_timeline([4, 8, 8], 4, scatter_buffers=2)
+    assert max(m.scatter_buffers for m in two) == 4 * 16
 
 
 def test_a_forecast_that_cannot_be_is_refused() -> None:

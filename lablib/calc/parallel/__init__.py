@@ -3,7 +3,7 @@
     traffic      bytes that each axis sends in one training step
     data         buckets, and what backward hides of their all-reduce          chapter 02
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
-    zero         states of the ZeRO stages                                     chapter 05
+    zero         states and traffic of the ZeRO stages, and which to take      chapter 05
     fsdp         what FSDP sends and holds, and its step                       chapter 06
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
     offload      states on the host                                            chapter 05
@@ -28,6 +28,7 @@ from lablib.calc.parallel.fsdp_units import (
     check_reshard,
     gathered_timeline,
     padded,
+    peak_held_bytes,
     peak_unsharded_bytes,
 )
 from lablib.calc.parallel.offload import (
@@ -48,7 +49,18 @@ from lablib.calc.parallel.tensor import (
     tp_degrees,
     variant,
 )
-from lablib.calc.parallel.zero import max_params, shard_size, state_terms, zero_state_bytes
+from lablib.calc.parallel.zero import (
+    StageChoice,
+    deal_whole,
+    least_sent,
+    max_params,
+    shard_size,
+    state_terms,
+    zero_choices,
+    zero_sent_bytes,
+    zero_state_bytes,
+    zero_traffic,
+)
 
 __all__ = [
     "CPU_ADAM_BYTES",
@@ -56,6 +68,7 @@ __all__ = [
     "DDPStep",
     "FSDPTraffic",
     "Shape",
+    "StageChoice",
     "TimedUnit",
     "Unit",
     "UnshardedState",
@@ -65,6 +78,7 @@ __all__ = [
     "bucket_sizes",
     "check_reshard",
     "ddp_step_time",
+    "deal_whole",
     "deepspeed_settings",
     "exposed_time",
     "fsdp_step",
@@ -73,11 +87,13 @@ __all__ = [
     "layer_collectives",
     "layer_elements",
     "layer_times",
+    "least_sent",
     "max_params",
     "needed_bandwidth",
     "offload_efficiency",
     "offload_step",
     "padded",
+    "peak_held_bytes",
     "peak_unsharded_bytes",
     "persistent_params",
     "rank_params",
@@ -89,5 +105,8 @@ __all__ = [
     "variant",
     "zero2_estimate",
     "zero3_estimate",
+    "zero_choices",
+    "zero_sent_bytes",
     "zero_state_bytes",
+    "zero_traffic",
 ]

@@ -10,6 +10,13 @@ the version of PyTorch (`lablib.calc.torch_versions`): up to 2.14 after the next
     forward     root + unit + its buffer, for the length of a copy; up to 2.14 the buffer of the one before, too
     backward    root + unit + the buffer of the unit that is gathered ahead
 
+Backward also holds gradients that are not sharded yet. A unit's gradients are complete when its backward ends; then its
+weights are freed, and the gradients are copied into the input buffer of the reduce-scatter, in the dtype of the
+reduction. Gradients and buffer exist together for the length of that copy, and the buffer stays until the next unit's
+gradients are copied. The root's gradients wait for the end of backward.
+
+Source: torch/distributed/fsdp/_fully_shard, `post_backward` and `foreach_reduce`.
+
 Read `Unit` first, then `gathered_timeline`.
 """
 
@@ -32,11 +39,14 @@ class Unit:
         name: Dotted name; "" is the root. A unit whose name begins with another's lies inside it.
         shapes: Shapes of the trained parameters.
         frozen: Shapes of the others: gathered, and never reduced.
+        after: Of the root, for each of `shapes`, how many other units run before it is used: 0 for an embedding. Its
+            gradient comes when the backward of all later units has ended. Without it, all come first.
     """
 
     name: str
     shapes: tuple[Shape, ...] = ()
     frozen: tuple[Shape, ...] = ()
+    after: tuple[int, ...] = ()
 
     @property
     def params(self) -> int:
@@ -87,10 +97,10 @@ def check_numbers(**numbers: int) -> None:
 
 @dataclass(frozen=True)
 class UnshardedState:
-    """The gathered parameters on a rank, besides its shards, after one event.
+    """What is unsharded on a rank, besides its shards, after one event.
 
     Attributes:
-        event: "gather", "copy", "compute", "part", "release".
+        event: "gather", "copy", "compute", "part", "complete", "reduce", "release".
         phase: "forward" or "backward".
         parts: Bytes of what `reshard` as a number keeps after forward. FSDPMemTracker calls them activations.
     """
@@ -101,11 +111,18 @@ class UnshardedState:
     params: int
     buffers: int
     parts: int
+    gradients: int = 0
+    scatter_buffers: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all three."""
+        """Bytes of what is gathered: parameters, buffers of all-gathers, parts."""
         return self.params + self.buffers + self.parts
+
+    @property
+    def held(self) -> int:
+        """Bytes of what is gathered, of unsharded gradients, and of the buffers of reduce-scatters."""
+        return self.total + self.gradients + self.scatter_buffers
 
 
 def gathered_timeline(
@@ -116,19 +133,24 @@ def gathered_timeline(
     root_reshard: bool | int = False,
     prefetch: int | None = None,
     param_bytes: int = 4,
+    reduce_bytes: int = 4,
+    scatter_buffers: int = 1,
     torch: str = PINNED,
 ) -> list[UnshardedState]:
-    """Return what is gathered after every event of one forward and backward pass.
+    """Return what is unsharded after every event of one forward and backward pass.
 
     Args:
         units: The root first, then in the order in which they run; a number stands for so many parameters.
         reshard: `reshard_after_forward` of the units, see `lablib.calc.parallel.fsdp_traffic`.
         prefetch: Units gathered ahead explicitly, in forward and backward; None for FSDP2's own way, which is
             none in forward and one in backward; 0 for none at all, which FSDP2 doesn't offer.
+        reduce_bytes: Bytes of a gradient value in a reduce-scatter.
+        scatter_buffers: Input buffers of reduce-scatters that are kept at a time: the number given to
+            `set_reduce_scatter_max_input_buffers`.
         torch: Version of PyTorch whose FSDP2 it is, such as "2.13" or `torch.__version__`.
     """
     listed = as_units(units)
-    check_numbers(shards=shards, param_bytes=param_bytes)
+    check_numbers(shards=shards, param_bytes=param_bytes, reduce_bytes=reduce_bytes, scatter_buffers=scatter_buffers)
     check_reshard(reshard, shards)
     check_reshard(root_reshard, shards, "root_reshard")
     if prefetch is not None and prefetch < 0:
@@ -137,6 +159,10 @@ def gathered_timeline(
     kept = [root_reshard, *[reshard] * (len(listed) - 1)]
     walk = _Walk(listed, sizes, kept, shards > 1, prefetch)
     walk.frees_early = torch_facts(torch).fsdp2_frees_buffer_before_copy
+    walk.last = scatter_buffers
+    walk.gradient_size = [param_bytes * sum(map(prod, unit.shapes)) for unit in listed]
+    walk.root_gradients = [param_bytes * prod(shape) for shape in listed[0].shapes]
+    walk.scatter_size = [reduce_bytes * padded(unit.shapes, shards) for unit in listed]
     walk.forward(0)
     walk.backward(0)
     return walk.states
@@ -170,10 +196,44 @@ def peak_unsharded_bytes(
     return max((state.total if buffers else state.params for state in states), default=0)
 
 
+def peak_held_bytes(
+    units: Sequence[Unit | int],
+    shards: int,
+    *,
+    reshard: bool | int = True,
+    root_reshard: bool | int = False,
+    prefetch: int | None = None,
+    param_bytes: int = 4,
+    reduce_bytes: int = 4,
+    scatter_buffers: int = 1,
+    torch: str = PINNED,
+) -> int:
+    """Return the most bytes that a rank holds unsharded at a time: parameters, gradients, and buffers of both.
+
+    `peak_unsharded_bytes` counts the side of the parameters alone. See `gathered_timeline` for the arguments.
+    """
+    states = gathered_timeline(
+        units,
+        shards,
+        reshard=reshard,
+        root_reshard=root_reshard,
+        prefetch=prefetch,
+        param_bytes=param_bytes,
+        reduce_bytes=reduce_bytes,
+        scatter_buffers=scatter_buffers,
+        torch=torch,
+    )
+    return max((state.held for state in states), default=0)
+
+
 class _Walk:
     """One forward and backward pass through the tree of units."""
 
     frees_early = False  # the buffer before this one goes before this one is copied, and not after
+    last = 1  # buffers of reduce-scatters that are kept
+    gradient_size: Sequence[int] = ()  # bytes of unsharded gradients, by unit
+    root_gradients: Sequence[int] = ()  # bytes of each of the root's
+    scatter_size: Sequence[int] = ()  # bytes in the buffer of a reduce-scatter, by unit
 
     def __init__(
         self, units: list[Unit], sizes: list[int], kept: list[bool | int], buffered: bool, prefetch: int | None
@@ -185,6 +245,8 @@ class _Walk:
         self.parts: dict[int, int] = {}  # bytes kept after forward, by unit
         self.buffers: dict[int, int] = {}  # bytes in buffers that are not copied out yet, by unit
         self.deferred = 0  # bytes in the one buffer that is copied and still there
+        self.gradients: dict[int, int] = {}  # bytes that are not reduced yet, by unit
+        self.reduced: list[int] = []  # bytes in the last buffers of reduce-scatters
         self.ended: list[int] = []  # in the order of the forward's end
         self.states: list[UnshardedState] = []
         self.phase = "forward"
@@ -192,7 +254,9 @@ class _Walk:
     def note(self, event: str, unit: int) -> None:
         params, waiting = sum(self.unsharded.values()), sum(self.buffers.values()) + self.deferred
         parts = sum(self.parts.values())
-        self.states.append(UnshardedState(event, self.phase, self.units[unit].name, params, waiting, parts))
+        gradients, scattered = sum(self.gradients.values()), sum(self.reduced)
+        name = self.units[unit].name
+        self.states.append(UnshardedState(event, self.phase, name, params, waiting, parts, gradients, scattered))
 
     def gather(self, unit: int) -> None:
         if unit not in self.unsharded and unit not in self.buffers:
@@ -240,11 +304,24 @@ class _Walk:
         else:
             ahead = range(max(1, unit - self.prefetch), unit)[::-1]
         self.use(unit, ahead)
+        self.gradients[0] = self._made_by_root(unit or len(self.units))
+        self.gradients[unit] = self.gradient_size[unit] if unit else self.gradients[0]
         self.note("compute", unit)
         for child in reversed(self.children[unit]):
             self.backward(child)
+        if not unit:
+            self.gradients[unit] = self.gradient_size[unit]
+            self.note("complete", unit)
         self.unsharded.pop(unit)
+        self.reduced = [*self.reduced, self.scatter_size[unit]][-self.last :]
+        self.note("reduce", unit)
+        self.gradients.pop(unit)
         self.note("release", unit)
+
+    def _made_by_root(self, unit: int) -> int:
+        """Return the bytes of the root's gradients that are there while a unit's backward runs."""
+        after = self.units[0].after or [len(self.units)] * len(self.root_gradients)
+        return sum(size for size, before in zip(self.root_gradients, after, strict=True) if before >= unit)
 
 
 def _tree(names: list[str]) -> list[list[int]]:

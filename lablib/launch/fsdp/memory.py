@@ -147,6 +147,8 @@ class MemoryForecast:
     # `lablib.calc.parallel.peak_unsharded_bytes` computes. The parts that `reshard_after_forward` as a number keeps
     # after forward are among the activations here.
     most_gathered: int
+    # the same with unsharded gradients and the buffers of reduce-scatters: `lablib.calc.parallel.peak_held_bytes`
+    most_held: int
     report: ShardReport  # what `shard` did
 
     @property
@@ -206,7 +208,7 @@ def forecast(
             peak = _bytes(tracker.get_tracker_snapshot("peak"))
     finally:
         dist.destroy_process_group()
-    return MemoryForecast(peak, after_backward, tracker.most, tracker.most_gathered, report)
+    return MemoryForecast(peak, after_backward, tracker.most, tracker.most_gathered, tracker.most_held, report)
 
 
 class _Tracker(FSDPMemTracker):
@@ -214,9 +216,9 @@ class _Tracker(FSDPMemTracker):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        must_have(self, "_curr_mem_snap")
+        must_have(self, "_curr_mem_snap", "_root_mod")
         self.most = dict.fromkeys(KINDS.values(), 0)
-        self.most_gathered = 0
+        self.most_gathered = self.most_held = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -225,7 +227,23 @@ class _Tracker(FSDPMemTracker):
             self.most = {kind: max(most, held[kind]) for kind, most in self.most.items()}
             gathered = held["unsharded parameters"] + held["all-gather buffers"]
             self.most_gathered = max(self.most_gathered, gathered)
+            self.most_held = max(
+                self.most_held, gathered + held["reduce-scatter buffers"] + self._gradients(func, args, kwargs)
+            )
         return result
+
+    def _gradients(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Return the bytes of unsharded gradients and of a buffer that they are copied into, where either is complete.
+
+        The tracker calls gradients temporary until their unit's backward ends, and such a buffer until it is sent.
+        """
+        name = str(func)
+        if not name.startswith(("fsdp.chunk_cat", "profiler._record_function_enter")):
+            return 0
+        found = {id(p.grad): p.grad for p in self._root_mod.parameters() if not isinstance(p, DTensor)}
+        if name.startswith("fsdp.chunk_cat"):  # the unit's own parameters are sharded again by then
+            found |= {id(t): t for t in (*args[0], kwargs["out"])}
+        return sum(tensor.nbytes for tensor in found.values() if tensor is not None)
 
 
 def _bytes(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:

@@ -101,7 +101,7 @@ class ShardReport:
         )
 
     def gathered_timeline(self) -> list[UnshardedState]:
-        """Return what is gathered after every event of a step of this model, by `lablib.calc.parallel.fsdp`.
+        """Return what is unsharded after every event of a step of this model, by `lablib.calc.parallel.fsdp`.
 
         It is what the installed PyTorch does.
         """
@@ -112,12 +112,17 @@ class ShardReport:
             root_reshard=self.root_reshard,
             prefetch=self.prefetch,
             param_bytes=self.param_bytes,
+            reduce_bytes=self.reduce_bytes,
             torch=torch.__version__,
         )
 
     def peak_unsharded_bytes(self) -> int:
         """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards."""
         return max(moment.total for moment in self.gathered_timeline())
+
+    def peak_held_bytes(self) -> int:
+        """Return the most bytes that a rank holds unsharded at a time, gradients and all buffers included."""
+        return max(moment.held for moment in self.gathered_timeline())
 
     def __str__(self) -> str:
         rows = [("unit", "params", "kept by a rank")]
@@ -132,7 +137,8 @@ class ShardReport:
             "after forward": f"units {_kept(self.reshard)}, root {_kept(self.root_reshard)}",
             "prefetch": "FSDP2's own" if self.prefetch is None else f"{self.prefetch} ahead",
             "order": " -> ".join(self.order),
-            "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time",
+            "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time, "
+            f"{format_bytes(self.peak_held_bytes(), 'MB')} with gradients and all buffers",
         }
         return "\n".join([*table, *(f"{name}: {text}" for name, text in facts.items()), *self.notes])
 

@@ -81,14 +81,21 @@ def calc_units(model: nn.Module, rule: Rule = "block") -> list[Unit]:
     order = [name for name, _ in model.named_modules() if name in chosen]
     home: dict[str, list[tuple[tuple[int, ...], bool]]] = {name: [] for name in order}
     owners = _owners(model)
+    after: list[int] = []  # for the root's trained parameters, the units that come before, as the model lists them
+    entered = {""}
     for _, parameter in model.named_parameters():  # a tied one comes once
         unit = _innermost(owners[id(parameter)], order)
         home[unit].append((tuple(parameter.shape), parameter.requires_grad))
+        entered.add(unit)
+        if not unit and parameter.requires_grad:
+            # A tied one is used at both ends, and has a gradient from the first of them in backward.
+            after.append(len(entered) - 1 if len(owners[id(parameter)]) == 1 else len(order) - 1)
     return [
         Unit(
             name=name,
             shapes=tuple(shape for shape, trained in home[name] if trained),
             frozen=tuple(shape for shape, trained in home[name] if not trained),
+            after=tuple(after) if not name else (),
         )
         for name in order
     ]
