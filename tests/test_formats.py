@@ -149,16 +149,35 @@ def test_bad_input() -> None:
 
 def test_claim_a100_has_no_fp8() -> None:
     assert not support("a100").fp8_formats
-    assert {row.card for row in support_table() if "mxfp8" in row.formats} == {"b200", "gb200", "b300", "rtx-5090"}
+    mxfp8 = {row.card for row in support_table() if "mxfp8" in row.formats}
+    assert mxfp8 == {"b200", "gb200", "b300", "rtx-5090", "mi355x"}
+    # Blackwell emulates FP8 in blocks (Transformer Engine, FP8 blockwise scaling, supported devices).
+    assert {row.capability for row in support_table() if "fp8-block" in row.formats} == {"9.0"}
     assert support("mi300x").fp8_formats == ("e4m3fnuz", "e5m2fnuz")
+    assert support("mi355x").fp8_formats == ("e4m3", "e5m2")
+    assert all(row.source for row in support_table())
     assert "bf16" not in support("t4").formats
     # Where the hardware table has a rate, the card has the format.
     from lablib.calc.hardware import ACCELERATORS
 
-    for row in support_table():
-        for dtype in set(ACCELERATORS[row.card].flops) - {"fp32"}:
-            assert dtype in row.formats, (row.card, dtype)
-    assert {row.card for row in support_table()} == set(ACCELERATORS)
+    rows = {row.card: row for row in support_table()}
+    assert set(rows) == set(ACCELERATORS) | {"mi355x"}
+    for card, known in ACCELERATORS.items():
+        for dtype in set(known.flops) - {"fp32"}:
+            assert dtype in rows[card].formats, (card, dtype)
+
+
+def test_scales_in_four_and_eight_bits() -> None:
+    # 4 bits a value, 8 for each 16, and 32 for the tensor.
+    assert fp8.quantized_bytes(64, 64, "nvfp4") == 64 * 64 * 4.5 / 8 + 4
+    assert fp8.quantized_bytes(64, 64, "mx32") == 64 * 64 * 8.25 / 8
+    assert [fp8.mx_scale(x) for x in (0, 448, 449, 224, 225, 14)] == [1, 1, 2, 0.5, 1, 2**-5]
+    assert [fp8.mx_scale(x, up=False) for x in (0, 448, 449, 511, 512, 14)] == [1, 1, 1, 1, 2, 2**-5]
+    rng = random.Random(SEED)
+    for _ in range(200):
+        largest = 2 ** rng.uniform(-40, 40)
+        assert 224 < largest / fp8.mx_scale(largest) <= 448, (largest, SEED)
+        assert 256 <= largest / fp8.mx_scale(largest, up=False) < 512, (largest, SEED)
 
 
 def test_claim_fp8_training_saves_no_memory() -> None:

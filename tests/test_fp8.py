@@ -9,14 +9,26 @@ import pytest
 import torch
 from torch import nn
 
-from lablib.calc.precision import FORMATS, scale_count
+from lablib.calc.precision import FORMATS, mx_scale, scale_count
 from lablib.calc.precision.fp8 import BLOCKS
 from lablib.calc.torch_versions import torch_facts
 from lablib.launch.precision import fp8 as float8
 from lablib.launch.precision import rounding_noise
 from lablib.launch.precision.fp8 import delayed_scaling_run, error_table, fp8_error, trained_tensors, with_outlier
-from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, fp8, quantize, swap_linears
-from lablib.toys.precision.fp8 import Fp8Linear
+from lablib.toys.precision import (
+    E4M3,
+    E5M2,
+    SCALINGS,
+    DelayedScaling,
+    fp4,
+    fp8,
+    hadamard,
+    quantize,
+    quantize_nvfp4,
+    swap_linears,
+    turn,
+)
+from lablib.toys.precision.fp8 import Fp8Linear, spread
 from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = random.randrange(2**31)
@@ -36,7 +48,7 @@ def test_every_block_has_its_own_scale(scaling: str, dtype: torch.dtype) -> None
     assert quantized.scale_RC.numel() == scale_count(*x.shape, scaling)
     rows, columns = (size or x.shape[dim] for dim, size in enumerate(SCALINGS[scaling]))
     found = quantized.dequantize()
-    if scaling == "mx32":  # an E8M0 scale is one byte, and nothing is lost in it
+    if scaling.startswith("mx32"):  # an E8M0 scale is one byte, and nothing is lost in it
         assert torch.equal(quantized.scale_RC.to(torch.float8_e8m0fnu).float(), quantized.scale_RC)
     fmt = FORMATS["e4m3" if dtype == E4M3 else "e5m2"]
     for i in range(0, x.shape[0], rows):
@@ -45,9 +57,8 @@ def test_every_block_has_its_own_scale(scaling: str, dtype: torch.dtype) -> None
                 continue  # a few blocks of many: each is checked value by value
             block = x[i : i + rows, j : j + columns]
             scale = quantized.scale_RC[i // rows, j // columns].item()
-            if scaling == "mx32":
-                exponent = math.floor(math.log2(block.abs().max().item())) - math.floor(math.log2(fmt.max))
-                assert scale == 2.0**exponent
+            if scaling.startswith("mx32"):
+                assert scale == mx_scale(block.abs().max().item(), fmt.max, up=scaling == "mx32")
             else:
                 assert scale == pytest.approx(block.abs().max().item() / fmt.max, rel=1e-6)
             ours = found[i : i + rows, j : j + columns].flatten().tolist()
@@ -61,6 +72,68 @@ def test_every_block_has_its_own_scale(scaling: str, dtype: torch.dtype) -> None
 def test_calculator_and_toy_agree_about_blocks() -> None:
     for name, (rows, columns) in SCALINGS.items():
         assert BLOCKS[name] in (None, (rows, columns))
+
+
+def test_a_scale_rounded_up_cuts_nothing_off() -> None:
+    x = _matrix(64, 256)
+    up, down = quantize(x, "mx32"), quantize(x, "mx32-floor")
+    cut = (x.abs() > 448 * spread(down.scale_RC, (1, 32), x.shape)).sum()
+    assert cut > 0, SEED
+    assert not (x.abs() > 448 * spread(up.scale_RC, (1, 32), x.shape)).any(), SEED
+    # The scales are equal where the largest of a block fits, and a power of two apart where it does not.
+    assert set((up.scale_RC / down.scale_RC).flatten().tolist()) == {1.0, 2.0}
+    for top in (448.0, 224.0, 448 * 2.0**-20):
+        exact = quantize(torch.full((1, 32), top), "mx32")
+        assert exact.dequantize().eq(top).all()
+        assert exact.values_MK.float().eq(448).all()
+
+
+def test_four_bits_are_those_of_the_calculator() -> None:
+    e2m1, generator = FORMATS["e2m1"], torch.Generator().manual_seed(SEED)
+    numbers = torch.cat((torch.linspace(-7, 7, 281), torch.randn(500, generator=generator) * 3))
+    found = fp4.round_e2m1(numbers)
+    expected = [e2m1.round(x, overflow="saturate") for x in numbers.tolist()]
+    assert found.tolist() == expected
+    # By chance: one of the two neighbours, and the number on average.
+    for x in (0.2, 1.1, 2.75, 5.5):
+        drawn = fp4.round_e2m1(torch.full((20_000,), x), stochastic=True, generator=generator)
+        below, above = e2m1.neighbours(x)
+        assert set(drawn.tolist()) == {below, above}
+        # Five deviations of a mean of 20,000 draws, each off by at most half a gap.
+        assert abs(drawn.mean().item() - x) < 5 * (above - below) / 2 / math.sqrt(20_000), SEED
+
+
+def test_nvfp4_has_two_levels_of_scales() -> None:
+    x = _matrix(48, 64)
+    x[3, 16:32] = 0
+    for square in (False, True):
+        made = quantize_nvfp4(x, square=square)
+        rows = 16 if square else 1
+        assert made.scale_RC.dtype == E4M3
+        assert made.scale_RC.shape == (48 // rows, 4)
+        assert made.tensor_scale.item() == pytest.approx(x.abs().max().item() / (448 * 6))
+        assert made.scale_RC.float().max() == 448
+        assert set(made.values_MK.abs().flatten().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6}
+        assert made.dequantize().isfinite().all()
+    # A square block makes a weight and its transpose the same numbers; a row block does not.
+    assert torch.equal(quantize_nvfp4(x.T, square=True).dequantize().T, quantize_nvfp4(x, square=True).dequantize())
+    assert not torch.equal(quantize_nvfp4(x.T).dequantize().T, quantize_nvfp4(x).dequantize())
+    assert torch.equal(quantize_nvfp4(torch.zeros(2, 16)).dequantize(), torch.zeros(2, 16))
+
+
+def test_a_turn_spreads_an_outlier_and_cancels_in_a_product() -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    a, b = (torch.randn(24, 64, generator=generator) for _ in range(2))
+    h = hadamard(generator=generator)
+    torch.testing.assert_close(h @ h.T, torch.eye(16))
+    torch.testing.assert_close(turn(a, h) @ turn(b, h).T, a @ b.T)
+    spike = torch.zeros(1, 16)
+    spike[0, 5] = 8.0
+    assert turn(spike, h).abs().tolist() == [[2.0] * 16]
+    # One value of sixteen is 50 times the others, which then become zero; turned, all sixteen are of one size.
+    a[:, ::16] *= 50
+    zeroed = [(quantize_nvfp4(x).values_MK == 0).double().mean().item() for x in (a, turn(a, h))]
+    assert zeroed[0] > 0.5 > 0.2 > zeroed[1], SEED
 
 
 def test_zeros_outliers_and_bad_input() -> None:
@@ -211,7 +284,14 @@ def test_an_outlier_costs_those_that_share_its_scale() -> None:
     # Magnitudes from 1 to 2: E4M3 rounds to zero what is 448 * 2^10 = 458,752 times smaller than the largest of its
     # block, which is every neighbour of an outlier of a million and no value of a block without one.
     x = with_outlier(signs * (1 + torch.rand(256, 256, generator=generator)), 1e6)
-    sharing = {"tensor": 256 * 256, "row": 256, "block1x128": 128, "block128x128": 128 * 128, "mx32": 32}
+    sharing = {
+        "tensor": 256 * 256,
+        "row": 256,
+        "block1x128": 128,
+        "block128x128": 128 * 128,
+        "mx32": 32,
+        "mx32-floor": 32,
+    }
     assert set(sharing) == set(SCALINGS)
     for scaling, values in sharing.items():
         found = quantize(x, scaling).dequantize()

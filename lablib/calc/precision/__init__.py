@@ -2,7 +2,7 @@
 
     formats   fp32 to FP4: range, spacing, rounding, and which GPU computes in them
     recipes   precision recipes and optimizers: bytes per parameter
-    fp8       scales, blocks, and what FP8 saves of a step
+    fp8       scales and blocks in 8 and 4 bits, errors of sums, and what FP8 saves of a step
 
 Read `formats` first. Chapter 08; `recipes` is used from chapter 01 on.
 """
@@ -25,7 +25,11 @@ from lablib.calc.precision.fp8 import (
     deepseek_rate,
     gather_bytes,
     implied_share,
+    largest_scale,
+    mx_scale,
     quantized_bytes,
+    ring_sum_error,
+    rounding_error,
     scale_count,
     step_speedup,
 )
@@ -49,9 +53,13 @@ __all__ = [
     "format_spans",
     "gather_bytes",
     "implied_share",
+    "largest_scale",
+    "mx_scale",
     "peak_ratio",
     "quantized_bytes",
     "recipe",
+    "ring_sum_error",
+    "rounding_error",
     "scale_count",
     "significant_bits",
     "step_speedup",

@@ -16,20 +16,24 @@ the gap after 1 is `epsilon = 2^-M`. What the largest codes mean differs, and is
 | none | none |
 
 Any GPU can store a bf16 or an FP8 tensor, but only one with matrix units (tensor cores) for the format multiplies it
-faster. NVIDIA's follow the compute capability; AMD's MI300X has FP8 in the FNUZ variants:
+faster. NVIDIA's follow the compute capability; AMD's MI300X (CDNA 3) has FP8 in the FNUZ variants:
 
 | compute capability | generation | adds |
 |---|---|---|
 | 7.0, 7.5 | Volta, Turing | fp16 |
 | 8.0, 8.6 | Ampere | bf16, TF32 |
 | 8.9 | Ada | FP8 with one scale for a tensor |
-| 9.0 | Hopper | FP8 with block scaling |
-| 10.0 | Blackwell, data center | MXFP8, and FP4 with block scales (NVFP4) |
+| 9.0 | Hopper | FP8 with fp32 scales for blocks; later generations emulate it with MXFP8 |
+| 10.0, 10.3, 12.0 | Blackwell | MXFP8, and FP4 with block scales (NVFP4, MXFP4) |
+
+AMD's MI350X and MI355X (CDNA 4) take the OCP formats instead, with MXFP8 and MXFP4, and have no TF32.
 
 Sources: IEEE 754-2019; OCP 8-bit Floating Point Specification (E4M3, E5M2); Micikevicius et al. 2022 (arXiv 2209.05433);
 OCP Microscaling Formats Specification (E8M0, E2M1, and blocks of 32); Transformer Engine documentation, datatype and
-hardware support matrix (bf16 and all FP8 rows); NVIDIA whitepapers of Volta, Turing and Ampere (fp16, TF32); AMD
-Instinct MI300X datasheet; PyTorch documentation, torch.float8_e4m3fnuz. Read `Format` first.
+hardware support matrix (bf16 and all FP8 rows); NVIDIA whitepapers of Volta, Turing and Ampere (fp16, TF32); PTX ISA,
+`mma` with `.block_scale` (12.0); AMD Instinct MI300X datasheet; hipBLASLt documentation, data type support (gfx942
+FNUZ, gfx950 OCP); AMD ROCm blog "Matrix Core Programming on AMD CDNA3 and CDNA4" (block scales, FP4); PyTorch
+documentation, torch.float8_e4m3fnuz. Read `Format` first.
 """
 
 from __future__ import annotations
@@ -330,6 +334,8 @@ _SINCE = {
     "mxfp8": (10, 0),
     "fp4": (10, 0),
 }
+#: Units that a later generation no longer has: Blackwell emulates FP8 in blocks with MXFP8 (Transformer Engine).
+_UNTIL = {"fp8-block": (9, 0)}
 #: Compute capability to keys in `hardware.ACCELERATORS`.
 _GENERATIONS = {
     (7, 0): ("v100",),
@@ -344,7 +350,25 @@ _GENERATIONS = {
 }
 CAPABILITY = {name: capability for capability, names in _GENERATIONS.items() for name in names}
 #: Accelerators that are not NVIDIA's: their formats by name.
-_OTHERS = {"mi300x": ("fp16", "bf16", "tf32", "fp8"), "tpu-v4": ("bf16",)}
+_OTHERS = {
+    "mi300x": ("fp16", "bf16", "tf32", "fp8"),
+    "mi355x": ("fp16", "bf16", "fp8", "mxfp8", "fp4"),
+    "tpu-v4": ("bf16",),
+}
+#: Those whose rates the hardware table does not have.
+_NAMES = {"mi355x": "AMD Instinct MI350X and MI355X"}
+_MATRIX = "Transformer Engine, support matrix"
+#: Where it stands, by compute capability or by key.
+_SOURCES = {
+    (7, 0): "NVIDIA, Volta whitepaper",
+    (7, 5): "NVIDIA, Turing whitepaper",
+    (8, 0): "NVIDIA, Ampere whitepaper",
+    (8, 6): "NVIDIA, Ampere whitepaper",
+    (12, 0): f"{_MATRIX}; PTX ISA, mma",
+    "mi300x": "AMD data sheet; hipBLASLt documentation",
+    "mi355x": "AMD, Matrix Core Programming; hipBLASLt documentation",
+    "tpu-v4": "Google Cloud, TPU v4",
+}
 
 
 @dataclass(frozen=True)
@@ -352,10 +376,11 @@ class Support:
     """The formats that one GPU multiplies in matrix units.
 
     Attributes:
-        card: Key in `hardware.ACCELERATORS`.
+        card: Key in `hardware.ACCELERATORS`, save for "mi355x", whose rates are not there.
         capability: Compute capability as text, "" where it is not NVIDIA's.
         formats: Those of `UNITS` that it has.
         fp8_formats: Keys in `FORMATS` of its FP8 variants.
+        source: Where it stands.
     """
 
     card: str
@@ -363,19 +388,25 @@ class Support:
     capability: str
     formats: tuple[str, ...]
     fp8_formats: tuple[str, ...]
+    source: str
 
 
 def support(card: str) -> Support:
     """Return which formats a GPU multiplies in matrix units."""
-    found = accelerator(card)
-    key = next(key for key in (*CAPABILITY, *_OTHERS) if accelerator(key) is found)
-    if key in _OTHERS:
-        formats, capability = _OTHERS[key], ""
+    if card in _NAMES:
+        key, name = card, _NAMES[card]
     else:
-        formats = tuple(unit for unit in UNITS if CAPABILITY[key] >= _SINCE[unit])
-        capability = ".".join(map(str, CAPABILITY[key]))
+        found = accelerator(card)
+        name = found.name
+        key = next(key for key in (*CAPABILITY, *_OTHERS) if key not in _NAMES and accelerator(key) is found)
+    if key in _OTHERS:
+        formats, capability, source = _OTHERS[key], "", _SOURCES[key]
+    else:
+        level = CAPABILITY[key]
+        formats = tuple(unit for unit in UNITS if _SINCE[unit] <= level <= _UNTIL.get(unit, level))
+        capability, source = ".".join(map(str, level)), _SOURCES.get(level, _MATRIX)
     variants = ("e4m3fnuz", "e5m2fnuz") if key == "mi300x" else ("e4m3", "e5m2")
-    return Support(key, found.name, capability, formats, variants if "fp8" in formats else ())
+    return Support(key, name, capability, formats, variants if "fp8" in formats else (), source)
 
 
 def support_table() -> list[Support]:

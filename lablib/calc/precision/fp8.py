@@ -27,8 +27,16 @@ HIGH_PRECISION = {
     "optimizer moments": "BF16",
 }
 
-BLOCKS = {"tensor": None, "row": None, "block1x128": (1, 128), "block128x128": (128, 128), "mx32": (1, 32)}
-SCALE_BYTES = {"mx32": 1}  # E8M0; all others are fp32
+BLOCKS = {
+    "tensor": None,
+    "row": None,
+    "block1x128": (1, 128),
+    "block128x128": (128, 128),
+    "mx32": (1, 32),
+    "mx32-floor": (1, 32),
+    "nvfp4": (1, 16),
+}
+SCALE_BYTES = {"mx32": 1, "mx32-floor": 1, "nvfp4": 1}  # E8M0, E4M3; all others are fp32
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
     """Return how many scales a matrix has.
 
     Args:
-        scaling: "tensor", "row", "block1x128", "block128x128" or "mx32".
+        scaling: "tensor", "row", "block1x128", "block128x128", "mx32" or "nvfp4".
     """
     block = BLOCKS[one_of("scaling", scaling, BLOCKS)]
     if block is None:
@@ -72,9 +80,40 @@ def scale_count(rows: int, columns: int, scaling: str) -> int:
     return math.ceil(rows / block[0]) * math.ceil(columns / block[1])
 
 
-def quantized_bytes(rows: int, columns: int, scaling: str) -> int:
-    """Return the bytes of a matrix in FP8 with its scales: one for each value, and 4 (E8M0: 1) for each scale."""
-    return rows * columns + scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
+def quantized_bytes(rows: int, columns: int, scaling: str) -> float:
+    """Return the bytes of a matrix with its scales: one for each FP8 value, half for FP4, 4 or 1 for a scale.
+
+    NVFP4 has one more scale, in fp32, for the whole matrix (arXiv 2509.25149).
+    """
+    scales = scale_count(rows, columns, scaling) * SCALE_BYTES.get(scaling, 4)
+    values = rows * columns
+    return values / 2 + scales + 4 if scaling == "nvfp4" else values + scales
+
+
+def largest_scale(largest: float, top: float = 448.0) -> float:
+    """Return the scale that brings a largest magnitude to the largest number of a format, `max |x| / top`."""
+    return largest / top if largest else 1.0
+
+
+def mx_scale(largest: float, top: float = 448.0, *, up: bool = True) -> float:
+    """Return the scale of an MX block, a power of two.
+
+        up      2^ceil(log2(max |x| / top))                       nothing saturates
+        else    2^(floor(log2 max |x|) - floor(log2 top))         what lands above `top` is cut off
+
+    Training rounds up (Mishra et al. 2025, arXiv 2506.08027; Transformer Engine). The other is the suggestion of the
+    OCP Microscaling Formats Specification, with which their training diverged.
+
+    Args:
+        largest: Largest magnitude of the block.
+        top: Largest number of the format: 448 for E4M3.
+    """
+    if not largest:
+        return 1.0
+    if not up:
+        return 2.0 ** (math.frexp(largest)[1] - math.frexp(top)[1])
+    mantissa, exponent = math.frexp(largest / top)
+    return 2.0 ** (exponent - (mantissa == 0.5))
 
 
 def linear_params(config: ModelConfig) -> int:
@@ -122,6 +161,40 @@ def implied_share(speedup: float, matmul_speedup: float = 2.0) -> float:
     if not 1 <= speedup <= matmul_speedup or matmul_speedup == 1:
         raise ValueError(f"speedup={speedup} is not between 1 and matmul_speedup={matmul_speedup}")
     return (1 - 1 / speedup) / (1 - 1 / matmul_speedup)
+
+
+def rounding_error(epsilon: float) -> float:
+    """Return the relative root mean square error of rounding one number.
+
+    The error is even over a gap g, so its mean square is g^2/12. A gap is epsilon times the power of two below the
+    number, and where the logarithm of numbers is even over a binade, `E[(2^e/x)^2] = 3 / (8 ln 2)`:
+
+        noise = epsilon * sqrt(1/12) * sqrt(3 / (8 ln 2))
+    """
+    return epsilon * math.sqrt(3 / (8 * math.log(2)) / 12)
+
+
+def ring_sum_error(ranks: int, epsilon: float, *, full: bool = False, same_sign: bool = False) -> float:
+    """Return the relative error of a sum over ranks on a ring that rounds after every addition.
+
+    Each of n - 1 additions rounds a running sum. Of k numbers with random signs it has the size sqrt(k), so the squares
+    of the errors add up to `noise^2 * (2 + 3 + ... + n)`, against a result of size sqrt(n). Where all numbers have one
+    sign, as with a mean far from zero, the running sum has the size k and the result n:
+
+        random signs   noise * sqrt((n + 1)/2 - 1/n)
+        one sign       noise * sqrt((2^2 + 3^2 + ... + n^2) / n^2)      ~ noise * sqrt(n/3)
+        fp32 sums      noise
+
+    Args:
+        epsilon: Gap between 1 and the next number of the format: 2^-7 for bf16.
+        full: Whether the additions are in fp32, rounded once at the end.
+        same_sign: Whether all numbers have one sign.
+    """
+    if ranks == 1:
+        return 0.0  # nothing is added, and so nothing is rounded
+    sizes = [k * k if same_sign else k for k in range(2, ranks + 1)]
+    growth = 1.0 if full else math.sqrt(sum(sizes) / (ranks * ranks if same_sign else ranks))
+    return rounding_error(epsilon) * growth
 
 
 def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:

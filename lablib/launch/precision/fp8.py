@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lablib.calc.communication import summation_orders
 from lablib.calc.errors import one_of
+from lablib.calc.precision import ring_sum_error, rounding_error
 from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, MasterWeights, quantize
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
@@ -255,32 +256,13 @@ def ring_sum(values: list[Tensor], *, full: bool = False) -> Tensor:
 
 
 def rounding_noise(dtype: torch.dtype) -> float:
-    """Return the relative root mean square error of rounding one number.
-
-    The error is even over a gap g, so its mean square is g²/12. A gap is `eps` times the power of two below the number,
-    and where the logarithm of numbers is even over a binade, `E[(2^e/x)²] = 3 / (8 ln 2)`:
-
-        noise = eps * sqrt(1/12) * sqrt(3 / (8 ln 2))
-    """
-    return torch.finfo(dtype).eps * math.sqrt(3 / (8 * math.log(2)) / 12)
+    """Return the relative root mean square error of rounding one number, about `0.21 eps`."""
+    return rounding_error(torch.finfo(dtype).eps)
 
 
 def expected_error(ranks: int, dtype: torch.dtype, *, full: bool = False, same_sign: bool = False) -> float:
-    """Return the relative error that a ring's sum should have.
-
-    Each of n - 1 additions rounds a running sum. Of k numbers with random signs it has the size sqrt(k), so the squares
-    of the errors add up to `noise² * (2 + 3 + ... + n)`, against a result of size sqrt(n). Where all numbers have one
-    sign, as with a mean far from zero, the running sum has the size k and the result n:
-
-        random signs   noise * sqrt((n + 1)/2 - 1/n)
-        one sign       noise * sqrt((2² + 3² + ... + n²) / n²)      ~ noise * sqrt(n/3)
-        fp32 sums      noise
-    """
-    if ranks == 1:
-        return 0.0  # nothing is added, and so nothing is rounded
-    sizes = [k * k if same_sign else k for k in range(2, ranks + 1)]
-    growth = 1.0 if full else math.sqrt(sum(sizes) / (ranks * ranks if same_sign else ranks))
-    return rounding_noise(dtype) * growth
+    """Return the relative error that a ring's sum should have: `lablib.calc.precision.fp8.ring_sum_error`."""
+    return ring_sum_error(ranks, torch.finfo(dtype).eps, full=full, same_sign=same_sign)
 
 
 def rank_values(ranks: int, *, size: int, dtype: torch.dtype, seed: int = 0, mean: float = 0.0) -> list[Tensor]:

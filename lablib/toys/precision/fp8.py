@@ -13,14 +13,16 @@ One value that is far too large costs all others that share its scale their bits
 | row | a row: a token, or an output of a weight | torchao "rowwise" |
 | block1x128 | 128 values of a row | DeepSeek-V3 (arXiv 2412.19437), activations and gradients |
 | block128x128 | a square of a matrix | DeepSeek-V3, weights |
-| mx32 | 32 values of a row, and a power of two | MXFP8 (OCP Microscaling Formats): the scale is E8M0 |
+| mx32 | 32 values of a row, a power of two, rounded up | MXFP8 in Transformer Engine and torchao: the scale is E8M0 |
+| mx32-floor | the same, rounded down | what the OCP specification suggests; training with it diverged (2506.08027) |
 
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
 The three matmuls of the linear layer read eight bits; everything else stays as it was.
 
 Shapes: M rows (tokens), K columns (the dim that the forward sums over), N outputs.
 
-Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3 (arXiv 2412.19437), section 3.3.
+Papers: Micikevicius et al. 2022 (arXiv 2209.05433); DeepSeek-V3 (arXiv 2412.19437), section 3.3; Mishra et al. 2025
+(arXiv 2506.08027). Four bits: `fp4`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SCALINGS: dict[str, tuple[int | None, int | None]] = {
     "block1x128": (1, 128),
     "block128x128": (128, 128),
     "mx32": (1, 32),
+    "mx32-floor": (1, 32),
 }
 
 
@@ -65,7 +68,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Return the matrix in fp32: every value times the scale of its block."""
-        return self.values_MK.float() * _spread(self.scale_RC, self.block, self.values_MK.shape)
+        return self.values_MK.float() * spread(self.scale_RC, self.block, self.values_MK.shape)
 
     @property
     def saturated(self) -> int:
@@ -93,12 +96,12 @@ def quantize(
         largest_RC = block_maxima(x_MK.detach().float(), block)
         # A block of zeros: any scale will do.
         scale_RC = torch.where(largest_RC > 0, largest_RC / top, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
-        if scaling == "mx32":
-            scale_RC = power_of_two_scale(largest_RC, dtype)
+        if scaling.startswith("mx32"):
+            scale_RC = power_of_two_scale(largest_RC, dtype, up=scaling == "mx32")
     else:
         scale_RC = scale.detach().float().reshape(1, 1)
     # PyTorch's casts overflow to NaN, to infinity or not at all, by dtype and version: clamp first.
-    scaled_MK = x_MK.detach().float() / _spread(scale_RC, block, x_MK.shape)
+    scaled_MK = x_MK.detach().float() / spread(scale_RC, block, x_MK.shape)
     return Quantized(scaled_MK.clamp(-top, top).to(dtype), scale_RC, block)
 
 
@@ -110,18 +113,25 @@ def block_maxima(x_MK: Tensor, block: tuple[int, int]) -> Tensor:
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
 
 
-def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return MXFP8's scale, `2^(floor(log2 largest) - e)`, e the exponent of the format's largest value.
+def power_of_two_scale(largest: Tensor, dtype: torch.dtype, *, up: bool = True) -> Tensor:
+    """Return MXFP8's scale, a power of two.
 
-    The largest value of a block lands in the top binade of the format. E4M3 has no 480, so up to 1/8 of that binade
-    saturates at 448: a power of two cannot fit every block (OCP Microscaling Formats Specification).
+        up      2^ceil(log2(largest / top))                       the largest lands at most at the top: none saturates
+        else    2^(floor(log2 largest) - floor(log2 top))         it lands in the top binade, and above the top it is cut
+
+    E4M3 has no 480, so rounded down up to 1/8 of a binade saturates at 448.
     """
-    top_exponent = torch.frexp(torch.tensor(torch.finfo(dtype).max)).exponent
-    exponent = torch.frexp(largest).exponent - top_exponent
+    top = torch.tensor(torch.finfo(dtype).max)
+    if up:
+        mantissa, exponent = torch.frexp(largest / top)
+        exponent = exponent - (mantissa == 0.5).int()  # a power of two is its own ceiling
+    else:
+        exponent = torch.frexp(largest).exponent - torch.frexp(top).exponent
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127)), 1.0)
 
 
-def _spread(scale_RC: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+def spread(scale_RC: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Return the scale of every value."""
     rows, columns = block
     if scale_RC.numel() == 1:
         return scale_RC
