@@ -1,11 +1,13 @@
-"""How pages are read: a lab as nbval has just run it, and several pages at a time."""
+"""How pages are read: a lab as nbval has just run it, several pages at a time, equations numbered by chapter."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
@@ -44,9 +46,25 @@ def _deal(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
     docnames[:] = [name for process in range(app.parallel) for name in docnames[process :: app.parallel]]
 
 
+def chapter_prefix(docname: str) -> str:
+    """Return what stands before a number of a chapter, "5." in book/05_zero; nothing on other pages."""
+    match = re.match(r"book/(\d+)_", docname)
+    return f"{int(match[1])}." if match else ""
+
+
+def _number_equations(app: Sphinx, doctree: nodes.document) -> None:
+    """Write the chapter before the number of an equation, and into the references to it."""
+    equations = app.env.get_domain("math").data["objects"]
+    for node in doctree.findall(nodes.math_block):
+        if node.get("label") in equations:
+            node["number"] = f"{chapter_prefix(app.env.docname)}{node['number']}"
+            equations[node["label"]] = (app.env.docname, node["number"])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build."""
     app.connect("config-inited", _allow_parallel)
     app.connect("env-before-read-docs", _deal)
     app.connect("source-read", _show_executed)
+    app.connect("doctree-read", _number_equations)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from docutils import nodes
 from jinja2 import Environment, FileSystemLoader
 from livecalc import livecalc
+from reading import chapter_prefix
 from sources import NAME, Cells, Link, Place, Source, Sources, UnknownName, highlighted, read_cells
 from sphinx.application import Sphinx
 from sphinx.builders import Builder
@@ -130,7 +131,7 @@ def _show_code(app: Sphinx, doctree: nodes.document) -> None:
         cells = _cells_of(app, here)
         number = cells.number(shown.astext(), number + 1)
         below = block(tag="div", classes=["figure-code"])
-        if found := _number_figures(parts.get("cell_code_output"), figures):
+        if found := _number_figures(parts.get("cell_code_output"), figures, chapter_prefix(here)):
             figures += len(found)
             makers = cells.drawn_by(number)
             below.append(drawn(figures=found, drawn_by=makers, computed_by=cells.computed_by(number)))
@@ -152,14 +153,14 @@ def _cell_html(builder: Builder, here: str, cells: Cells, number: int) -> str:
     return '<div class="notranslate"><div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div></div>\n"
 
 
-def _number_figures(output: nodes.Element | None, before: int) -> list[tuple[str, str, str]]:
+def _number_figures(output: nodes.Element | None, before: int, chapter: str) -> list[tuple[str, str, str]]:
     """Number the figures that a cell shows, and return anchor, name and caption of each."""
     found = []
     for raw in output.findall(nodes.raw) if output else ():
         html = raw.astext()
         if _FIGURE in html:
             number = before + len(found) + 1
-            anchor, name = f"figure-{number}", f"Figure {number}."
+            anchor, name = f"figure-{number}", f"Figure {chapter}{number}."
             found.append((anchor, name, unescape(html.partition(_CAPTION)[2].partition("<")[0])))
             html = html.replace(_FIGURE, f'{_FIGURE[:-1]} id="{anchor}">')
             html = html.replace(_CAPTION, f'{_CAPTION}<span class="figure-number">{name}</span> ')

@@ -2,6 +2,7 @@
 
 Each floor uses those below it, and import-linter holds that:
 
+    formulas                                         the list behind the formula sheet
     runs                                             a long run: batch size, failures, rent, traces
     layouts                                          meshes, the planner, the largest run that fits
     memory                                           what a training run needs of each GPU
