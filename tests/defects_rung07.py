@@ -3,9 +3,13 @@
 # ruff: noqa: E731
 
 import math
+from fractions import Fraction
 from itertools import product
 
+import numpy as np
+
 from lablib.calc.layouts import CASES, score
+from lablib.calc.layouts.planner import Layout
 from tests.planted import listed
 
 
@@ -40,6 +44,21 @@ class coordinates:
         return {
             axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis] for i, axis in enumerate(names)
         }
+
+    def right_2(rank, sizes):
+        """Third solution: numpy, slowest axis first."""
+        at = np.unravel_index(rank, list(sizes.values())[::-1])
+        return dict(zip(reversed(sizes), at, strict=True))
+
+    def right_counting(rank, sizes):
+        """An odometer, turned on rank times."""
+        at = dict.fromkeys(sizes, 0)
+        for _ in range(rank):
+            for axis in sizes:
+                at[axis] = (at[axis] + 1) % sizes[axis]
+                if at[axis]:
+                    break
+        return at
 
 
 def _groups(sizes, axis):
@@ -94,6 +113,21 @@ class sketch:
     def only_the_first_group(sizes, gpus_per_node):
         return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
 
+    def crossing_if_stride_times_size_does_not_divide(sizes, gpus_per_node):
+        """The rule of thumb, applied to an axis of one rank and to a node that the job does not fill."""
+        spans, span = {}, 1
+        for axis, size in sizes.items():
+            span *= size
+            spans[axis] = span
+        return _sketch(sizes, gpus_per_node, crosses=lambda axis: gpus_per_node % spans[axis] != 0)
+
+    def crossing_if_the_stride_leaves(sizes, gpus_per_node):
+        strides = {axis: math.prod(list(sizes.values())[:i]) for i, axis in enumerate(sizes)}
+        return _sketch(sizes, gpus_per_node, crosses=lambda axis: strides[axis] >= gpus_per_node)
+
+    def one_group_of_all(sizes, gpus_per_node):
+        return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
+
     def right(sizes, gpus_per_node):
         """Second solution: every corner of the other axes, and from it along this one."""
         names, strides = list(sizes), {}
@@ -109,6 +143,33 @@ class sketch:
                 groups[axis].append(group)
                 if first // gpus_per_node != group[-1] // gpus_per_node:
                     crossing.add(axis)
+        return {"groups": groups, "crossing": crossing}
+
+    def right_2(sizes, gpus_per_node):
+        """Third solution: a grid of numpy, whose axis is moved to the end and flattened; arrays as they come."""
+        names = list(reversed(sizes))
+        ranks = np.arange(math.prod(sizes.values())).reshape([sizes[name] for name in names])
+        groups = {axis: np.moveaxis(ranks, names.index(axis), -1).reshape(-1, sizes[axis]) for axis in names}
+        nodes = {axis: found // gpus_per_node for axis, found in groups.items()}
+        return {"groups": groups, "crossing": np.array([a for a in names if (nodes[a] != nodes[a][:, :1]).any()])}
+
+    def right_sets(sizes, gpus_per_node):
+        """Sets of sets, and a truth value for each axis."""
+        found = {axis: {frozenset(group) for group in _groups(sizes, axis)} for axis in sizes}
+        leaves = {axis: any(_leaves(group, gpus_per_node) for group in found[axis]) for axis in sizes}
+        return {"groups": found, "crossing": leaves}
+
+    def right_by_neighbours(sizes, gpus_per_node):
+        """Tuples of tuples from first rank and stride, and no node looked at twice."""
+        strides, stride = {}, 1
+        for axis, size in sizes.items():
+            strides[axis], stride = stride, stride * size
+        first = {axis: [r for r in range(stride) if r // strides[axis] % sizes[axis] == 0] for axis in sizes}
+        groups = {
+            axis: tuple(tuple(range(r, r + strides[axis] * sizes[axis], strides[axis])) for r in first[axis])
+            for axis in sizes
+        }
+        crossing = tuple(a for a in sizes if any(g[0] // gpus_per_node < g[-1] // gpus_per_node for g in groups[a]))
         return {"groups": groups, "crossing": crossing}
 
 
@@ -136,6 +197,16 @@ class group_traffic:
     gradients_of_the_whole_model = lambda *case: _with(case, dp=case[3] * case[4])
     gradients_not_divided_by_tp = lambda *case: _with(case, dp=case[3])
     gradients_after_every_micro_batch = lambda *case: _with(case, dp=case[6])
+    the_stream_divided_by_tp = lambda *case: _with(case, tp=1 / case[3])
+    the_pipeline_divided_by_tp = lambda *case: _with(case, pp=1 / case[3])
+    one_all_reduce_a_layer = lambda *case: _with(case, tp=1 / 4)
+    micro_batches_shared_by_the_replicas = lambda *case: _with(case, tp=1 / case[5])
+    what_is_received_counted_too = lambda *case: _with(case, pp=2)
+    a_message_for_every_layer = lambda *case: _with(case, pp=case[0] // case[4])
+    the_reduce_scatter_alone = lambda *case: _with(case, dp=1 / 2)
+    gradients_divided_by_replicas = lambda *case: _with(case, dp=1 / case[5])
+    three_passes_as_in_zero_3 = lambda *case: _with(case, dp=3 / 2)
+    three_tenths_too_much = lambda *case: _with(case, dp=1.3)
 
     def right(layers, stream, gradients, tp, pp, dp, micro_batches):
         """Second solution: walk through a step and add up what leaves a rank."""
@@ -152,6 +223,26 @@ class group_traffic:
         for _round in range(2 * (dp - 1)):
             sent["dp"] += mine / dp
         return sent
+
+    def right_2(layers, stream, gradients, tp, pp, dp, micro_batches):
+        """Third solution: reduce-scatters and all-gathers on fractions, rounded to whole bytes at the end."""
+
+        def passes(size, ranks, count):
+            return count * Fraction(size) * (ranks - 1) / ranks
+
+        exact = {
+            "dp": passes(Fraction(gradients) / tp / pp, dp, 2),
+            "pp": Fraction(0 if pp == 1 else stream) * 2 * micro_batches,
+            "tp": passes(stream, tp, 8 * Fraction(layers, pp) * micro_batches),
+        }
+        return {axis: round(value) for axis, value in exact.items()}
+
+    def right_of_numpy(layers, stream, gradients, tp, pp, dp, micro_batches):
+        """All three at once: sizes, times and rings as arrays."""
+        sizes = np.array([stream, stream, gradients / (tp * pp)], dtype=np.float64)
+        times = np.array([4 * micro_batches * layers / pp, 2 * micro_batches * (pp > 1), 1])
+        rings = np.array([2 - 2 / tp, 1, 2 - 2 / dp])
+        return dict(zip(("tp", "pp", "dp"), sizes * times * rings, strict=True))
 
 
 _RIGHT = {
@@ -193,5 +284,42 @@ class plan_cluster:
                 found.append((score(fields, case).points, len(found), fields))
         return max(found)[2]
 
+    def right_2(case):
+        """Third solution: from the states alone, without trying: the fewest stages whose states leave half of the GPU."""
+        params, layers, gpus = {
+            "gpt-76b": (76e9, 60, 1024),
+            "gpt-175b": (175e9, 96, 64),
+            "llama-405b": (405e9, 126, 16384),
+        }[case]
+        for pp in (4, 8, 16, 32):
+            dp = gpus // (8 * pp)
+            if dp == 1 or (8 + 12 / dp) * params / (8 * pp) < 45e9:
+                break
+        stages = (layers + 2 if (layers + 2) % (8 * pp) == 0 else layers) // pp
+        chunks = 1 if dp == 1 else max(v for v in (1, 2, 5, 8) if stages % v == 0)
+        return Layout(
+            tp=8,
+            pp=pp,
+            dp=dp,
+            zero=int(dp > 1),
+            recompute="selective" if dp == 1 else "none",
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            virtual_stages=chunks,
+        )
 
+
+#: What an answer must be told, by defect.
+SENTENCES = {
+    "slowest_first": "The order is reversed",
+    "counted_from_one": "counted from 0",
+    "crossing_by_the_first_group": "Look at every group of tp",
+    "crossing_if_stride_times_size_does_not_divide": "one rank is in one node",
+    "layers_of_the_whole_model": "one part in 4 of the model",
+    "tensor_parallelism_once_a_step": "for each of the 13",
+    "the_pipeline_divided_by_tp": "sends the whole stream",
+    "activations_but_no_gradient_back": "their gradient back",
+    "gradients_not_divided_by_tp": "tp divides them too",
+    "three_tenths_too_much": "no usual mistake gives that number (tp=1, pp=1, dp=2",
+    "factors_that_do_not_multiply": "8192 ranks",
+}
 DEFECTS, SECOND_SOLUTIONS = listed(coordinates, sketch, group_traffic, plan_cluster)
