@@ -6,6 +6,8 @@ import math
 from itertools import cycle, islice, pairwise
 from statistics import fmean
 
+import numpy as np
+
 from tests.planted import listed
 
 
@@ -14,6 +16,14 @@ def _places(taken, batch):
 
 
 class next_samples:
+    def its_own_seed(epoch_order, count, taken, batch, rank, ranks):
+        """Every rank shuffles for itself: it takes the order of another epoch."""
+        return [epoch_order(p // count + rank)[p % count] for p in _places(taken, batch)][rank::ranks]
+
+    def resumes_at_the_epoch(epoch_order, count, taken, batch, rank, ranks):
+        """What was taken of this epoch is forgotten."""
+        return [epoch_order(p // count)[p % count] for p in _places(taken - taken % count, batch)][rank::ranks]
+
     def begins_again(epoch_order, count, taken, batch, rank, ranks):
         """A resumed run starts at the first sample."""
         return [epoch_order(p // count)[p % count] for p in _places(0, batch)][rank::ranks]
@@ -46,6 +56,16 @@ class next_samples:
         share = batch // ranks
         first = taken + rank * share
         return endless[first : first + share]
+
+    def right_a_generator(epoch_order, count, taken, batch, rank, ranks):
+        """Third solution: twelve epochs at once, walked through from the beginning."""
+        walk = (sample for epoch in range(12) for sample in epoch_order(epoch))
+        return tuple(islice(walk, taken + rank, taken + batch, ranks))
+
+    def right_of_numpy(epoch_order, count, taken, batch, rank, ranks):
+        """Arrays, and the ranks dealt from the last to the first."""
+        epochs = [np.array(epoch_order(np.int64(epoch))) for epoch in range((taken + batch) // count + 1)]
+        return np.concatenate(epochs)[taken : taken + batch].reshape(-1, ranks)[:, ranks - 1 - rank]
 
 
 def _answer(signal, noise, examples=None):
@@ -89,6 +109,17 @@ class noise_scale:
         signal = a - noise / batch_small
         return {"signal": signal, "noise": noise, "examples": noise / signal}
 
+    def right_linear_system(small, big, batch_small, batch_big):
+        """Third solution: two rows, two unknowns, and a solver."""
+        rows = np.array([[1, 1 / batch_small], [1, 1 / batch_big]])
+        signal, noise = np.linalg.solve(rows, [np.mean(small), np.mean(big)])
+        return {"examples": noise / signal, "signal": signal, "noise": noise}
+
+    def right_step_by_step(small, big, batch_small, batch_big):
+        """Each step solved by itself; the means of both are taken before the ratio."""
+        each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
+        return _answer(fmean(s for s, _ in each), fmean(n for _, n in each))
+
 
 def _young(seconds_between, save, step):
     return max(1, round(math.sqrt(2 * save * seconds_between) / step))
@@ -103,6 +134,7 @@ class checkpoint_every:
         return max(1, round(math.sqrt(save * 3600 * hours / gpus) / step))
 
     hourly = lambda step, save, hours, gpus: max(1, round(3600 / step))
+    saves_after_the_mtbf = lambda step, save, hours, gpus: max(1, int(3600 * hours / gpus / step))
     may_be_zero = lambda step, save, hours, gpus: int(math.sqrt(2 * save * 3600 * hours / gpus) / step)
 
     def right(step, save, hours, gpus):
@@ -114,6 +146,20 @@ class checkpoint_every:
             tried.append((save / (steps * step) + steps * step / (2 * mtbf), steps))
             k *= 1.01
         return min(tried)[1] if tried else 1
+
+    def right_daly(step, save, hours, gpus):
+        """Third solution: Daly's series, rounded up, as a float that is whole."""
+        mtbf = 3600 * hours / gpus
+        x = math.sqrt(save / (2 * mtbf))
+        return float(math.ceil((math.sqrt(2 * save * mtbf) * (1 + x / 3 + x * x / 9) - save) / step))
+
+    def right_exact(step, save, hours, gpus):
+        """The exact optimum, by halving where the derivative changes its sign."""
+        mtbf, low, high = 3600 * hours / gpus, 0.0, 1.0
+        for _ in range(60):
+            x = (low + high) / 2
+            low, high = (x, high) if 1 - math.exp(-x - save / mtbf) > x else (low, x)
+        return np.int64(max(1, round(low * mtbf / step)))
 
 
 def _observed(
@@ -178,6 +224,23 @@ class observe_scaling:
         limit = sorted(lost, key=lambda name: -lost[name])[0]
         return {"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit}
 
+    def right_in_arrays(alone, ranks, scaling):
+        """Third solution: a row a rank, a column a phase."""
+        keys = ("seconds", "data", "compute", "communication")
+        table = np.array([[rank[key] for key in keys] for rank in ranks])
+        share = {"weak": 1.0, "strong": 1 / len(ranks)}[scaling]
+        step, moved = table[:, 0].max(), table[:, 3].min()
+        ideal = share * np.array([alone["data"], alone["compute"]])
+        lost = dict(zip(("data", "compute"), table[:, 1:3].mean(axis=0) - ideal, strict=True))
+        lost |= {"communication": moved, "imbalance": (step - table[:, 0] + table[:, 3] - moved).mean()}
+        efficiency = ideal.sum() / step
+        return {
+            "speedup": np.float64(len(ranks) * efficiency),
+            "efficiency": efficiency,
+            "lost": lost,
+            "limit": max(lost.items(), key=lambda pair: pair[1])[0],
+        }
+
 
 # The failure zoo: each diagnoses most jobs.
 
@@ -203,9 +266,15 @@ def _diagnose(
     work=1.5,
     norm=1e-2,
     first=1,
+    again=True,
+    seeds=True,
 ):
     if seen.hangs:
         return hang(seen)
+    if again and any(max(numbers.count(n) for n in numbers) > 1 for numbers in seen.batches):
+        return "data seen again"
+    if seen.layout == "tensor parallel":
+        return "equal seeds" if seeds and abs(seen.weight_norms[0] - seen.weight_norms[1]) < 1e-9 else HEALTHY
     if seen.sharded:
         large = max(seen.state_bytes) > most_state * 4 * seen.parameters
         return "unsharded parameter" if large else HEALTHY
@@ -248,6 +317,13 @@ class diagnose:
     nobody_is_slow = lambda seen: _diagnose(seen, work=math.inf)
     norms_to_the_bit = lambda seen: _diagnose(seen, norm=0.0)
     everything_is_well = lambda seen: HEALTHY
+    believes_the_loader = lambda seen: _diagnose(seen, again=False)
+    never_compares_the_halves = lambda seen: _diagnose(seen, seeds=False)
+
+    def equal_norms_are_equal_seeds(seen):
+        """Copies of a model begin with the same weights too, and must."""
+        same = seen.weight_norms[0] == seen.weight_norms[1]
+        return "equal seeds" if same and not seen.hangs else _diagnose(seen)
 
     def right(seen):
         """Second solution: a list of suspicions, the first true one wins."""
@@ -261,6 +337,9 @@ class diagnose:
             ("mismatched collectives", seen.hangs and calls[0][:rounds] != calls[1][:rounds]),
             ("skipped batch", seen.hangs and any(last[r] != 2 * (len(n) - 1) for r, n in enumerate(seen.batches))),
             ("uneven data", seen.hangs),
+            ("data seen again", any(len(n) != len(set(n)) for n in seen.batches)),
+            ("equal seeds", seen.layout == "tensor parallel" and seen.weight_norms[0] == seen.weight_norms[1]),
+            (HEALTHY, seen.layout == "tensor parallel"),
             ("unsharded parameter", seen.sharded and sum(seen.state_bytes) > 1.2 * 4 * seen.parameters),
             ("slow rank", max(map(sum, seen.flops)) > 1.5 * min(map(sum, seen.flops))),
             ("accumulation that communicates", not seen.sharded and len(sizes[0]) >= 2 * len(norms)),
@@ -269,5 +348,115 @@ class diagnose:
         ]
         return next((name for name, true in suspicions if true), HEALTHY)
 
+    def right_by_layout(seen):
+        """Third solution: what the job should have done is written down, by its layout, and compared."""
+        if seen.hangs:
+            together = min(len(calls) for calls in seen.calls)
+            if len({tuple(calls[:together]) for calls in seen.calls}) > 1:
+                return "mismatched collectives"
+            whole = sum(len(range(n[0], n[-1] + 1, 2)) for n in seen.batches)
+            return "uneven data" if whole == sum(map(len, seen.batches)) else "skipped batch"
+        steps, ranks = len(seen.losses[0]), len(seen.losses)
+        if seen.layout == "tensor parallel":
+            drift = max(abs(a / b - 1) for a, b in zip(seen.job_losses, seen.expected["losses"], strict=True))
+            return "equal seeds" if drift > 1e-3 else HEALTHY
+        if seen.layout == "sharded":
+            return HEALTHY if sum(seen.state_bytes) < 1.1 * 4 * seen.parameters else "unsharded parameter"
+        if {n for each in seen.batches for n in each} != set(range(steps * ranks * seen.micro_batches)):
+            return "data seen again"
+        if sum(max(f) for f in zip(*seen.flops, strict=True)) > 2 * sum(min(f) for f in zip(*seen.flops, strict=True)):
+            return "slow rank"
+        reduced = [size for op, size in seen.calls[0] if op == "all_reduce"]
+        if len(reduced) != steps:
+            return "accumulation that communicates"
+        if set(reduced) != {4 * seen.parameters}:
+            return "wrong-dtype reduction"
+        wrong = zip(seen.job_norms, seen.expected["norms"], strict=True)
+        return "forgotten zero_grad" if any(abs(math.log(a / b)) > 1e-3 for a, b in wrong) else HEALTHY
 
-DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose)
+
+class audit_mfu:
+    def takes_the_sparse_peak(report):
+        return _audit(report, peak="sparse_peak")
+
+    def counts_what_the_gpu_runs(report):
+        """HFU for MFU."""
+        right, name = _audit(report)
+        return (right * 4 / 3 if report["recompute"] == "full" else right), name
+
+    def six_nd(report):
+        return _audit(report, scores=0)
+
+    def attention_of_all_heads_twice(report):
+        return _audit(report, scores=24)
+
+    def padding_is_work_too(report):
+        return _audit(report, padding=0)
+
+    def of_one_gpu(report):
+        return _audit(report | {"gpus": 1})
+
+    def forward_alone(report):
+        right, name = _audit(report)
+        return right / 3, name
+
+    def believes_every_report(report):
+        return _audit(report)[0], "honest"
+
+    def suspects_every_report(report):
+        right, name = _audit(report)
+        return right, "sparse peak" if name == "honest" else name
+
+    def never_looks_at_padding(report):
+        right, name = _audit(report)
+        return right, "recomputation counted" if name == "padding counted" else name
+
+    def right(report):
+        """Second solution: what the claim is of the right number, and which mistake has that ratio."""
+        right = _audit(report)[0]
+        weights, scores = 6 * report["parameters"], 12 * report["layers"] * report["hidden"] * report["seq"]
+        ratios = {
+            1.0: "honest",
+            4 / 3: "recomputation counted",
+            report["dense_peak"] / report["sparse_peak"]: "sparse peak",
+            report["positions"] / (report["positions"] - report["padding"]): "padding counted",
+            weights / (weights + scores): "attention left out",
+            (weights + 2 * scores) / (weights + scores): "attention twice",
+        }
+        if not report["padding"]:
+            ratios[1.0] = "honest"
+        found = min(ratios, key=lambda ratio: abs(math.log(ratio * right / report["mfu"])))
+        return [np.float64(right), ratios[found]]
+
+    def right_one_after_the_other(report):
+        """Third solution: each suspicion is tested by itself, within a percent."""
+        right, claim = _audit(report)[0], report["mfu"]
+        tests = [
+            ("honest", right),
+            ("sparse peak", _audit(report, peak="sparse_peak")[0]),
+            ("padding counted", _audit(report, padding=0)[0]),
+            ("attention left out", _audit(report, scores=0)[0]),
+            ("attention twice", _audit(report, scores=24)[0]),
+        ]
+        return right, next((name for name, value in tests if math.isclose(value, claim, rel_tol=0.01)),
+                           "recomputation counted")  # fmt: skip
+
+
+def _audit(report, *, peak="dense_peak", scores=12, padding=1):
+    """The number by the formula, with the slip that was asked for, and the right name."""
+
+    def mfu(peak=peak, scores=scores, padding=padding, passes=3):
+        tokens = report["positions"] - padding * report["padding"]
+        flops = passes / 3 * (6 * report["parameters"] + scores * report["layers"] * report["hidden"] * report["seq"])
+        return tokens * flops / report["seconds"] / report["gpus"] / report[peak]
+
+    usual = {"peak": "dense_peak", "scores": 12, "padding": 1}
+    names = {
+        "honest": {}, "sparse peak": {"peak": "sparse_peak"}, "attention left out": {"scores": 0},
+        "attention twice": {"scores": 24}, "padding counted": {"padding": 0}, "recomputation counted": {"passes": 4},
+    }  # fmt: skip
+    name = min(names, key=lambda each: abs(mfu(**{**usual, **names[each]}) - report["mfu"]))
+    return mfu(), name
+
+
+DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)

@@ -223,9 +223,15 @@ def test_a_healthy_twin_learns_what_one_process_learns(seen, fault):
     assert len(symptoms.losses[0]) == setting.steps
     # The same sums in another order: a few rounding errors of 6e-8 each, amplified by at most e in 6 steps of lr 0.1.
     assert mean_losses(symptoms) == pytest.approx(symptoms.expected["losses"], rel=1e-5)
-    if not symptoms.sharded:
+    assert symptoms.job_losses == pytest.approx(symptoms.expected["losses"], rel=1e-5)
+    assert symptoms.job_norms == pytest.approx(symptoms.expected["norms"], rel=1e-5)
+    if symptoms.layout == "copies":
         assert symptoms.norms[0] == pytest.approx(symptoms.expected["norms"], rel=1e-5)
         assert reduced(symptoms) == [4 * symptoms.parameters] * setting.steps
+    if symptoms.layout == "tensor parallel":
+        assert symptoms.batches == [list(range(setting.steps))] * 2
+        assert symptoms.losses[0] == pytest.approx(symptoms.losses[1], rel=1e-6)
+        return
     dealt = [number for numbers in symptoms.batches for number in numbers]
     assert sorted(dealt) == list(range(2 * setting.steps * setting.micro_batches))
 
@@ -290,6 +296,22 @@ def test_accumulation_that_communicates(seen):
     symptoms, setting = seen["accumulation that communicates", False]
     assert len(reduced(symptoms)) == setting.steps * setting.micro_batches
     assert mean_losses(symptoms) == pytest.approx(symptoms.expected["losses"], rel=1e-5)
+
+
+def test_equal_seeds(seen):
+    symptoms, _ = seen["equal seeds", False]
+    healthy, _ = seen["equal seeds", True]
+    assert symptoms.weight_norms[0] == symptoms.weight_norms[1]
+    assert symptoms.norms[0] == pytest.approx(symptoms.norms[1], rel=1e-6)  # and the halves stay copies
+    assert healthy.weight_norms[0] != healthy.weight_norms[1]
+    assert symptoms.job_losses[0] != pytest.approx(symptoms.expected["losses"][0], rel=1e-3)
+
+
+def test_data_seen_again(seen):
+    symptoms, setting = seen["data seen again", False]
+    half = setting.steps // 2
+    assert symptoms.job_losses[:half] == pytest.approx(symptoms.expected["losses"][:half], rel=1e-5)
+    assert symptoms.batches[1] == [2 * place + 1 for place in (*range(half), *range(setting.steps - half))]
 
 
 def test_symptoms_do_not_name_the_fault(seen):

@@ -160,7 +160,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("gpus", [2])
 def test_what_shards_without_naming_a_device_shards_on_the_cpu(gpus, tmp_path):
-    """Lab 09's gathers, the trace of FSDP2, and the sixteen jobs behind `rung11.diagnose` of the right answer."""
+    """Lab 09's gathers, the trace of FSDP2, and the jobs behind `rung11.diagnose` of the right answer."""
     assert run(PROGRAMS, gpus, tmp_path) == [[5, 4], 0, 2, "passed"]
 
 

@@ -1,4 +1,4 @@
-"""The checks of rung 11: the order of samples, how often to save, the noise scale, the failure zoo, and scaling.
+"""The checks of rung 11: the order of samples, how often to save, the noise scale, the failure zoo, MFU, and scaling.
 
 `diagnose` leaves healthy twins alone. `observe_scaling` is the Done-when of the rung: say what a run on several ranks
 gained, what it lost, and to what. It begins with timelines whose answer is known; then comes the learner's report of a
@@ -11,19 +11,20 @@ import functools
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
-from lablib.checks.report import Wrong, check, close
+from lablib.checks.report import Wrong, check, close, numbers, whole
 from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import gpu_report, read_run, scaling_records, where_of
 from lablib.launch.training import TrainConfig, Trainer
 
-__all__ = ["checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
+__all__ = ["audit_mfu", "checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
 
 
 # --- which samples a rank trains on -------------------------------------------------------------------------
@@ -32,17 +33,22 @@ Order = Callable[[int], list[int]]
 
 
 def _orders(dice: random.Random, count: int) -> Order:
-    seeds = [dice.random() for _ in range(9)]
+    seed = dice.random()
 
     def epoch_order(epoch: int) -> list[int]:
         samples = list(range(count))
-        random.Random(seeds[epoch]).shuffle(samples)
+        random.Random(f"{seed} {whole(epoch, 'The number of an epoch')}").shuffle(samples)
         return samples
 
     return epoch_order
 
 
-@check
+@check(
+    idea="Think of one endless list of samples, epoch after epoch, in which `taken` says how far all ranks have come.",
+    section="The trainer: a fixed global batch, and an order of data that ignores ranks",
+    line="Write down the next `batch` places of the endless order, whose epoch and position follow from the place, and "
+    "take every `ranks`-th of them.",
+)
 def next_samples(answer: Callable[..., list[int]], seed: int = 11) -> str:
     """Judge `next_samples(epoch_order, count, taken, batch, rank, ranks)` over runs whose number of ranks changes."""
     dice = random.Random(seed)
@@ -61,11 +67,11 @@ def next_samples(answer: Callable[..., list[int]], seed: int = 11) -> str:
 def _judge_step(
     answer: Callable[..., list[int]], order: Order, count: int, taken: int, batch: int, ranks: int, step: int
 ) -> None:
-    got = [answer(order, count, taken, batch, rank, ranks) for rank in range(ranks)]
     case = f"count={count}, taken={taken}, batch={batch}, {ranks} ranks"
-    for rank, share in enumerate(got):
-        if not isinstance(share, list) or not all(isinstance(sample, int) for sample in share):
-            raise Wrong(f"Return a list of sample numbers; rank {rank} returned {type(share).__name__}.")
+    got = []
+    for rank in range(ranks):
+        share = numbers(answer(order, count, taken, batch, rank, ranks), f"What rank {rank} takes")
+        got.append([whole(sample, f"A sample of rank {rank}") for sample in share])
     places = [divmod(place, count) for place in range(taken, taken + batch)]
     right = [order(epoch)[position] for epoch, position in places]
     together = sorted(sample for share in got for sample in share)
@@ -110,7 +116,13 @@ def _explain_samples(
 _SLACK = 1.02
 
 
-@check
+@check(
+    idea="Saving often costs the time of saving, saving seldom the work since the last checkpoint; at the best interval "
+    "the two are equal.",
+    section="Young's rule: how often to save",
+    line="Turn the failures of one GPU into seconds between failures of the job, take the square root of twice that times "
+    "the cost of a checkpoint, and divide by a step's seconds, rounding to at least one step.",
+)
 def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
     """Judge `checkpoint_every(step_seconds, save_seconds, gpu_hours_between_failures, gpus)` by the time it loses."""
     dice = random.Random(seed)
@@ -123,10 +135,9 @@ def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
         cases.append((dice.uniform(0.2, 20), save, hours, gpus))
     for case in cases:
         step, save, hours, gpus = case
-        steps = answer(*case)
+        returned = answer(*case)
         told = f"step {step:.3g} s, save {save:.3g} s, {hours:.3g} GPU-hours between failures, {gpus:,} GPUs"
-        if not isinstance(steps, int) or isinstance(steps, bool):
-            raise Wrong(f"Return a whole number of steps, not {steps!r} ({told}).")
+        steps = whole(returned, f"The number of steps between checkpoints ({told})")
         if steps < 1:
             raise Wrong(f"Save after one step at the earliest, not after {steps} ({told}).")
         mtbf = 3600 * hours / gpus
@@ -176,7 +187,11 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
 _NOISE_KEYS = ("signal", "noise", "examples")
 
 
-@check
+@check(
+    idea="Each squared norm is the signal plus the noise over the batch size: two batch sizes are two equations.",
+    section="When the global batch grows: the gradient noise scale",
+    line="Take the mean of each series first, solve the two equations for signal and noise, and divide last.",
+)
 def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> str:
     """Judge `noise_scale(small, big, batch_small, batch_big)` by hand, then on random series of norms."""
     dice = random.Random(seed)
@@ -245,6 +260,8 @@ _LOOK = {
     "accumulation that communicates": "there are more all-reduces than steps, and the losses are as expected",
     "uneven data": "a rank ends one collective early, and no number is missing among its batches",
     "unsharded parameter": "each rank keeps far more than its half of the bytes",
+    "equal seeds": "the two halves of one model were drawn with the same norm, to the last digit",
+    "data seen again": "a rank trains on the same batch numbers twice",
     HEALTHY: "nothing differs from what is expected but rounding",
 }
 
@@ -266,19 +283,135 @@ def _seen() -> list[tuple[str, Symptoms]]:
     return list(zip(truths, run_programs(work), strict=True))
 
 
-@check
+def _made_up() -> Symptoms:
+    """Symptoms of a healthy job that never ran: whether there is an answer at all is asked before any job is started."""
+    series = [[1.0] * 4] * 2
+    return Symptoms(
+        parameters=178, layout="copies", micro_batches=1, expected={"losses": [1.0] * 4, "norms": [1.0] * 4},
+        batches=[[0, 2, 4, 6], [1, 3, 5, 7]], losses=series, norms=series, flops=[[4272] * 4] * 2,
+        calls=[[("all_reduce", 712)] * 4] * 2, weight_norms=[2.0, 2.0], state_bytes=[None, None],
+        ended=["returned", "returned"],
+    )  # fmt: skip
+
+
+@check(
+    idea="First ask whether the job hangs, then whether its first steps agree with one process, and then count.",
+    section="The failure zoo: ten faults and their symptoms",
+    line="For each fault test the one symptom that its healthy twin does not show, the hangs first, and allow for "
+    "rounding wherever you compare losses or norms.",
+)
 def diagnose(answer: Callable[[Symptoms], str]) -> str:
-    """Judge `diagnose(symptoms)`: a name out of `zoo.FAULTS`, or "healthy", for each of sixteen runs."""
+    """Judge `diagnose(symptoms)`: a name out of `FAULTS`, or "healthy", for each program and each healthy twin."""
+    try:
+        answer(_made_up())
+    except NotImplementedError:
+        raise
+    except Exception:
+        pass  # the jobs below show it where they, too, have what it stumbles over
     names = {*FAULTS.values(), HEALTHY}
     for truth, symptoms in _seen():
-        said = answer(symptoms)
+        said = str(answer(symptoms))
+        if said == truth:
+            continue
+        print(symptoms)
         if said not in names:
             raise Wrong(f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}.")
-        if said != truth and truth == HEALTHY:
-            raise Wrong(f"A healthy job is called {said!r}: a symptom must be one that the healthy twin does not show.")
-        if said != truth:
-            raise Wrong(f"A job with the fault {truth!r} is called {said!r}. Look again: {_LOOK[truth]}.")
+        if truth == HEALTHY:
+            raise Wrong(f"A healthy job is called {said!r}: its symptoms are above, and the fault has one that is not "
+                        "among them.")  # fmt: skip
+        raise Wrong(f"A job with the fault {truth!r} is called {said!r}: its symptoms are above. Look again: "
+                    f"{_LOOK[truth]}.")  # fmt: skip
     return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
+
+
+# --- an MFU that lies ---------------------------------------------------------------------------------------
+
+HONEST = "honest"
+
+#: What a report did, for a claim that is not honest.
+_SAID = {
+    "attention left out": "it counts 6N a token and leaves attention's two products with scores out",
+    "attention twice": "it counts 24Lhs a token for attention in place of 12Lhs",
+    "padding counted": "it counts positions that are padding",
+    "recomputation counted": "it counts four passes, as the hardware runs them, where the model needs three",
+    "sparse peak": "it divides by the peak with sparsity, which no dense model reaches",
+}
+
+
+def _claims(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the MFU of a job, and what each mistake makes of it."""
+    weights = 6 * report["parameters"]
+    scores = 12 * report["layers"] * report["hidden"] * report["seq"]
+    rate = 1 / (report["seconds"] * report["gpus"] * report["dense_peak"])
+    tokens = report["positions"] - report["padding"]
+    honest = tokens * (weights + scores) * rate
+    claims = {
+        HONEST: honest,
+        "attention left out": tokens * weights * rate,
+        "attention twice": tokens * (weights + 2 * scores) * rate,
+        "sparse peak": honest * report["dense_peak"] / report["sparse_peak"],
+    }
+    if report["recompute"] == "full":
+        claims["recomputation counted"] = honest * 4 / 3
+    if report["padding"]:
+        claims["padding counted"] = report["positions"] * (weights + scores) * rate
+    return claims
+
+
+def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
+    """Return reports of jobs, each with what is the matter with its MFU; first one that can be done by hand."""
+    dice = random.Random(seed)
+    hand = {"parameters": 100, "layers": 1, "hidden": 3, "seq": 5, "positions": 10, "padding": 1, "seconds": 1.0,
+            "gpus": 1, "dense_peak": 20_000.0, "sparse_peak": 40_000.0, "recompute": "full"}  # fmt: skip
+    found = [(mistake, {**hand, "mfu": claim}) for mistake, claim in _claims(hand).items()]
+    while len(found) < 60:
+        layers, hidden = dice.choice([12, 24, 32, 80]), 128 * dice.randint(6, 64)
+        seq, dense = 1024 * dice.choice([1, 2, 4, 8, 32]), dice.choice([125e12, 312e12, 989.4e12])
+        job = {"parameters": 12 * layers * hidden**2 + 32_000 * hidden, "layers": layers, "hidden": hidden, "seq": seq}
+        job |= {"positions": seq * dice.choice([8, 64, 512]), "gpus": dice.choice([1, 2, 8, 64]), "dense_peak": dense}
+        job |= {"padding": dice.choice([0, 0, job["positions"] // 8]), "recompute": dice.choice(["none", "full"])}
+        job |= {"sparse_peak": 2 * dense, "seconds": 1.0}
+        job["seconds"] = _claims(job)[HONEST] / dice.uniform(0.25, 0.45)
+        claims = _claims(job)
+        # Two mistakes of one job are to be a tenth apart: nobody has to guess.
+        ordered = sorted(claims.values())
+        mistake = (HONEST, *_SAID)[len(found) % (1 + len(_SAID))]
+        if mistake in claims and all(b > 1.1 * a for a, b in pairwise(ordered)):
+            found.append((mistake, job | {"mfu": claims[mistake]}))
+    return found
+
+
+@check(
+    idea="MFU counts what the model needs, for tokens that teach it, over what the GPUs could do with dense matrices.",
+    section="MFU: six ways to get it wrong",
+    line="Compute the MFU as the report should have, then once more with each single mistake, and name the one whose "
+    "result is nearest to what the report says.",
+)
+def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
+    """Judge `audit_mfu(report)`, which returns the right MFU and what is the matter with the one in the report."""
+    for mistake, report in mfu_reports(seed):
+        returned = numbers(answer(dict(report)), "What is returned, the MFU and the name of the mistake,")
+        if len(returned) != 2:
+            raise Wrong(f"Return two things, the right MFU and the name of the mistake, and not {len(returned)}.")
+        got, said = returned[0], str(returned[1])
+        claims = _claims(report)
+        case = ", ".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in report.items()
+        )
+        if not close(got, claims[HONEST], rel=1e-6):
+            slip = next((name for name, claim in claims.items() if close(got, claim, rel=1e-6)), None)
+            if slip:
+                raise Wrong(f"Your own MFU has the mistake {slip!r}: {_SAID[slip]} ({case}).")
+            raise Wrong(f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense "
+                        f"peak of all GPUs: {claims[HONEST]:.4f}, not {float(got):.4f} ({case}).")  # fmt: skip
+        if said == mistake:
+            continue
+        if said not in (HONEST, *_SAID):
+            raise Wrong(f"The mistake is one of {', '.join(map(repr, (HONEST, *_SAID)))}, and not {said!r}.")
+        if mistake == HONEST:
+            raise Wrong(f"This report is honest, and you say {said!r} ({case}).")
+        raise Wrong(f"You say {said!r}, but {_SAID[mistake]}, which makes {claims[mistake]:.4f} ({case}).")
+    return f"{len(mfu_reports(seed))} reports, honest ones among them."
 
 
 # --- what limits a run --------------------------------------------------------------------------------------
@@ -292,7 +425,12 @@ _STEPS, _WARM_UP = 8, 3
 Phases = dict[str, float]
 
 
-@check
+@check(
+    idea="Throughput over throughput is the speedup; what is missing to the ideal step splits into four parts that add up.",
+    section="Two ranks, two thousand milliseconds: speedup, efficiency and what was lost",
+    line="Take the slowest rank's time as the step, the least communication of any rank as transfer, what ranks spend "
+    "above it or idle at the end as imbalance, and data and computing against the ideal's share.",
+)
 def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> str:
     """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happened."""
     dice = random.Random(seed)
@@ -325,9 +463,12 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
     alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
     found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
     _judge_scaling(found, alone, ranks, "strong")
+    more = ""
+    if float(found["speedup"]) > len(ranks):
+        more = " More than one per rank: something else kept the single rank busy, so run it again on a quiet machine."
     return (
-        f"{len(cases)} timelines, and a job on {where}: speedup {found['speedup']:.2f}, efficiency "
-        f"{found['efficiency']:.0%}, limited by {found['limit']}."
+        f"{len(cases)} timelines, and a job on {where}: speedup {float(found['speedup']):.2f}, efficiency "
+        f"{float(found['efficiency']):.0%}, limited by {found['limit']}.{more}"
     )
 
 

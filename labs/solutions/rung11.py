@@ -38,6 +38,10 @@ def diagnose(seen):
             return "mismatched collectives"
         gaps = [{b - a for a, b in pairwise(mine)} for mine in seen.batches]
         return "skipped batch" if any(len(gap) > 1 for gap in gaps) else "uneven data"
+    if any(len(set(mine)) < len(mine) for mine in seen.batches):
+        return "data seen again"
+    if seen.layout == "tensor parallel":
+        return "equal seeds" if len(set(seen.weight_norms)) == 1 else "healthy"
     if seen.sharded:
         half = 4 * seen.parameters / len(seen.state_bytes)
         return "unsharded parameter" if max(seen.state_bytes) > 1.2 * half else "healthy"
@@ -51,6 +55,29 @@ def diagnose(seen):
         return "slow rank"
     later = zip(seen.norms[0], seen.expected["norms"], strict=True)
     return "forgotten zero_grad" if any(abs(a - b) > 1e-2 * b for a, b in later) else "healthy"
+
+
+def audit_mfu(report):
+    """The MFU as it should be, and as each mistake makes it; the nearest one is what was done."""
+    weights = 6 * report["parameters"]
+    scores = 12 * report["layers"] * report["hidden"] * report["seq"]
+    tokens = report["positions"] - report["padding"]
+
+    def mfu(flops, tokens=tokens, peak=report["dense_peak"]):
+        return flops * tokens / (report["seconds"] * report["gpus"] * peak)
+
+    right = mfu(weights + scores)
+    claims = {
+        "honest": right,
+        "attention left out": mfu(weights),
+        "attention twice": mfu(weights + 2 * scores),
+        "sparse peak": mfu(weights + scores, peak=report["sparse_peak"]),
+    }
+    if report["padding"]:
+        claims["padding counted"] = mfu(weights + scores, tokens=report["positions"])
+    if report["recompute"] == "full":
+        claims["recomputation counted"] = 4 / 3 * right
+    return right, min(claims, key=lambda name: abs(claims[name] - report["mfu"]))
 
 
 def observe_scaling(alone, ranks, scaling):

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,15 +43,17 @@ class Setting:
 class Job:
     """One rank's part of a training job, and its log."""
 
-    def __init__(self, setting: Setting, log: RankLog, sharded: bool = False) -> None:
+    def __init__(self, setting: Setting, log: RankLog, layout: str = "copies", model: nn.Module | None = None) -> None:
         self.setting, self.log = setting, log
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.culprit = self.rank == setting.culprit
-        self.model = build(setting)
-        self.forward: nn.Module = self.model  # or what wraps it
+        self.model = model or build(setting)
+        self.forward: Callable[[Tensor], Tensor] = self.model  # or what wraps it
         self._parameters, self._rows = sum(p.numel() for p in self.model.parameters()), 0
         self.model.register_forward_pre_hook(self._count)
-        log.write("job", parameters=self._parameters, sharded=sharded)
+        drawn = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        parameters = self._parameters * (self.ranks if layout == "tensor parallel" else 1)
+        log.write("job", parameters=parameters, layout=layout, weight_norm=torch.linalg.vector_norm(drawn).item())
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer; after the model is wrapped."""
@@ -111,6 +113,28 @@ def build(setting: Setting) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, 2))
 
 
+def half_model(setting: Setting, draw: int) -> nn.Module:
+    """Return a rank's half of a model that is cut in two, as tensor parallelism cuts it: the halves' outputs add up.
+
+    Args:
+        draw: Which of the seed's weights; the halves of one model have different ones.
+    """
+    torch.manual_seed(2 * setting.seed + draw)
+    width = setting.width
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2, bias=False))
+
+
+class _Halves(nn.Module):
+    """The model that two halves make together."""
+
+    def __init__(self, setting: Setting, ranks: int) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(half_model(setting, draw) for draw in range(ranks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(half(x) for half in self.halves)
+
+
 def batch(setting: Setting, number: int) -> tuple[Tensor, Tensor]:
     """Return inputs (4, width) and targets (4, 2) of a batch."""
     generator = torch.Generator().manual_seed(1000 * setting.seed + number)
@@ -118,12 +142,13 @@ def batch(setting: Setting, number: int) -> tuple[Tensor, Tensor]:
     return x, torch.stack([x.sum(1), x[:, 0] * x[:, 1]], dim=1)
 
 
-def reference(setting: Setting, ranks: int) -> dict[str, list[float]]:
+def reference(setting: Setting, ranks: int, layout: str = "copies") -> dict[str, list[float]]:
     """Return mean loss and gradient norm of each step of the job as it should be, from one process."""
-    model = build(setting)
+    group = layout == "tensor parallel"  # whose ranks work on one batch together
+    model = _Halves(setting, ranks) if group else build(setting)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
-    share = ranks * setting.micro_batches
+    share = 1 if group else ranks * setting.micro_batches
     for step in range(setting.steps):
         total = 0.0
         for number in range(step * share, (step + 1) * share):

@@ -1,4 +1,4 @@
-"""The failure zoo: eight small training programs, each with one planted fault and a healthy twin, run on two ranks.
+"""The failure zoo: ten small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
     seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
     print(seen)                         # losses, norms, traffic, where ranks stand
@@ -14,14 +14,16 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import hypot
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.failures.job import Job, Setting, calls_of, reference, watched
+from lablib.launch.failures.job import Job, Setting, calls_of, half_model, reference, watched
 from lablib.launch.measure import Call, flight_recorder_settings, read_flight_records
 from lablib.launch.ranks import RankError, rank_mesh, run_ranks
 from lablib.launch.records import RankLog, read_logs
@@ -90,7 +92,7 @@ def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
     """FSDP2 is told to leave the largest weight alone; it stays unsharded, and its gradient is averaged by nobody."""
     from torch.distributed.fsdp import fully_shard  # here: the other programs start sooner without it
 
-    job = Job(setting, log, sharded=True)
+    job = Job(setting, log, "sharded")
     largest = max(job.model.parameters(), key=torch.Tensor.numel)
     fully_shard(job.model, mesh=rank_mesh(), ignored_params={largest} if fault else None)
     optimizer = job.optimizer()
@@ -152,6 +154,47 @@ def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> N
             optimizer.zero_grad()
 
 
+def equal_seeds(setting: Setting, log: RankLog, fault: bool) -> None:
+    """Two ranks hold the halves of one model, as tensor parallelism cuts it, and draw them from one seed."""
+    rank = dist.get_rank()
+    job = Job(setting, log, "tensor parallel", half_model(setting, draw=0 if fault else rank))
+
+    def together(x: torch.Tensor) -> torch.Tensor:
+        part = job.model(x)
+        whole = part.detach().clone()
+        dist.all_reduce(whole)
+        return part + (whole - part.detach())  # the value of the sum; each part's gradient is the sum's
+
+    job.forward = together
+    optimizer = job.optimizer()
+    with watched(log):
+        for number in range(setting.steps):
+            loss = job.loss(number)
+            loss.backward()
+            job.step(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def data_seen_again(setting: Setting, log: RankLog, fault: bool) -> None:
+    """A job is started again from its checkpoint, and its data loader begins at the first batch."""
+    job = Job(setting, log)
+    optimizer = job.optimizer()
+    mine, place = job.mine(job.ranks * setting.steps), 0
+    with watched(log):
+        for step in range(setting.steps):
+            if step == setting.steps // 2:
+                checkpoint = {"weights": job.model.state_dict(), "place": place}
+                job.model.load_state_dict(checkpoint["weights"])
+                optimizer = job.optimizer()
+                place = 0 if fault else checkpoint["place"]
+            loss, gradient = job.backward(mine[place])
+            place += 1
+            dist.all_reduce(gradient)
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
 RANKS = 2
 _TIMEOUT_S = 60.0  # never waited for: the watch in each rank proves a hang long before
 
@@ -164,6 +207,8 @@ _PROGRAMS = {
     "F": ("accumulation that communicates", communicating_accumulation),
     "G": ("uneven data", uneven_data),
     "H": ("unsharded parameter", unsharded_parameter),
+    "I": ("equal seeds", equal_seeds),
+    "J": ("data seen again", data_seen_again),
 }
 #: Fault by letter.
 FAULTS = {letter: name for letter, (name, _) in _PROGRAMS.items()}
@@ -176,12 +221,14 @@ class Symptoms:
     """The symptoms of a job, from its logs. Lists of lists are by rank."""
 
     parameters: int  # of the model, 4 bytes each
-    sharded: bool  # whether FSDP2 shards the model
+    # "copies": each rank has the model. "sharded": FSDP2 shards it. "tensor parallel": each rank has half of each matrix,
+    # and all ranks of the group work on the same batches.
+    layout: str
     micro_batches: int  # gradients added up before each optimizer step
     # mean loss ("losses") and gradient norm ("norms") of each step, from one process that trains on the same batches
     expected: dict[str, list[float]]
     # numbers of the batches in the order of their use. They are dealt round: with two ranks, rank 0 gets 0, 2, 4 ...
-    # and rank 1 gets 1, 3, 5 ...
+    # and rank 1 gets 1, 3, 5 ...; the ranks of a tensor-parallel group get all of them.
     batches: list[list[int]]
     losses: list[list[float]]  # mean loss of each step
     norms: list[list[float]]  # norm of the gradients that the rank's optimizer got, each step
@@ -189,6 +236,7 @@ class Symptoms:
     # operation and bytes of every collective of the training loop. The last one of a rank that hangs is the one that
     # it waits in.
     calls: list[list[tuple[str, int]]]
+    weight_norms: list[float]  # norm of the weights that the rank drew, before any were sharded
     state_bytes: list[int | None]  # bytes of parameters that the rank keeps between steps; None where it was not logged
     ended: list[str]  # "returned", or the line of the program on which the rank hangs
 
@@ -197,18 +245,38 @@ class Symptoms:
         """Whether a rank waits for ever."""
         return any(each != "returned" for each in self.ended)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.layout == "sharded"
+
+    @property
+    def job_losses(self) -> list[float]:
+        """Loss of each step of all ranks: their mean, which is what one process has."""
+        return [fmean(step) for step in zip(*self.losses, strict=False)]
+
+    @property
+    def job_norms(self) -> list[float]:
+        """Gradient norm of each step of all ranks: of shards the root of the sum of squares, of copies the largest."""
+        steps = zip(*self.norms, strict=False)
+        return [max(step) if self.layout == "copies" else hypot(*step) for step in steps]
+
     def __str__(self) -> str:
         """Return what fits on a screen."""
-        kind = "sharded by FSDP2" if self.sharded else "a copy on each rank"
+        kind = {"copies": "a copy on each rank", "sharded": "sharded by FSDP2"}.get(self.layout, self.layout)
         lines = [f"{self.parameters} parameters of 4 bytes, {kind}; {self.micro_batches} micro-batches a step"]
         rows = [("expected", self.expected["losses"], self.expected["norms"])]
+        rows += [("all ranks", self.job_losses, self.job_norms)]
         rows += [(f"rank {r}", self.losses[r], self.norms[r]) for r in range(len(self.ended))]
-        lines += [f"  {who:9}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows]
+        lines += [f"  {who:10}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows]
         for r, ended in enumerate(self.ended):
             calls = self.calls[r]
             first = ", ".join(f"{op} {size} B" for op, size in calls[:3])
             kept = f"; keeps {self.state_bytes[r]} B" if self.state_bytes[r] is not None else ""
-            lines.append(f"  rank {r}: batches {self.batches[r]}, FLOPs a step {self.flops[r][:1]}{kept}")
+            lines.append(f"  rank {r}: batches {self.batches[r]}")
+            lines.append(
+                f"          FLOPs a step {self.flops[r][:1]}, first weights' norm {self.weight_norms[r]:.6f}{kept}"
+            )
             lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 3 else ''}")
             if ended != "returned":
                 waits = f"{calls[-1][0]} {calls[-1][1]} B" if calls else "no collective"
@@ -293,14 +361,15 @@ def _symptoms(folder: Path, setting: Setting) -> Symptoms:
     job = _first(logs[0], "job")
     return Symptoms(
         parameters=job["parameters"],
-        sharded=job["sharded"],
+        layout=job["layout"],
         micro_batches=setting.micro_batches,
-        expected=reference(setting, RANKS),
+        expected=reference(setting, RANKS, job["layout"]),
         batches=column("number"),
         losses=column("loss"),
         norms=column("norm"),
         flops=column("flops"),
         calls=[calls_of(lines) for lines in logs],
+        weight_norms=[_first(lines, "job")["weight_norm"] for lines in logs],
         state_bytes=[_first(lines, "state").get("bytes") for lines in logs],
         ended=[_first(lines, "hang").get("line", "returned") for lines in logs],
     )
