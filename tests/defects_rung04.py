@@ -2,7 +2,16 @@
 
 # ruff: noqa: E731
 
+from collections import deque
+from fractions import Fraction
+
+import numpy as np
+
+from lablib.calc.schedules import interleaved, one_f_one_b, schedule, simulate, to_csv, zb_h1
 from tests.planted import listed
+from tests.scripts import load
+
+_solution = load("labs/solutions/rung04.py")
 
 
 class bubbles:
@@ -21,11 +30,27 @@ class bubbles:
 
     naive_bubble = lambda p, m, v: {"over_ideal": p - 1, "over_total": (p - 1) / p}
 
+    def in_percent(p, m, v):
+        return {"over_ideal": 100 * (p - 1) / (v * m), "over_total": 100 * (p - 1) / (v * m + p - 1)}
+
+    def idle_over_all_slots_of_all_ranks(p, m, v):
+        return {"over_ideal": (p - 1) / (v * m * p), "over_total": (p - 1) / (p * (v * m + p - 1))}
+
     def right(p, m, v):
-        """Second solution: add up a step of unit times on one rank."""
+        """Add up a step of unit times on one rank."""
         work = 3 * m
         makespan = work + 3 * (p - 1) / v
         return {"over_ideal": makespan / work - 1, "over_total": 1 - work / makespan}
+
+    def right_2(p, m, v):
+        """Run it on paper."""
+        step = simulate(interleaved(p, m, v))
+        return {"over_ideal": Fraction(step.bubble_over_ideal), "over_total": np.float64(step.bubble_over_total)}
+
+    def right_3(p, m, v):
+        """One bubble from the other: shares of the same idle time."""
+        over_total = (p - 1) / (v * m + p - 1)
+        return {"over_total": over_total, "over_ideal": over_total / (1 - over_total), "note": "no other key matters"}
 
 
 def _held(name, p, m, v):
@@ -53,8 +78,16 @@ class in_flight:
     gpipe_holds_what_1f1b_holds = lambda name, p, m, v: _held("1f1b" if name == "gpipe" else name, p, m, v)
     naive_holds_all = lambda name, p, m, v: _held("gpipe" if name == "naive" else name, p, m, v)
 
+    def first_rank_of_interleaved_less_one_each(name, p, m, v):
+        held = _held(name, p, m, v)
+        return [p * (1 + (p - 1) / (p * v)) - i for i in range(p)] if name == "interleaved" else held
+
+    def one_warm_up_forward_for_each_hop(name, p, m, v):
+        held = _held(name, p, m, v)
+        return [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)] if name == "interleaved" else held
+
     def right(name, p, m, v):
-        """Second solution: how many forwards a rank runs before its first backward; then one out, one in."""
+        """How many forwards a rank runs before its first backward; then one out, one in."""
         before = {
             "naive": lambda i: 1,
             "gpipe": lambda i: m,
@@ -69,6 +102,20 @@ class in_flight:
                     count += 1
             held.append(count / v)
         return held
+
+    def right_2(name, p, m, v):
+        """Count along the schedule."""
+        most = []
+        for actions in schedule(name, p, m, v).ranks:
+            changes = np.cumsum([1 if action.kind == "F" else -1 for action in actions])
+            most.append(max(changes) / v)
+        return np.array(most)
+
+    def right_3(name, p, m, v):
+        """From the last rank up, a generator of fractions."""
+        step = {"1f1b": 1, "interleaved": Fraction(2, v)}.get(name, 0)
+        last = {"gpipe": m, "interleaved": Fraction(p * (v - 1) + 1, v)}.get(name, 1)
+        return (float(min(m, last + step * (p - 1 - i))) for i in range(p))
 
 
 def _rows(p, m, warmups):
@@ -117,9 +164,18 @@ class one_f_one_b_schedule:
         ]
 
     counts_for_rows = lambda p, m: [2 * m] * p
+    one_stage_for_all = lambda p, m: [" ".join(f"0{kind}{k}" for k in range(m) for kind in "FB")] * p
+
+    def never_ends(p, m):
+        row, forwards = [], 0
+        while len(row) < 2 * m:
+            if forwards < m:
+                row.append(f"0F{forwards}")
+                forwards += 1
+        return [row] * p
 
     def right(p, m):
-        """Second solution: hold at most min(m, p - i); at the limit go backward, below it forward."""
+        """Hold at most min(m, p - i); at the limit go backward, below it forward."""
         rows = []
         for i in range(p):
             limit, forwards, backwards, row = min(m, p - i), 0, 0, []
@@ -133,56 +189,25 @@ class one_f_one_b_schedule:
             rows.append(" ".join(row))
         return rows
 
+    def right_2(p, m):
+        """PyTorch's CSV, from the calculator."""
+        return to_csv(one_f_one_b(p, m))
 
-def _explained(p, m, **changes):
-    held = [min(m, p - i) for i in range(p)]
-    return {
-        "schedule": _rows(p, m, lambda i: p - 1 - i),
-        "bubble_over_ideal": (p - 1) / m,
-        "bubble_over_total": (p - 1) / (m + p - 1),
-        "in_flight": held,
-        "bubble_saved": 0.0,
-        "in_flight_saved": [m - count for count in held],
-    } | changes
+    def right_3(p, m):
+        """Backwards before forwards where both can run, micro-batches from the last to the first, one text."""
+        lines = []
+        for i in range(p):
+            warmup = min(m, p - i)
+            row = [f"{i}F{m - 1 - k}" for k in range(warmup)]
+            for k in range(m):
+                row.append(f"{i}B{m - 1 - k}")
+                row += [f"{i}F{m - 1 - k - warmup}"] * (k + warmup < m)
+            lines.append(f"rank {i}: " + ", ".join(row))
+        return "\n".join(lines)
 
-
-class explain_1f1b:
-    says_1f1b_has_half_the_bubble = lambda p, m: _explained(p, m, bubble_saved=(p - 1) / m / 2)
-
-    def says_1f1b_has_no_bubble(p, m):
-        return _explained(p, m, bubble_over_ideal=0.0, bubble_over_total=0.0, bubble_saved=(p - 1) / m)
-
-    def takes_one_bubble_for_the_other(p, m):
-        return _explained(p, m, bubble_over_ideal=(p - 1) / (m + p - 1), bubble_over_total=(p - 1) / m)
-
-    saves_the_same_on_every_rank = lambda p, m: _explained(p, m, in_flight_saved=[m - min(m, p)] * p)
-    holds_p_everywhere = lambda p, m: _explained(p, m, in_flight=[min(m, p)] * p)
-
-    def explains_with_gpipe(p, m):
-        return _explained(p, m, schedule=one_f_one_b_schedule.all_forwards_first(p, m))
-
-    def explains_what_cannot_run(p, m):
-        return _explained(p, m, schedule=one_f_one_b_schedule.newest_backward_first(p, m))
-
-    def right(p, m):
-        """Second solution: read every number off the schedule itself."""
-        rows = one_f_one_b_schedule.right(p, m)
-        held = []
-        for row in rows:
-            now, most = 0, 0
-            for action in row.split():
-                now += 1 if "F" in action else -1
-                most = max(most, now)
-            held.append(most)
-        slots, work = 3 * (m + p - 1), 3 * m
-        return {
-            "schedule": rows,
-            "bubble_over_ideal": slots / work - 1,
-            "bubble_over_total": 1 - work / slots,
-            "in_flight": held,
-            "bubble_saved": 0,
-            "in_flight_saved": [m - count for count in held],
-        }
+    def right_4(p, m):
+        """A chart: ranks in a dictionary, tuples of cells with idle slots."""
+        return {i: (None,) * i + tuple(row.split()) for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i))}
 
 
 def _halves(p, m, warmups, late):
@@ -196,6 +221,29 @@ def _halves(p, m, warmups, late):
                 done += 1
         rows.append(" ".join(steps + [f"{i}W{k}" for k in range(done, m)]))
     return rows
+
+
+def _greedy(p, m, order):
+    """Fill unit slots: each rank runs the first of the kinds in `order` that it can."""
+    ends, rows, count = {}, [[] for _ in range(p)], [dict.fromkeys("FIW", 0) for _ in range(p)]
+    slot = 0
+    while any(c["W"] < m for c in count):
+        started = []
+        for i, c in enumerate(count):
+            gradient = i == p - 1 or ends.get(("I", i + 1, c["I"]), slot + 1) <= slot
+            value = i == 0 or ends.get(("F", i - 1, c["F"]), slot + 1) <= slot
+            can = {
+                "F": c["F"] < m and c["F"] - c["I"] < p - i and c["F"] - c["W"] < p and value,
+                "I": c["I"] < c["F"] and gradient,
+                "W": c["W"] < c["I"],
+            }
+            if kind := next((kind for kind in order if can[kind]), None):
+                started.append((kind, i, c[kind]))
+                rows[i].append(f"{i}{kind}{c[kind]}")
+                c[kind] += 1
+        slot += 1
+        ends |= dict.fromkeys(started, slot)
+    return [" ".join(row) for row in rows]
 
 
 class beat_1f1b:
@@ -213,28 +261,156 @@ class beat_1f1b:
     never_does_the_weights = lambda p, m: [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
 
     def right(p, m):
-        """Second solution: fill unit slots greedily: a gradient first, then a forward, and weights while nothing else can run."""
-        ends, rows, count = {}, [[] for _ in range(p)], [dict.fromkeys("FIW", 0) for _ in range(p)]
-        slot = 0
-        while any(c["W"] < m for c in count):
-            started = []
-            for i, c in enumerate(count):
-                gradient = i == p - 1 or ends.get(("I", i + 1, c["I"]), slot + 1) <= slot
-                value = i == 0 or ends.get(("F", i - 1, c["F"]), slot + 1) <= slot
-                if c["I"] < c["F"] and gradient:
-                    kind = "I"
-                elif c["F"] < m and c["F"] - c["I"] < p - i and c["F"] - c["W"] < p and value:
-                    kind = "F"
-                elif c["W"] < c["I"]:
-                    kind = "W"
-                else:
-                    continue
-                started.append((kind, i, c[kind]))
-                rows[i].append(f"{i}{kind}{c[kind]}")
-                c[kind] += 1
-            slot += 1
-            ends |= dict.fromkeys(started, slot)
-        return [" ".join(row) for row in rows]
+        """As PyTorch's CSV, the halves of each backward beside each other."""
+        return [
+            ",".join(f"{c[0]}I{c[2:]},{c[0]}W{c[2:]}" if "B" in c else c for c in row.split())
+            for row in beat_1f1b.plain_1f1b(p, m)
+        ]
+
+    def right_2(p, m):
+        """Slot by slot: a gradient first, then a forward, and weights while nothing else can run."""
+        return _greedy(p, m, "IFW")
+
+    def right_3(p, m):
+        """Split the last backward alone on each rank but the first: the way up is then no longer than with all split."""
+        rows = []
+        for i, row in enumerate(beat_1f1b.plain_1f1b(p, m)):
+            cells = row.split()
+            cells[-1:] = [f"{i}I{m - 1}", f"{i}W{m - 1}"]
+            rows.append(cells)
+        return rows
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, explain_1f1b, beat_1f1b)
+class match_zb_h1:
+    plain_1f1b = lambda p, m: beat_1f1b.plain_1f1b(p, m)
+    weights_at_once = lambda p, m: beat_1f1b.right(p, m)
+    twice_the_warmup = lambda p, m: beat_1f1b.twice_the_warmup(p, m)
+    all_weights_at_the_end = lambda p, m: beat_1f1b.all_weights_at_the_end(p, m)
+    late_on_the_early_ranks = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: p - 1 - i)
+
+    forwards_last = lambda p, m: _greedy(p, m, "IWF")
+    gradients_before_forwards = lambda p, m: _greedy(p, m, "IFW")
+
+    def right(p, m):
+        """Slot by slot: a forward if the rank may hold one more, else a gradient, else weights."""
+        return _greedy(p, m, "FIW")
+
+    def right_2(p, m):
+        """From the calculator, as lists of its actions."""
+        return [list(rank) for rank in zb_h1(p, m).ranks]
+
+    def right_3(p, m):
+        """A queue of weight halves on each rank, in which never more than i wait."""
+        text = ""
+        for i, plain in enumerate(beat_1f1b.plain_1f1b(p, m)):
+            row, waiting = [], deque()
+            for action in plain.split():
+                row.append(action.replace("B", "I"))
+                if "B" in action:
+                    waiting.append(action.replace("B", "W"))
+                if len(waiting) > i:
+                    row.append(waiting.popleft())
+            text += f"rank {i}: " + ", ".join([*row, *waiting]) + "\n"
+        return text
+
+
+def _explained(before, after, **changes):
+    got = dict(_solution.explain_1f1b(before, after))
+    return got | {key: change(got, before, after) for key, change in changes.items()}
+
+
+class explain_1f1b:
+    def shorter_waits_are_smaller_micro_batches(before, after):
+        less = after["idle"][0] < before["idle"][0]
+        return _explained(before, after, changed=lambda got, b, a: "smaller micro-batches" if less else got["changed"])
+
+    def less_held_is_another_order(before, after):
+        less = after["held"][0] < before["held"][0]
+        return _explained(before, after, changed=lambda got, b, a: "1f1b for gpipe" if less else got["changed"])
+
+    def more_held_is_more_stages(before, after):
+        more = after["held"][-1] > before["held"][-1] and after["busy"] == before["busy"]
+        return _explained(before, after, changed=lambda got, b, a: "more stages a rank" if more else got["changed"])
+
+    the_order_stays = lambda before, after: _explained(before, after, schedule=lambda got, b, a: b["schedule"])
+
+    def halves_are_still_1f1b(before, after):
+        named = lambda got, b, a: got["schedule"].replace("zb-h1", "1f1b")
+        return _explained(before, after, schedule=named)
+
+    def same_share_of_idle_time(before, after):
+        share = lambda got, b, a: a["idle"][0] / (a["busy"][0] + a["idle"][0])
+        return _explained(before, after, idle_over_total=share)
+
+    def over_the_ideal_time(before, after):
+        return _explained(before, after, idle_over_total=lambda got, b, a: a["idle"][0] / (2 * a["busy"][0]))
+
+    def half_the_share(before, after):
+        share = lambda got, b, a: a["idle"][0] / (a["busy"][0] + a["idle"][0]) / 2
+        return _explained(before, after, idle_over_total=share)
+
+    holds_twice_as_much = lambda before, after: _explained(
+        before, after, held=lambda got, b, a: [2 * held for held in a["held"]]
+    )
+    holds_what_it_held = lambda before, after: _explained(before, after, held=lambda got, b, a: a["held"])
+    in_his_own_words = lambda before, after: _explained(before, after, changed=lambda got, b, a: "the schedule")
+
+    def right(before, after):
+        """Ratios of what is seen, and a table of them."""
+        ranks = len(after["idle"]) / len(before["idle"])
+        work = sum(after["busy"]) / sum(before["busy"])
+        waits = after["idle"][-1] / before["idle"][-1]
+        sent = after["messages"] / before["messages"]
+        changed = {(2, 1): "more ranks", (1, 2): "more micro-batches"}.get((round(ranks), round(work)))
+        if changed is None and waits > 0.99:
+            changed = "1f1b for gpipe"
+        if changed is None and sent == 1:
+            changed = "backward in halves"
+        if changed is None:
+            changed = "smaller micro-batches" if sent == 2 else "more stages a rank"
+        new = {"1f1b for gpipe": "1f1b", "more stages a rank": "interleaved", "backward in halves": "zb-h1"}
+        name = new.get(changed, before["schedule"])
+        total = 2 * sum(after["busy"]) + sum(after["idle"])
+        held = np.array(after["held"]) * (1 + (name == "gpipe"))
+        return {
+            "changed": changed,
+            "schedule": name,
+            "idle_over_total": np.float64(sum(after["idle"]) / total),
+            "held": held,
+        }
+
+    def right_2(before, after):
+        """From what is held first, as tuples; the share as what is not work."""
+        first, last = (after["held"][i] / before["held"][i] for i in (0, -1))
+        if len(after["held"]) != len(before["held"]):
+            changed = "more ranks"
+        elif after["busy"][-1] != before["busy"][-1]:
+            changed = "more micro-batches"
+        elif after["messages"] == 2 * before["messages"]:
+            changed = "smaller micro-batches"
+        elif first > 1:
+            changed = "more stages a rank"
+        elif last > 1:
+            changed = "backward in halves"
+        else:
+            changed = "1f1b for gpipe"
+        name = {"1f1b for gpipe": "1F1B", "more stages a rank": "interleaved", "backward in halves": "ZB-H1"}
+        name = name.get(changed, before["schedule"])
+        work = after["busy"][0]
+        share = 1 - 2 * work / (2 * work + after["idle"][0])
+        held = tuple(h + h * (name == "gpipe") for h in after["held"])
+        return {"changed": changed, "schedule": name, "idle_over_total": share, "held": held}
+
+
+DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, beat_1f1b, match_zb_h1, explain_1f1b)
+#: What the verdict on a defect must say: that it names the mistake, not only that there is one.
+SENTENCES = {
+    "in_percent": "Those are percent",
+    "forgets_interleaving": "Interleaving is left out",
+    "utilisation_for_bubble": "utilization",
+    "first_rank_of_interleaved_less_one_each": "Rank 0 is right",
+    "counts_stages_as_whole": "Those are stages",
+    "newest_backward_first": "a queue and not a stack",
+    "never_ends": "It never ends",
+    "weights_at_once": "every W is done at once",
+}

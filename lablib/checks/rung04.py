@@ -1,9 +1,12 @@
-"""The checks of rung 04: two bubbles, micro-batches in flight, a 1F1B that runs, and a schedule that beats it."""
+"""The checks of rung 04: two bubbles, micro-batches in flight, a 1F1B that runs, two that beat it, and what changed."""
 
 from __future__ import annotations
 
 import random
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 
 from lablib.calc.schedules import (
     Schedule,
@@ -18,161 +21,244 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.report import Wrong, check, close
+from lablib.checks.report import Wrong, check, close, numbers
 
-Rows = Sequence[str]
+UNIT = {"forward": 1, "input": 1, "weight": 1}
+#: Lines that an answer may run for one case: a hundred times what a search needs, and a second of work.
+MOST_LINES = 2_000_000
+
+
+class _Endless(BaseException):
+    """Raised inside an answer that does not come to its end."""
+
+
+def _asked(answer: Callable, *case: object) -> object:
+    """Return the answer for a case; one that loops for ever is ended by counting its lines, on any machine alike."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return answer(*case)
+    except _Endless:
+        raise Wrong(
+            f"It never ends for {', '.join(map(repr, case))}: a loop waits for something that no line in it brings about."
+        ) from None
+    finally:
+        sys.settrace(before)
+
+
+def _named(got: object, *names: str) -> Mapping[str, object]:
+    if not isinstance(got, Mapping) or set(names) - set(got):
+        raise Wrong(f"Return a dictionary with the keys {', '.join(names)}.")
+    return got
+
+
+def _case(p: int, m: int, v: int = 1) -> str:
+    return f"p={p}, m={m}" + (f", v={v}" if v > 1 else "")
 
 
 # --- bubbles -----------------------------------------------------------------------------------------------
 
+#: What somebody may have meant, for (p, m, v), and the sentence for it; told only if all answers say so.
+BUBBLES = [
+    (lambda p, m, v: ((p - 1) / (v * m + p - 1), (p - 1) / (v * m)),
+     "The two names are exchanged: over ideal time is always the larger one"),
+    (lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)),
+     "Those are percent: return shares, so that one is all of the time"),
+    (lambda p, m, v: (0, 0), "There is a bubble: the last rank waits until p - 1 forwards have come to it"),
+    (lambda p, m, v: ((p - 1) / (v * m),) * 2,
+     "The two bubbles are the same number: the ideal time leaves the idle time out, the total time has it in"),
+    (lambda p, m, v: ((p - 1) / (v * m + p - 1),) * 2,
+     "The two bubbles are the same number: the ideal time leaves the idle time out, the total time has it in"),
+    (lambda p, m, v: (p / (v * m), p / (v * m + p)),
+     "A micro-batch passes p - 1 boundaries, not p: one stage alone has no bubble"),
+    (lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)),
+     "Interleaving is left out: a stage of 1/v of the layers fills the pipeline in 1/v of the time"),
+    (lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))),
+     "More stages on a rank make the bubble smaller, not larger"),
+    (lambda p, m, v: (p - 1, (p - 1) / p),
+     "That is the naive pipeline, with one micro-batch in it at a time: m of them share one wait"),
+    (lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)),
+     "The second is the utilization: the bubble is what is left of the total time"),
+]  # fmt: skip
 
-@check
+
+@check(
+    idea="Count how long the last rank waits for its first input and after its last one, then divide by two times.",
+    section="GPipe: the bubble, derived",
+    line="Divide the same idle time, p - 1 slots of a stage, once by the work of a rank and once by work plus idle time.",
+)
 def bubbles(answer: Callable[[int, int, int], Mapping[str, float]], seed: int = 4) -> str:
     """Judge `bubbles(p, m, v)`: GPipe and 1F1B where v is 1, interleaved 1F1B where it is more."""
     dice = random.Random(seed)
-    cases = [(4, 16, 1), (4, 8, 1), (4, 8, 2), (4, 32, 1)]
-    for _ in range(20):
+    cases = [(4, 16, 1), (4, 8, 1), (4, 8, 2), (4, 32, 1), (5, 15, 3)]
+    for _ in range(15):
         p, v = dice.randint(2, 8), dice.randint(1, 4)
         cases.append((p, p * dice.randint(1, 5), v))
+    answers, wrong = {}, []
     for p, m, v in cases:
         # What the formula must give is what the simulator shows, whatever the times of F and B.
         truth = simulate(interleaved(p, m, v), forward=dice.uniform(0.5, 2), backward=dice.uniform(1, 4))
-        _judge_bubbles(answer(p, m, v), truth, p, m, v)
+        got = _named(_asked(answer, p, m, v), "over_ideal", "over_total")
+        answers[p, m, v] = got["over_ideal"], got["over_total"]
+        right = [close(got["over_ideal"], truth.bubble_over_ideal), close(got["over_total"], truth.bubble_over_total)]
+        if not all(right):
+            wrong.append((p * m * v, (p, m, v), right, truth))
+    if wrong:
+        _, case, right, truth = min(wrong, key=lambda entry: entry[0])
+        _say_bubbles(answers, case, [row[2] for row in wrong], truth)
     return "4 stages, 16 micro-batches: 18.8 % of the ideal time, 15.8 % of the total time."
 
 
-def _judge_bubbles(got: object, truth: Timeline, p: int, m: int, v: int) -> None:
-    got = _named(got, "over_ideal", "over_total")
-    ideal, total = truth.bubble_over_ideal, truth.bubble_over_total
-    ours = got["over_ideal"], got["over_total"]
-    if close(ours[0], ideal) and close(ours[1], total):
-        return
-    case = f"p={p}, m={m}, v={v}"
-    if close(ours[0], total) and close(ours[1], ideal):
-        raise Wrong(f"The two names are exchanged: over ideal time is always the larger one ({case}).")
-    if p > 1 and float(ours[0]) == 0:
-        raise Wrong(f"There is a bubble: the last rank waits until p - 1 forwards have come to it ({case}).")
-    if close(ours[0], ours[1]):
-        raise Wrong(
-            f"The two bubbles are the same number: the ideal time leaves the idle time out, the total time has it in "
-            f"({case})."
-        )
-    if close(ours[0], p / m / v):
-        raise Wrong(f"A micro-batch passes p - 1 boundaries, not p: one stage alone has no bubble ({case}).")
-    if v > 1 and close(ours[0], (p - 1) / m):
-        raise Wrong(
-            f"Interleaving is left out: a stage of 1/v of the layers fills the pipeline in 1/v of the time ({case})."
-        )
-    if v > 1 and close(ours[0], v * (p - 1) / m):
-        raise Wrong(f"More stages on a rank make the bubble smaller, not larger ({case}).")
-    if close(ours[0], ideal):
-        raise Wrong(f"Over ideal time is right. The total time is the ideal time and the idle time together ({case}).")
-    if close(ours[1], total):
-        raise Wrong(f"Over total time is right. Divide the same idle time by m (F + B) alone ({case}).")
-    raise Wrong(f"A rank works m (F + B) and idles (p - 1)(F + B)/v; neither number follows from that ({case}).")
+def _say_bubbles(answers: Mapping, case: tuple, right: Sequence, truth: Timeline) -> None:
+    where, (ideal, total) = _case(*case), answers[case]
+    for meant, sentence in BUBBLES:
+        if all(all(map(_same, got, meant(*each))) for each, got in answers.items()):
+            raise Wrong(f"{sentence} ({where}).")
+    if all(row[0] for row in right):
+        raise Wrong(f"Over ideal time is right. The total time is the ideal time and the idle time together ({where}).")
+    if all(row[1] for row in right):
+        raise Wrong(f"Over total time is right. Divide the same idle time by m (F + B) alone ({where}).")
+    raise Wrong(
+        f"I do not know this mistake. The smallest case that fails is {where}: a rank works {truth.busy[0]:.4g} and idles "
+        f"{truth.idle[0]:.4g}, and you have {float(ideal):.4g} and {float(total):.4g}."
+    )
+
+
+def _same(mine: object, meant: float) -> bool:
+    return close(mine, meant) or (meant == 0 and close(float(mine) + 1, 1))  # type: ignore[arg-type]
 
 
 # --- in flight ---------------------------------------------------------------------------------------------
 
 
-@check
+def _interleaved(p: int, m: int, v: int, per_hop: int = 2, last: int = 1) -> list[float]:
+    return [min(m * v, per_hop * (p - 1 - i) + p * (v - 1) + last) / v for i in range(p)]
+
+
+#: The same for the micro-batches that ranks hold, by the name of the schedule.
+HELD = {
+    "naive": [
+        (lambda p, m, v: [m] * p, "The naive schedule finishes a micro-batch before it starts the next"),
+        (lambda p, m, v: [p - i for i in range(p)], "The naive schedule finishes a micro-batch before it starts the next"),
+    ],
+    "gpipe": [
+        (lambda p, m, v: [min(m, p - i) for i in range(p)],
+         "That is 1F1B; GPipe runs every forward before the first backward, so every rank holds all m"),
+        (lambda p, m, v: [min(m, p)] * p, "GPipe runs every forward before the first backward, so every rank holds all m"),
+    ],
+    "1f1b": [
+        (lambda p, m, v: [min(m, p)] * p,
+         "Only rank 0 holds min(m, p): every rank behind it gets its first backward two slots sooner, and holds one less"),
+        (lambda p, m, v: [min(m, i + 1) for i in range(p)],
+         "The ranks are turned round: rank 0 starts first and gets its first backward last, so it holds most"),
+        (lambda p, m, v: [p - i for i in range(p)], "A rank cannot hold more micro-batches than the step has"),
+        (lambda p, m, v: [min(m, p - 1 - i) for i in range(p)],
+         "Those are the warm-up forwards; one more is at work when the first backward comes"),
+        (lambda p, m, v: [m] * p, "That is GPipe; 1F1B starts a backward as soon as there is one"),
+    ],
+    "interleaved": [
+        (lambda p, m, v: [min(m, p - i) for i in range(p)],
+         "That is plain 1F1B. Interleaving runs more forwards before the first backward, and holds more"),
+        (lambda p, m, v: [v * held for held in _interleaved(p, m, v)],
+         "Those are stages; one of the v stages of a rank counts 1/v"),
+        (lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)],
+         "Rank 0 is right. Behind it the warm-up is two stages shorter from rank to rank, and a stage counts 1/v"),
+        (lambda p, m, v: [p * (1 + (p - 1) / (p * v))] * p,
+         "Rank 0 is right, and it is the fullest: the warm-up gets two stages shorter from rank to rank"),
+        (lambda p, m, v: _interleaved(p, m, v, last=0),
+         "Those are the warm-up forwards; one more is at work when the first backward comes"),
+        (lambda p, m, v: _interleaved(p, m, v, per_hop=1),
+         "The warm-up has two forwards for every rank behind this one, one for the way down and one for the way back"),
+        (lambda p, m, v: [(2 * (p - 1 - i) + p * (v - 1) + 1) / v for i in range(p)],
+         "A rank cannot hold more micro-batches than the step has"),
+    ],
+}  # fmt: skip
+
+
+@check(
+    idea="A rank holds what has had its forward and not yet its backward; the count is highest before its first backward.",
+    section="1F1B: GPipe's bubble with less memory",
+    line="Count the forwards in front of the first backward, limit them to what the step has, and divide stages by v.",
+)
 def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int = 4) -> str:
     """Judge `in_flight(name, p, m, v)`: the most micro-batches that each rank holds."""
     dice = random.Random(seed)
     cases = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("interleaved", 4, 8, 2), ("naive", 4, 8, 1)]
-    for _ in range(24):
+    for _ in range(20):
         p, v = dice.randint(2, 7), dice.randint(2, 4)
         cases += [("gpipe", p, dice.randint(1, 12), 1), ("1f1b", p, dice.randint(1, 12), 1)]
         cases.append(("interleaved", p, p * dice.randint(1, 4), v))
+    answers, wrong = {}, []
     for name, p, m, v in cases:
         truth = peak_activations(schedule(name, p, m, v))
-        _judge_in_flight(answer(name, p, m, v), truth, name, p, m, v)
+        got = numbers(_asked(answer, name, p, m, v), "What the ranks hold")
+        if len(got) != p:
+            raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
+        answers[name, p, m, v] = got
+        if not all(map(_same, got, truth)):
+            wrong.append((p * m * v, (name, p, m, v), truth))
+    if wrong:
+        _say_in_flight(answers, *min(wrong, key=lambda entry: entry[0])[1:])
     return f"{len(cases)} pipelines; with v stages on a rank, one of them counts 1/v."
 
 
-def _judge_in_flight(got: object, truth: Sequence[float], name: str, p: int, m: int, v: int) -> None:
-    case = f"{name}, p={p}, m={m}" + (f", v={v}" if v > 1 else "")
-    if not isinstance(got, Sequence) or len(got) != p:
-        raise Wrong(f"Return one number for each of the {p} ranks ({case}).")
-    if all(close(mine, right) for mine, right in zip(got, truth, strict=True)):
-        return
-    if all(close(mine, right) for mine, right in zip(reversed(got), truth, strict=True)):
-        raise Wrong(
-            f"The ranks are turned round: rank 0 starts first and gets its first backward last, so it holds most "
-            f"({case})."
-        )
-    if name == "interleaved" and all(close(mine, right * v) for mine, right in zip(got, truth, strict=True)):
-        raise Wrong(f"Those are stages; one of the v={v} stages of a rank counts 1/v ({case}).")
-    if max(map(float, got)) > m:
-        raise Wrong(f"A rank holds more micro-batches than the step has, m={m} ({case}).")
-    if name == "1f1b" and len(set(got)) == 1:
-        raise Wrong(
-            f"Only rank 0 holds min(m, p): every rank behind it gets its first backward two slots sooner, and holds "
-            f"one less ({case})."
-        )
-    if name == "gpipe":
-        raise Wrong(f"GPipe runs every forward before the first backward, so every rank holds all m ({case}).")
-    if name == "naive":
-        raise Wrong(f"The naive schedule finishes a micro-batch before it starts the next ({case}).")
-    if name == "interleaved" and all(close(mine, min(m, p - i)) for i, mine in enumerate(got)):
-        raise Wrong(
-            f"That is plain 1F1B. Interleaving runs more forwards before the first backward, and holds more ({case})."
-        )
-    raise Wrong(f"A rank holds its warm-up forwards and one more: rank 0 holds {truth[0]:g}, not {got[0]} ({case}).")
+def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> None:
+    name, (got, shape) = case[0], (answers[case], case[1:])
+    where = f"{name}, {_case(*shape)}"
+    alike = {each[1:]: held for each, held in answers.items() if each[0] == name}
+    for meant, sentence in HELD[name]:
+        if all(all(map(_same, held, meant(*each))) for each, held in alike.items()):
+            raise Wrong(f"{sentence} ({where}).")
+    rank = next(i for i in range(len(truth)) if not _same(got[i], truth[i]))
+    if float(got[rank]) > shape[1]:
+        raise Wrong(f"A rank holds more micro-batches than the step has: rank {rank} {float(got[rank]):g} ({where}).")
+    raise Wrong(
+        f"I do not know this mistake. The smallest case that fails is {where}: rank {rank} holds {truth[rank]:.5g}, "
+        f"and you have {float(got[rank]):.5g}."
+    )
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
 
-
-@check
-def one_f_one_b_schedule(answer: Callable[[int, int], Rows]) -> str:
-    """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
-    cases = [(4, 8), (4, 4), (2, 6), (3, 5), (1, 3), (4, 2), (6, 13)]
-    for p, m in cases:
-        _judge_1f1b(answer(p, m), p, m)
-    return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
+_IDLE = {"", ".", "-", "_", ":", "None"}
 
 
-def _judge_1f1b(rows: Rows, p: int, m: int) -> Schedule:
-    mine, case = _valid(rows, p, m), f"p={p}, m={m}"
-    if any(action.kind in "IW" for rank in range(p) for action in mine.actions(rank)):
-        raise Wrong(f"1F1B runs whole backwards, B; I and W are what zero bubble adds ({case}).")
-    held, right = peak_activations(mine), peak_activations(one_f_one_b(p, m))
-    if m > p and all(count == m for count in held):
-        raise Wrong(
-            f"It runs, and it is GPipe: all forwards first, so every rank holds m={m}; start a backward as soon as "
-            f"there is one ({case})."
-        )
-    if fuller := [i for i in range(p) if held[i] > right[i]]:
-        i = fuller[0]
-        raise Wrong(
-            f"It runs, but rank {i} holds {held[i]:g} micro-batches where 1F1B holds {right[i]:g}: warm up with "
-            f"p - 1 - i = {p - 1 - i} forwards ({case})."
-        )
-    for rank in range(p):
-        order = [action.microbatch for action in mine.actions(rank) if action.kind == "B"]
-        if order != sorted(order):
-            raise Wrong(
-                f"It runs, but rank {rank} goes backward in the order {', '.join(map(str, order[:4]))}, ...: the oldest "
-                f"micro-batch has its gradient first, a queue and not a stack ({case})."
-            )
-    took, needed = simulate(mine).makespan, simulate(one_f_one_b(p, m)).makespan
-    if took > needed + 1e-9:
-        raise Wrong(
-            f"It runs, but takes {took:g} forward times where 1F1B takes {needed:g}: with fewer than p - 1 - i "
-            f"forwards in front a rank waits for its gradient in every round ({case})."
-        )
-    return mine
+def _rows(answer: object, p: int) -> list[list[str]]:
+    """Return the cells of an answer: a text, PyTorch's CSV, or rows of text or of actions; cells that idle are dropped."""
+    if isinstance(answer, Schedule):
+        answer = answer.ranks
+    if isinstance(answer, str):
+        answer = [line for line in answer.splitlines() if line.strip()]
+    if isinstance(answer, Mapping):
+        answer = [answer[rank] for rank in sorted(answer)]
+    if not hasattr(answer, "__iter__"):
+        raise Wrong(f"Return a list with one row of actions for each of the {p} ranks; you return {answer!r}.")
+    rows = []
+    for row in answer:
+        if isinstance(row, str):
+            row = re.split(r"[\s,]+", re.sub(r"^\s*rank \d+:", "", row.strip("[]() ")))
+        elif not hasattr(row, "__iter__"):
+            raise Wrong(f'A row is text, such as "0F0 0F1 0B0 0B1", and not {row!r}.')
+        rows.append([cell for cell in (str(cell).strip("'\" ") for cell in row) if cell not in _IDLE])
+    if len(rows) != p:
+        raise Wrong(f"Return one row of actions for each of the {p} ranks; you return {len(rows)}.")
+    return rows
 
 
-def _valid(rows: object, p: int, m: int) -> Schedule:
+def _valid(answer: object, p: int, m: int) -> Schedule:
     """Return the learner's schedule, or say which idea keeps it from running."""
-    if isinstance(rows, str) or not isinstance(rows, Sequence) or len(rows) != p:
-        raise Wrong(f"Return a list with one row of actions for each of the {p} ranks.")
-    if odd := [row for row in rows if not isinstance(row, str | Sequence)]:
-        raise Wrong(f'A row is text, such as "0F0 0F1 0B0 0B1", and not {odd[0]!r}.')
+    rows = _rows(answer, p)
     try:
-        mine = parse_schedule(list(rows))
+        mine = parse_schedule(rows)
         if (mine.num_stages, mine.num_microbatches) != (p, m) or mine.placement != tuple(range(p)):
             raise Wrong(
                 f"Stage i belongs to rank i, and there are p={p} stages and m={m} micro-batches; yours has "
@@ -187,73 +273,200 @@ def _valid(rows: object, p: int, m: int) -> Schedule:
     return mine
 
 
-# --- Done when ---------------------------------------------------------------------------------------------
-
-
-@check
-def explain_1f1b(answer: Callable[[int, int], Mapping[str, object]], seed: int = 11) -> str:
-    """Judge `explain_1f1b(p, m)`: both bubbles, the counts in flight, a valid schedule, and what 1F1B saves."""
-    dice = random.Random(seed)
-    cases = [(4, 8), (4, 16), (8, 8), (4, 3)] + [(dice.randint(2, 9), dice.randint(1, 20)) for _ in range(12)]
+@check(
+    idea="A rank warms up with as many forwards as there are ranks behind it, so that the last one never runs dry.",
+    section="1F1B: GPipe's bubble with less memory",
+    line="Take min(m, p - 1 - i) forwards, then a forward and a backward in turn, then the backwards that are left.",
+)
+def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
+    """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
+    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13)]
     for p, m in cases:
-        got = _named(
-            answer(p, m),
-            "schedule",
-            "bubble_over_ideal",
-            "bubble_over_total",
-            "in_flight",
-            "bubble_saved",
-            "in_flight_saved",
+        _judge_1f1b(_asked(answer, p, m), p, m)
+    return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
+
+
+def _judge_1f1b(answer: object, p: int, m: int) -> None:
+    mine, case = _valid(answer, p, m), _case(p, m)
+    if any(action.kind in "IW" for rank in range(p) for action in mine.actions(rank)):
+        raise Wrong(f"1F1B runs whole backwards, B; I and W are what zero bubble adds ({case}).")
+    held, right = peak_activations(mine), peak_activations(one_f_one_b(p, m))
+    if m > p and all(count == m for count in held):
+        raise Wrong(
+            f"It runs, and it is GPipe: all forwards first, so every rank holds m={m}; start a backward as soon as "
+            f"there is one ({case})."
         )
-        mine = _judge_1f1b(got["schedule"], p, m)
-        timeline, gpipe = simulate(mine), simulate(schedule("gpipe", p, m))
-        # The numbers must be those of the learner's own schedule.
-        ours = {"over_ideal": got["bubble_over_ideal"], "over_total": got["bubble_over_total"]}
-        _judge_bubbles(ours, timeline, p, m, 1)
-        _judge_in_flight(got["in_flight"], timeline.peak_in_flight, "1f1b", p, m, 1)
-        saved = gpipe.bubble_over_ideal - timeline.bubble_over_ideal
-        if abs(float(got["bubble_saved"]) - saved) > 1e-9:
+    if fuller := [i for i in range(p) if held[i] > right[i]]:
+        i = fuller[0]
+        raise Wrong(
+            f"It runs, but rank {i} holds {held[i]:g} micro-batches where 1F1B holds {right[i]:g}: warm up with "
+            f"p - 1 - i = {p - 1 - i} forwards ({case})."
+        )
+    took, needed = simulate(mine).makespan, simulate(one_f_one_b(p, m)).makespan
+    if took <= needed + 1e-9:
+        return
+    for rank in range(p):
+        forwards, backwards = ([a.microbatch for a in mine.actions(rank) if a.kind == kind] for kind in "FB")
+        if forwards != backwards:
             raise Wrong(
-                f"1F1B saves none of GPipe's bubble: both wait (p - 1)(F + B), at the ends or in the middle "
-                f"(p={p}, m={m})."
+                f"It runs, but takes {took:g} where 1F1B takes {needed:g}: rank {rank} goes backward in the order "
+                f"{', '.join(map(str, backwards[:4]))}, ...; the oldest micro-batch has its gradient first, a queue and "
+                f"not a stack ({case})."
             )
-        less = [a - b for a, b in zip(gpipe.peak_in_flight, timeline.peak_in_flight, strict=True)]
-        if list(map(float, got["in_flight_saved"])) != less:
-            raise Wrong(
-                f"GPipe holds m={m} on every rank and 1F1B min(m, p - i), so it saves the difference, {less[0]:g} "
-                f"on rank 0 and {less[-1]:g} on the last (p={p}, m={m})."
-            )
-    return f"{len(cases)} pipelines explained: 1F1B has GPipe's bubble and a fraction of its activations."
+    raise Wrong(
+        f"It runs, but takes {took:g} forward times where 1F1B takes {needed:g}: with fewer than p - 1 - i "
+        f"forwards in front a rank waits for its gradient in every round ({case})."
+    )
 
 
 # --- better than 1F1B --------------------------------------------------------------------------------------
 
 
-@check
-def beat_1f1b(answer: Callable[[int, int], Rows]) -> str:
+@check(
+    idea="The rank before you waits only for the gradient of your input, which is half of your backward.",
+    section="Zero bubble: the backward in two halves",
+    line="Write I and then W where 1F1B has B.",
+)
+def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
-    unit = {"forward": 1, "input": 1, "weight": 1}
     score = ""
-    for p, m in ((2, 4), (3, 6), (4, 8), (5, 10), (4, 16)):
-        mine = simulate(_valid(answer(p, m), p, m), **unit)
-        rival, best = simulate(one_f_one_b(p, m), **unit), simulate(zb_h1(p, m), **unit)
-        fullest = max(mine.peak_in_flight)
-        if fullest > p:
-            raise Wrong(
-                f"It takes {mine.makespan:g} against {rival.makespan:g}, but a rank holds {fullest:g} micro-batches "
-                f"from F until W and 1F1B at most {p}: time was bought with memory (p={p}, m={m})."
-            )
+    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10)):
+        mine, rival = _within_memory(_asked(answer, p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         if mine.makespan >= rival.makespan:
             raise Wrong(
                 f"It takes {mine.makespan:g}, no less than the {rival.makespan:g} of 1F1B: let the rank before you "
-                f"have its gradient first, and do your weights while you would wait (p={p}, m={m})."
+                f"have its gradient first, and do your weights after it ({_case(p, m)})."
             )
         if (p, m) == (4, 8):
-            score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B; ZB-H1 takes {best.makespan:g}."
+            score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B."
     return score
 
 
-def _named(got: object, *names: str) -> Mapping[str, object]:
-    if not isinstance(got, Mapping) or set(names) - set(got):
-        raise Wrong(f"Return a dictionary with the keys {', '.join(names)}.")
-    return got
+@check(
+    idea="The late ranks hold least and wait longest at the end: keep some of their weight halves for that wait.",
+    section="Zero bubble: the backward in two halves",
+    line="On rank i let the W of a micro-batch follow the I of the one that comes i later, and append the W that are left.",
+)
+def match_zb_h1(answer: Callable[[int, int], object]) -> str:
+    """Judge `match_zb_h1(p, m)`: no longer than ZB-H1 where F, I and W take 1 each, and at most p held on any rank."""
+    score = ""
+    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (4, 16)):
+        mine, best = _within_memory(_asked(answer, p, m), p, m), simulate(zb_h1(p, m), **UNIT)
+        if mine.makespan > best.makespan + 1e-9:
+            split = simulate(one_f_one_b(p, m), **UNIT).makespan - (p - 1)
+            why = (
+                "the gradients travel at the pace of I, and every W is done at once; the last ranks then wait at the end"
+                if close(mine.makespan, split)
+                else "some rank waits while it has weight halves to do, or does one while another rank waits for its I"
+            )
+            raise Wrong(f"It takes {mine.makespan:g} and ZB-H1 {best.makespan:g}: {why} ({_case(p, m)}).")
+        if (p, m) == (4, 8):
+            better = ", which is less" if mine.makespan < best.makespan else ""
+            score = f"p=4, m=8: {mine.makespan:g}, where ZB-H1 takes {best.makespan:g}{better}."
+    return score
+
+
+def _within_memory(answer: object, p: int, m: int) -> Timeline:
+    mine = simulate(_valid(answer, p, m), **UNIT)
+    fullest = max(mine.peak_in_flight)
+    if fullest > p:
+        raise Wrong(
+            f"It takes {mine.makespan:g}, but rank {mine.peak_in_flight.index(fullest)} holds {fullest:g} micro-batches "
+            f"from F until W and 1F1B at most {p}: time was bought with memory ({_case(p, m)})."
+        )
+    return mine
+
+
+# --- Done when ---------------------------------------------------------------------------------------------
+
+#: What was changed, and what one sees of it.
+CHANGES = {
+    "1f1b for gpipe": "the ranks work and wait as long as before and hold less, so only the order of the same work changed",
+    "more micro-batches": "the ranks work longer and wait as long as before: filling and draining the pipeline takes what it took",
+    "smaller micro-batches": "the work is the same in more pieces: twice the messages, half the wait, and no rank holds more",
+    "more stages a rank": "a micro-batch crosses more boundaries, the waits are shorter, and rank 0 holds more than before",
+    "backward in halves": "the waits are shorter with the same work and the same messages, and it is the late ranks that hold more",
+    "more ranks": "there are more ranks, each with fewer layers, and a longer way to the last one",
+}
+
+
+@check(
+    idea="Ask of each number what it depends on: work on m, idle time on the way through the pipeline, memory on the order.",
+    section="Choosing p, m and v",
+    line="Compare the ranks, the work, the idle time, the messages and what rank 0 holds, in this order, and name the change.",
+)
+def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], seed: int = 11) -> str:
+    """Judge `explain_1f1b(before, after)`: what one change did to a run, and what twice the micro-batches would do."""
+    dice = random.Random(seed)
+    cases = [_observed(change, dice) for change in CHANGES for _ in range(3)]
+    for change, before, after, name, more in cases:
+        got = _named(_asked(answer, dict(before), dict(after)), "changed", "schedule", "idle_over_total", "held")
+        seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
+        if str(got["changed"]) not in CHANGES:
+            raise Wrong(f"`changed` is one of {', '.join(map(repr, CHANGES))}, and not {got['changed']!r}.")
+        if got["changed"] != change:
+            raise Wrong(f"{seen.capitalize()} you say {got['changed']!r}, but {CHANGES[change]}.")
+        if str(got["schedule"]).lower().replace("_", "-") != name:
+            raise Wrong(f"After {change!r} {seen} the schedule is {name}, and you say {got['schedule']!r}.")
+        _judge_more(got, after, name, more)
+    return f"{len(cases)} changes explained, and what each run would do with twice the micro-batches."
+
+
+def _observed(change: str, dice: random.Random) -> tuple[str, dict, dict, str, Timeline]:
+    """Return a change, what one sees of a run before and after it, its schedule, and the run with twice the micro-batches."""
+    name = {"1f1b for gpipe": "gpipe", "more stages a rank": "1f1b", "backward in halves": "1f1b"}.get(change)
+    name = name or dice.choice(["gpipe", "1f1b", "interleaved"])
+    p = dice.randint(2, 6)
+    m = 2 * p * dice.randint(1, 2)
+    forward, size = dice.randint(4, 40) / 256, dice.randint(2, 16) / 4  # sums of such numbers are exact
+    before = _run(name, p, m, forward, size)
+    if change == "1f1b for gpipe":
+        after = _run("1f1b", p, m, forward, size)
+    elif change == "more micro-batches":
+        after = _run(name, p, 2 * m, forward, size)
+    elif change == "smaller micro-batches":
+        after = _run(name, p, 2 * m, forward / 2, size / 2)
+    elif change == "more stages a rank":
+        after = _run("interleaved", p, m, forward, size)
+    elif change == "backward in halves":
+        after = _run("zb-h1", p, m, forward, size)
+    else:
+        after = _run(name, 2 * p, 2 * m, forward / 2, size / 2)
+        before = _run(name, p, 2 * m, forward, size)
+    return change, before[0] | {"schedule": name}, after[0], after[1], after[2]
+
+
+def _run(name: str, p: int, m: int, forward: float, size: float) -> tuple[dict, str, Timeline]:
+    """Return what one sees of a step, its schedule, and the step with twice the micro-batches of the same size."""
+    v = 2 if name == "interleaved" else 1
+    times = {"forward": forward, "input": 1.25 * forward, "weight": 0.75 * forward}
+    once, twice = (simulate(schedule(name, p, count, v), **times) for count in (m, 2 * m))
+    # Between I and W a part of a micro-batch stays, as chapter 04 counts it.
+    held = [size * count for count in peak_activations(once.schedule, after_input=0.5)]
+    seen = {"busy": list(once.busy), "idle": list(once.idle), "held": held, "messages": 2 * m * (p * v - 1)}
+    return seen, name, twice
+
+
+def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Timeline) -> None:
+    idle, held = got["idle_over_total"], numbers(got["held"], "held")
+    busy, waits = after["busy"][0], after["idle"][0]
+    if not close(idle, more.bubble_over_total):
+        if close(idle, waits / (busy + waits)):
+            why = "it is smaller than before: the work doubles, and the wait stays"
+        elif close(idle, waits / (2 * busy)):
+            why = "you have it over the ideal time: the total time has the wait in it, too"
+        elif close(idle, 2 * waits / (busy + 2 * waits)):
+            why = "the wait does not grow with m: filling and draining the pipeline takes what it took"
+        else:
+            why = f"a rank that works {busy:.4g} s and waits {waits:.4g} s works twice as long and waits as long"
+        raise Wrong(f"Idle time over total time with twice the micro-batches ({name}): {why}.")
+    grows = 2 if name == "gpipe" else 1
+    if len(held) != len(after["held"]) or not all(
+        close(a, grows * b) for a, b in zip(held, after["held"], strict=True)
+    ):
+        what = (
+            "GPipe holds every micro-batch of the step, so twice as many"
+            if name == "gpipe"
+            else f"under {name} a rank goes backward as soon as it can, so what it holds does not depend on m"
+        )
+        raise Wrong(f"What the ranks hold with twice the micro-batches of the same size: {what}.")

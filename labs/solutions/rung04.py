@@ -33,20 +33,16 @@ def one_f_one_b_schedule(p, m):
     return rows
 
 
-def explain_1f1b(p, m):
-    """The bubble of GPipe, a fraction of its activations."""
-    held = [min(m, p - i) for i in range(p)]
-    return {
-        "schedule": one_f_one_b_schedule(p, m),
-        "bubble_over_ideal": (p - 1) / m,
-        "bubble_over_total": (p - 1) / (m + p - 1),
-        "in_flight": held,
-        "bubble_saved": 0.0,
-        "in_flight_saved": [m - count for count in held],
-    }
-
-
 def beat_1f1b(p, m):
+    """The order of 1F1B, with I and W in place of B: the gradient leaves after half of the backward."""
+    rows = []
+    for row in one_f_one_b_schedule(p, m):
+        halves = [f"{a.replace('B', 'I')} {a.replace('B', 'W')}" if "B" in a else a for a in row.split()]
+        rows.append(" ".join(halves))
+    return rows
+
+
+def match_zb_h1(p, m):
     """ZB-H1: the order of 1F1B, the backward in halves, and rank i's weight halves i micro-batches late."""
     rows = []
     for i, row in enumerate(one_f_one_b_schedule(p, m)):
@@ -58,3 +54,28 @@ def beat_1f1b(p, m):
                 late += 1
         rows.append(" ".join([*steps, *(f"{i}W{k}" for k in range(late, m))]))
     return rows
+
+
+def explain_1f1b(before, after):
+    """Work depends on m, idle time on the way through the pipeline, memory on the order."""
+    schedule = before["schedule"]
+    if len(after["busy"]) > len(before["busy"]):
+        changed = "more ranks"
+    elif after["busy"][0] > before["busy"][0]:
+        changed = "more micro-batches"
+    elif after["idle"][0] == before["idle"][0]:
+        changed, schedule = "1f1b for gpipe", "1f1b"
+    elif after["messages"] == before["messages"]:
+        changed, schedule = "backward in halves", "zb-h1"
+    elif after["held"][0] > before["held"][0]:
+        changed, schedule = "more stages a rank", "interleaved"
+    else:
+        changed = "smaller micro-batches"
+    busy, idle = 2 * after["busy"][0], after["idle"][0]
+    grows = 2 if schedule == "gpipe" else 1
+    return {
+        "changed": changed,
+        "schedule": schedule,
+        "idle_over_total": idle / (busy + idle),
+        "held": [grows * held for held in after["held"]],
+    }
