@@ -2,8 +2,11 @@
 
 # ruff: noqa: E731
 
+import bisect
 import math
+from fractions import Fraction
 
+import numpy as np
 import torch
 
 from tests.planted import listed
@@ -65,6 +68,50 @@ class round_to:
         if abs(rounded) >= 2.0 ** (bias + 1):
             return math.inf if x > 0 else -math.inf
         return rounded
+
+    def rounds_up_always(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.copysign(math.ceil(abs(steps)), steps))
+
+    def loses_the_sign(x, exponent_bits, mantissa_bits):
+        return abs(_rounded(x, exponent_bits, mantissa_bits))
+
+    def waits_for_zero_to_grow(x, exponent_bits, mantissa_bits):
+        size, power = abs(x), 0
+        while size < 1:
+            size, power = size * 2, power - 1
+        return _rounded(x, exponent_bits, mantissa_bits)
+
+    def right_2(x, exponent_bits, mantissa_bits):
+        """Look the number up among all values of the format, the even code first where two are as near."""
+        bias, values = 2 ** (exponent_bits - 1) - 1, _VALUES
+        if (exponent_bits, mantissa_bits) not in values:
+            codes = range((2**exponent_bits - 1) * 2**mantissa_bits)
+            fields = (divmod(code, 2**mantissa_bits) for code in codes)
+            values[exponent_bits, mantissa_bits] = [
+                (2.0**mantissa_bits * (e > 0) + f) * 2.0 ** (max(e, 1) - bias - mantissa_bits) for e, f in fields
+            ]
+        found = values[exponent_bits, mantissa_bits]
+        size = abs(x)
+        if size >= found[-1] + (found[-1] - found[-2]) / 2:
+            return math.copysign(math.inf, x)
+        place = bisect.bisect_left(found, size)
+        near = [k for k in (place - 1, place) if 0 <= k < len(found)]
+        return math.copysign(found[min(near, key=lambda k: (abs(found[k] - size), k % 2))], x)
+
+    def right_3(x, exponent_bits, mantissa_bits):
+        """In exact fractions, with the power from a loop, as numpy's number."""
+        bias = 2 ** (exponent_bits - 1) - 1
+        exact, power = Fraction(x), 1 - bias
+        while abs(exact) >= Fraction(2) ** (power + 1):
+            power += 1
+        gap = Fraction(2) ** (power - mantissa_bits)
+        rounded = round(exact / gap) * gap
+        beyond = abs(rounded) >= Fraction(2) ** (bias + 1)
+        return np.float64(math.copysign(math.inf, x) if beyond else rounded)
+
+
+#: Values of a format by its bits, for the solution that looks them up.
+_VALUES = {}
 
 
 def _finite(gradients):
@@ -138,6 +185,42 @@ class scaler_step:
         good_steps = (good_steps + 1) % interval
         return weights, scale if good_steps else scale * 2, good_steps
 
+    def multiplies_once_more(weights, gradients, scale, *rest):
+        return _scaler(weights, gradients, scale, *rest, divide=lambda g: g.float() * scale)
+
+    def forgets_the_learning_rate(weights, gradients, scale, good_steps, lr, interval):
+        return _scaler(weights, gradients, scale, good_steps, 1.0, interval)
+
+    def weights_in_16_bits(weights, gradients, *rest):
+        new, scale, good = _scaler(weights, gradients, *rest)
+        return [w.half() for w in new], scale, good
+
+    def right_2(weights, gradients, scale, good_steps, lr, interval):
+        """Add with the step's factor, in fp64, and look at the largest magnitude; numpy's numbers come back."""
+        largest = max(gradient.abs().max().item() for gradient in gradients)
+        broken = not largest < math.inf or any(gradient.isnan().any() for gradient in gradients)
+        if broken:
+            return tuple(weights), np.float64(scale) / 2, np.int64(0)
+        new = tuple(
+            weight.double().add(gradient.double(), alpha=-lr / scale).float()
+            for weight, gradient in zip(weights, gradients, strict=True)
+        )
+        grown = (good_steps + 1) // interval
+        return new, np.float64(scale) * 2**grown, np.int64((good_steps + 1) % interval)
+
+    def right_3(weights, gradients, scale, good_steps, lr, interval):
+        """PyTorch's own scaler, on a CPU."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval, enabled=True)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        scaler._growth_tracker.fill_(good_steps)
+        weights = [weight.clone().requires_grad_() for weight in weights]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.float()
+        optimizer = torch.optim.SGD(weights, lr=lr)
+        scaler.step(optimizer)
+        scaler.update()
+        return [weight.detach() for weight in weights], scaler.get_scale(), int(scaler._growth_tracker)
+
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 _SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133}
@@ -206,6 +289,41 @@ class what_breaks:
         }
         return [failure for failure, there in checks.items() if there]
 
+    def right_2(name, activation, gradients, scale, weight, update, master):
+        """By the table of the chapter: edges half a gap beyond the last number and half of the smallest one."""
+        bits, top = {"fp16": (10, 15), "bf16": (7, 127)}[name]
+        infinite_from = 2.0 ** (top + 1) * (1 - 2.0 ** -(bits + 2))
+        zero_up_to = 2.0 ** (1 - top - bits - 1)
+        low, high = gradients
+        broken = set()
+        if max(activation, scale * high) >= infinite_from:
+            broken |= {"overflow"}
+        if scale * low <= zero_up_to:
+            broken |= {"underflow"}
+        gap = 2.0 ** (math.floor(math.log2(weight)) - bits)
+        if update < gap / 2 and not master:
+            broken |= {"stall"}
+        return frozenset(broken)
+
+    def right_3(name, activation, gradients, scale, weight, update, master):
+        """A generator, over numpy's casts; bf16 is fp32 with the lower half of its bits rounded away."""
+
+        def held(value):
+            with np.errstate(over="ignore"):
+                single = np.array(value, dtype=np.float64).astype(np.float32)
+                if name == "fp16":
+                    return float(np.float16(value))
+            bits = int(single.view(np.uint32))
+            upper = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+            return float(np.array(upper, dtype=np.uint32).view(np.float32))
+
+        if held(activation) == math.inf or held(gradients[1] * scale) == math.inf:
+            yield "overflow"
+        if held(gradients[0] * scale) == 0:
+            yield "underflow"
+        if not master and held(weight + update) == weight:
+            yield "stall"
+
 
 def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
     blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -254,6 +372,28 @@ class fp8_round_trip:
                     out[place] = codes.float() / inverse
         return out
 
+    def power_of_two(x, rows, columns):
+        return _trip(x, rows, columns, exact=lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
+
+    top_of_ieee = lambda x, rows, columns: _trip(x, rows, columns, top=240.0)
+    to_one = lambda x, rows, columns: _trip(x, rows, columns, top=1.0)
+
+    def right_2(x, rows, columns):
+        """The calculator's rounding of every value, in numpy."""
+        values = x.numpy().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).astype(np.float64)
+        largest = np.abs(values).max(axis=(1, 3), keepdims=True)
+        scale = np.where(largest == 0, 1, largest) / 448
+        scaled = values / scale
+        gap = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 2.0**-20))) - 3, -9)
+        return (np.round(scaled / gap) * gap * scale).reshape(x.shape).astype(np.float32)
+
+    def right_3(x, rows, columns):
+        """Scales by pooling, spread by repetition, and blocks of zeros kept by a tiny floor."""
+        pooled = torch.nn.functional.max_pool2d(x.abs()[None, None], (rows, columns), (rows, columns))[0, 0]
+        scale = (pooled.clamp(min=1e-30) / 448).double()
+        whole = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return (x.double() / whole).clamp(-448, 448).to(torch.float8_e4m3fn).double() * whole
+
 
 DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round_trip)
 
@@ -272,5 +412,8 @@ SENTENCES = {
     "bf16_never_breaks": "nothing moves", "one_scale_for_all": "'tensor' scaling",
     "blocks_of_consecutive_values": "rectangle", "never_scales_back": "multiplied by their scales",
     "largest_not_magnitude": "magnitude", "e5m2_for_e4m3": "E5M2", "divides_by_zero": "zeros",
-    "forgets_to_cast": "cast",
+    "forgets_to_cast": "cast", "rounds_up_always": "not up", "loses_the_sign": "sign",
+    "waits_for_zero_to_grow": "never ends", "multiplies_once_more": "once more",
+    "forgets_the_learning_rate": "learning rate", "weights_in_16_bits": "16 bits", "power_of_two": "power of two",
+    "top_of_ieee": "240", "to_one": "lands on 1",
 }  # fmt: skip

@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lablib.calc.precision import FORMATS, Format
-from lablib.checks.report import Wrong, check
+from lablib.checks.report import Wrong, check, numbers, whole
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
 __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
+
+#: Lines of Python that an answer may run for one case: a search through all powers of two needs a few thousand.
+MOST_LINES = 200_000
+
+
+class _Endless(BaseException):
+    """Raised inside an answer that does not come to its end."""
+
+
+def _asked(answer: Callable, *case: object) -> Any:
+    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return answer(*case)
+    except _Endless:
+        shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in case)
+        raise Wrong(f"It never ends for {shown}: a loop waits for something that no line in it brings about.") from None
+    finally:
+        sys.settrace(before)
 
 
 # --- rounding to a format -----------------------------------------------------------------------------------
@@ -22,11 +53,13 @@ __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
 _SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 3)}
 
 _BY_HAND = [
+    ("bf16", 1.018),  # 130.3 gaps: only rounding it up is wrong here, so that no other mistake is taken for it
     ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
     ("bf16", 1.006),
     ("bf16", 257.0),
     ("bf16", 259.0),
     ("bf16", -259.0),
+    ("fp16", 30000.0),
     ("fp16", 65519.0),
     ("fp16", 65520.0),
     ("fp16", -1e6),
@@ -44,7 +77,12 @@ def _format(name: str) -> Format:
     return Format(name=name, exponent_bits=exponent, mantissa_bits=mantissa, bias=bias)
 
 
-@check
+@check(
+    idea="A format is a ruler whose marks are one gap apart, and the gap depends on where the number lies.",
+    section="Rounding: ulp, overflow, underflow and absorption",
+    line="The gap is 2 to the power below x minus the mantissa bits, and no smaller than that of the least normal number; "
+    "the result is a whole number of gaps.",
+)
 def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
     """Judge `round_to(x, exponent_bits, mantissa_bits)` by hand first, then on random numbers of four formats."""
     dice = random.Random(seed)
@@ -59,14 +97,14 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
     for name, x in cases:
         fmt = _format(name)
         try:
-            got = float(answer(x, fmt.exponent_bits, fmt.mantissa_bits))
+            got = float(_asked(answer, x, fmt.exponent_bits, fmt.mantissa_bits))
         except TypeError as error:
             raise Wrong(
                 f"Return a number, the rounded one; here something else came back or went in ({error})."
             ) from None
         except OverflowError:
             raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             if x:
                 raise
             raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
@@ -82,6 +120,10 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
         raise Wrong(f"Infinity has the sign of the number: {where}.")
     if math.isinf(right):
         raise Wrong(f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity: {where}.")
+    if math.isinf(got) and size < fmt.max / 2:
+        raise Wrong(
+            f"{fmt.name} reaches {fmt.max:g}: the bias is 2^(E-1) - 1, and the top field is not used ({where})."
+        )
     if math.isinf(got) or math.isnan(got):
         raise Wrong(
             f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
@@ -92,7 +134,12 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
                 f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
             )
         raise Wrong(f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}.")
+    if got == -right:
+        raise Wrong(f"The sign is lost: work with the magnitude and give the sign back at the end ({where}).")
     gap = fmt.ulp(x)
+    steps = size / gap
+    if steps % 1 < 0.5 and math.floor(steps) % 2 == 0 and got == math.copysign((math.floor(steps) + 1) * gap, x):
+        raise Wrong(f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not up ({where}).")
     down = math.copysign(math.floor(size / gap) * gap, x)
     if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
         raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
@@ -104,6 +151,8 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
         raise Wrong(f"The rest is cut off; the nearest neighbour is the one above: {where}.")
     if abs(got - x) < abs(right - x):
         raise Wrong(f"You keep more bits than the format has: the gap here is {gap:.3g} ({where}).")
+    if got == 0:
+        raise Wrong(f"This number is in the normal range, and does not become zero: {where}.")
     raise Wrong(f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g} ({where}).")
 
 
@@ -126,7 +175,12 @@ def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tens
     return scaled
 
 
-@check
+@check(
+    idea="The gradients that come in are those of scale times the loss, and one bad value spoils the whole step.",
+    section="GradScaler: fp16 gradients that overflow",
+    line="Take the gradients to fp32, divide them by the scale that came in, and step only if every value of every tensor "
+    "is finite.",
+)
 def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: int = 80) -> str:
     """Judge `scaler_step(weights, gradients, scale, good_steps, lr, interval)` on a sequence of steps."""
     generator = torch.Generator().manual_seed(seed)
@@ -137,8 +191,12 @@ def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: in
         scaled = _gradients(kind, scale, generator)
         given = [w.clone() for w in weights], [g.clone() for g in scaled]
         got = answer(*given, scale, good, _LR, _INTERVAL)
-        if not isinstance(got, list | tuple) or len(got) != 3 or len(got[0]) != len(weights):
+        if not isinstance(got, list | tuple) or len(got) != 3 or not hasattr(got[0], "__len__"):
             raise Wrong("Return three things: the list of new weights, the new scale and the new count of good steps.")
+        if len(got[0]) != len(weights):
+            raise Wrong(
+                f"{len(weights)} weights went in, and {len(got[0])} came out: return them all, also in a skipped step."
+            )
         weights, scale, good = _judge_step(got, weights, scaled, scale, good)
     return f"{len(_STEPS)} steps: {sum(k[:3] in ('inf', 'nan') for k in _STEPS)} skipped, and the scale went both ways."
 
@@ -146,7 +204,12 @@ def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: in
 def _judge_step(
     got: Any, weights: list[Tensor], scaled: list[Tensor], scale: float, good: int
 ) -> tuple[list[Tensor], float, int]:
-    new, new_scale, new_good = [torch.as_tensor(w) for w in got[0]], float(got[1]), int(got[2])
+    new = [torch.as_tensor(w) for w in (got[0].values() if isinstance(got[0], dict) else got[0])]
+    if any(w.dtype in (torch.float16, torch.bfloat16) for w in new):
+        raise Wrong(
+            "The weights came back in 16 bits, where small updates are lost: the step is made and kept in fp32."
+        )
+    new_scale, new_good = _number(got[1], "The scale"), whole(got[2], "The count of good steps")
     if not all(g.isfinite().all() for g in scaled):
         if not all(w.isfinite().all() for w in new):
             raise Wrong("An infinite or NaN gradient reached the weights; such a step is skipped.")
@@ -178,6 +241,13 @@ def _judge_step(
     return wanted, new_scale, new_good
 
 
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise Wrong(f"{what} should be a number, and is {value!r}.") from None
+
+
 def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
     # A power of two divides exactly, so only the update itself rounds: two roundings of fp32, 2^-23 in all.
     return all(
@@ -201,9 +271,21 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
     in_fp16 = (lambda g: (g / scale).float(), lambda g: (g * (_LR / scale)).float() / _LR)
     if any(_equal(new, stepped(unscaled)) for unscaled in in_fp16):
         raise Wrong("The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first.")
+    if _equal(new, stepped(lambda g: g.float() * scale)):
+        raise Wrong("The gradients were multiplied by the scale once more: they carry it already, so divide by it.")
+    if _equal(new, stepped(lambda g: g.float() / scale / _LR)):
+        raise Wrong("The learning rate is missing: weights minus lr times the gradient, divided by the scale.")
+    if _equal(new, stepped(lambda g: g.float() / scale**2)):
+        raise Wrong("The gradients were divided by the scale twice.")
+    if _equal(new, stepped(lambda g: (g.float() / scale).clamp(-1, 1) if g.abs().max() > scale else g.float() / scale)):
+        raise Wrong("The gradients are clipped here, which the exercise does not ask for.")
     if _equal(new, stepped(lambda g: -g.float() / scale)):
         raise Wrong("The weights moved up the gradient; SGD subtracts.")
-    raise Wrong("A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32.")
+    wanted = stepped(lambda g: g.float() / scale)
+    raise Wrong(
+        "A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32. The first weight "
+        f"should become {wanted[0][0].item():.6g}, and is {new[0].flatten()[0].item():.6g}."
+    )
 
 
 # --- what breaks --------------------------------------------------------------------------------------------
@@ -262,15 +344,24 @@ def _situations(dice: random.Random, count: int) -> list[_Case]:
     return made
 
 
-@check
+@check(
+    idea="Range above, range below and precision are three questions, and each has its own number to compare with.",
+    section="bf16 against fp16: range or precision",
+    line="Round the activation, both scaled gradients and the moved weight to the format, and look for infinity, zero and "
+    "the old weight.",
+)
 def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
     cases = _situations(random.Random(seed), 250)
     for case in cases:
-        got, truth = answer(*case), _truth(case)
-        if not isinstance(got, set | list | tuple | frozenset) or not set(got) <= _FAILURES:
+        got, truth = _asked(answer, *case), _truth(case)
+        if (
+            not isinstance(got, Iterable)
+            or isinstance(got, str)
+            or not (got := {str(each) for each in got}) <= _FAILURES
+        ):
             raise Wrong('Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.')
-        for failure in sorted(set(got) ^ truth):
+        for failure in sorted(got ^ truth):
             _explain_failure(failure, failure in truth, case)
     return f"{len(cases)} steps: fp16 breaks by its range, bf16 by its precision."
 
@@ -330,18 +421,35 @@ def _matrix(generator: torch.Generator) -> Tensor:
     return x_MK
 
 
-@check
+@check(
+    idea="Every block is brought to the same largest magnitude before the cast, and brought back after it.",
+    section="FP8 training: eight bits and a scale",
+    line="The scale is the largest magnitude of each rectangle over 448, and one where a block is all zeros; divide by it, "
+    "cast, and multiply by it.",
+)
 def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888) -> str:
     """Judge `fp8_round_trip(x, rows, columns)` for one scale a tensor, a row, 1x128 and 128x128."""
     x_MK = _matrix(torch.Generator().manual_seed(seed))
     for scaling in ("tensor", "row", "block1x128", "block128x128"):
         rows, columns = (size or 256 for size in SCALINGS[scaling])
-        got = answer(x_MK.clone(), rows, columns)
-        if not isinstance(got, Tensor) or got.shape != x_MK.shape or got.dtype != torch.float32:
-            raise Wrong("Return a matrix of the same shape in float32: the FP8 values times their scales.")
+        got = _matrix_of(answer(x_MK.clone(), rows, columns), x_MK.shape)
         if not _agrees(got, quantize(x_MK, scaling).dequantize()):
             _explain_trip(got, x_MK, scaling, rows, columns)
     return "Four block shapes, an outlier and a row of zeros."
+
+
+def _matrix_of(got: Any, shape: torch.Size) -> Tensor:
+    try:
+        found = got.detach() if isinstance(got, Tensor) else torch.as_tensor(numbers(got))
+    except (TypeError, ValueError):
+        raise Wrong(f"Return a matrix, not {type(got).__name__}.") from None
+    if found.shape != shape:
+        raise Wrong(f"A matrix of {shape[0]} by {shape[1]} went in, and one of shape {tuple(found.shape)} came out.")
+    if found.dtype not in (torch.float32, torch.float64):
+        raise Wrong(
+            "Return the matrix in float32: the FP8 values times their scales, which have more bits than the values."
+        )
+    return found.float()
 
 
 def _agrees(got: Tensor, wanted: Tensor) -> bool:
@@ -349,6 +457,14 @@ def _agrees(got: Tensor, wanted: Tensor) -> bool:
     # halfway on the other side: a few in ten thousand, and never further than to the neighbour.
     off = (got - wanted).abs() > 1e-5 * wanted.abs() + 1e-30
     return bool(got.isfinite().all()) and off.double().mean().item() < 2e-3
+
+
+def _by(x_MK: Tensor, rows: int, columns: int, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the matrix there and back with another rule for the scale."""
+    blocks = x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = torch.where(largest > 0, scale_of(largest), 1.0)
+    return ((blocks / scale).clamp(-448, 448).to(E4M3).float() * scale).reshape(x_MK.shape)
 
 
 def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
@@ -371,10 +487,28 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
         raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
     if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
         raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
-    if got.abs().max() <= 448 < x_MK.abs().max():
+    if _agrees(got, quantize(x_MK, scaling).values_MK.float()):
         raise Wrong("The FP8 values were not multiplied by their scales again.")
     if not (got[x_MK < 0] < 0).any():
         raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
+    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest)):
+        raise Wrong(f"The largest of a block lands on 1, not on 448, and small values lose their bits ({block}).")
+    if _agrees(got, _by(x_MK, rows, columns, lambda largest: torch.exp2(torch.ceil(torch.log2(largest / 448))))):
+        raise Wrong(f"The scale is rounded to a power of two, as in MXFP8; here it is the largest over 448 ({block}).")
+    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest / 240)):
+        raise Wrong(f"The largest of E4M3 is 448, not 240: only one code is NaN, and there is no infinity ({block}).")
+    if got.shape[0] == got.shape[1] and _agrees(got, quantize(x_MK, scaling).dequantize().T):
+        raise Wrong("The matrix came back transposed.")
+    wanted = quantize(x_MK, scaling).dequantize()
+    largest = int(x_MK.abs().argmax())
+    if got.flatten()[largest].abs() < 0.9 * x_MK.abs().max():
+        raise Wrong(
+            f"The largest value, {x_MK.flatten()[largest]:.6g}, was cut off to {got.flatten()[largest]:.6g}: the scale of "
+            f"its block is too small, since its largest magnitude belongs on 448 ({block})."
+        )
+    row, column = divmod(int((got - wanted).abs().argmax()), x_MK.shape[1])
     raise Wrong(
-        f"The scale of a block is its largest magnitude over 448, so that this one lands on the largest FP8 number ({block})."
+        f"This is no mistake that the check knows. With {block}, {x_MK[row, column]:.6g} in row {row} and column {column} "
+        f"should come back as {wanted[row, column]:.6g}, and is {got[row, column]:.6g}: the scale is the largest magnitude "
+        "of the block over 448."
     )
