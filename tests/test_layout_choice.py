@@ -6,11 +6,16 @@ import random
 
 import pytest
 
+from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.layouts import (
     FAMILIES,
     PATIENCE,
     audited_rows,
+    axis_bytes,
+    causal_blocks,
+    causal_imbalance,
     choose,
+    dispatch_bytes,
     enough_microbatches,
     mesh,
     microbatch_rule,
@@ -20,8 +25,9 @@ from lablib.calc.layouts import (
 )
 from lablib.calc.layouts.choice import family
 from lablib.calc.layouts.planner import Layout, check_layout, cluster, layout_peak, plan
-from lablib.calc.layouts.rules import MODELS, ORDERS, axis_bytes
-from lablib.calc.parallel.traffic import data_traffic, tensor_traffic
+from lablib.calc.layouts.rules import MODELS, ORDERS
+from lablib.calc.models import preset
+from lablib.calc.parallel.traffic import data_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from tests.processes import new_seed
 
@@ -168,9 +174,40 @@ def test_bytes_of_axes_are_those_of_the_other_chapters() -> None:
     config = plan("llama-2-7b", gpus=8, seq=2048, global_batch=16).load.model
     tokens = 16 * 2048 // 2
     assert sent["tp"] == pytest.approx(tensor_traffic(config, 4, tokens=tokens).bytes_sent)
-    # tp divides what dp sends, but for the norms.
-    assert sent["dp"] == pytest.approx(data_traffic(config, 2).bytes_sent / 4, rel=1e-3)
-    assert sent["pp"] == 0
+    assert sent["dp"] == pytest.approx(data_traffic(config, 2).bytes_sent / 4)
+    assert sent["pp"] == sent["cp"] == 0
+
+
+def test_bytes_of_four_axes_by_hand() -> None:
+    """70B at t=4, c=2, p=4, d=2, two stages on a rank, one sequence of 8,192 tokens in each of 4 micro-batches."""
+    layout = Layout(tp=4, cp=2, pp=4, dp=2, schedule="interleaved", virtual_stages=2)
+    sent = axis_bytes("llama-3-70b", layout, seq=8192, global_batch=8)
+    stream, passes = 8192 * 8192 * 2, 20 * 4  # layers of a stage times micro-batches
+    assert sent["tp"] == 8 * stream / 2 * 3 / 4 * passes
+    assert sent["cp"] == 4 * (8192 * 1024 * 2) / 4 / 2 * passes  # eight key heads of 128
+    assert sent["pp"] == 2 * stream / (2 * 4) * 4 * 2
+    config = plan("llama-3-70b", gpus=64, seq=8192, global_batch=64).load.model
+    assert sent["dp"] == pytest.approx(2 * (2 * count_params(config).total / 16) * 3 / 4)
+    with pytest.raises(ValueError, match="dispatch_bytes"):
+        axis_bytes("llama-3-70b", Layout(dp=4, ep=2), seq=8192, global_batch=8)
+
+
+def test_experts_send_each_token_there_and_back_in_both_directions() -> None:
+    assert dispatch_bytes(4, 2, 3, 2) == 4 * (4 * 2 * 3) / 2 * 2  # half of the tokens' experts are elsewhere
+    assert dispatch_bytes(4, 2, 3, 1) == 0
+    mixtral = preset("mixtral-8x7b")
+    whole = expert_traffic(mixtral, 8, tokens=8 * 4096)
+    count = count_params(mixtral)
+    replicated = data_parallel_bytes((count.total - count.by_component["experts"]) * 2, 8)
+    assert whole.bytes_sent - replicated == pytest.approx(32 * dispatch_bytes(4096, 2, 4096, 8))
+
+
+def test_causal_work_is_uneven_for_parts_and_even_for_two_ends() -> None:
+    for cp in (1, 2, 3, 8):
+        parts, ends = causal_blocks(cp), causal_blocks(cp, both_ends=True)
+        assert sum(parts) == pytest.approx(sum(ends)) == pytest.approx(cp * cp / 2)
+        assert max(ends) == min(ends)
+        assert causal_imbalance(cp) == pytest.approx(2 - 1 / cp)
 
 
 def test_tp_goes_first_and_between_pp_and_dp_the_bytes_decide() -> None:

@@ -1,6 +1,7 @@
 """How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
 
     meshes      ranks as a grid of dp, tp, pp, cp and ep, and its groups
+    axes        bytes that a rank sends over each axis
     choice      which axis to use when
     rules       the rules that guides print, as functions, and published layouts judged by them
     challenge   the clusters of the exercise, and the score of a plan
@@ -14,6 +15,7 @@
 Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
+from lablib.calc.layouts.axes import axis_bytes, causal_blocks, causal_imbalance, dispatch_bytes
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
 from lablib.calc.layouts.export import export_job, export_layout
@@ -42,8 +44,12 @@ __all__ = [
     "Miniature",
     "Score",
     "audited_rows",
+    "axis_bytes",
+    "causal_blocks",
+    "causal_imbalance",
     "choose",
     "counting_for",
+    "dispatch_bytes",
     "enough_microbatches",
     "exchange_cost",
     "export_job",

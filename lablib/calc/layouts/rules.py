@@ -23,8 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.layouts.axes import axis_bytes
 from lablib.calc.layouts.choice import Choice, choose
 from lablib.calc.layouts.meshes import mesh
 from lablib.calc.layouts.planner import (
@@ -38,7 +38,7 @@ from lablib.calc.layouts.planner import (
     pass_seconds,
 )
 from lablib.calc.memory import resolve_model
-from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset
+from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel import zero_state_bytes
 from lablib.calc.schedules import schedule, simulate
 
@@ -167,28 +167,6 @@ class OrderCost:
 
 
 ORDERS = ("tp-pp-dp", "tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "dp-pp-tp", "pp-dp-tp")
-
-
-def axis_bytes(
-    model: ModelConfig | str, layout: Layout, *, seq: int, global_batch: int, value: int = 2
-) -> dict[str, float]:
-    """Return the bytes that one rank sends along tp, dp and pp in a step; the middle stage's, forward and backward.
-
-    tp: 8bsh(t-1)/t a layer and micro-batch. pp: bsh/t each way and micro-batch, as each tp rank sends its part.
-    dp: 2(d-1)/d of the gradients of the largest stage.
-    """
-    config = resolve_model(model)
-    m = layout.num_microbatches(global_batch)
-    stream = layout.micro_batch * seq * config.hidden * value
-    layers = -(-config.num_layers // layout.pp)
-    ends = embedding_tensors(config) + head_tensors(config)
-    block = sum(tensor.local_params(layout.tp) for tensor in layer_tensors(config, 0))
-    held = layers * block + (sum(t.local_params(layout.tp) for t in ends) if layout.pp == 1 else 0)
-    return {
-        "tp": 4 * m * layers * ring_all_reduce_bytes(stream, layout.tp),
-        "pp": 2 * m * stream / layout.tp if layout.pp > 1 else 0.0,
-        "dp": ring_all_reduce_bytes(held * value, layout.dp),
-    }
 
 
 def order_rule(
