@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import sys
@@ -123,6 +124,8 @@ def _say_bubbles(answers: Mapping, case: tuple, right: Sequence, truth: Timeline
     for meant, sentence in BUBBLES:
         if all(all(map(_same, got, meant(*each))) for each, got in answers.items()):
             raise Wrong(f"{sentence} ({where}).")
+    if close(ideal, truth.bubble_over_ideal, rel=2e-3) and close(total, truth.bubble_over_total, rel=2e-3):
+        raise Wrong(f"Right but for rounding: return the numbers as they are ({where}).")
     if all(row[0] for row in right):
         raise Wrong(f"Over ideal time is right. The total time is the ideal time and the idle time together ({where}).")
     if all(row[1] for row in right):
@@ -200,7 +203,8 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
     answers, wrong = {}, []
     for name, p, m, v in cases:
         truth = peak_activations(schedule(name, p, m, v))
-        got = numbers(_asked(answer, name, p, m, v), "What the ranks hold")
+        got = _asked(answer, name, p, m, v)
+        got = numbers(list(got.values()) if isinstance(got, Mapping) else got, "What the ranks hold")
         if len(got) != p:
             raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
         answers[name, p, m, v] = got
@@ -221,6 +225,8 @@ def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> Non
     rank = next(i for i in range(len(truth)) if not _same(got[i], truth[i]))
     if float(got[rank]) > shape[1]:
         raise Wrong(f"A rank holds more micro-batches than the step has: rank {rank} {float(got[rank]):g} ({where}).")
+    if close(got[rank], truth[rank], rel=2e-3):
+        raise Wrong(f"Right but for rounding: return the numbers as they are ({where}).")
     raise Wrong(
         f"I do not know this mistake. The smallest case that fails is {where}: rank {rank} holds {truth[rank]:.5g}, "
         f"and you have {float(got[rank]):.5g}."
@@ -229,7 +235,7 @@ def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> Non
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
 
-_IDLE = {"", ".", "-", "_", ":", "None"}
+_IDLE = {"", ".", "-", "_", ":", "NONE"}
 
 
 def _rows(answer: object, p: int) -> list[list[str]]:
@@ -248,7 +254,8 @@ def _rows(answer: object, p: int) -> list[list[str]]:
             row = re.split(r"[\s,]+", re.sub(r"^\s*rank \d+:", "", row.strip("[]() ")))
         elif not hasattr(row, "__iter__"):
             raise Wrong(f'A row is text, such as "0F0 0F1 0B0 0B1", and not {row!r}.')
-        rows.append([cell for cell in (str(cell).strip("'\" ") for cell in row) if cell not in _IDLE])
+        cells = (str(cell).strip("'\" ").upper() for cell in row)
+        rows.append([cell for cell in cells if cell not in _IDLE])
     if len(rows) != p:
         raise Wrong(f"Return one row of actions for each of the {p} ranks; you return {len(rows)}.")
     return rows
@@ -259,10 +266,13 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
     rows = _rows(answer, p)
     try:
         mine = parse_schedule(rows)
-        if (mine.num_stages, mine.num_microbatches) != (p, m) or mine.placement != tuple(range(p)):
+        if (mine.num_stages, mine.num_microbatches) != (p, m):
             raise Wrong(
-                f"Stage i belongs to rank i, and there are p={p} stages and m={m} micro-batches; yours has "
-                f"{mine.num_stages} and {mine.num_microbatches}."
+                f"There are p={p} stages and m={m} micro-batches; yours has {mine.num_stages} and {mine.num_microbatches}."
+            )
+        if mine.placement != tuple(range(p)):
+            raise Wrong(
+                f"Stage i belongs to rank i; in your rows stage 0 runs on rank {mine.placement[0]} ({_case(p, m)})."
             )
         validate(mine)
     except ScheduleError as error:
@@ -400,13 +410,20 @@ def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], see
     dice = random.Random(seed)
     cases = [_observed(change, dice) for change in CHANGES for _ in range(3)]
     for change, before, after, name, more in cases:
-        got = _named(_asked(answer, dict(before), dict(after)), "changed", "schedule", "idle_over_total", "held")
+        got = _named(
+            _asked(answer, copy.deepcopy(before), copy.deepcopy(after)),
+            "changed",
+            "schedule",
+            "idle_over_total",
+            "held",
+        )
         seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
         if str(got["changed"]) not in CHANGES:
             raise Wrong(f"`changed` is one of {', '.join(map(repr, CHANGES))}, and not {got['changed']!r}.")
         if got["changed"] != change:
             raise Wrong(f"{seen.capitalize()} you say {got['changed']!r}, but {CHANGES[change]}.")
-        if str(got["schedule"]).lower().replace("_", "-") != name:
+        said = str(got["schedule"]).lower().replace("_", "-")
+        if ("interleaved" if "interleaved" in said else said) != name:
             raise Wrong(f"After {change!r} {seen} the schedule is {name}, and you say {got['schedule']!r}.")
         _judge_more(got, after, name, more)
     return f"{len(cases)} changes explained, and what each run would do with twice the micro-batches."
@@ -461,9 +478,9 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
             why = f"a rank that works {busy:.4g} s and waits {waits:.4g} s works twice as long and waits as long"
         raise Wrong(f"Idle time over total time with twice the micro-batches ({name}): {why}.")
     grows = 2 if name == "gpipe" else 1
-    if len(held) != len(after["held"]) or not all(
-        close(a, grows * b) for a, b in zip(held, after["held"], strict=True)
-    ):
+    if len(held) != len(after["held"]):
+        raise Wrong(f"`held` has one number for each of the {len(after['held'])} ranks; yours has {len(held)}.")
+    if not all(close(a, grows * b) for a, b in zip(held, after["held"], strict=True)):
         what = (
             "GPipe holds every micro-batch of the step, so twice as many"
             if name == "gpipe"
