@@ -2,11 +2,13 @@
 
 # ruff: noqa: E731
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
+from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import listed
 
 
@@ -15,75 +17,315 @@ def _mine(size, group):
     return slice(group.rank() * width, (group.rank() + 1) * width)
 
 
-class column_parallel:
-    def forgets_f(x, weight, bias, group):
-        mine = _mine(len(weight), group)
-        return F.linear(x, weight[mine], bias[mine])
+def _summed(tensor, group, op=dist.ReduceOp.SUM):
+    total = tensor.detach().clone()
+    dist.all_reduce(total, op, group=group)
+    return total
 
-    def f_twice(x, weight, bias, group):
-        mine = _mine(len(weight), group)
-        return F.linear(copy_to_tp(copy_to_tp(x, group), group), weight[mine], bias[mine])
 
-    def g_in_place_of_f(x, weight, bias, group):
-        """The input is the same on all ranks; summed it is t times too long."""
-        mine = _mine(len(weight), group)
-        return F.linear(reduce_from_tp(x, group), weight[mine], bias[mine])
+class _Around(torch.autograd.Function):
+    """Forward and backward given as functions of a tensor and the group."""
 
-    def splits_the_input(x, weight, bias, group):
-        mine = _mine(x.shape[-1], group)
-        return F.linear(x[..., mine], weight[:, mine], bias)
+    @staticmethod
+    def forward(ctx, x, group, forward, backward):
+        ctx.group, ctx.undo = group, backward
+        return forward(x, group)
 
-    def shares_the_bias(x, weight, bias, group):
-        mine = _mine(len(weight), group)
-        return F.linear(copy_to_tp(x, group), weight[mine], bias[mine] / group.size())
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.undo(grad, ctx.group), None, None, None
 
-    splits_nothing = lambda x, weight, bias, group: F.linear(x, weight, bias)
 
-    def right(x, weight, bias, group):
-        """Second solution: no f, a hook sums the gradient of a view of x."""
+def _same(x, group):
+    return x.view_as(x)
 
-        def summed(grad):
-            grad = grad.clone()
-            dist.all_reduce(grad, group=group)
-            return grad
 
+def _in_place(x, group):
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class enter_columns:
+    forgets_backward = lambda x, group: x.view_as(x)
+
+    def changes_what_it_is_given(x, group):
+        """The gradient of the sum x + layer(x) is one tensor, which both paths read."""
+        return _Around.apply(x, group, _same, _in_place)
+
+    def sums_twice(x, group):
+        return copy_to_tp(copy_to_tp(x, group), group)
+
+    def averages(x, group):
+        return _Around.apply(x, group, _same, lambda grad, g: _summed(grad, g) / g.size())
+
+    def sums_forward_too(x, group):
+        return _Around.apply(x, group, _summed, _summed)
+
+    def g_in_place_of_f(x, group):
+        return reduce_from_tp(x, group)
+
+    def right(x, group):
+        """No Function: a hook on a view of x."""
         entering = x.view_as(x)
-        entering.register_hook(summed)
-        return F.linear(entering, weight.chunk(group.size())[group.rank()], bias.chunk(group.size())[group.rank()])
+        entering.register_hook(lambda grad: _summed(grad, group))
+        return entering
+
+    def right_2(x, group):
+        """A value that is zero in forward, and carries a gradient that comes from all ranks."""
+        return _Around.apply(x, group, lambda x, g: x * 1, lambda grad, g: sum(_pieces_of_all(grad, g)))
+
+    def right_3(x, group):
+        """A reduce-scatter and an all-gather are an all-reduce, for the same bytes."""
+
+        def both(grad, g):
+            flat = grad.flatten()
+            part = flat.new_empty(len(flat) // g.size())
+            reduce_scatter(part, flat, group=g)
+            total = torch.empty_like(flat)
+            all_gather(total, part, group=g)
+            return total.view_as(grad)
+
+        return _Around.apply(x, group, _same, both)
 
 
-class row_parallel:
-    def bias_in_every_part(x_part, weight, bias, group):
-        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias), group)
+def _pieces_of_all(tensor, group):
+    pieces = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(pieces, tensor.contiguous(), group=group)
+    return pieces
 
-    def forgets_g(x_part, weight, bias, group):
-        return F.linear(x_part, weight[:, _mine(weight.shape[1], group)], bias)
 
-    def backward_sums_again(x_part, weight, bias, group):
-        part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
-        return copy_to_tp(reduce_from_tp(part, group), group) + bias
+class leave_rows:
+    forgets_the_sum = lambda part, group: part * 1.0
 
-    def averages(x_part, weight, bias, group):
-        part = F.linear(x_part, weight[:, _mine(weight.shape[1], group)])
-        return reduce_from_tp(part, group) / group.size() + bias
+    def backward_sums_again(part, group):
+        return _Around.apply(part, group, _summed, _summed)
 
-    def bias_on_rank_0(x_part, weight, bias, group):
-        """The sum is right, and only one rank's bias has a gradient."""
-        share = bias if group.rank() == 0 else torch.zeros_like(bias)
-        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)], share), group)
+    def averages(part, group):
+        return reduce_from_tp(part, group) / group.size()
 
-    def loses_the_bias(x_part, weight, bias, group):
-        return reduce_from_tp(F.linear(x_part, weight[:, _mine(weight.shape[1], group)]), group) + 0 * bias
+    def divides_the_gradient(part, group):
+        return _Around.apply(part, group, _summed, lambda grad, g: grad / g.size())
 
-    def the_first_rows_for_all(x_part, weight, bias, group):
-        return reduce_from_tp(F.linear(x_part, weight[:, : x_part.shape[-1]]), group) + bias
+    def sum_on_rank_0(part, group):
+        def forward(x, g):
+            total = x.clone()
+            dist.reduce(total, 0, group=g)
+            return total if g.rank() == 0 else x.clone()
 
-    def right(x_part, weight, bias, group):
-        """Second solution: the other ranks' parts are a constant for autograd."""
-        part = x_part @ weight.chunk(group.size(), dim=1)[group.rank()].T
-        total = part.detach().clone()
-        dist.all_reduce(total, group=group)
-        return part + (total - part.detach()) + bias
+        return _Around.apply(part, group, forward, _same)
+
+    def loses_autograd(part, group):
+        return _summed(part, group)
+
+    def right(part, group):
+        """The other ranks' parts are a constant for autograd."""
+        return part + (_summed(part, group) - part.detach())
+
+    def right_2(part, group):
+        """In place: backward of the sum is nothing, so autograd need not know of it."""
+        dist.all_reduce(part, group=group)
+        return part
+
+    def right_3(part, group):
+        """Every part is fetched and added here."""
+        others = [p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank()]
+        return part + sum(others)
+
+
+def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True):
+    mine = _mine(len(up), group)
+    inner = torch.relu(F.linear(enter(x, group), up[mine], up_bias[mine]))
+    part = F.linear(inner, down[:, mine], None if after else down_bias)
+    total = leave(part, group)
+    return total + down_bias if after else total
+
+
+class split_mlp:
+    def forgets_f(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, enter=_same)
+
+    def forgets_g(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, leave=_same)
+
+    def backward_of_g_sums(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, leave=leave_rows.backward_sums_again)
+
+    def f_twice(x, up, up_bias, down, down_bias, group):
+        return _half(copy_to_tp(x, group), up, up_bias, down, down_bias, group)
+
+    def bias_in_every_part(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, after=False)
+
+    def bias_shared_out(x, up, up_bias, down, down_bias, group):
+        """The sum is right, and each rank finds a part of the bias's gradient."""
+        return _half(x, up, up_bias, down, down_bias / group.size(), group, after=False)
+
+    def bias_on_rank_0(x, up, up_bias, down, down_bias, group):
+        share = down_bias if group.rank() == 0 else torch.zeros_like(down_bias)
+        return _half(x, up, up_bias, down, share, group, after=False)
+
+    def the_first_columns_for_all(x, up, up_bias, down, down_bias, group):
+        mine = _mine(len(up), group)
+        inner = torch.relu(F.linear(copy_to_tp(x, group), up[mine], up_bias[mine]))
+        return reduce_from_tp(F.linear(inner, down[:, : inner.shape[-1]]), group) + down_bias
+
+    def first_bias_shared_out(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias / group.size(), down, down_bias, group)
+
+    def rows_first(x, up, up_bias, down, down_bias, group):
+        """Splits the first matrix by inputs: a ReLU of parts is not a part of the ReLU."""
+        mine = _mine(x.shape[-1], group)
+        inner = torch.relu(F.linear(copy_to_tp(x, group)[..., mine], up[:, mine], up_bias))
+        return reduce_from_tp(F.linear(inner, down), group) + down_bias
+
+    def splits_nothing(x, up, up_bias, down, down_bias, group):
+        return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
+
+    def gathers_in_between(x, up, up_bias, down, down_bias, group):
+        """Right, with an all-gather of the inner values that nobody needs."""
+        mine = _mine(len(up), group)
+        inner = torch.relu(F.linear(copy_to_tp(x, group), up[mine], up_bias[mine]))
+        pieces = _pieces_of_all(inner.detach(), group)
+        pieces[group.rank()] = inner
+        return reduce_from_tp(F.linear(torch.cat(pieces, -1)[..., mine], down[:, mine]), group) + down_bias
+
+    def right(x, up, up_bias, down, down_bias, group):
+        """Every t-th inner value in place of a block, matrices on the other side, the sum a constant for autograd."""
+        mine = slice(group.rank(), None, group.size())
+        entering = enter_columns.right(x, group)
+        inner = (entering @ up[mine].T + up_bias[mine]).clamp_min(0)
+        return leave_rows.right(inner @ down[:, mine].T, group) + down_bias
+
+    def right_2(x, up, up_bias, down, down_bias, group):
+        """Chunks; in-place g; f from a reduce-scatter and an all-gather; the bias added on rank 0 for its value."""
+        t, r = group.size(), group.rank()
+        inner = F.relu(F.linear(enter_columns.right_3(x, group), up.chunk(t)[r], up_bias.chunk(t)[r]))
+        part = F.linear(inner, down.chunk(t, dim=1)[r])
+        dist.all_reduce(part, group=group)
+        return torch.add(down_bias, part)
+
+
+def _stack(part, group):
+    return torch.cat(_pieces_of_all(part, group), dim=1)
+
+
+def _cut_sum(full, group):
+    """This rank's tokens of the sum, along dim 1."""
+    stacked = torch.cat(full.chunk(group.size(), dim=1))
+    part = stacked.new_empty(len(full), full.shape[1] // group.size(), *full.shape[2:])
+    reduce_scatter(part, stacked, group=group)
+    return part
+
+
+def _own(full, group):
+    return full.chunk(group.size(), dim=1)[group.rank()].clone()
+
+
+def _zeros_around(part, group):
+    pieces = [torch.zeros_like(part) for _ in range(group.size())]
+    pieces[group.rank()] = part
+    return torch.cat(pieces, dim=1)
+
+
+class gather_tokens:
+    def cuts_without_a_sum(part, group):
+        return _Around.apply(part, group, _stack, _own)
+
+    def averages(part, group):
+        return _Around.apply(part, group, _stack, lambda grad, g: _cut_sum(grad, g) / g.size())
+
+    def stacks_along_dim_0(part, group):
+        """What the collective returns, viewed in the right shape: sequences are mixed."""
+
+        def forward(x, g):
+            full = x.new_empty(len(x), g.size() * x.shape[1], *x.shape[2:])
+            all_gather(full.view(-1, *x.shape[1:]), x, group=g)
+            return full
+
+        return _Around.apply(part, group, forward, _cut_sum)
+
+    def reversed_ranks(part, group):
+        return _Around.apply(part, group, lambda x, g: torch.cat(_pieces_of_all(x, g)[::-1], dim=1), _cut_sum)
+
+    def sums_all_and_cuts(part, group):
+        """Right, with an all-reduce where a reduce-scatter will do."""
+        return _Around.apply(part, group, _stack, lambda grad, g: _own(_summed(grad, g), g))
+
+    def right(part, group):
+        """Zeros of this rank's own, a constant from the others, and f around both."""
+        full = _stack(part.detach(), group)
+
+        def cut(grad):
+            return _zeros_around(_cut_sum(grad, group), group)
+
+        mine = part.repeat(1, group.size(), 1) * 1.0
+        held = mine - mine.detach() + full
+        held.register_hook(cut)
+        return held
+
+    def right_2(part, group):
+        """Backward as an all-to-all of pieces, added here."""
+
+        def undo(grad, g):
+            outgoing = [piece.contiguous() for piece in grad.chunk(g.size(), dim=1)]
+            incoming = [torch.empty_like(outgoing[0]) for _ in outgoing]
+            sends = [dist.isend(p, r, group=g) for r, p in enumerate(outgoing) if r != g.rank()]
+            for r, into in enumerate(incoming):
+                if r != g.rank():
+                    dist.recv(into, r, group=g)
+            for send in sends:
+                send.wait()
+            incoming[g.rank()] = outgoing[g.rank()]
+            return sum(incoming)
+
+        return _Around.apply(part, group, _stack, undo)
+
+
+class scatter_tokens:
+    def cuts_without_a_sum(partial, group):
+        return _Around.apply(partial, group, _own, _stack)
+
+    def averages(partial, group):
+        return _Around.apply(partial, group, lambda x, g: _cut_sum(x, g) / g.size(), _stack)
+
+    def whole_sequences(partial, group):
+        """Cuts along dim 0, where the collective cuts."""
+
+        def forward(x, g):
+            flat = _summed(x, g).flatten(0, 1)
+            return flat.chunk(g.size())[g.rank()].view(len(x), -1, x.shape[-1]).clone()
+
+        return _Around.apply(partial, group, forward, _stack)
+
+    def zeros_in_backward(partial, group):
+        return _Around.apply(partial, group, _cut_sum, _zeros_around)
+
+    def backward_sums(partial, group):
+        return _Around.apply(partial, group, _cut_sum, lambda grad, g: _stack(grad, g) * g.size())
+
+    def an_all_reduce_cut(partial, group):
+        """Right, at twice the bytes."""
+        return _Around.apply(partial, group, lambda x, g: _own(_summed(x, g), g), _stack)
+
+    def right(partial, group):
+        """A list of pieces, and a hook that puts all gradients together."""
+        pieces = [piece.detach().contiguous() for piece in partial.chunk(group.size(), dim=1)]
+        total = torch.empty_like(pieces[0])
+        dist.reduce_scatter(total, pieces, group=group)
+        entering = partial.view_as(partial)
+        entering.register_hook(lambda grad: _stack(_own(grad, group), group))
+        return _own(entering, group) + (total - _own(partial.detach(), group))
+
+    def right_2(partial, group):
+        """A reduce to each rank in turn; gathered in backward."""
+
+        def forward(x, g):
+            pieces = [piece.clone() for piece in x.chunk(g.size(), dim=1)]
+            for rank, piece in enumerate(pieces):
+                dist.reduce(piece, rank, group=g)
+            return pieces[g.rank()]
+
+        return _Around.apply(partial, group, forward, _stack)
 
 
 def _rows(heads, width):
@@ -134,9 +376,23 @@ class split_qkv:
             raise ValueError("no")
         return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
 
-    def forgets_the_head_width(num_heads, num_kv_heads, head_dim, tp):
+    def asks_for_query_heads_only(num_heads, num_kv_heads, head_dim, tp):
+        if num_heads % tp:
+            raise ValueError("no")
+        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
+
+    def asks_for_key_heads_only(num_heads, num_kv_heads, head_dim, tp):
+        if num_kv_heads % tp and tp % num_kv_heads:
+            raise ValueError("no")
+        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
+
+    def heads_for_rows(num_heads, num_kv_heads, head_dim, tp):
         _refuse(num_heads, num_kv_heads, tp)
         return split_qkv.never_refuses(num_heads, num_kv_heads, 1, tp)
+
+    def starts_and_stops(num_heads, num_kv_heads, head_dim, tp):
+        ranks = split_qkv.right(num_heads, num_kv_heads, head_dim, tp)
+        return [tuple((rows[0], rows[-1] + 1) for rows in pair) for pair in ranks]
 
     def right(num_heads, num_kv_heads, head_dim, tp):
         """Second solution: from the last rank down, and the keys looked up from the queries; rows as lists."""
@@ -150,6 +406,20 @@ class split_qkv:
             keys = sorted({head // group for head in mine})
             ranks.insert(0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)))
         return ranks
+
+    def right_2(num_heads, num_kv_heads, head_dim, tp):
+        """Third solution: arrays, cut by reshaping the numbers of all rows."""
+        if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
+            raise ValueError("heads do not come out even")
+        queries = np.arange(num_heads * head_dim).reshape(tp, -1)
+        keys = np.arange(num_kv_heads * head_dim).reshape(num_kv_heads, head_dim)
+        keys = keys.repeat(max(1, tp // num_kv_heads), axis=0).reshape(tp, -1)
+        return list(zip(queries, keys, strict=True))
+
+    def right_3(num_heads, num_kv_heads, head_dim, tp):
+        """Fourth: slices."""
+        ranks = split_qkv.right(num_heads, num_kv_heads, head_dim, tp)
+        return [tuple(slice(rows[0], rows[-1] + 1) for rows in pair) for pair in ranks]
 
 
 def _pieces(logits, targets, first, highest):
@@ -200,6 +470,12 @@ class cross_entropy:
         total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
         return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
 
+    def gradient_through_the_maximum(logits, targets, first, group):
+        highest = logits.amax(-1) * 1.0
+        total = _summed(highest, group, dist.ReduceOp.MAX)
+        shifted, target = _pieces(logits, targets, first, highest + (total - highest.detach()))
+        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+
     def right(logits, targets, first, group):
         """Second solution: log-sum-exp of the ranks' log-sum-exps, and the gradient written by hand."""
         z = logits.detach()
@@ -214,6 +490,13 @@ class cross_entropy:
         softmax = (z - total.unsqueeze(-1)).exp() - one_hot.to(z.dtype)
         return _Gradient.apply(logits, softmax, total - target)
 
+    def right_2(logits, targets, first, group):
+        """Third solution: two sums in one in-place message, which autograd need not see."""
+        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
+        both = torch.stack((shifted.exp().sum(-1), target))
+        dist.all_reduce(both, group=group)
+        return both[0].log() - both[1]
+
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
@@ -226,4 +509,6 @@ class _Gradient(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(column_parallel, row_parallel, split_qkv, cross_entropy)
+DEFECTS, SECOND_SOLUTIONS = listed(
+    enter_columns, leave_rows, split_mlp, gather_tokens, scatter_tokens, split_qkv, cross_entropy
+)

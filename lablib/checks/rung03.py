@@ -1,6 +1,6 @@
-"""The checks of rung 03: column- and row-parallel products, heads on ranks, cross-entropy over split logits.
+"""The checks of rung 03: f and g, half a layer, tokens gathered and scattered, heads, cross-entropy of split logits.
 
-All but the check of heads run the answer on two and on three real ranks, and look at what autograd and the wire saw.
+All but the check of heads run the answer on real ranks, in fp32, and look at what autograd and the wire saw.
 """
 
 from __future__ import annotations
@@ -14,25 +14,41 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lablib.checks.report import Wrong, check
+from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
+from lablib.checks.report import Wrong, check, numbers, whole
 from lablib.launch.measure import record_comms
-from lablib.launch.ranks import run_ranks
+from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 
-__all__ = ["column_parallel", "cross_entropy", "row_parallel", "split_qkv"]
+__all__ = ["cross_entropy", "enter_columns", "gather_tokens", "leave_rows", "scatter_tokens", "split_mlp", "split_qkv"]
 
-DEGREES = (2, 3)
+PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
+_NO_GRADIENT = "The result has no gradient: return a tensor that autograd can follow."
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and a.shape == b.shape and torch.allclose(a, b, atol=1e-9, rtol=1e-9)
+    """fp32 sums of a hundred terms of size one are good to 1e-5; a slip changes them by tenths."""
+    return a is not None and a.shape == b.shape and torch.allclose(a.float(), b.float(), atol=1e-4, rtol=1e-4)
 
 
 def _on_ranks(work: Callable[..., Any], tp: int, *args: Any) -> list[Any]:
-    """Run on ranks; an untouched stub is no error of a rank."""
-    results = run_ranks(_attempt, tp, work, args, timeout=30)
+    """Run on ranks; an untouched stub is no error of a rank, and an error or a wait becomes one sentence."""
+    try:
+        results = run_ranks(_attempt, tp, work, args, timeout=PATIENCE)
+    except RankTimeout as late:
+        raise Wrong(
+            f"After {PATIENCE:g} s {_enumerate(late.ranks)} had not come back: a collective waits until every rank of "
+            "the group calls it, in the same order, and a loop may have no end."
+        ) from None
+    except RankError as error:
+        last = error.traceback.strip().splitlines()[-1]
+        raise Wrong(f"Your answer stopped on rank {error.rank} with {last[:200].rstrip('.')}.") from None
     if any(result is None for result in results):
         raise NotImplementedError
     return results
+
+
+def _enumerate(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -44,146 +60,358 @@ def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     dice = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, generator=dice) for shape in shapes]
 
 
-# --- one product, split -------------------------------------------------------------------------------------
+def _pay(sent: Sequence[float], allowed: float, what: str) -> None:
+    """Judge bytes and not calls: a reduce-scatter and an all-gather are as good as an all-reduce."""
+    if max(sent) > allowed * 1.001:
+        raise Wrong(
+            f"Right, but not for the price: a rank sends {max(sent):,.0f} bytes {what}, and {allowed:,.0f} will do."
+        )
 
 
-def _linear_on_a_rank(answer: Callable, seed: int, split_input: bool) -> dict[str, Any]:
-    """Run forward and backward and note results, gradients and collectives."""
-    group = dist.group.WORLD
-    x, weight, bias, grad = _problem(seed, group.size())
-    if split_input:
-        x = x.chunk(group.size(), dim=-1)[group.rank()].clone()
-    x, weight, bias = (tensor.requires_grad_() for tensor in (x, weight, bias))
+# --- one function around a product --------------------------------------------------------------------------
+
+_B, _S, _H = 2, 6, 4
+
+
+def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool, around: bool) -> dict[str, Any] | None:
+    """Send a tensor through the answer, forward and backward; with `around` the input also passes beside it."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    into, out = shapes
+    leaf = _draw(10 if same_input else 20 + rank, into)[0].requires_grad_()
+    grad = _draw(30 if same_grad else 40 + rank, out)[0]
+    x = leaf * 1.0  # not a leaf, as in a model
     with record_comms() as forward:
-        y = answer(x, weight, bias, group)
+        y = answer(x, group)
     if not isinstance(y, Tensor) or not y.requires_grad:
         return {"y": None}
-    wanted = grad if y.shape == grad.shape else grad.chunk(group.size(), dim=-1)[group.rank()]
-    if y.shape != wanted.shape:
+    if y.shape != grad.shape:
         return {"y": y.detach()}
+    value = y.detach().clone()
+    total = y + x if around else y
     with record_comms() as backward:
-        y.backward(wanted)
-    calls = (dict(forward.calls), dict(backward.calls))
-    gradients = {"x": x.grad, "weight": weight.grad, "bias": bias.grad}
-    return {"y": y.detach(), "calls": calls, **gradients}
+        total.backward(grad.to(y.dtype))
+    return {
+        "y": value,
+        "grad": leaf.grad,
+        "sent": (forward.ring_bytes_sent(), backward.ring_bytes_sent()),
+        "calls": (len(forward.events), len(backward.events)),
+    }
 
 
-def _problem(seed: int, tp: int) -> list[Tensor]:
-    inputs, outputs = 4 * tp, 6 * tp
-    return _draw(seed, (3, 5, inputs), (outputs, inputs), (outputs,), (3, 5, outputs))
+def _of_all(seed: int, ranks: int, shape: tuple[int, ...]) -> list[Tensor]:
+    return [_draw(seed + rank, shape)[0] for rank in range(ranks)]
 
 
-def _truth(seed: int, tp: int) -> dict[str, Tensor]:
-    x, weight, bias, grad = _problem(seed, tp)
-    x, weight, bias = (tensor.requires_grad_() for tensor in (x, weight, bias))
-    y = F.linear(x, weight, bias)
-    y.backward(grad)
-    return {"y": y.detach(), "x": x.grad, "weight": weight.grad, "bias": bias.grad, "b": bias.detach()}
+def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
+    for rank, got in enumerate(results):
+        if got["y"] is None:
+            raise Wrong(_NO_GRADIENT)
+        if got["y"].shape != shape:
+            raise Wrong(f"Rank {rank} returns shape {tuple(got['y'].shape)}; it should be {shape}.")
 
 
-def _slice(full: Tensor, dim: int, rank: int, tp: int) -> Tensor:
-    return full.chunk(tp, dim=dim)[rank]
+@check(
+    idea="x is handed to every rank, and the derivative of handing one x to t ranks is the sum of t gradients.",
+    section="f and g: a sum in backward, a sum in forward",
+    line="Forward returns x as it is; backward returns a copy of the gradient, all-reduced over the group.",
+)
+def enter_columns(answer: Callable[..., Tensor]) -> str:
+    """Judge `enter_columns(x, group)`, Megatron's f: nothing in forward, a sum in backward."""
+    shape, tp = (_B, _S, _H), 2
+    results = _on_ranks(_through, tp, answer, (shape, shape), True, False, True)
+    _passed_through(results, shape)
+    x, grads = _draw(10, shape)[0], _of_all(40, tp, shape)
+    total = sum(grads)
+    for rank, got in enumerate(results):
+        if _same(got["y"], tp * x):
+            raise Wrong(f"Forward returns {tp} x: every rank has all of x already, so a sum counts it {tp} times.")
+        if not _same(got["y"], x):
+            raise Wrong("Forward changes x: each rank's columns need x as it is.")
+        if got["calls"][1] == 0:
+            raise Wrong(
+                "Forward is right, but backward sends nothing: the gradient of x is this rank's part only, and x went "
+                "to all ranks, so its gradient is a sum over them."
+            )
+        entered = got["grad"] - grads[rank]  # what comes back through the answer, where x also passes beside it
+        if _same(got["grad"], 2 * total):
+            raise Wrong(
+                "Backward changes the gradient that it is given, and the path around the layer reads that tensor too: "
+                "copy it before you all-reduce it."
+            )
+        if _same(entered, total / tp):
+            raise Wrong(f"The gradient of x is the mean over the {tp} ranks: each rank adds a part of it, so sum.")
+        if any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 1.5 * _all_reduce(shape, tp):
+            raise Wrong("The gradient of x is summed twice: one sum over the ranks, and no factor.")
+        if not _same(entered, total):
+            raise Wrong("The gradient of x is wrong: it is the sum of the gradients of all ranks, the same on each.")
+    _pay([got["sent"][0] for got in results], 0, "in forward")
+    return "Nothing forward, one sum backward."
 
 
-@check
-def column_parallel(answer: Callable[..., Tensor]) -> str:
-    """Judge `column_parallel(x, weight, bias, group)`: forward, three gradients and the collectives."""
-    for tp in DEGREES:
-        truth, results = _truth(tp, tp), _on_ranks(_linear_on_a_rank, tp, answer, tp, False)
-        for rank, got in enumerate(results):  # forward of all ranks before any backward
-            y = got["y"]
-            mine = _slice(truth["y"], -1, rank, tp)
-            if y is None:
-                raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
-            if _same(y, truth["y"]):
-                raise Wrong("Every rank returns all outputs: leave them where they are, the rows want a part.")
-            if y.shape == truth["y"].shape:
-                raise Wrong("Each rank returns a part of a sum: that splits the input. Split the output.")
-            if y.shape != mine.shape:
-                raise Wrong(f"Rank {rank} returns shape {tuple(y.shape)}; it owns {tuple(mine.shape)}.")
-            if not _same(y, mine):
-                raise Wrong(_wrong_columns(y, mine, _slice(truth["b"], 0, rank, tp)))
-        for rank, got in enumerate(results):
-            if not _same(got["x"], truth["x"]):
-                scale = _same(got["x"], tp * truth["x"])
-                raise Wrong(
-                    f"The gradient of x is {tp} times too long: it was summed twice."
-                    if scale
-                    else "Forward is right, but the gradient of x is this rank's part only: x went to all ranks, so "
-                    "its gradient is a sum over them."
-                )
-            _judge_local(got, truth, "weight", 0, rank, tp)
-            _judge_local(got, truth, "bias", 0, rank, tp)
-            if got["calls"] != ({}, {"all_reduce": 1}):
-                raise Wrong("Right, but not for the price: nothing in forward and one all-reduce in backward will do.")
-    return "Nothing forward, one all-reduce backward."
+def _all_reduce(shape: tuple[int, ...], tp: int) -> float:
+    return ring_all_reduce_bytes(4 * torch.Size(shape).numel(), tp)
 
 
-def _wrong_columns(y: Tensor, mine: Tensor, bias: Tensor) -> str:
-    difference = y - mine
-    if torch.allclose(difference, difference[:1, :1].expand_as(difference)):
-        return "The product is right and the bias is not: each rank adds its own part of the bias, whole."
-    return (
-        "These are not this rank's outputs of the whole product: x enters as it is, and rank r owns the r-th block of "
-        "neighbouring outputs."
+def _one_way(shape: tuple[int, ...], tp: int) -> float:
+    return ring_all_gather_bytes(4 * torch.Size(shape).numel(), tp)
+
+
+@check(
+    idea="The result is a sum of t parts, and the derivative of a sum hands its gradient to every part unchanged.",
+    section="f and g: a sum in backward, a sum in forward",
+    line="Forward returns the all-reduced sum; backward returns the gradient as it comes, since all ranks have it.",
+)
+def leave_rows(answer: Callable[..., Tensor]) -> str:
+    """Judge `leave_rows(part, group)`, Megatron's g: a sum in forward, nothing in backward."""
+    shape, tp = (_B, _S, _H), 2
+    results = _on_ranks(_through, tp, answer, (shape, shape), False, True, False)
+    _passed_through(results, shape)
+    total, grad = sum(_of_all(20, tp, shape)), _draw(30, shape)[0]
+    for rank, got in enumerate(results):
+        if got["calls"][0] == 0:
+            raise Wrong("Forward sends nothing: each rank has a part of the sum, and the parts must be added.")
+        if _same(got["y"], total / tp):
+            raise Wrong("The parts are averaged; they are parts of one sum.")
+        if not _same(got["y"], total):
+            raise Wrong(f"Rank {rank} does not return the sum of all parts; every rank needs it, for the next norm.")
+        if _same(got["grad"], tp * grad):
+            raise Wrong(
+                f"Forward is right, but the gradient of a part is {tp} times too long: backward sums again, though "
+                "every rank already has the whole gradient."
+            )
+        if _same(got["grad"], grad / tp):
+            raise Wrong(f"The gradient of a part is divided by {tp}: each part adds to the sum with weight one.")
+        if not _same(got["grad"], grad):
+            raise Wrong("The gradient of a part is wrong: backward of a sum hands the gradient on as it is.")
+    _pay([got["sent"][0] for got in results], _all_reduce(shape, tp), "in forward")
+    _pay([got["sent"][1] for got in results], 0, "in backward")
+    return "One sum forward, nothing backward."
+
+
+# --- half a layer -------------------------------------------------------------------------------------------
+
+_INPUTS = ("x", "up", "up_bias", "down", "down_bias")
+
+
+def _mlp_problem(tp: int) -> list[Tensor]:
+    inner = 4 * tp
+    shapes = ((3, 5, 6), (inner, 6), (inner,), (6, inner), (6,), (3, 5, 6))
+    x, up, up_bias, down, down_bias, grad = _draw(tp, *shapes)
+    return [x, up, up_bias, down, down_bias + 2.0, grad]  # a bias that no part of the sum resembles
+
+
+def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
+
+
+def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
+    group = dist.group.WORLD
+    *values, grad = _mlp_problem(group.size())
+    leaves = [value.requires_grad_() for value in values]
+    x, *weights = leaves
+    with record_comms() as forward:
+        y = answer(x * 1.0, *weights, group)
+    if not isinstance(y, Tensor) or not y.requires_grad:
+        return {"y": None}
+    if y.shape != grad.shape:
+        return {"y": y.detach()}
+    value = y.detach().clone()
+    with record_comms() as backward:
+        y.backward(grad.to(y.dtype))
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in zip(_INPUTS, leaves, strict=True)
+    }
+    sent = forward.ring_bytes_sent(), backward.ring_bytes_sent()
+    return {"y": value, "sent": sent, "calls": (len(forward.events), len(backward.events)), **gradients}
+
+
+@check(
+    idea="Split the first matrix by outputs and the second by inputs at the same places: nothing is sent in between.",
+    section="Columns, then rows: one sum for two matrices",
+    line="Take rows of `up` and of its bias and the same columns of `down`; f before, g after, then add the last bias.",
+)
+def split_mlp(answer: Callable[..., Tensor]) -> str:
+    """Judge `split_mlp(x, up, up_bias, down, down_bias, group)`: forward, five gradients and the bytes."""
+    tp = 3
+    *values, grad = _mlp_problem(tp)
+    leaves = [value.requires_grad_() for value in values]
+    whole_y = _mlp(*leaves)
+    whole_y.backward(grad)
+    truth = dict(zip(_INPUTS, (leaf.grad for leaf in leaves), strict=True))
+    values = [leaf.detach() for leaf in leaves]
+    results = _on_ranks(_mlp_on_a_rank, tp, answer)
+    _passed_through(results, tuple(grad.shape))
+    for rank, got in enumerate(results):
+        _judge_mlp_forward(got, whole_y.detach(), values, rank, tp)
+    _judge_mlp_backward(results, truth, tp)
+    _pay([got["sent"][0] for got in results], _all_reduce(tuple(grad.shape), tp), "in forward")
+    _pay([got["sent"][1] for got in results], _all_reduce(tuple(grad.shape), tp), "in backward")
+    return "One sum forward, one backward, and nothing between the two matrices."
+
+
+def _judge_mlp_forward(got: dict, full: Tensor, values: list[Tensor], rank: int, tp: int) -> None:
+    y, bias = got["y"], values[-1]
+    if _same(y, full):
+        if not got["calls"][0]:
+            raise Wrong("Each rank computes the whole product: take this rank's part of both matrices.")
+        return
+    if _same(y, full + (tp - 1) * bias):
+        raise Wrong(f"The last bias counts {tp} times: it belongs to the sum, not to each part.")
+    if _same(y * tp, full) or _same((y - bias) * tp, full - bias):
+        raise Wrong("The parts are averaged; they are parts of one sum.")
+    if _same(y, full - bias):
+        raise Wrong("The last bias is missing.")
+    if not got["calls"][0]:
+        raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
+    for name, slip in _mlp_slips(values, tp).items():
+        if _same(y, slip):
+            raise Wrong(name)
+    raise Wrong(
+        f"Rank {rank} returns another result than one process: each inner value must be complete before the ReLU, and "
+        "meet its own column of the second weight."
     )
 
 
-def _judge_local(got: dict, truth: dict, name: str, dim: int, rank: int, tp: int) -> None:
-    """The rank's slice has the full gradient of the slice, and the rest has none."""
-    grad = torch.zeros_like(truth[name]) if got[name] is None else got[name]
-    mine = _slice(grad, dim, rank, tp)
-    rest = grad.abs().sum() - mine.abs().sum()
-    if not _same(mine, _slice(truth[name], dim, rank, tp)) or rest > 1e-9:
-        raise Wrong(f"The gradient of the {name} is wrong: it should be that of this rank's slice, and no other.")
+def _mlp_slips(values: list[Tensor], tp: int) -> dict[str, Tensor]:
+    """What known slips return."""
+    x, up, up_bias, down, down_bias = values
+    first = down.chunk(tp, dim=1)[0]
+    parts = list(zip(up.chunk(tp), up_bias.chunk(tp), down.chunk(tp, dim=1), strict=True))
+    by_inputs = list(zip(x.chunk(tp, dim=-1), up.chunk(tp, dim=1), strict=True))
+    return {
+        "Every rank uses the first columns of the second weight: rank r's inner values meet its own columns.": (
+            sum(torch.relu(F.linear(x, a, b)) @ first.T for a, b, _ in parts) + down_bias
+        ),
+        "The first bias is shared out: each inner value is complete on its rank and takes its own bias, undivided.": (
+            sum(torch.relu(F.linear(x, a, b / tp)) @ c.T for a, b, c in parts) + down_bias
+        ),
+        "The first bias is missing.": sum(torch.relu(x @ a.T) @ c.T for a, _, c in parts) + down_bias,
+        "The first matrix is split by inputs, so the ReLU acts on parts of a sum: split its outputs.": (
+            sum(F.linear(torch.relu(F.linear(z, a, up_bias)), down) for z, a in by_inputs) + down_bias
+        ),
+        "The ReLU is missing.": F.linear(F.linear(x, up, up_bias), down, down_bias),
+    }
 
 
-@check
-def row_parallel(answer: Callable[..., Tensor]) -> str:
-    """Judge `row_parallel(x_part, weight, bias, group)`: forward, three gradients and the collectives."""
-    for tp in DEGREES:
-        truth = _truth(tp, tp)
-        for rank, got in enumerate(_on_ranks(_linear_on_a_rank, tp, answer, tp, True)):
-            y, full, bias = got["y"], truth["y"], truth["b"]
-            if y is None:
-                raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
-            if y.shape != full.shape:
-                raise Wrong(f"Rank {rank} returns shape {tuple(y.shape)}; every rank has all outputs here.")
-            if _same(y, full + (tp - 1) * bias):
-                raise Wrong(f"The bias counts {tp} times: it belongs to the sum, not to each part.")
-            if _same(y * tp, full) or _same((y - bias) * tp, full - bias):
-                raise Wrong("The parts are averaged; they are parts of one sum.")
-            if _same(y, full - bias):
-                raise Wrong("The bias is missing.")
-            if not got["calls"][0]:
-                raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
-            if not _same(y, full):
-                raise Wrong("The sum is wrong: rank r multiplies its inputs by the r-th block of inputs of the weight.")
-            part = _slice(truth["x"], -1, rank, tp)
-            if _same(got["x"], tp * part):
-                raise Wrong(
-                    f"Forward is right, but the gradient of x is {tp} times too long: backward of the sum sums again, "
-                    f"though every rank already has the whole gradient."
-                )
-            if not _same(got["x"], part):
-                raise Wrong("The gradient of x is wrong: backward of a sum hands the gradient to each part as it is.")
-            _judge_local(got, truth, "weight", 1, rank, tp)
-            if not _same(got["bias"], truth["bias"]):
-                raise Wrong(
-                    "The ranks do not find the same gradient of the bias: it is replicated, and its copies would drift."
-                )
-            if got["calls"] != ({"all_reduce": 1}, {}):
-                raise Wrong("Right, but not for the price: one all-reduce in forward and nothing in backward.")
-    return "One all-reduce forward, nothing backward."
+def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) -> None:
+    again = _same(sum(got["up"] for got in results), tp * truth["up"])
+    for rank, got in enumerate(results):
+        if not got["calls"][1] and not _same(got["x"], truth["x"]):
+            raise Wrong(
+                "Forward is right, but the gradient of x is this rank's part only: x went to all ranks, so its "
+                "gradient is a sum over them."
+            )
+        if again:
+            raise Wrong(
+                f"Forward is right, but the gradients before the sum are {tp} times too long: backward of g sums "
+                "again, though every rank already has the whole gradient."
+            )
+        if _same(got["x"], tp * truth["x"]):
+            raise Wrong(f"Forward is right, but the gradient of x is {tp} times too long: f sums it twice.")
+        if not _same(got["x"], truth["x"]):
+            raise Wrong("The gradient of x is wrong: f hands x to all ranks, and its backward sums what they return.")
+        if _same(got["down_bias"], truth["down_bias"] / tp):
+            raise Wrong(
+                f"Each rank finds 1/{tp} of the gradient of the last bias: add the bias undivided, after the sum."
+            )
+        if not _same(got["down_bias"], truth["down_bias"]):
+            raise Wrong(
+                f"Rank {rank} does not find the gradient of the last bias: the bias is replicated, and copies that get "
+                "different gradients drift apart."
+            )
+    for name in ("up", "up_bias", "down"):
+        if not _same(sum(got[name] for got in results), truth[name]):
+            raise Wrong(f"The gradient of `{name}` is wrong: each rank finds that of its own part, and no other.")
+
+
+# --- sequence parallelism -----------------------------------------------------------------------------------
+
+
+@check(
+    idea="Each rank needs all tokens, and every rank's columns then have something to say about each token.",
+    section="Sequence parallelism: an all-gather in, a reduce-scatter out",
+    line="Forward concatenates the ranks' tokens along dim 1; backward sums over ranks and keeps this rank's tokens.",
+)
+def gather_tokens(answer: Callable[..., Tensor]) -> str:
+    """Judge `gather_tokens(part, group)`: an all-gather in forward, a reduce-scatter in backward."""
+    tp, part, full = 2, (_B, _S // 2, _H), (_B, _S, _H)
+    results = _on_ranks(_through, tp, answer, (part, full), False, False, False)
+    _passed_through(results, full)
+    parts, grads = _of_all(20, tp, part), _of_all(40, tp, full)
+    whole_y, total = torch.cat(parts, dim=1), sum(grads)
+    mixed = torch.cat(parts).view(full)
+    for rank, got in enumerate(results):
+        if _same(got["y"], mixed):
+            raise Wrong("Tokens of different sequences are mixed: a collective stacks along dim 0, tokens are dim 1.")
+        if not _same(got["y"], whole_y):
+            raise Wrong("The tokens are not those of all ranks in rank order: rank 0 has the first of each sequence.")
+        summed, own = (each.chunk(tp, dim=1)[rank] for each in (total, grads[rank]))
+        if _same(got["grad"], own):
+            raise Wrong(
+                "Forward is right, but backward cuts without a sum: every rank's columns used this rank's tokens, so "
+                "their gradient is a sum over the ranks."
+            )
+        if _same(got["grad"], summed / tp):
+            raise Wrong(f"The gradients are averaged over the {tp} ranks: they are parts of one sum.")
+        if not _same(got["grad"], summed):
+            raise Wrong("The gradient is wrong: sum the gradients of all ranks and keep those of this rank's tokens.")
+    _pay([got["sent"][0] for got in results], _one_way(full, tp), "in forward")
+    _pay([got["sent"][1] for got in results], _one_way(full, tp), "in backward")
+    return "All-gather forward, reduce-scatter backward."
+
+
+@check(
+    idea="Every rank has a part of the sum for all tokens, and afterwards needs the whole sum for its own tokens.",
+    section="Sequence parallelism: an all-gather in, a reduce-scatter out",
+    line="Forward sums over ranks and keeps this rank's tokens of dim 1; backward concatenates the ranks' gradients.",
+)
+def scatter_tokens(answer: Callable[..., Tensor]) -> str:
+    """Judge `scatter_tokens(partial, group)`: a reduce-scatter in forward, an all-gather in backward."""
+    tp, part, full = 2, (_B, _S // 2, _H), (_B, _S, _H)
+    results = _on_ranks(_through, tp, answer, (full, part), False, False, False)
+    _passed_through(results, part)
+    partial, grads = _of_all(20, tp, full), _of_all(40, tp, part)
+    total, whole_grad = sum(partial), torch.cat(grads, dim=1)
+    for rank, got in enumerate(results):
+        mine, own = (each.chunk(tp, dim=1)[rank] for each in (total, partial[rank]))
+        if _same(got["y"], own):
+            raise Wrong("Forward cuts without a sum: each rank has a part of every token's sum.")
+        if _same(got["y"], mine / tp):
+            raise Wrong("The parts are averaged; they are parts of one sum.")
+        if _same(got["y"], total.flatten(0, 1).chunk(tp)[rank].view(part)):
+            raise Wrong("Whole sequences are dealt out: a collective cuts along dim 0, tokens are dim 1.")
+        if not _same(got["y"], mine):
+            raise Wrong("These are not this rank's tokens: rank 0 has the first of each sequence, summed over ranks.")
+        own_only = torch.cat([grads[r] if r == rank else torch.zeros(part) for r in range(tp)], dim=1)
+        if _same(got["grad"], own_only):
+            raise Wrong(
+                "Forward is right, but backward fills the other ranks' tokens with zeros: this rank's part went into "
+                "the sums of all tokens, and the gradients of those are on the other ranks."
+            )
+        if _same(got["grad"], tp * whole_grad):
+            raise Wrong(f"The gradient is {tp} times too long: nothing is to be summed in backward.")
+        if not _same(got["grad"], whole_grad):
+            raise Wrong("The gradient is wrong: put the gradients of all ranks' tokens together, in rank order.")
+    _pay([got["sent"][0] for got in results], _one_way(full, tp), "in forward")
+    _pay([got["sent"][1] for got in results], _one_way(full, tp), "in backward")
+    return "Reduce-scatter forward, all-gather backward."
 
 
 # --- heads --------------------------------------------------------------------------------------------------
 
+#: What must be refused: one of the two conditions fails, or both.
+_IMPOSSIBLE = ((25, 25, 64, 2), (28, 4, 128, 8), (6, 6, 4, 4), (12, 4, 2, 6), (12, 6, 4, 4), (40, 8, 2, 20))
 
-@check
+
+@check(
+    idea="A head computes its own softmax from its own rows, so heads may go to different ranks and rows of one may not.",
+    section="Grouped queries: more ranks than key heads",
+    line="Rank r takes num_heads/tp neighbouring query heads and the key heads that these read; both must come out even.",
+)
 def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int = 3) -> str:
     """Judge `split_qkv(num_heads, num_kv_heads, head_dim, tp)` by computing attention from each rank's rows."""
     dice = random.Random(seed)
@@ -198,13 +426,19 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
             ranks = answer(*case)
         except ValueError:
             raise Wrong(f"{_words(case)} is possible{_beyond(case)}, and you refuse it.") from None
-        _judge_heads([(list(q), list(kv)) for q, kv in ranks], *case)
-    for case in ((25, 25, 64, 2), (28, 4, 128, 8), (6, 6, 4, 4)):
+        _judge_heads(_rows_of_ranks(ranks, case), *case)
+    for case in _IMPOSSIBLE:
         try:
             answer(*case)
         except ValueError:
             continue
-        raise Wrong(f"{_words(case)} would cut through a head: raise a ValueError.")
+        heads, kv, _, tp = case
+        if heads % tp:
+            raise Wrong(f"{_words(case)} would cut through a query head: raise a ValueError.")
+        raise Wrong(
+            f"{_words(case)}: the query heads come out even and the key heads do not. Some ranks would hold more of "
+            "them than others, or some key heads would have more copies: raise a ValueError."
+        )
     return f"{len(cases)} layouts computed rank by rank: no head needed another rank."
 
 
@@ -216,10 +450,33 @@ def _beyond(case: tuple[int, ...]) -> str:
     return " (ranks may hold copies of a key head)" if case[3] > case[1] else ""
 
 
+def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Return the rows as lists, whatever holds them."""
+    heads, kv, width, tp = case
+    where, found = _words(case), []
+    for rank, pair in enumerate(ranks.values() if isinstance(ranks, dict) else numbers(ranks)):
+        pair = list(pair) if hasattr(pair, "__iter__") else pair
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Wrong(f"{where}: rank {rank} needs a pair, its query rows and its key rows.")
+        found.append(tuple(_rows(part, most * width) for part, most in zip(pair, (heads, kv), strict=True)))
+    if len(found) != tp:
+        raise Wrong(f"{where}: return one pair of ranges for each of the {tp} ranks.")
+    ends = [part for pair in found for part in pair]
+    if all(len(part) == 2 and part[1] - part[0] >= width and part[1] % width == 0 for part in ends):
+        raise Wrong(f"{where}: these look like (start, stop). Return the rows themselves, as range(start, stop).")
+    if width > 1 and [len(queries) for queries, _ in found] == [heads // tp] * tp:
+        raise Wrong(f"{where}: these are numbers of heads. Return rows: head i has head_dim of them, from i*head_dim.")
+    return found
+
+
+def _rows(part: Any, size: int) -> list[int]:
+    if isinstance(part, slice):
+        return list(range(*part.indices(size)))
+    return [whole(row, "A row") for row in numbers(part, "The rows of a rank")]
+
+
 def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, width: int, tp: int) -> None:
     where = _words((heads, kv, width, tp))
-    if len(ranks) != tp:
-        raise Wrong(f"{where}: return one pair of ranges for each of the {tp} ranks.")
     held = []
     for rank, rows in enumerate(ranks):
         cut = [[row // width for row in part[::width]] for part in rows]
@@ -263,8 +520,8 @@ _TOKENS, _VOCAB = 7, 41
 
 def _scores(tp: int) -> tuple[Tensor, Tensor, Tensor]:
     logits, weight = _draw(tp, (_TOKENS, _VOCAB), (_TOKENS,))
-    logits[1] += 2000  # without the shared maximum this overflows
-    logits[2, : _VOCAB // tp] -= 2000  # and here a rank's own maximum is of no use to the others
+    logits[1] += 150  # without a maximum fp32 overflows, whose largest number is about e^88
+    logits[2, : _VOCAB // tp] -= 150  # and here a rank's own maximum is of no use to the others
     return logits, torch.arange(_TOKENS) * 6 % _VOCAB, weight
 
 
@@ -275,43 +532,62 @@ def _loss_on_a_rank(answer: Callable) -> dict[str, Any]:
     first, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
     mine = logits[:, first:stop].clone().requires_grad_()
     with record_comms() as log:
-        loss = answer(mine, targets, first, group)
+        loss = answer(mine * 1.0, targets, first, group)
         if not isinstance(loss, Tensor) or loss.shape != (_TOKENS,) or not loss.requires_grad:
             return {"loss": None}
-        loss.backward(weight)
+        loss.backward(weight.to(loss.dtype))
     return {"loss": loss.detach(), "grad": mine.grad, "most": max((e.bytes for e in log.events), default=0)}
 
 
-@check
+@check(
+    idea="The loss needs a maximum, a sum of exponentials and one logit, and each is a reduction over all ranks' columns.",
+    section="Vocabulary: split embedding, split head, split loss",
+    line="All-reduce the detached maximum, then the sum of exp(z - m), then the target's z - m, zero on all but its owner.",
+)
 def cross_entropy(answer: Callable[..., Tensor]) -> str:
     """Judge `cross_entropy(logits, targets, first, group)`: losses, gradients, and what crossed the wire."""
-    for tp in DEGREES:
-        logits, targets, weight = _scores(tp)
-        logits.requires_grad_()
-        truth = F.cross_entropy(logits, targets, reduction="none")
-        truth.backward(weight)
-        results = _on_ranks(_loss_on_a_rank, tp, answer)
-        if any(got["loss"] is None for got in results):
-            raise Wrong("Return one loss per token, with a gradient.")
-        if any(got["most"] > 4 * _TOKENS * 8 for got in results):
-            raise Wrong("The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all.")
-        if any(not got["loss"].isfinite().all() for got in results):
-            raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
-        if any(not _same(got["loss"], results[0]["loss"]) for got in results):
-            raise Wrong("The ranks have different losses for one token: each piece is a reduction over all ranks.")
-        if not _same(results[0]["loss"], truth.detach()):
-            low = (results[0]["loss"] <= truth + 1e-9).all()
+    tp = 3
+    logits, targets, weight = _scores(tp)
+    logits.requires_grad_()
+    truth = F.cross_entropy(logits, targets, reduction="none")
+    truth.backward(weight)
+    results = _on_ranks(_loss_on_a_rank, tp, answer)
+    if any(got["loss"] is None for got in results):
+        raise Wrong("Return one loss per token, with a gradient.")
+    if any(got["most"] > 4 * _TOKENS * 8 for got in results):
+        raise Wrong("The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all.")
+    if any(not got["loss"].isfinite().all() for got in results):
+        raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
+    if any(not _same(got["loss"], results[0]["loss"]) for got in results):
+        raise Wrong("The ranks have different losses for one token: each piece is a reduction over all ranks.")
+    if not _same(results[0]["loss"], truth.detach()):
+        low = (results[0]["loss"] <= truth + 1e-3).all()
+        raise Wrong(
+            "The loss is too low: the sum of exponentials has only a part of the vocabulary in it."
+            if low
+            else "The loss is wrong: the sum needs one maximum for all ranks, and the target's logit comes from "
+            "the one rank that owns it."
+        )
+    for rank, got in enumerate(results):
+        start, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
+        mine, grad = logits.grad[:, start:stop], got["grad"]
+        if grad is None:
+            raise Wrong(f"The losses are right, and on rank {rank} no gradient reaches the logits.")
+        if _same(grad, mine):
+            continue
+        off = (grad - mine).abs() > 1e-3
+        if (off.sum(1) <= 1).all() and (off.float().argmax(1) == logits[:, start:stop].argmax(1))[off.any(1)].all():
             raise Wrong(
-                "The loss is too low: the sum of exponentials has only a part of the vocabulary in it."
-                if low
-                else "The loss is wrong: the sum needs one maximum for all ranks, and the target's logit comes from "
-                "the one rank that owns it."
+                "The losses are right, and a gradient flows into the maximum: it is a constant that cancels, so "
+                "detach it."
             )
-        for rank, got in enumerate(results):
-            mine = logits.grad[:, _VOCAB * rank // tp : _VOCAB * (rank + 1) // tp]
-            if not _same(got["grad"], mine):
-                raise Wrong(
-                    "The losses are right and the gradients are not: every rank has the whole gradient of the loss, so "
-                    "backward of each sum hands it on as it is, to softmax minus one at the target."
-                )
+        if _same(grad, tp * mine):
+            raise Wrong(
+                f"The losses are right and the gradients {tp} times too long: every rank has the whole gradient of the "
+                "loss, so backward of each sum hands it on as it is."
+            )
+        raise Wrong(
+            "The losses are right and the gradients are not: on every rank they are softmax minus one at the target, "
+            "times the gradient of the loss."
+        )
     return "Three numbers per token, and no rank held the full logits."

@@ -1,12 +1,14 @@
 """Communication between tensor-parallel ranks: Megatron's f and g, and their sequence parallel relatives.
 
-    function          forward          backward         Megatron's name
-    copy_to_tp        nothing          all-reduce       f
-    reduce_from_tp    all-reduce       nothing          g
-    gather_from_sp    all-gather       reduce-scatter   g with a bar, keeping the gathered input
-    scatter_to_sp     reduce-scatter   all-gather       its conjugate
+    function          forward          backward         2019    2022
+    copy_to_tp        nothing          all-reduce       f       f
+    reduce_from_tp    all-reduce       nothing          g       f with a bar
+    gather_from_sp    all-gather       reduce-scatter           g
+    scatter_to_sp     reduce-scatter   all-gather               g with a bar
 
 In each pair, forward of the one is backward of the other.
+The letter g changed hands between the two papers; this module and chapter 03 use those of 2019 for the first pair.
+`gather_from_sp` keeps the gathered input for the products that follow; `gathered_linears` gathers it again.
 The full sequence has S tokens; with sequence parallelism each of the t ranks holds S / t of them.
 
 Papers: Shoeybi et al. 2019 (1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), section 4.2.
