@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ from lablib.launch.training import resilience as disk_room
 from lablib.launch.training.monitors import StragglerWatch
 from lablib.launch.training.resilience import STOPPED, check_room, finished
 from tests.processes import ended, free_port
+from tests.scripts import ROOT
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {
@@ -499,3 +501,12 @@ def test_a_run_in_the_background_stays_deaf_to_ctrl_c_and_stops_on_sigterm():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_preflight_names_what_is_below_what_you_expect():
+    script = ROOT / "labs" / "scripts" / "preflight.py"
+    job = torchrun(script, "--mb", "2", "--slow", "1000", "--expect", "1000", ranks=2)
+    assert job.returncode == 1  # torchrun's, of whatever a rank's is
+    assert re.search(r"2 MB over 2 ranks: each sends [\d.]+ GB/s; a product takes [\d.]+ ms", job.log)
+    assert "that is below the 1000 GB/s that you expect" in job.log
+    assert "wrong sum" not in job.log

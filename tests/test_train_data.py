@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
-from lablib.calc.runs import cosine_lr
+from lablib.calc.runs import cosine_lr, shuffled_place
 from lablib.launch.records import JsonLines
 from lablib.launch.training import (
     SampleOrder,
@@ -246,3 +246,23 @@ def test_a_step_that_was_taken_again_counts_once(tmp_path: Path) -> None:
 def test_a_number_that_would_spoil_the_run_is_refused(setting: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(folder="a", **setting)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 64, 65, 1000])
+def test_every_epoch_of_the_computed_order_has_each_sample_once(count):
+    for epoch in (0, 1, 7):
+        places = range(epoch * count, (epoch + 1) * count)
+        assert sorted(shuffled_place(place, count, seed=3) for place in places) == list(range(count))
+
+
+def test_the_computed_order_differs_by_epoch_and_seed_and_mixes():
+    orders = [
+        [shuffled_place(100 * epoch + i, 100, seed=seed) for i in range(100)]
+        for epoch, seed in ((0, 0), (1, 0), (0, 1))
+    ]
+    for a, b in combinations([*orders, list(range(100))], 2):
+        # Two permutations of 100 drawn at random agree in one place on average, and in ten with a chance of 1e-7.
+        assert sum(x == y for x, y in zip(a, b, strict=True)) < 10
+    assert 0 <= shuffled_place(10**13 + 5, 10**10) < 10**10  # at once, wherever it is
+    with pytest.raises(ValueError, match="place=-1"):
+        shuffled_place(-1, 10)

@@ -5,6 +5,7 @@
 | `batch` | `noise_scale` (a `NoiseScale`); `steps_needed`, `examples_needed`, `step_gain` of a batch; `linear_rule`, `sqrt_rule`, `noise_rule` for its learning rate; `cosine_lr` | 11 |
 | `failures` | `young_interval`, `daly_interval`, `best_interval` between checkpoints; `lost_share`, `lost_time`; `LLAMA3_FAILURES`, a published log | 11 |
 | `scaling` | `scaling_loss`, a `ScalingLoss` by part; `predicted_step` under FSDP; `spread` of samples | 11 |
+| `order` | `shuffled_place`: a shuffled order of any length that nobody keeps | 11 |
 | `rental` | `parse_machine`, `lab_budgets`, `expect_step` of a rented machine (`rung cost`); `LAB_BUDGETS`, `RUN_GPU_LABS`, `rented_minutes`; `STUDY_MINUTES`, `study_minutes`, `hours_text` of the course | 11 |
 | `trace` | `parse_trace` (a `Trace`), `merge_traces`, `split_time`, `annotated_window`, `merge_intervals` | 02, 11 |
 | `network_study` | `StudySettings`, `STUDY_VARIANTS`, `STUDY_LAYOUTS`; `scaling_rows`, `savings_rows`, `placement_rows`; `layout_bytes`, `link_bandwidth` | 10 |
@@ -43,6 +44,7 @@ from lablib.calc.runs.network_study import (
     savings_rows,
     scaling_rows,
 )
+from lablib.calc.runs.order import shuffled_place
 from lablib.calc.runs.rental import (
     LAB_BUDGETS,
     RUN_GPU_LABS,
@@ -63,6 +65,6 @@ __all__ = [
     "cosine_lr", "daly_interval", "examples_needed", "expect_step", "hours_text", "lab_budgets", "layout_bytes",
     "linear_rule", "link_bandwidth", "load_snapshot", "lost_share", "lost_time", "merge_intervals", "merge_traces",
     "noise_rule", "noise_scale", "parse_machine", "parse_trace", "placement_rows", "predicted_step", "rented_minutes",
-    "replay_snapshot", "round_up", "savings_rows", "scaling_loss", "scaling_rows", "split_time", "spread", "sqrt_rule",
-    "step_gain", "steps_needed", "study_minutes", "young_interval",
+    "replay_snapshot", "round_up", "savings_rows", "scaling_loss", "scaling_rows", "shuffled_place", "split_time", "spread",
+    "sqrt_rule", "step_gain", "steps_needed", "study_minutes", "young_interval",
 ]  # fmt: skip
