@@ -209,17 +209,17 @@ class scaler_step:
         return new, np.float64(scale) * 2**grown, np.int64((good_steps + 1) % interval)
 
     def right_3(weights, gradients, scale, good_steps, lr, interval):
-        """PyTorch's own scaler, on a CPU."""
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval, enabled=True)
-        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-        scaler._growth_tracker.fill_(good_steps)
-        weights = [weight.clone().requires_grad_() for weight in weights]
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.float()
-        optimizer = torch.optim.SGD(weights, lr=lr)
-        scaler.step(optimizer)
-        scaler.update()
-        return [weight.detach() for weight in weights], scaler.get_scale(), int(scaler._growth_tracker)
+        """The loop of PyTorch's own scaler: unscale in place, note what is not finite, decide at the end."""
+        found, inverse = torch.zeros(1), torch.tensor(1 / scale)
+        unscaled = [gradient.float() for gradient in gradients]
+        torch._amp_foreach_non_finite_check_and_unscale_(unscaled, found, inverse)
+        if found.item():
+            return weights, scale * 0.5, 0
+        torch._foreach_add_(weights, unscaled, alpha=-lr)
+        good_steps += 1
+        while good_steps >= interval:
+            scale, good_steps = scale * 2, good_steps - interval
+        return weights, torch.tensor(scale), torch.tensor(good_steps)
 
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
