@@ -50,8 +50,10 @@ serve: ## Serve the built book on a free port (make serve PORT=8080 for a fixed 
 .PHONY: lab
 lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are never overwritten) and open JupyterLab there
 	@$(BIN)/python tools/copy_labs.py
+	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp tools/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
 	@root=$$([ "$$(id -u)" = 0 ] && echo --allow-root || true); \
-	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work $$root $(LAB_ARGS)
+	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work \
+	  '--ServerApp.extra_static_paths=["$(CURDIR)/$(SITE)"]' $$root $(LAB_ARGS)
 
 .PHONY: setup-gpu
 setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the book (OWN_TORCH=1 brings a torch)

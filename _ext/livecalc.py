@@ -128,8 +128,10 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
 <div class="livecalc" id="livecalc-{explorer.name}" data-module="{module}" data-name="{explorer.name}"
  data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={live_digest()}">
 <form class="livecalc-controls" aria-label="{escape(explorer.title, quote=True)}" autocomplete="off" hidden>
-{controls}<button type="reset" class="livecalc-reset">First state again</button>
+{controls}<button type="reset" class="livecalc-reset">Reset</button>
 </form>
+<p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
+The call gives the same numbers in Python.</noscript></p>
 <figure class="house-figure livecalc-figure">
 <div data-part="picture">{answer["picture"]}</div>
 <figcaption data-part="caption" aria-live="polite">{answer["caption"]}</figcaption>
@@ -137,8 +139,6 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
 <div data-part="table">{answer["table"]}</div>
 <details class="livecalc-call"><summary>Show me the call</summary>
 <pre><code data-part="call" class="livecalc-code">{answer["call"]}</code></pre></details>
-<p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
-The call gives the same numbers in Python.</noscript></p>
 </div>
 """
 

@@ -1,10 +1,14 @@
-"""How pages are read: a lab as nbval has just run it, several pages at a time, equations numbered by chapter."""
+"""How pages are read: a lab as nbval has just run it, several pages at a time, equations numbered by chapter.
+
+A page tells browsers and search engines its name as the table of contents has it, and what it asks.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from html import escape
 from pathlib import Path
 
 from docutils import nodes
@@ -61,10 +65,29 @@ def _number_equations(app: Sphinx, doctree: nodes.document) -> None:
             equations[node["label"]] = (app.env.docname, node["number"])
 
 
+def _describe(app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
+    """Give a page the title that the table of contents has, and its question, or else its first paragraph, as text."""
+    if doctree is None:
+        return
+    document = app.env.external_site_map.get(page)
+    context["title"] = (document and document.title) or context["title"]
+    if page == "index":
+        context["docstitle"] = ""  # it is the book's own, which would stand there twice
+    texts = [" ".join(node.astext().split()) for node in doctree.findall(nodes.paragraph)]
+    questions = [text.removeprefix("Question. ") for text in texts if text.startswith("Question. ")]
+    if said := escape((questions or texts or [""])[0][:300], quote=True):
+        title = escape(context["title"], quote=True)
+        context["metatags"] += (
+            f'<meta name="description" content="{said}" />'
+            f'<meta property="og:title" content="{title}" /><meta property="og:description" content="{said}" />'
+        )
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build."""
     app.connect("config-inited", _allow_parallel)
     app.connect("env-before-read-docs", _deal)
     app.connect("source-read", _show_executed)
     app.connect("doctree-read", _number_equations)
+    app.connect("html-page-context", _describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

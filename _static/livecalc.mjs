@@ -1,5 +1,5 @@
 // The controls of an explorer. Its numbers and its picture come from lablib.calc, run by Pyodide in a worker.
-// Nothing is fetched until the reader touches a control.
+// Nothing is fetched until the reader touches a control, or follows a link that asks for a state.
 
 const PARTS = ["picture", "caption", "table", "call"];
 const here = (path) => new URL(path, import.meta.url).href;
@@ -163,9 +163,10 @@ class Explorer {
   }
 
   failed(error) {
+    const why = error.message.trim().split("\n").at(-1);
     this.note.textContent =
-      `Python could not answer: ${error.message.trim().split("\n").at(-1)} ` +
-      "The picture is the one before; change a control to try again.";
+      (this.python.started ? `Python could not answer: ${why}. ` : `Python did not start (${why}). `) +
+      "The picture below still shows the state before; change a control to try again.";
   }
 
   /** Keep what differs from the first state in the page's address. */
@@ -176,10 +177,11 @@ class Explorer {
       if (value === this.first[name]) address.searchParams.delete(key);
       else address.searchParams.set(key, value);
     }
+    address.hash = this.root.id;
     history.replaceState(history.state, "", address);
   }
 
-  /** Take the state from the page's address. It is computed when the reader asks for it: that is the first touch. */
+  /** Take the state from the page's address: who follows a link to a state asks for its numbers, and lands there. */
   restore() {
     const given = new URL(location.href).searchParams;
     for (const control of this.controls()) {
@@ -187,14 +189,15 @@ class Explorer {
       if (value !== null) this.set(control, value);
     }
     if (this.same(this.state())) return;
-    const button = document.createElement("button");
-    Object.assign(button, { type: "button", className: "livecalc-compute", textContent: "Compute this state" });
-    button.addEventListener("click", () => this.changed());
-    this.note.replaceChildren("The address of this page sets the controls; the picture is still the first one. ", button);
+    this.changed();
+    // Formulas above it grow when they are typeset: land again when they are.
+    const land = () => this.root.scrollIntoView();
+    land();
+    window.addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(land));
   }
 }
 
-const STARTING = "Python starts in your browser: about 7 MB, once.";
+const STARTING = "Python starts in your browser: 7 to 15 MB, once.";
 
 const roots = [...document.querySelectorAll(".livecalc")];
 if (roots.length) {

@@ -46,6 +46,14 @@ def test_a_learners_file_is_never_overwritten(folders):
     assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept"]
 
 
+def test_a_copied_lab_links_to_the_built_chapter(folders):
+    labs, work = folders
+    (labs / "01_a.ipynb").write_text("[chapter](../book/01_a.md) and [part](../book/01_a.md#a-part), ![x](../b.png)")
+    load("tools/copy_labs.py").copy_labs(labs, work)
+    pages = "[chapter](/static/book/01_a.html) and [part](/static/book/01_a.html#a-part), ![x](../b.png)"
+    assert (work / "01_a.ipynb").read_text() == pages
+
+
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "index.html").write_text("<p>book</p>")

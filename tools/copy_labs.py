@@ -2,19 +2,25 @@
 
 A lab that the learner changed is never written to. When the course has a newer version of it, that
 version lands beside it as NAME.new.ipynb, and a line says so.
+A link to a chapter opens the built page, which `make lab` serves beside the notebooks; JupyterLab would show its source.
 """
 
 import hashlib
 import json
-import shutil
+import re
 import sys
 from pathlib import Path
 
 MANIFEST = ".copied.json"
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _with_pages(notebook: bytes) -> bytes:
+    """Return a notebook whose links to sources of the book are links to its pages, below Jupyter's /static/."""
+    return re.sub(rb"\(\.\./book/([\w]+)\.md(#[\w-]+)?\)", rb"(/static/book/\1.html\2)", notebook)
 
 
 def copy_labs(labs: Path, work: Path) -> list[str]:
@@ -29,18 +35,19 @@ def copy_labs(labs: Path, work: Path) -> list[str]:
     copied = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
     lines = []
     for shipped in sorted(labs.glob("[0-9][0-9]_*.ipynb")):
-        mine, new = work / shipped.name, _digest(shipped)
+        mine, content = work / shipped.name, _with_pages(shipped.read_bytes())
+        new = _digest(content)
         if not mine.exists():
-            shutil.copyfile(shipped, mine)
+            mine.write_bytes(content)
             lines.append(f"copied   {shipped.name}")
         elif copied.get(shipped.name) == new:
             lines.append(f"kept     {shipped.name}")
-        elif _digest(mine) == copied.get(shipped.name):
-            shutil.copyfile(shipped, mine)
+        elif _digest(mine.read_bytes()) == copied.get(shipped.name):
+            mine.write_bytes(content)
             lines.append(f"updated  {shipped.name} (you had not changed it)")
         else:
             beside = mine.with_suffix(".new.ipynb")
-            shutil.copyfile(shipped, beside)
+            beside.write_bytes(content)
             lines.append(f"kept     {shipped.name} (yours); the course's newer version is {beside.name}")
         copied[shipped.name] = new
     manifest.write_text(json.dumps(copied, indent=1) + "\n", encoding="utf-8")
@@ -57,6 +64,8 @@ def main() -> int:
     print(f"Labs in {root / 'work'}:")
     for line in lines:
         print(f"  {line}")
+    if not (root / "_build" / "html").exists():
+        print("Their links to chapters open once the book is built: make book.")
     return 0
 
 

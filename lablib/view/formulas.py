@@ -31,14 +31,18 @@ def formula_sheet(rung: str, model: str = "llama-3-8b") -> Markdown:
     blocks = []
     for each in FORMULAS[rung]:
         blocks += [
-            f"**{each.name}** ({_derived(each)})",
+            f"**{each.name}.** Derived as {_derived(each)} of {_chapter(each, rung)}.",
             "",
             f"$${each.tex}$$",
             "",
-            f"{each.symbols}. Here: **{each.example(chosen)}**, by `{each.code}`.",
+            f"{each.symbols.rstrip('.')}. Example: **{each.example(chosen)}**, by `{each.code}`.",
             "",
         ]
     return Markdown("\n".join(blocks))
+
+
+def _chapter(formula: Formula, rung: str) -> str:
+    return f"[another page]({formula.page}.md)" if formula.page else f"rung {rung}"
 
 
 def _derived(formula: Formula) -> str:
