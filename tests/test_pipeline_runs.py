@@ -3,11 +3,19 @@
 import random
 
 import pytest
+import torch
 
-from lablib.calc.schedules import Timeline, schedule, simulate
-from lablib.launch.layouts import measured_times, microbatch_windows, predicted_peaks, watched_step
+from lablib.calc.schedules import Timeline, schedule, simulate, validate
+from lablib.launch.layouts import (
+    TORCH_SCHEDULES,
+    measured_times,
+    microbatch_windows,
+    predicted_peaks,
+    torch_step,
+    watched_step,
+)
 from lablib.launch.ranks import run_ranks
-from lablib.toys.transformer import tiny_config
+from lablib.toys.transformer import Transformer, loss, tiny_config
 
 SEED = random.SystemRandom().randrange(10**6)
 
@@ -72,3 +80,28 @@ def test_micro_batches_have_storages_of_their_own():
     assert [tuple(window.shape) for window in windows] == [(2, 6)] * 3
     assert len({window.untyped_storage().data_ptr() for window in windows}) == 3
     assert all(a.equal(b) for a, b in zip(windows, microbatch_windows(3, 2, 5), strict=True))
+
+
+def _torch_steps(config, m):
+    return {name: torch_step(name, config, m=m, batch=1, seq=5) for name in TORCH_SCHEDULES}
+
+
+def test_every_schedule_of_pytorch_takes_the_step_of_one_process():
+    p, m = 2, 4
+    config = tiny_config("gpt2", num_layers=4, hidden=16, tied=False)
+    ranks = run_ranks(_torch_steps, p, config, m)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    windows = torch.cat(microbatch_windows(m, 1, 5))
+    loss(model(windows[:, :-1]), windows).backward()
+    for name in TORCH_SCHEDULES:
+        runs = [results[name] for results in ranks]
+        validate(runs[0].order)
+        assert runs[0].order == runs[1].order
+        assert [len(run.losses) for run in runs].count(m) == 1
+        found = {key: grad for run in runs for key, grad in run.gradients.items()}
+        assert set(found) == {key for key, _ in model.named_parameters()}
+        # Sums of fp32 in another order: a thousand times the last digit of the largest gradient.
+        largest = max(weight.grad.abs().max() for weight in model.parameters())
+        for key, weight in model.named_parameters():
+            assert (found[key] - weight.grad).abs().max() < 1e-4 * largest, (name, key)

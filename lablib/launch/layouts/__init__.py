@@ -1,9 +1,10 @@
 """Several kinds of parallelism in one job, small enough for a laptop.
 
-    composition    a small run in both versions: distance from one process, traffic beside the prediction
-    variants       the model, built from `lablib.toys` and from PyTorch's own parts
-    orders         wrappers in every order: which work, and what the others do
-    pipeline_runs  schedules on real ranks, timed
+    composition     a small run in both versions: distance from one process, traffic beside the prediction
+    variants        the model, built from `lablib.toys` and from PyTorch's own parts
+    orders          wrappers in every order: which work, and what the others do
+    pipeline_runs   schedules on real ranks, timed
+    torch_pipeline  PyTorch's own schedules on the same stages
 
 Read `composition` first. Chapters 04 and 07.
 """
@@ -11,5 +12,16 @@ Read `composition` first. Chapters 04 and 07.
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
 from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
+from lablib.launch.layouts.torch_pipeline import TORCH_SCHEDULES, torch_pipeline, torch_step
 
-__all__ = ["measured_times", "microbatch_windows", "predicted_peaks", "run_miniature", "try_orders", "watched_step"]
+__all__ = [
+    "TORCH_SCHEDULES",
+    "measured_times",
+    "microbatch_windows",
+    "predicted_peaks",
+    "run_miniature",
+    "torch_pipeline",
+    "torch_step",
+    "try_orders",
+    "watched_step",
+]

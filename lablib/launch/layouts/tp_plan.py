@@ -1,0 +1,65 @@
+"""Tensor parallelism as PyTorch has it: the plan of a Llama, with sequence parallelism and the loss on split logits.
+
+    mesh = rank_mesh(8, names=("tp",))
+    model = split_by_plan(Transformer(config), mesh)
+    with loss_parallel():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()                 # inside as well
+
+Chapter 03 has it beside the toy, `lablib.toys.tensor_parallel`, which computes the same.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+def block_plan() -> dict[str, ParallelStyle]:
+    """Return the plan of one block: norms on this rank's tokens, one gather in front of each half."""
+    tokens, whole = Shard(1), Replicate()
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=tokens)
+    return {
+        "norm1": SequenceParallel(use_local_output=True),
+        "attention": PrepareModuleInput(input_layouts=(tokens, None), desired_input_layouts=(whole, None)),
+        "attention.q": columns,
+        "attention.k": columns,
+        "attention.v": columns,
+        "attention.out": rows,
+        "norm2": SequenceParallel(use_local_output=True),
+        "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole),
+        "mlp.up": columns,
+        "mlp.gate": columns,
+        "mlp.down": rows,
+    }
+
+
+def ends_plan() -> dict[str, ParallelStyle]:
+    """Return the plan of what stands before and after the blocks."""
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def split_by_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Split a Llama of `lablib.toys.transformer` in place, and return it; its logits are a DTensor.
+
+    Args:
+        model: With the same weights on every rank.
+        mesh: Of one axis, whose size divides the tokens of a sequence.
+    """
+    parallelize_module(model, mesh, ends_plan())
+    for block in model.blocks:
+        parallelize_module(block, mesh, block_plan())
+    return model
