@@ -4,7 +4,7 @@
     variants        the model, built from `lablib.toys` and from PyTorch's own parts
     orders          wrappers in every order: which work, and what the others do
     pipeline_runs   schedules on real ranks, timed
-    torch_pipeline  PyTorch's own schedules on the same stages
+    torch_schedules PyTorch's own schedules on the same stages
 
 Read `composition` first. Chapters 04 and 07.
 """
@@ -12,7 +12,7 @@ Read `composition` first. Chapters 04 and 07.
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
 from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
-from lablib.launch.layouts.torch_pipeline import TORCH_SCHEDULES, torch_pipeline, torch_step
+from lablib.launch.layouts.torch_schedules import TORCH_SCHEDULES, torch_pipeline, torch_step
 
 __all__ = [
     "TORCH_SCHEDULES",
