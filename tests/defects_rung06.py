@@ -2,8 +2,13 @@
 
 # ruff: noqa: E731
 
+import functools
+
+import numpy as np
 from torch import nn
 
+from lablib.calc.parallel import fsdp_step, peak_held_bytes
+from lablib.checks.rung06 import _gathered, _held
 from tests.planted import listed
 
 
@@ -62,6 +67,18 @@ class count_collectives:
             "reduced": sum(scatters),
         }
 
+    def right_2(root, units, reshard, micro_batches, sync_every):
+        """Third solution: every unit by itself, and all of them added up in numpy."""
+        sizes = np.array([root, *units])
+        gathers = np.where(np.arange(len(sizes)) == 0, 1, 2 if reshard else 1) * micro_batches
+        scatters = np.full(len(sizes), micro_batches if sync_every else 1)
+        return {
+            "reduced": (scatters * sizes).sum(),
+            "gathered": (gathers * sizes).sum(),
+            "reduce_scatters": scatters.sum(),
+            "all_gathers": float(gathers.sum()),
+        }
+
 
 def _size(module):
     return sum(p.numel() for p in module.parameters())
@@ -88,6 +105,26 @@ class units_by_size:
     def right(model, least):
         """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
         return _close(model, _inside_out(model), least)
+
+    def right_2(model, least):
+        """Third solution: each parameter is handed up from module to module until one of them closes."""
+        open_, units = {}, []
+        for name, parameter in model.named_parameters():
+            home = name.rpartition(".")[0]
+            open_[home] = open_.get(home, 0) + parameter.numel()
+        while any(open_):
+            deepest = max(open_, key=lambda name: (name.count("."), bool(name)))
+            count = open_.pop(deepest)
+            if count >= least and not isinstance(model.get_submodule(deepest), nn.ModuleList):
+                units.append(deepest)
+            else:
+                above = deepest.rpartition(".")[0]
+                open_[above] = open_.get(above, 0) + count
+        return tuple(units)
+
+    def any_leaf_and_its_parent(model, least):
+        """Closes at the size of a unit without asking what is inside a list."""
+        return [name for name in units_by_size.right(model, least) if name.count(".") < 2]
 
 
 def _depth(item):
@@ -171,48 +208,107 @@ class write_checkpoint:
         if rank == ranks - 1:
             disk.rename(name, f"step-{step}")
 
+    def right_2(disk, rank, ranks, step, state, barrier):
+        """Third solution: a folder of each rank's own, moved together by one of them while the name is still hidden."""
+        if rank == ranks - 1:
+            for old in (f"part-{step}", *(f"part-{step}-{r}" for r in range(ranks))):
+                if disk.exists(old):
+                    disk.remove(old)
+        barrier()
+        disk.write(f"part-{step}-{rank}/rank-{rank}", dict(step=step, **state))
+        barrier()
+        for turn in range(ranks):
+            if turn == rank:
+                disk.rename(f"part-{step}-{rank}/rank-{rank}", f"part-{step}/rank-{rank}")
+            barrier()
+        if rank == ranks - 1:
+            disk.rename(f"part-{step}", f"step-{step}")
 
-def _peak(root, units):
-    return root + max((2 * b + a for a, b in zip([root, *units], units, strict=False)), default=root)
+    def polls(disk, rank, ranks, step, state, barrier):
+        disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
+        if rank == 0:
+            while not all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
+                pass
+            disk.rename(f"tmp-{step}", f"step-{step}")
+
+    def writes_for_ever(disk, rank, ranks, step, state, barrier):
+        while not disk.exists(f"step-{step}"):
+            disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
+            barrier()
 
 
-def _choose(rules, budget, *, peak=_peak, messages=lambda n: 3 * n + 2, pick=min):
-    peaks = {rule: peak(root, units) for rule, (root, *units) in rules.items()}
-    sent = {rule: messages(len(units) - 1) for rule, units in rules.items()}
+def _choose(rules, budget, *, time=None, pick=None, **mistake):
+    """Return an answer with one mistake: of `rung06._held`, in the seconds, or in the choice."""
+    held = mistake.pop("held", None) or functools.partial(_held, **mistake)
+    peaks = {rule: held([unit.bytes for unit in units], reshard) for rule, (reshard, units) in rules.items()}
+    time = time or (lambda units, reshard: fsdp_step(units, reshard=reshard).seconds)
+    seconds = {rule: time(units, reshard) for rule, (reshard, units) in rules.items()}
     fits = [rule for rule in rules if peaks[rule] <= budget]
-    return {"peak": peaks, "messages": sent, "best": pick(fits, key=sent.get, default=None)}
+    pick = pick or (lambda rule: seconds[rule])
+    best = min(
+        fits, key=lambda rule: pick(rule) if pick.__code__.co_argcount == 1 else pick(rule, rules, peaks), default=None
+    )
+    return {"peak": peaks, "seconds": seconds, "best": best}
 
 
 class choose_wrapping:
     def whole_model_at_once(rules, budget):
-        return _choose(rules, budget, peak=lambda root, units: 2 * (root + sum(units)))
+        return _choose(rules, budget, held=lambda sizes, _: sum(sizes))
 
-    def forgets_the_root(rules, budget):
-        return _choose(rules, budget, peak=lambda root, units: _peak(root, units) - bool(units) * root)
+    gathered_only = lambda rules, budget: _choose(rules, budget, held=_gathered)
+    forgets_the_roots_gradients = lambda rules, budget: _choose(rules, budget, root=0)
+    forgets_gradients = lambda rules, budget: _choose(rules, budget, own=0)
+    forgets_the_buffer = lambda rules, budget: _choose(rules, budget, ratio=0)
+    buffer_in_two_bytes = lambda rules, budget: _choose(rules, budget, ratio=1)
+    nothing_gathered_ahead = lambda rules, budget: _choose(rules, budget, ahead=False)
+    forgets_the_last_buffer = lambda rules, budget: _choose(rules, budget, behind=False)
+    forgets_the_copy = lambda rules, budget: _choose(rules, budget, copies=False)
+    forgets_the_end = lambda rules, budget: _choose(rules, budget, end=False)
 
-    def forgets_the_buffers(rules, budget):
-        return _choose(rules, budget, peak=lambda root, units: root + max(units, default=0))
+    def frees_what_is_kept(rules, budget):
+        return _choose(rules, budget, held=lambda sizes, _: _held(sizes, True))
 
-    def forgets_the_one_before(rules, budget):
-        return _choose(rules, budget, peak=lambda root, units: root + 2 * max(units, default=root / 2))
+    computing_only = lambda rules, budget: _choose(rules, budget, time=lambda units, _: fsdp_step(units).compute)
 
-    gathers_only = lambda rules, budget: _choose(rules, budget, messages=lambda n: 1 + 2 * n)
-    root_twice = lambda rules, budget: _choose(rules, budget, messages=lambda n: 3 * n + 3)
-    most_messages = lambda rules, budget: _choose(rules, budget, pick=max)
+    def gathers_the_kept_again(rules, budget):
+        return _choose(rules, budget, time=lambda units, _: fsdp_step(units).seconds)
+
+    def nothing_overlaps(rules, budget):
+        return _choose(rules, budget, time=lambda units, r: fsdp_step(units, reshard=r, prefetch=False).seconds)
+
+    fewest_messages = lambda rules, budget: _choose(rules, budget, pick=lambda rule, rules, _: len(rules[rule][1]))
+    least_memory = lambda rules, budget: _choose(rules, budget, pick=lambda rule, _, peaks: peaks[rule])
+    ignores_the_budget = lambda rules, budget: {**_choose(rules, budget), "best": _choose(rules, 10**18)["best"]}
 
     def right(rules, budget):
-        """Second solution: walk through forward and look at each moment."""
-        found = {"peak": {}, "messages": {}, "best": None}
-        for rule, units in rules.items():
-            root, before = units[0], 0
-            moments = []
-            for unit in units:
-                whole = root + (unit if unit is not units[0] or before else 0)
-                moments.append(whole + unit + before)
-                before = unit
-            found["peak"][rule] = max(moments)
-            found["messages"][rule] = len(units) + (len(units) - 1) + len(units)
-        for rule in sorted(rules, key=lambda rule: -found["messages"][rule]):
+        """Second solution: the calculators of lablib."""
+        peak, times = {}, []
+        for rule, (reshard, units) in rules.items():
+            sizes = [unit.bytes // 2 for unit in units]
+            peak[rule] = peak_held_bytes(sizes, 2, reshard=reshard, param_bytes=2, reduce_bytes=4)
+            times.append((fsdp_step(units, reshard=reshard).seconds, rule))
+        best = next((rule for _, rule in sorted(times) if peak[rule] <= budget), None)
+        return {"peak": peak, "seconds": {rule: second for second, rule in times}, "best": best}
+
+    def right_2(rules, budget):
+        """Third solution: a list of what is there, changed event by event."""
+        found = {"peak": {}, "seconds": {}, "best": None}
+        for rule, (reshard, units) in rules.items():
+            there = {("weights", 0): units[0].bytes, ("gradients", 0): units[0].bytes}
+            if not reshard:
+                there |= {("weights", i): unit.bytes for i, unit in enumerate(units)}
+            most = 0
+            for i in range(len(units) - 1, -1, -1):
+                near = [i, i - 1] if i > 1 else [i]
+                there |= {("weights", k): units[k].bytes for k in near} | {("gradients", i): units[i].bytes}
+                most = max(most, sum(there.values()))
+                there = {key: size for key, size in there.items() if key[0] != "buffer" and key != ("weights", i)}
+                there["buffer", i] = 2 * units[i].bytes
+                most = max(most, sum(there.values()))
+                del there["gradients", i]
+            found["peak"][rule] = np.float64(most)
+            found["seconds"][rule] = max(bar.end for bar in fsdp_step(units, reshard=reshard).bars)
+        for rule in sorted(rules, key=found["seconds"].get, reverse=True):
             if found["peak"][rule] <= budget:
                 found["best"] = rule
         return found
@@ -231,8 +327,15 @@ SENTENCES = {
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
     "without_the_optimizer": "starts its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
-    "old_one_goes_first": "without any checkpoint", "whole_model_at_once": "Not all units are whole at a time",
-    "forgets_the_root": "The root stays gathered", "forgets_the_buffers": "exists twice while it is copied",
-    "forgets_the_one_before": "The buffer of the unit before", "gathers_only": "Count both",
-    "root_twice": "The root is gathered once", "most_messages": "fewer messages",
+    "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
+    "writes_for_ever": "never ends", "whole_model_at_once": "Not all weights are unsharded",
+    "gathered_only": "what is gathered in forward", "forgets_the_roots_gradients": "The root's gradients stay unsharded",
+    "forgets_gradients": "The gradients of the unit itself", "forgets_the_buffer": "copied into the buffer",
+    "buffer_in_two_bytes": "has 4 bytes a value", "nothing_gathered_ahead": "the unit before it is gathered ahead",
+    "forgets_the_last_buffer": "is still there while the next unit runs", "forgets_the_copy": "the moment of the copy",
+    "forgets_the_end": "Look at the end", "frees_what_is_kept": "A unit that is kept after forward (reshard is False) is there",
+    "computing_only": "computing alone", "gathers_the_kept_again": "is not gathered again",
+    "nothing_overlaps": "leave `prefetch` as it is", "fewest_messages": "Few messages are not a short step",
+    "least_memory": "The least memory is not asked for",
+    "ignores_the_budget": "Nothing fits in", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

@@ -4,13 +4,14 @@ import itertools
 import random
 
 import pytest
-import torch
 
-from lablib.calc.parallel import TimedUnit, fsdp_step, peak_unsharded_bytes
+from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes, peak_unsharded_bytes
 from lablib.checks import rung06
 from lablib.checks.report import Wrong
 from lablib.checks.rung06 import World
-from tests import defects_rung06
+from tests.scripts import load
+
+SOLUTION = load("labs/solutions/rung06.py").choose_wrapping
 
 # --- the timeline of a step --------------------------------------------------------------------------------
 
@@ -104,38 +105,38 @@ def test_the_formula_of_the_chapter_is_the_calculators():
         assert peak_unsharded_bytes([root, *rest], 2, param_bytes=1) == root + max(copies, default=root)
 
 
-def of_2_15(rules, budget):
-    """The count of torch 2.15: the buffer of the unit before is there while a unit is gathered, not while it is copied."""
-
-    def peak(root, units):
-        gathers = [before + unit for before, unit in zip([root, *units], units, strict=False)]
-        return root + max([*gathers, *(2 * unit for unit in units)], default=root)
-
-    return defects_rung06._choose(rules, budget, peak=peak)
-
-
-@pytest.mark.parametrize(("version", "other"), [("2.13", "2.15"), ("2.15", "2.13")])
-def test_the_right_choice_depends_on_the_version_of_pytorch(version, other):
-    answers = {"2.13": defects_rung06.SECOND_SOLUTIONS["choose_wrapping"][0], "2.15": of_2_15}
-    for seed in range(6):
-        cases, picks = rung06._judge_choices(answers[version], seed, version)
-        assert (cases, [rule for rule, _ in picks.values()]) == (33, ["none", "block", "linear"])
-        with pytest.raises(Wrong):
-            rung06._judge_choices(answers[other], seed, version)
+def test_no_two_mistakes_about_a_wrapping_give_the_same_numbers():
+    """A sentence about a mistake is said only if the numbers of all five rules are those of the mistake."""
+    rules = rung06._BY_HAND.values()
+    right = tuple(rung06._held(sizes, reshard) for reshard, sizes in rules)
+    wrong = [tuple(slip(sizes, reshard) for reshard, sizes in rules) for slip, _ in rung06._HELD_SLIPS]
+    assert len({right, *wrong}) == 1 + len(wrong)
+    (timed, _), *_ = rung06._choice_cases(606)
+    times = [tuple(slip(units, reshard) for reshard, units in timed.values()) for slip, _ in rung06._TIME_SLIPS]
+    assert len({tuple(rung06._right_choice(timed, 0)["seconds"].values()), *times}) == 1 + len(times)
 
 
-def test_the_installed_version_and_the_chapters_are_both_accepted(monkeypatch):
-    monkeypatch.setattr(rung06, "_measured", lambda picks: "nothing")
-    monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
-    chapter, installed = (rung06.choose_wrapping(a) for a in (defects_rung06.choose_wrapping.right, of_2_15))
-    assert (chapter.status, installed.status) == ("passed", "passed")
-    assert "by formula, of torch 2.13" in chapter.message
-    assert "by formula, of torch 2.15" in installed.message
-    for defect in defects_rung06.DEFECTS["choose_wrapping"]:
-        verdict = rung06.choose_wrapping(defect)
-        assert (verdict.status, "counted as torch 2.13" in verdict.message) == ("wrong", True), defect.__name__
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    assert rung06.choose_wrapping(of_2_15).status == "wrong"
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+def test_the_walk_of_the_exercise_is_the_calculators_in_every_version(version):
+    """In the exercise all of the root's gradients come first, and backward holds the most: the version plays no part."""
+    for rules, _ in rung06._choice_cases(random.randrange(2**32)):
+        for reshard, units in rules.values():
+            sizes = [unit.bytes for unit in units]
+            held = peak_held_bytes([s // 2 for s in sizes], 2, reshard=reshard, param_bytes=2, torch=version)
+            assert rung06._held(sizes, reshard) == held, (sizes, reshard)
+
+
+def test_the_choice_is_not_the_fewest_messages_and_every_rule_wins_somewhere():
+    winners, fewest, cases = set(), 0, list(rung06._choice_cases(606))
+    for rules, budget in cases:
+        right = rung06._right_choice(rules, budget)
+        fits = [rule for rule in rules if right["peak"][rule] <= budget]
+        winners |= set(right["best"])
+        fewest += bool(fits) and min(fits, key=lambda rule: len(rules[rule][1])) in right["best"]
+    assert winners >= {"block", "linear", "block, kept"}
+    assert fewest < len(cases) / 2
+    played = rung06.choose_wrapping(SOLUTION).message
+    assert all(each in played for each in ("four blocks, block, kept", "a small Llama, block:", "a huge MLP, linear"))
 
 
 # --- ranks that take turns on a disk ------------------------------------------------------------------------
@@ -147,6 +148,17 @@ def test_ranks_that_wait_for_nobody_are_told_so():
             barrier()
 
     with pytest.raises(Wrong, match="never reach"):
+        World(2, (0, 1), {}).run(act)
+
+
+def test_a_loop_that_never_ends_is_ended(monkeypatch):
+    monkeypatch.setattr(World, "patience", 0.2)
+
+    def act(disk, rank, barrier):
+        while rank == 1:
+            pass
+
+    with pytest.raises(Wrong, match="Rank 1 runs and runs"):
         World(2, (0, 1), {}).run(act)
 
 

@@ -1,5 +1,7 @@
 """The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping rule to take.
 
+Of the choice of a rule, both sides are judged: bytes by what FSDP2 holds in backward, and time by `fsdp_step`.
+
 The check of a checkpoint plays ranks that take turns at every disk operation and barrier, in several orders: rank 0 far
 ahead of the others, or far behind. A write takes two turns, and in between the file is torn. The disk remembers what it
 held after each; a power cut may come at any of them.
@@ -9,22 +11,20 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from lablib.calc.models import ModelConfig
-from lablib.calc.parallel import fsdp_traffic, peak_unsharded_bytes
-from lablib.calc.torch_versions import PINNED, release
-from lablib.checks.report import Wrong, check, close, some
-from lablib.checks.turns import Turns
-from lablib.launch.fsdp import calc_units, forecast, shard, wrap_units
-from lablib.launch.measure import record_comms
-from lablib.launch.ranks import run_ranks
+from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
+from lablib.checks.report import Wrong, check, close, numbers, some
+from lablib.checks.turns import Endless, Turns
+from lablib.launch.fsdp import calc_units, forecast, wrap_units
 from lablib.toys.transformer import Transformer, tiny_config
 
 __all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_checkpoint"]
@@ -50,12 +50,17 @@ def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, syn
     return dict(zip(_COUNTS, numbers, strict=True))
 
 
-@check
+@check(
+    idea="A unit that is freed after forward is gathered a second time in backward, and the root is never freed.",
+    section="Collectives of a step: 1 + 2U gathers, 1 + U scatters",
+    line="Count the root once and every other unit once or twice in each micro-batch, and each of them once in every "
+    "backward that reduces.",
+)
 def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> str:
     """Judge `count_collectives(root, units, reshard, micro_batches, sync_every)` by hand, then on random models."""
     dice = random.Random(seed)
-    cases = [(8, [], True, 1, True), (2, [4, 4], True, 1, True), (2, [4, 4], False, 1, True)]
-    cases += [(2, [4, 4], True, 3, True), (2, [4, 4], True, 3, False)]
+    cases = [(6, [10, 22, 14], True, 1, True), (6, [10, 22, 14], False, 1, True), (6, [10, 22, 14], True, 5, True)]
+    cases += [(6, [10, 22, 14], True, 5, False), (8, [], True, 1, True)]
     for _ in range(40):
         # Even sizes: on two ranks nothing is padded.
         units = [2 * dice.randint(1, 10**6) for _ in range(dice.randint(0, 90))]
@@ -63,7 +68,7 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
         got, right = answer(*case), _counted(*case)
-        if not isinstance(got, dict) or set(got) != set(_COUNTS):
+        if not isinstance(got, Mapping) or set(got) != set(_COUNTS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
         for name in _COUNTS:
             if not close(got[name], right[name], rel=0):
@@ -77,7 +82,7 @@ def _explain_count(
     case = (f"root={root:,}, units={some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
             f"sync_every={sync_every}")  # fmt: skip
     truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
-    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2):
+    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2, 2 * truth):
         raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
     other = partial(_counted, root, units)
     if name in ("all_gathers", "gathered"):
@@ -140,7 +145,12 @@ def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
     return cases
 
 
-@check
+@check(
+    idea="A parameter belongs to one unit: once a module has closed one, the modules around it do not count it again.",
+    section="Wrapping policies: which modules become units",
+    line="Add a module's own parameters and what its children have left open; at `least` append its name and leave nothing "
+    "open, else hand the sum to the module around it.",
+)
 def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) -> str:
     """Judge `units_by_size(model, least)` by hand, on the lab's model, and on random trees."""
     cases = _unit_cases(seed)
@@ -149,10 +159,13 @@ def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) 
     return f"{len(cases)} models and sizes, inner units before outer ones."
 
 
-def _judge_units(got: object, what: str, model: nn.Module, least: int) -> None:
+def _judge_units(original: object, what: str, model: nn.Module, least: int) -> None:
     case = f"{what}, least {least:,}"
-    if not isinstance(got, list) or not all(isinstance(name, str) for name in got):
+    got = numbers(original, "What you return")
+    if not all(isinstance(name, str) for name in got):
         raise Wrong("Return a list of module names, such as `blocks.0.mlp`.")
+    if isinstance(original, set | frozenset):
+        raise Wrong("A set has no order, and `fully_shard` needs inner modules before outer ones: return a list.")
     if "" in got:
         raise Wrong("The root is a unit anyway, and gets what is left: don't return its name, the empty one.")
     modules = dict(model.named_modules())
@@ -199,6 +212,8 @@ def _any_unit(model: nn.Module, least: int) -> bool:
 # --- a checkpoint -------------------------------------------------------------------------------------------
 
 _TORN = "torn"
+_PATIENCE = 100  # times that a rank may ask for one path while nothing happens
+_EVENTS = 2000
 
 Files = dict[str, Any]
 
@@ -211,6 +226,8 @@ class World(Turns):
         self.order, self.files = order, copy.deepcopy(files)
         self.moments: list[Files] = [dict(self.files)]
         self.waiting: set[int] = set()  # at a barrier
+        self.events = 0
+        self.asked: Counter[tuple[int, str]] = Counter()  # how often a rank asked for a path since anything happened
 
     def able(self) -> list[int]:
         """Return who can go on, in order; a barrier opens when all ranks are there."""
@@ -220,15 +237,28 @@ class World(Turns):
 
     def run(self, act: Callable[[Disk, int, Callable[[], None]], None]) -> None:
         """Run `act(disk, rank, barrier)` on every rank to its end; raise what a rank raised."""
-        if not self.play(lambda rank: act(Disk(self, rank), rank, lambda: self._barrier(rank))):
+        try:
+            ended = self.play(lambda rank: act(Disk(self, rank), rank, lambda: self._barrier(rank)))
+        except Endless as endless:
+            raise Wrong(str(endless)) from None
+        if not ended:
             raise Wrong("Some ranks wait at a barrier that the others never reach: all must call it equally often.")
 
     def _barrier(self, rank: int) -> None:
+        self._count()
         self.waiting.add(rank)
         self.pause(rank)
 
+    def _count(self) -> None:
+        self.asked.clear()
+        self.events += 1
+        if self.events > _EVENTS:
+            raise Wrong(f"After {_EVENTS:,} barriers and operations on the disk the ranks still go on: a loop in your answer "
+                        "never ends.")  # fmt: skip
+
     def changed(self, rank: int) -> None:
         """Remember the disk as it is now, and give the turn back."""
+        self._count()
         self.moments.append(dict(self.files))
         self.pause(rank)
 
@@ -265,7 +295,14 @@ class Disk:
 
     def exists(self, path: str) -> bool:
         """Say whether there is a file or a folder of that name."""
-        return bool(_inside(self._world.files, path))
+        there = bool(_inside(self._world.files, path))
+        self._world.asked[self._rank, path] += 1
+        if (
+            self._world.asked[self._rank, path] > (2 if there else 1) * _PATIENCE
+        ):  # who polls for several, names the missing
+            raise Wrong(f"Rank {self._rank} asks again and again whether {path!r} is there. A file is there before it is "
+                        "complete, so who polls may see half of it: what waits for the others is a barrier.")  # fmt: skip
+        return there
 
 
 def _inside(files: Files, path: str) -> list[str]:
@@ -289,7 +326,11 @@ def _state(rank: int, step: int) -> dict[str, list[int]]:
 _CASES = [(2, (0, 1), False), (2, (1, 0), False), (3, (0, 2, 1), False), (3, (2, 1, 0), True), (4, (1, 3, 0, 2), True)]
 
 
-@check
+@check(
+    idea="A name that others trust may appear only when everything under it is complete, and only a barrier tells you that.",
+    section="Checkpoints: torch.distributed.checkpoint",
+    line="Rank 0 renames the folder that all wrote aside, after a barrier that every rank reaches with its write behind it.",
+)
 def write_checkpoint(answer: Callable[..., None]) -> str:
     """Judge `write_checkpoint(disk, rank, ranks, step, state, barrier)` at every moment, for several orders of ranks."""
     moments = 0
@@ -342,9 +383,12 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
     if "step-50" not in found:
         raise Wrong("All ranks have returned, and there is no folder step-50: nobody published it.")
     content = found["step-50"]
-    if len(content) > ranks:
-        raise Wrong(f"step-50 holds {len(content)} files for {ranks} ranks: the rest comes from a crashed job, whose "
-                    "folder nobody cleared.")  # fmt: skip
+    shards = [
+        name for name in content if name.removeprefix("rank-").isdigit()
+    ]  # another name may be a marker or an index
+    if len(shards) > ranks:
+        raise Wrong(f"step-50 holds the files of {len(shards)} ranks, and you have {ranks}: the rest comes from a crashed "
+                    "job, whose folder nobody cleared.")  # fmt: skip
     for rank in range(ranks):
         state, right = content[f"rank-{rank}"], _state(rank, 50)
         if not isinstance(state, dict) or "model" not in state:
@@ -364,169 +408,286 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
 
 # --- which wrapping rule ------------------------------------------------------------------------------------
 
-_RULES = ("none", "block", "linear")
+#: A rule: whether units are freed after forward, and the units, root first.
+Wrapping = tuple[bool, list[TimedUnit]]
 
+_RATIO = 2  # gradients are reduced in 4 bytes, and weights gathered in 2
 _RANKS, _WINDOW = 2, (2, 17)
 
-#: Models whose answer is measured.
+#: Models whose answer is measured, and how many rules fit in the budget.
 _MODELS = {
-    "a small Llama": {"num_layers": 1, "hidden": 32, "ffn": 128},
-    "a model of three blocks": {"num_layers": 3, "hidden": 32, "ffn": 88},
-    "a huge MLP": {"num_layers": 1, "hidden": 32, "ffn": 1024},
+    "a model of four blocks": ({"num_layers": 4, "hidden": 32, "ffn": 88, "vocab": 64}, 4),
+    "a small Llama": ({"num_layers": 5, "hidden": 32, "ffn": 128, "vocab": 64}, 2),
+    "a huge MLP": ({"num_layers": 2, "hidden": 32, "ffn": 512, "vocab": 64}, 1),
 }
 
 
+def _held(
+    sizes: list[int],
+    reshard: bool,
+    *,
+    root: int = 1,
+    own: int = 1,
+    ratio: int = _RATIO,
+    ahead: bool = True,
+    behind: bool = True,
+    copies: bool = True,
+    end: bool = True,
+) -> int:
+    """Return the most bytes held in backward; an argument that is not the default is a mistake of a learner.
+
+    Args:
+        root: Count the root's gradients beside its weights.
+        own: Count the unit's gradients.
+        ratio: Bytes in the buffer of a reduce-scatter for each byte gathered.
+        ahead: Count the unit that is gathered ahead.
+        behind: Count the buffer of the last reduce-scatter.
+        copies: Look at the moment in which gradients are in the buffer, too.
+        end: Look at the end, when the root's gradients are copied, too.
+    """
+    first, *rest = sizes
+    moments, buffer = [(own + ratio) * first] if end and copies else [], 0
+    for i in reversed(range(len(rest))):
+        others = rest[: i + 1] if not reshard else rest[i - 1 : i + 1] if ahead and i else rest[i : i + 1]
+        there = (1 + root) * first + sum(others) + own * rest[i]
+        moments.append(there + behind * buffer)
+        if copies:
+            moments.append(there - rest[i] + ratio * rest[i])
+        buffer = ratio * rest[i]
+    return max(moments, default=(1 + own) * first)
+
+
+def _gathered(sizes: list[int], reshard: bool) -> int:
+    """Return the most bytes gathered in forward, which leave gradients out."""
+    root, *rest = sizes
+    kept = [0 if reshard else sum(rest[: max(0, i - 1)]) for i in range(len(rest))]
+    copies = zip(kept, pairwise([root, *rest]), strict=True)
+    return root + max((before + 2 * unit + last for before, (last, unit) in copies), default=root)
+
+
+#: What a learner's bytes may be instead, and what to say about it.
+_HELD_SLIPS: list[tuple[Callable[[list[int], bool], float], str]] = [
+    (_gathered, "That is what is gathered in forward. Backward holds more: gradients of a unit are unsharded until they "
+                "are copied into the buffer of their reduce-scatter."),
+    (lambda sizes, _: sum(sizes), "Not all weights are unsharded at a time: the root is, and the unit that runs, and the "
+                                  "one gathered ahead; and there are gradients and buffers."),
+    (lambda sizes, _: 2 * sum(sizes), "Not all weights and gradients are unsharded at a time: a unit's gradients are "
+                                      "reduced as soon as its backward ends."),
+    (partial(_held, root=0), "The root's gradients stay unsharded until the end of backward, beside its weights."),
+    (partial(_held, own=0), "The gradients of the unit itself are unsharded, as many bytes as its weights, until they are "
+                            "in the buffer."),
+    (partial(_held, ratio=0), "Gradients are copied into the buffer of the reduce-scatter: count it, with 4 bytes a value."),
+    (partial(_held, ratio=1), "The buffer of a reduce-scatter has 4 bytes a value, and `bytes` counts 2: it is twice as "
+                              "large as the gathered unit."),
+    (partial(_held, ahead=False), "While a unit runs backward, the unit before it is gathered ahead."),
+    (partial(_held, behind=False), "The buffer of the last reduce-scatter is still there while the next unit runs: it goes "
+                                   "when the next buffer is needed."),
+    (partial(_held, copies=False), "Look at the moment of the copy, too: gradients and their buffer exist together."),
+    (partial(_held, end=False), "Look at the end, too: the root's gradients are copied last, into a buffer of twice their "
+                                "size."),
+    (lambda sizes, _: _held(sizes, True), "A unit that is kept after forward (reshard is False) is there until its own "
+                                          "backward has ended."),
+    (lambda sizes, _: _held(sizes, False), "A unit that is freed after forward (reshard is True) is not there in backward "
+                                           "until it is gathered again."),
+]  # fmt: skip
+
+
+def _seconds(units: list[TimedUnit], reshard: bool) -> float:
+    return fsdp_step(units, reshard=reshard).seconds
+
+
+#: The same for seconds.
+_TIME_SLIPS: list[tuple[Callable[[list[TimedUnit], bool], float], str]] = [
+    (lambda units, _: fsdp_step(units).compute, "That is computing alone: a unit must arrive before it runs."),
+    (lambda units, reshard: fsdp_step(units, reshard=reshard, prefetch=False).seconds,
+     "The next unit is gathered while the present one runs: leave `prefetch` as it is."),
+    (lambda units, _: _seconds(units, True), "A unit that is kept after forward (reshard is False) is not gathered again: "
+                                             "`fsdp_step` wants to know."),
+    (lambda units, reshard: fsdp_step(units, reshard=reshard).exposed, "That is the waiting alone: the step takes the "
+                                                                       "computing, too."),
+]  # fmt: skip
+
+
+def _right_choice(rules: Mapping[str, Wrapping], budget: int) -> dict[str, Any]:
+    """Return peaks, seconds and the fastest rules that fit, all of them if they are equally fast."""
+    peak = {
+        rule: peak_held_bytes(
+            [unit.bytes // 2 for unit in units], _RANKS, reshard=reshard, param_bytes=2, reduce_bytes=4
+        )
+        for rule, (reshard, units) in rules.items()
+    }
+    seconds = {rule: _seconds(units, reshard) for rule, (reshard, units) in rules.items()}
+    fits = [rule for rule in rules if peak[rule] <= budget]
+    least = min((seconds[rule] for rule in fits), default=0.0)
+    return {"peak": peak, "seconds": seconds, "best": [rule for rule in fits if close(seconds[rule], least, rel=1e-9)]}
+
+
+def _timed(sizes: list[int], *, latency: float, bandwidth: float, speed: float) -> list[TimedUnit]:
+    """Return units that are sent and run in so many bytes a second; the root's weights, mostly vocabulary, run too."""
+    return [
+        TimedUnit(
+            name=f"unit {i}" if i else "",
+            bytes=size,
+            gather=latency + size / bandwidth,
+            scatter=latency + _RATIO * size / bandwidth,
+            forward=size / speed,
+            backward=2 * size / speed,
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+def _four_rules(root: int, block: int, layers: int, **machine: float) -> dict[str, Wrapping]:
+    """Return the four rules of the exercise for a model of equal blocks."""
+    split = [block // 6, block // 6, block // 3, block // 3]
+    sizes = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
+    rules = {rule: (True, _timed(each, **machine)) for rule, each in sizes.items()}
+    return {**rules, "block, kept": (False, _timed(sizes["block"], **machine))}
+
+
+#: Found by trying: no two mistakes above give the same bytes for all of them, and what wins differs with the budget.
+_BY_HAND = {
+    "one unit": (True, [84]),
+    "freed": (True, [12, 28, 16, 32]),
+    "kept": (False, [12, 16, 8, 28]),
+    "a large root": (True, [36, 16, 8, 20]),
+    "more units": (True, [16, 20, 20, 36, 32, 28]),
+}
+
+
+def _choice_cases(seed: int) -> Iterator[tuple[dict[str, Wrapping], int]]:
+    dice = random.Random(seed)
+    machine = {"latency": 1.0, "bandwidth": 4.0, "speed": 2.0}
+    by_hand = {name: (reshard, _timed(sizes, **machine)) for name, (reshard, sizes) in _BY_HAND.items()}
+    for budget in (10**6, 150, 20):
+        yield by_hand, budget
+    for _ in range(30):
+        # Times around the point where the link is as busy as the device.
+        root, block = 4 * dice.randint(1, 5000), 24 * dice.randint(1, 5000)
+        machine = {
+            "latency": block * dice.choice((0.002, 0.05, 0.6)),
+            "bandwidth": 1.0,
+            "speed": dice.choice((0.2, 0.8, 3.0)),
+        }
+        rules = _four_rules(root, block, dice.randint(2, 12), **machine)
+        peaks = sorted(_right_choice(rules, 0)["peak"].values())
+        yield rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))
+
+
 def _real_model(name: str) -> ModelConfig:
-    return tiny_config("llama", **_MODELS[name])
+    return tiny_config("llama", **_MODELS[name][0])
 
 
-def _rules(config: ModelConfig) -> dict[str, list[int]]:
-    """Return the bytes of every unit under every rule, root first; all are even, so nothing is padded."""
+def _real_rules(config: ModelConfig) -> dict[str, Wrapping]:
+    """Return the four rules for a model of the lab, on a link and a device that are made up."""
     with torch.device("meta"):
         model = Transformer(config)
-    return {rule: [4 * unit.params for unit in calc_units(model, rule)] for rule in _RULES}
+    machine = {"latency": 1e-6, "bandwidth": 5e9, "speed": 5e9}
+    # Even sizes: on two ranks nothing is padded.
+    timed = {
+        rule: _timed([2 * unit.params for unit in calc_units(model, rule)], **machine)
+        for rule in ("none", "block", "linear")
+    }
+    return {**{rule: (True, units) for rule, units in timed.items()}, "block, kept": (False, timed["block"])}
 
 
-def _right_choice(rules: Mapping[str, list[int]], budget: int, version: str) -> dict[str, Any]:
-    peak = {rule: peak_unsharded_bytes(units, _RANKS, param_bytes=1, torch=version) for rule, units in rules.items()}
-    messages = {rule: fsdp_traffic(units, _RANKS).calls.total() for rule, units in rules.items()}
-    fits = [rule for rule in rules if peak[rule] <= budget]
-    return {"peak": peak, "messages": messages, "best": min(fits, key=messages.__getitem__, default=None)}
-
-
-@check
+@check(
+    idea="Memory says which rules are possible, and the step time says which of them to take; messages alone say neither.",
+    section="Memory: what is unsharded at a time",
+    line="For each unit, from the last to the first, add up weights, gradients and buffers at the end of its backward and "
+    "during the copy of its gradients, and take the largest sum.",
+)
 def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> str:
-    """Judge `choose_wrapping(rules, budget)` on random models, then shard three real ones as it says and measure.
-
-    What FSDP2 holds in forward depends on the version of PyTorch. The count of the installed one is right, and so is
-    that of the version which the chapter writes down.
-    """
-    here = release(torch.__version__)
-    version = _counted_as(answer, here)
-    try:
-        cases, picks = _judge_choices(answer, seed, version)
-    except Wrong as wrong:
-        if version == here:
-            raise
-        raise Wrong(f"{wrong} This is counted as torch {version} does; what {here} does passes, too.") from None
-    return f"{cases} models by formula, of torch {version}. Measured with {here}: {_measured(picks)}."
-
-
-def _counted_as(answer: Callable[..., dict[str, Any]], here: str) -> str:
-    """Return the installed version if the answer counts its bytes on a model that tells versions apart."""
-    rules = {"three": [30, 10, 6, 12]}
-    booked, own = (_right_choice(rules, 0, version)["peak"]["three"] for version in (PINNED, here))
-    if booked == own:
-        return here
-    got = answer({name: list(units) for name, units in rules.items()}, booked)
-    peak = got.get("peak") if isinstance(got, dict) else None
-    said = peak.get("three") if isinstance(peak, dict) else None
-    return here if said is not None and close(said, own, rel=0) else PINNED
-
-
-def _judge_choices(
-    answer: Callable[..., dict[str, Any]], seed: int, version: str
-) -> tuple[int, dict[str, tuple[str, int]]]:
-    """Judge by the count of one version; return how many models by formula, and the rule and budget of real ones."""
-    dice = random.Random(seed)
-    cases: list[tuple[dict[str, list[int]], int]] = [({"one": [32], "three": [4, 10, 6, 12]}, b) for b in (70, 40, 10)]
-    for _ in range(30):
-        layers, root, block = dice.randint(1, 24), 2 * dice.randint(1, 5000), 12 * dice.randint(1, 5000)
-        split = [block // 6, block // 6, block // 3, block // 3]
-        rules = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
-        peaks = sorted(_right_choice(rules, 0, version)["peak"].values())
-        cases.append((rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))))
-    for rules, budget in cases:
-        _judge_choice(answer({name: list(units) for name, units in rules.items()}, budget), rules, budget, version)
-    picks = {}
-    # All three rules fit in the first budget, two in the second, one in the third.
-    for name, fitting in zip(_MODELS, (2, 1, 0), strict=True):
-        rules = _rules(_real_model(name))
-        budget = sorted(_right_choice(rules, 0, version)["peak"].values())[fitting]
-        got = answer(dict(rules), budget)
-        _judge_choice(got, rules, budget, version)
-        picks[name] = (got["best"], budget)
-    return len(cases), picks
-
-
-def _judge_choice(got: object, rules: Mapping[str, list[int]], budget: int, version: str) -> None:
-    if not isinstance(got, dict) or set(got) != {"peak", "messages", "best"}:
-        raise Wrong("Return a dictionary with the keys peak, messages and best.")
-    right = _right_choice(rules, budget, version)
-    for key in ("peak", "messages"):
-        if not isinstance(got[key], dict) or set(got[key]) != set(rules):
-            raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
-        for rule, truth in right[key].items():
-            if not close(got[key][rule], truth, rel=0):
-                _explain_choice(key, float(got[key][rule]), truth, rule, rules[rule])
-    best = right["best"]
-    if got["best"] is not None and not isinstance(got["best"], str):
-        raise Wrong(f"`best` is the name of a rule, or None, and not {got['best']!r}.")
-    if got["best"] == best:
-        return
-    case = f"budget {budget:,}, peaks {right['peak']}, messages {right['messages']}"
-    if best is None:
-        raise Wrong(f"Nothing fits; then `best` is None ({case}).")
-    if got["best"] not in rules or right["peak"][got["best"]] > budget:
-        raise Wrong(f"Rule {got['best']!r} does not fit in the budget ({case}).")
-    raise Wrong(f"Rule {got['best']!r} fits, and {best!r} fits too with fewer messages ({case}).")
-
-
-def _explain_choice(key: str, got: float, right: int, rule: str, units: list[int]) -> None:
-    root, rest = units[0], units[1:]
-    case = f"rule {rule!r}, root {root:,}, units {some(rest)}"
-    if key == "messages":
-        if got in (1 + 2 * len(rest), 1 + len(rest)):
-            raise Wrong(f"Count both: all-gathers and reduce-scatters ({case}).")
-        if got == 3 * (1 + len(rest)):
-            raise Wrong(f"The root is gathered once, since it is not freed after forward ({case}).")
-        raise Wrong(f"A step has {right:,} messages, not {got:,.0f} ({case}).")
-    if rest and got in (sum(units), 2 * sum(units)):
-        raise Wrong(f"Not all units are whole at a time: one is, beside the buffers of gathers ({case}).")
-    walked = root + max((2 * unit + before for before, unit in pairwise([0, *rest])), default=0)
-    if rest and got == walked:
-        raise Wrong(f"The root is there throughout, and its buffer too while the first unit is copied ({case}).")
-    if rest and got == right - root:
-        raise Wrong(f"The root stays gathered while the units run ({case}).")
-    if got in (root + max(rest, default=0), root):
-        raise Wrong(f"A gathered unit exists twice while it is copied out of the gather's buffer ({case}).")
-    if rest and got == root + 2 * max(rest):
-        raise Wrong("The buffer of the unit before is still there while a unit is copied; the first unit comes after "
-                    f"the root ({case}).")  # fmt: skip
-    raise Wrong(f"At most {right:,} bytes are gathered at a time, not {got:,.0f}: for each unit add up what is there "
-                f"while it is copied, and take the largest sum ({case}).")  # fmt: skip
-
-
-def _measured(picks: Mapping[str, tuple[str, int]]) -> str:
-    """Shard every model as picked: messages on real ranks, memory by PyTorch's tracker."""
-    sent = run_ranks(_run_picks, _RANKS, {name: rule for name, (rule, _) in picks.items()})[0]
+    """Judge `choose_wrapping(rules, budget)` on models by formula, then shard three real ones as it says."""
+    cases = 0
+    for rules, budget in _choice_cases(seed):
+        _judge_choice(answer(dict(rules), budget), rules, budget)
+        cases += 1
     told = []
-    for name, (rule, budget) in picks.items():
-        config = _real_model(name)
-        seen = forecast(
-            partial(Transformer, config),
-            world_size=_RANKS,
-            batch=_WINDOW[0],
-            seq=_WINDOW[1] - 1,
-            optimizer=partial(torch.optim.SGD, lr=0.1),  # has no part in what is gathered, and is soon played
-            wrap=rule,
+    for name, (_, fitting) in _MODELS.items():
+        rules = _real_rules(_real_model(name))
+        budget = sorted(_right_choice(rules, 0)["peak"].values())[fitting - 1]
+        got = answer(dict(rules), budget)
+        _judge_choice(got, rules, budget)
+        told.append(_measured(name, str(got["best"]), budget))
+    return f"{cases} models by formula. Played by PyTorch's tracker: {'; '.join(told)}."
+
+
+def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> None:
+    if not isinstance(got, Mapping) or not {"peak", "seconds", "best"} <= set(got):
+        raise Wrong("Return a dictionary with the keys peak, seconds and best.")
+    right = _right_choice(rules, budget)
+    for key, slips in (("peak", _HELD_SLIPS), ("seconds", _TIME_SLIPS)):
+        mine = got[key]
+        if not isinstance(mine, Mapping) or set(mine) != set(rules):
+            raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
+        if not all(close(mine[rule], truth, rel=1e-9) for rule, truth in right[key].items()):
+            _explain_choice(key, mine, right[key], rules, slips)
+    best, mine = right["best"], got["best"]
+    if mine in best or (mine is None and not best):
+        return
+    if mine is not None and mine not in rules:
+        raise Wrong(f"`best` is the name of a rule, or None, and not {mine!r}.")
+    if not best:
+        raise Wrong(f"Nothing fits in {budget:,} bytes; then `best` is None.")
+    if mine is None or right["peak"][mine] > budget:
+        what = "None" if mine is None else f"{mine!r}, which holds {right['peak'][mine]:,}"
+        raise Wrong(f"In a budget of {budget:,} bytes {best[0]!r} fits, and not {what}.")
+    times = f"{mine!r} takes {right['seconds'][mine]:.3g} s and {best[0]!r}, which fits too, {right['seconds'][best[0]]:.3g} s"
+    messages = {rule: len(units) for rule, (_, units) in rules.items() if right["peak"][rule] <= budget}
+    if messages[mine] == min(messages.values()) < messages[best[0]]:
+        raise Wrong(
+            f"Few messages are not a short step, since what is gathered at once overlaps with nothing: {times}."
         )
-        truth = _right_choice(_rules(config), budget, torch.__version__)
-        if seen.most_gathered > budget or seen.most_gathered != truth["peak"][rule]:
-            raise AssertionError(f"{name}, {rule}: the tracker saw {seen.most_gathered:,} bytes, budget {budget:,}")
-        if sent[name] != truth["messages"][rule]:
-            raise AssertionError(f"{name}, {rule}: {sent[name]} messages were sent, not {truth['messages'][rule]}")
-        told.append(f"{name}, {rule}: {seen.most_gathered:,} of {budget:,} bytes, {sent[name]} messages")
-    return "; ".join(told)
+    if right["peak"][mine] == min(right["peak"].values()):
+        raise Wrong(f"The least memory is not asked for: of the rules that fit, take the fastest; {times}.")
+    raise Wrong(f"Of the rules that fit, take the fastest: {times}.")
 
 
-def _run_picks(picks: Mapping[str, str]) -> dict[str, int]:
-    sent = {}
-    for name, rule in picks.items():
-        torch.manual_seed(0)
-        model, _ = shard(Transformer(_real_model(name)), wrap=rule)
-        tokens = torch.randint(0, 256, _WINDOW, generator=torch.Generator().manual_seed(0))
-        with record_comms() as log:
-            model.loss(tokens).backward()
-        sent[name] = log.calls.total()
-    return sent
+def _explain_choice(
+    key: str,
+    got: Mapping[str, float],
+    truth: Mapping[str, float],
+    rules: Mapping[str, Wrapping],
+    slips: Sequence[tuple[Callable[..., float], str]],
+) -> NoReturn:
+    """Name the mistake that gives all these numbers, or show the smallest rule that has a wrong one."""
+    for slip, sentence in slips:
+        wrong = {
+            rule: slip([unit.bytes for unit in units] if key == "peak" else units, reshard)
+            for rule, (reshard, units) in rules.items()
+        }
+        if all(close(got[rule], value, rel=1e-9) for rule, value in wrong.items()):
+            raise Wrong(sentence)
+    failing = [rule for rule in rules if not close(got[rule], truth[rule], rel=1e-9)]
+    rule = min(failing, key=lambda name: len(rules[name][1]))
+    reshard, units = rules[rule]
+    sizes = [unit.bytes for unit in units]
+    case = f"reshard={reshard}, root {sizes[0]:,}, units {some(sizes[1:])}"
+    unit = "bytes" if key == "peak" else "s"
+    raise Wrong(f"`{key}` of {rule!r} is {truth[rule]:,.6g} {unit} and not {float(got[rule]):,.6g} ({case}). I do not know "
+                "which mistake gives that.")  # fmt: skip
+
+
+def _measured(name: str, rule: str, budget: int) -> str:
+    held, counted = _played(name, rule)
+    if held > budget or held != counted:
+        raise AssertionError(f"{name}, {rule}: the tracker saw {held:,} bytes, not {counted:,}, budget {budget:,}")
+    return f"{name}, {rule}: {held:,} of {budget:,} bytes"
+
+
+@cache
+def _played(name: str, rule: str) -> tuple[int, int]:
+    """Shard a model by a rule, play a step under PyTorch's tracker, and return the bytes held, seen and counted."""
+    wrap, _, kept = rule.partition(", ")
+    seen = forecast(
+        partial(Transformer, _real_model(name)),
+        world_size=_RANKS,
+        batch=_WINDOW[0],
+        seq=_WINDOW[1] - 1,
+        optimizer=partial(torch.optim.SGD, lr=0.1),  # has no part in what is unsharded, and is soon played
+        wrap=wrap,
+        precision="bf16",
+        reshard_after_forward=not kept,
+    )
+    return seen.most_held, seen.report.peak_held_bytes()

@@ -6,6 +6,7 @@ and it is seen at once when all ranks wait for each other. It backs the checks o
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable
 
@@ -14,8 +15,14 @@ class _Stopped(BaseException):
     """Ends the thread of a rank that nobody will run again."""
 
 
+class Endless(Exception):
+    """Raised by `play` when a rank neither ends nor gives its turn back."""
+
+
 class Turns:
     """Ranks that run one at a time; a subclass says which one can go on."""
+
+    patience = 20.0  # seconds of one turn; a right answer needs thousandths
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -43,12 +50,18 @@ class Turns:
             if rank is None:
                 break
             self._turn[rank].release()
-            self._back.acquire()
+            if not self._back.acquire(timeout=self.patience):
+                self._over = True
+                # A loop that calls nothing of ours can only be stopped from outside.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(_Stopped)
+                )
+                self._error = Endless(f"Rank {rank} runs and runs: there is a loop in your answer that never ends.")
         self._over = True
         for turn in self._turn:
             turn.release()
         for thread in threads:
-            thread.join()
+            thread.join(timeout=self.patience)
         if self._error is not None:
             raise self._error
         return len(self.done) == self.ranks

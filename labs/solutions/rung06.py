@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lablib.calc.parallel import fsdp_step
 from torch import nn
 
 
@@ -49,12 +50,25 @@ def write_checkpoint(disk, rank, ranks, step, state, barrier):
 
 
 def choose_wrapping(rules, budget):
-    """Peak and messages of every rule, and the one that fits with the fewest messages."""
-    peak, messages = {}, {}
-    for rule, (root, *units) in rules.items():
-        # The root is there throughout. A unit exists twice while it is copied, beside the buffer of the one before.
-        copies = [2 * unit + before for before, unit in zip([root, *units], units, strict=False)]
-        peak[rule] = root + max(copies, default=root)
-        messages[rule] = (1 + 2 * len(units)) + (1 + len(units))
+    """Bytes held in backward and seconds of every rule, and the fastest one that fits."""
+    peak, seconds = {}, {}
+    for rule, (reshard, units) in rules.items():
+        root, *rest = [unit.bytes for unit in units]
+        moments = [
+            root + 2 * root
+        ]  # the last copy: the root's gradients, and their buffer of 4 bytes a value
+        buffer = 0
+        for i in reversed(range(len(rest))):
+            before = rest[:i] if not reshard else rest[:i][-1:]  # kept since forward, or gathered ahead
+            there = (
+                root + root + sum(before) + rest[i]
+            )  # the root's weights and gradients, and this unit's gradients
+            moments.append(
+                there + rest[i] + buffer
+            )  # the unit's weights, and the buffer of the last reduce-scatter
+            buffer = 2 * rest[i]
+            moments.append(there + buffer)  # the weights are freed, the gradients are being copied
+        peak[rule] = max(moments)
+        seconds[rule] = fsdp_step(units, reshard=reshard).seconds
     fits = [rule for rule in rules if peak[rule] <= budget]
-    return {"peak": peak, "messages": messages, "best": min(fits, key=messages.get, default=None)}
+    return {"peak": peak, "seconds": seconds, "best": min(fits, key=seconds.get, default=None)}
