@@ -1,8 +1,9 @@
 """Planted defects for the checks of rung 01: each runs, keeps the units and types, and errs in one idea."""
 
-# ruff: noqa: E731
 
 from __future__ import annotations
+
+import numpy as np
 
 from lablib.calc.params import count_params
 from tests.planted import listed
@@ -31,6 +32,20 @@ class bytes_per_parameter:
 
     def no_master_copy_beside_fp32(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, gradients, master and weights != "fp32", optimizer)
+
+    def moments_in_the_dtype_of_the_weights(weights, gradients, master, optimizer):
+        moments = {"sgd-momentum": 1, "adamw": 2}.get(optimizer, 0) * BYTES[weights]
+        moments = MOMENTS[optimizer] if optimizer == "adamw-8bit" else moments
+        return bytes_per_parameter.right(weights, gradients, master, "sgd") + moments
+
+    def two_mistakes(weights, gradients, master, optimizer):
+        return bytes_per_parameter.right(weights, gradients[:1], False, "adamw")
+
+    def right_2(weights, gradients, master, optimizer):
+        """In bits, with numpy, and divided at the end."""
+        bits = np.array([BYTES[dtype] for dtype in (weights, *gradients)]).sum() * 8 + master * 32
+        bits = bits + {"s": 0, "m": 32, "w": 64, "t": 2 * (8 + 32 / 256)}[optimizer[-1] if optimizer != "sgd" else "s"]
+        return np.float32(bits / 8)
 
     def right(weights, gradients, master, optimizer):
         """Builds a list of buffers, then adds."""
@@ -73,6 +88,26 @@ class fits:
         gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
         return gigabytes * 1e9, verdict
 
+    def stage_1_shards_the_moments_alone(params, gpus, capacity_gib, strategy):
+        sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 16, "tensor": 16}[strategy]
+        needed = params * (16 - sharded + sharded / gpus)
+        return needed / 1e9, needed <= capacity_gib * 2**30
+
+    def with_a_margin(params, gpus, capacity_gib, strategy):
+        gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
+        return gigabytes, gigabytes <= 0.9 * capacity_gib * 1.073741824
+
+    def said_yes_in_words(params, gpus, capacity_gib, strategy):
+        gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
+        return gigabytes, "yes" if verdict else "no"
+
+    def right_2(params, gpus, capacity_gib, strategy):
+        """Whole GB, and a list; what is not sharded is what the strategy's number leaves."""
+        stage = {"ddp": 0, "tensor": 3}.get(strategy) if "zero" not in strategy else int(strategy[-1])
+        each = [12 * params, 2 * params, 2 * params]
+        held = sum(-(-size // gpus) if i < stage else size for i, size in enumerate(each))
+        return [round(held / 10**9), np.bool_(held / 2**30 <= capacity_gib)]
+
     def right(params, gpus, capacity_gib, strategy):
         """Per-term divisors in a table; capacity turned into GB before comparing."""
         weights_by, gradients_by, optimizer_by = {
@@ -87,6 +122,31 @@ class fits:
 
 
 class block_activations:
+    def forgot_one_norm(seq, batch, hidden, heads, attention, recompute):
+        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
+        return kept if recompute == "full" else kept - 2 * seq * batch * hidden
+
+    def masks_of_two_bytes(seq, batch, hidden, heads, attention, recompute):
+        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
+        return kept if recompute == "full" else kept + 2 * seq * batch * hidden
+
+    def softmax_output_alone(seq, batch, hidden, heads, attention, recompute):
+        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
+        return kept - 3 * heads * seq * seq * batch * (attention == "plain" and recompute == "none")
+
+    def right_2(seq, batch, hidden, heads, attention, recompute):
+        """As PyTorch keeps it: statistics of norms and of softmax too."""
+        if recompute == "full":
+            return 2 * seq * batch * hidden
+        rows = 4 * batch * seq
+        linear = 34 * seq * batch * hidden + 2 * 2 * rows
+        return linear + (heads * rows if attention == "fused" else 5 * heads * seq**2 * batch)
+
+    def right_3(seq, batch, hidden, heads, attention, recompute):
+        """The equation, with its fraction."""
+        factor = 2 if recompute == "full" else 34 + 5 * heads * seq / hidden * (attention == "plain")
+        return seq * batch * hidden * factor
+
     def counted_values_not_bytes(seq, batch, hidden, heads, attention, recompute):
         return block_activations.right(seq, batch, hidden, heads, attention, recompute) // 2
 
@@ -123,59 +183,105 @@ class block_activations:
 
 
 class run_memory:
-    def run_without_master(config, optimizer, seq, batch):
-        memory = run_memory.right(config, optimizer, seq, batch)
-        return memory | {"optimizer": memory["optimizer"] - 4 * count_params(config).total}
+    def run_without_master(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"optimizer": memory["optimizer"] - 4 * memory["parameters"]}
 
-    run_always_adamw = lambda config, optimizer, seq, batch: run_memory.right(config, "adamw", seq, batch)
+    def run_always_adamw(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape, "adamw", seq, batch, recompute)
 
-    def run_with_one_layer_of_activations(config, optimizer, seq, batch):
-        memory = run_memory.right(config, optimizer, seq, batch)
-        return memory | {"activations": memory["activations"] // config.num_layers}
+    def run_with_one_layer_of_activations(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"activations": memory["activations"] // shape["layers"]}
 
-    def run_without_embeddings(config, optimizer, seq, batch):
-        params = config.num_layers * (12 * config.hidden**2 + 13 * config.hidden)
-        activations = run_memory.right(config, optimizer, seq, batch)["activations"]
+    def run_without_embeddings(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape | {"vocab": 0}, optimizer, seq, batch, recompute)
+
+    def run_with_an_untied_head(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape | {"tied": False}, optimizer, seq, batch, recompute)
+
+    def run_with_keys_for_every_head(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape | {"kv_heads": shape["heads"]}, optimizer, seq, batch, recompute)
+
+    def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute):
+        block = block_activations.right(seq, batch, shape["hidden"], shape["heads"], "fused", recompute)
+        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"activations": block * shape["layers"]}
+
+    def run_never_recomputes(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape, optimizer, seq, batch, "none")
+
+    def run_for_one_sequence(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape, optimizer, seq, 1, recompute)
+
+    def run_without_gradients(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"gradients": 0}
+
+    def run_with_16_bit_logits(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"logits": memory["logits"] // 2}
+
+    def run_that_adds_everything(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        terms = ("weights", "gradients", "optimizer", "activations", "logits")
+        return memory | {"peak": sum(memory[term] for term in terms)}
+
+    def run_at_the_wrong_instant(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"at": "step" if memory["at"] == "loss" else "loss"}
+
+    def run_without_roots(shape, optimizer, seq, batch, recompute):
+        fused = "adamw-fused" if optimizer == "adamw" else optimizer
+        return run_memory.right(shape, fused, seq, batch, recompute)
+
+    def run_in_gb(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
         return {
-            "weights": 2 * params,
-            "gradients": 2 * params,
-            "optimizer": (4 + MOMENTS[optimizer]) * params,
-            "activations": activations,
+            term: memory[term] / (1e9 if term not in ("parameters", "at") else 1) for term in memory if term != "at"
+        } | {"at": memory["at"]}
+
+    def run_summed_up(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(shape, optimizer, seq, batch, recompute)["peak"]
+
+    def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute):
+        return {"parameters": count_params(shape).total}
+
+    def right(shape, optimizer, seq, batch, recompute):
+        """Per layer and per token, with what kernels keep beside; the peak from a list of two."""
+        h, heads, width = shape["hidden"], shape["heads"], shape["head_dim"]
+        keys = shape["kv_heads"] * width
+        matrices = [h * heads * width] * 2 + [h * keys] * 2 + [h * shape["ffn"]] * 3
+        n = (sum(matrices) + h + h) * shape["layers"] + h + shape["vocab"] * h * (2 - shape["tied"])
+        a_token = 2 * (4 * h + 2 * heads * width + 2 * keys + 3 * shape["ffn"]) + 4 * heads
+        if recompute == "full":
+            a_token = 2 * h
+        kept = a_token * shape["layers"] * batch * seq
+        state = 4 + {"adamw": 8, "adamw-fused": 8, "sgd-momentum": 4}.get(optimizer, 0)
+        logits = batch * seq * shape["vocab"] * 4
+        ends = 4 * batch * seq * h
+        peaks = {
+            "at the loss": (2 + state) * n + kept + logits * 1.5 + ends,
+            "in the optimizer's step": (2 + state + 4 + 4 * (optimizer == "adamw")) * n,
         }
+        names = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak", "at")
+        at = max(peaks, key=peaks.get)
+        return dict(zip(names, (n, 2 * n, 2 * n, state * n, kept, logits, peaks[at], at), strict=True))
 
-    def run_without_gradients(config, optimizer, seq, batch):
-        return run_memory.right(config, optimizer, seq, batch) | {"gradients": 0}
-
-    run_for_one_sequence = lambda config, optimizer, seq, batch: run_memory.right(config, optimizer, seq, 1)
-
-    def run_with_scores(config, optimizer, seq, batch):
-        block = block_activations.right(seq, batch, config.hidden, config.num_heads, "plain", "none")
-        return run_memory.right(config, optimizer, seq, batch) | {"activations": block * config.num_layers}
-
-    def run_without_masks(config, optimizer, seq, batch):
-        memory = run_memory.right(config, optimizer, seq, batch)
-        return memory | {"activations": 32 * seq * batch * config.hidden * config.num_layers}
-
-    def run_in_gb(config, optimizer, seq, batch):
-        return {term: size / 1e9 for term, size in run_memory.right(config, optimizer, seq, batch).items()}
-
-    def run_summed_up(config, optimizer, seq, batch):
-        return sum(run_memory.right(config, optimizer, seq, batch).values())
-
-    def run_with_the_whole_report(config, optimizer, seq, batch):
-        memory = run_memory.right(config, optimizer, seq, batch)
-        return memory | {"weights": 2 * count_params(config)}
-
-    def right(config, optimizer, seq, batch):
-        """Counts parameters by hand: 12 h² + 13 h a block, tables, final norm."""
-        h, layers = config.hidden, config.num_layers
-        params = layers * (12 * h**2 + 13 * h) + config.vocab * h + config.max_positions * h + 2 * h
+    def right_2(shape, optimizer, seq, batch, recompute):
+        """In numpy; the statistics of softmax and the inputs of norm and head left out."""
+        size = {name: np.int64(value) for name, value in shape.items()}
+        h, q, k = size["hidden"], size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
+        block = h * (2 * q + 2 * k + 3 * size["ffn"] + 2)
+        n = size["layers"] * block + h + size["vocab"] * h * (1 if shape["tied"] else 2)
+        tokens = np.int64(seq * batch)
+        wide = 8 * h + 4 * (q + k) + 6 * size["ffn"]
+        kept = np.float64(size["layers"] * tokens * (2 * h if recompute == "full" else wide))
+        held = {"adamw": 14, "adamw-fused": 14, "sgd-momentum": 10, "sgd": 6}[optimizer]
+        loss = held * n + kept + 6 * tokens * size["vocab"]
+        step = (held + (8 if optimizer == "adamw" else 4)) * n
         return {
-            "weights": params + params,
-            "gradients": 2 * params,
-            "optimizer": params * (4 + MOMENTS[optimizer]),
-            "activations": seq * batch * h * 34 * layers,
-        }
+            "parameters": n, "weights": 2 * n, "gradients": 2 * n, "optimizer": (held - 2) * n, "activations": kept,
+            "logits": 4 * tokens * size["vocab"], "peak": max(loss, step), "at": "Loss" if loss > step else "Step",
+        }  # fmt: skip
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations, run_memory)
@@ -184,8 +290,21 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations,
 SENTENCES = {
     "no_master_copy_beside_fp32": "also beside fp32 weights",
     "forgot_the_master_copy": "costs 4 bytes beside the working weights",
-    "answered_in_bytes": "The number is in bytes", "scores_outside_the_bracket": "s b h multiplies",
-    "no_scores": "an s by s matrix for every head", "run_with_scores": "does not keep the scores",
-    "run_without_masks": "A dropout mask is kept too", "run_in_gb": "Return bytes, not GB",
-    "run_summed_up": "Return a dictionary", "run_with_the_whole_report": "count_params(config).total",
+    "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
+    "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "The smallest wrong case",
+    "answered_in_bytes": "The number is in bytes", "stage_1_shards_the_moments_alone": "the master copy with the moments",
+    "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
+    "said_yes_in_words": "should be True or False", "pooled_the_cards": "not with that of all",
+    "swapped_stages_one_and_two": "Stages shard in this order", "eight_bytes_of_optimizer": "12 bytes: the master copy",
+    "scores_outside_the_bracket": "s b h multiplies", "no_scores": "an s by s matrix for every head",
+    "forgot_one_norm": "2sbh are missing", "masks_of_two_bytes": "1 byte a value, not 2",
+    "softmax_output_alone": "three s by s tensors a head", "forgot_the_batch": "Every sequence",
+    "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary",
+    "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
+    "run_always_adamw": "This optimizer makes no roots", "run_without_embeddings": "tables of embedding and head",
+    "run_with_an_untied_head": "one table", "run_with_keys_for_every_head": "fewer heads than queries",
+    "run_of_a_gpt_block": "34sbh is a GPT block's", "run_never_recomputes": "a block keeps its input alone",
+    "run_for_one_sequence": "Every sequence", "run_with_16_bit_logits": "fp32, 4 bytes each",
+    "run_that_adds_everything": "No instant holds all terms", "run_at_the_wrong_instant": "say 'loss' or 'step'",
+    "run_without_roots": "all roots at once",
 }  # fmt: skip

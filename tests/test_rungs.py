@@ -10,10 +10,11 @@ from lablib.calc.communication import traffic
 from lablib.calc.layouts import CASES, Miniature, mesh, predicted_traffic, score
 from lablib.calc.layouts.planner import layout_memory, workload_of_run
 from lablib.calc.memory.activations import recompute_cost
-from lablib.calc.models import preset
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel import zero_state_bytes
 from lablib.calc.precision import recipe
-from lablib.checks import rung01, rung07, rung08
+from lablib.checks import rung01, rung05, rung07, rung08
 from lablib.checks.report import Wrong
 from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
 from lablib.checks.rung10 import World
@@ -25,7 +26,7 @@ from tests.scripts import load
 
 
 def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
-    verdict = rung01.run_memory(lambda config, optimizer, seq, batch: seq + "tokens")
+    verdict = rung01.run_memory(lambda shape, optimizer, seq, batch, recompute: seq + "tokens")
     assert (verdict.status, "stopped with TypeError" in verdict.message) == ("wrong", True)
 
 
@@ -34,6 +35,21 @@ def test_a_check_says_its_seed_and_what_it_drew(capsys):
     printed = capsys.readouterr().out
     assert "drawing cases with seed 7" in printed
     assert printed.count("layers, hidden") == 8
+
+
+@pytest.mark.parametrize("optimizer", rung01.RUN_OPTIMIZERS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_run_by_hand_is_the_timeline_of_the_calculator(optimizer, recompute):
+    config = ModelConfig(num_layers=6, hidden=512, num_heads=16, num_kv_heads=4, head_dim=64, ffn=1408, vocab=32000)
+    shape = {"layers": 6, "hidden": 512, "heads": 16, "kv_heads": 4, "head_dim": 64, "ffn": 1408, "vocab": 32000}
+    truth = rung01.true_run(shape | {"tied": False}, optimizer, 1024, 4, recompute)
+    name, fused = optimizer.removesuffix("-fused"), optimizer.endswith("-fused")
+    step = "fused" if fused else "foreach"
+    line = memory_timeline(config, optimizer=name, seq=1024, micro_batch=4, recompute=recompute, step=step)
+    # A 16-bit gradient and the gradients of one layer's activations come and go beside them.
+    assert truth["loss"] == pytest.approx(line.instant("backward of the loss").total, rel=0.02)
+    last = line.instant("optimizer step")
+    assert truth["step"] == last.total - (last.term("gradients") if truth["step"] != last.total else 0)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +74,26 @@ def test_the_exercise_shards_as_zero_does(stage):
     strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
     gigabytes, _ = defects_rung01.fits.right(params, gpus, 80, strategy)
     assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
+
+
+# Rung 05: what its check says of a first step
+
+
+@pytest.mark.parametrize(
+    ("moved", "said"),
+    [
+        (lambda mean, lr: mean, "no learning rate"),
+        (lambda mean, lr: 0.1 * lr * mean, "damped by 0.1"),
+        (lambda mean, lr: 1.9 * lr * mean, "Nesterov"),
+        (lambda mean, lr: lr * mean.roll(2), "rank r must update shard r"),
+        (lambda mean, lr: lr * mean.abs(), "the check does not know"),
+    ],
+)
+def test_the_first_step_of_zero_2_is_explained(moved, said):
+    gradients, start = rung05._gradients(2, 4), torch.arange(4, dtype=torch.float64) / 4
+    mean = gradients[0].mean(0)
+    with pytest.raises(Wrong, match=said):
+        rung05._explain_step(start - moved(mean, rung05._LR), start, start - rung05._LR * mean, gradients)
 
 
 # Rung 07: its worked layouts do what their comments say
@@ -88,6 +124,14 @@ def test_the_sketch_of_the_solution_is_the_mesh(solutions):
     got = solutions.sketch(sizes, 6)
     assert got["groups"] == {axis: found.groups(axis) for axis in sizes}
     assert got["crossing"] == [axis for axis in sizes if found.crosses(axis)]
+
+
+def test_no_two_mistakes_about_traffic_give_the_same_number():
+    layers, _, _, tp, pp, dp, m = rung07.FIRST
+    for axis in ("tp", "pp", "dp"):
+        changes = [change for change, _ in rung07._slips(axis, layers, tp, pp, dp, m)] + [1]
+        gaps = [abs(a / b - 1) for i, a in enumerate(changes) for b in changes[:i]]
+        assert min(gaps) > 1e-3, (axis, sorted(changes))
 
 
 def test_the_worked_layouts_run_and_their_comments_are_true(solutions):

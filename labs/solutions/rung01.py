@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lablib.calc.params import count_params
-
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -47,14 +45,29 @@ def block_activations(seq, batch, hidden, heads, attention, recompute):
     return linear + (2 + 1 + 2) * scores  # softmax output, dropout mask, dropout output
 
 
-def run_memory(config, optimizer, seq, batch):
-    """Weights, gradients and optimizer state from the parameter count; activations from the shape."""
-    params = count_params(config).total
-    moments = {"sgd": 0, "sgd-momentum": 4, "adamw": 8, "adamw-8bit": 2 * (1 + 4 / 256)}[optimizer]
-    block = block_activations(seq, batch, config.hidden, config.num_heads, "fused", "none")
-    return {
-        "weights": 2 * params,
-        "gradients": 2 * params,
-        "optimizer": (4 + moments) * params,  # the fp32 master copy belongs to the optimizer
-        "activations": config.num_layers * block,
+def run_memory(shape, optimizer, seq, batch, recompute):
+    """Count parameters, then terms, then what is held at the loss and in the optimizer's step."""
+    layers, h, f, vocab = (shape[name] for name in ("layers", "hidden", "ffn", "vocab"))
+    q, k = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    tables = (1 if shape["tied"] else 2) * vocab * h
+    n = layers * (2 * h * q + 2 * h * k + 3 * h * f + 2 * h) + h + tables
+    # Two moments and their roots for AdamW; its fused kernel keeps the roots in registers.
+    moments, roots = {"adamw": (8, 4), "adamw-fused": (8, 0), "sgd-momentum": (4, 0), "sgd": (0, 0)}[
+        optimizer
+    ]
+    tokens = seq * batch
+    block = 2 * tokens * h if recompute == "full" else tokens * (8 * h + 4 * q + 4 * k + 6 * f)
+    terms = {
+        "parameters": n,
+        "weights": 2 * n,
+        "gradients": 2 * n,
+        "optimizer": (4 + moments) * n,  # the fp32 master copy belongs to the optimizer
+        "activations": layers * block,
+        "logits": 4 * tokens * vocab,
     }
+    always = terms["weights"] + terms["optimizer"]
+    at_loss = (
+        always + terms["activations"] + terms["logits"] + 2 * tokens * vocab
+    )  # and their gradient, in bf16
+    in_step = always + (4 + roots) * n  # gradients in fp32 by now
+    return terms | {"peak": max(at_loss, in_step), "at": "loss" if at_loss > in_step else "step"}
