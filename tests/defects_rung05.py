@@ -2,6 +2,9 @@
 
 # ruff: noqa: E731
 
+import math
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,12 +40,25 @@ class state_bytes:
     def fractions_of_a_parameter(params, ranks, stage):
         return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
 
+    shards_of_bytes = lambda params, ranks, stage: {
+        name: -(-size * params // ranks) if stage >= least else size * params
+        for name, size, least in (("weights", 2, 3), ("gradients", 2, 2), ("optimizer", 12, 1))
+    }
+    gradients_in_fp32 = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(2, 4, 12))
+    master_weights_with_the_weights = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(6, 2, 8))
+
     def right(params, ranks, stage):
         """Second solution: pad first, then cut."""
         padded = params + -params % ranks
         whole = {"weights": 2, "gradients": 2, "optimizer": 12}
         shards = {"optimizer": stage > 0, "gradients": stage > 1, "weights": stage > 2}
         return {name: size * (padded // ranks if shards[name] else params) for name, size in whole.items()}
+
+    def right_2(params, ranks, stage):
+        """Third solution: numpy, a table of who is cut, and floats that are whole."""
+        cut = np.arange(4)[:, None] >= np.array([3, 2, 1])
+        counts = np.where(cut[stage], np.ceil(params / ranks) if params < 2**50 else math.ceil(params / ranks), params)
+        return dict(zip(("weights", "gradients", "optimizer"), counts * np.array([2, 2, 12]), strict=True))
 
 
 def _mine(weights):
@@ -83,6 +99,9 @@ class zero2_step:
         dist.all_reduce(gradient)
         _update_and_gather(weights, _mine(gradient), momentum, lr)
 
+    def uphill(weights, gradient, momentum, lr):
+        _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, -lr)
+
     def forgets_momentum(weights, gradient, momentum, lr):
         mine = _mine(weights)
         mine.sub_(lr * (0.9 * momentum + _mean_shard(gradient, momentum)))
@@ -99,6 +118,11 @@ class zero2_step:
         all_gather(updated, _mine(weights) - lr * momentum)
         weights = updated
 
+    def shards_in_reverse(weights, gradient, momentum, lr):
+        n, mean = dist.get_world_size(), torch.empty_like(momentum)
+        reduce_scatter(mean, torch.cat(gradient.chunk(n)[::-1]) / n)
+        _update_and_gather(weights, mean, momentum, lr)
+
     def gathers_momentum_too(weights, gradient, momentum, lr):
         _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
         all_gather(torch.empty_like(weights), momentum)
@@ -114,6 +138,17 @@ class zero2_step:
             message = part - lr * momentum if owner == rank else part.clone()
             dist.broadcast(message, owner)
             part.copy_(message)
+
+    def right_2(weights, gradient, momentum, lr):
+        """Third solution: every rank sends each other the part that is its, and adds what arrives."""
+        n, rank = dist.get_world_size(), dist.get_rank()
+        mine = [torch.empty_like(momentum) for _ in range(n)]
+        dist.all_to_all(mine, [part.contiguous() for part in gradient.chunk(n)])
+        momentum *= 0.9
+        momentum += torch.stack(mine).mean(0)
+        parts = [torch.empty_like(momentum) for _ in range(n)]
+        dist.all_gather(parts, weights.view(n, -1)[rank] - lr * momentum)
+        weights.copy_(torch.cat(parts))
 
 
 def _step3(
@@ -184,6 +219,31 @@ class zero3_step:
 
         return _step3(layers, x, gather, release, forward_again, backward, scatter)
 
+    def passes_the_gradient_of_the_weights_on(layers, x, gather, release, forward, backward, scatter):
+        def turned(*task):
+            of_weights = backward(*task)[1]
+            return of_weights, of_weights
+
+        return _step3(layers, x, gather, release, forward, turned, scatter)
+
+    def scatters_under_the_next_number(layers, x, gather, release, forward, backward, scatter):
+        return _step3(layers, x, gather, release, forward, backward, lambda k, g: scatter((k + 1) % layers, g))
+
+    def runs_on_a_copy(layers, x, gather, release, forward, backward, scatter):
+        return _step3(layers, x, lambda k: list(gather(k)), release, forward, backward, scatter)
+
+    def polls_for_the_layer(layers, x, gather, release, forward, backward, scatter):
+        def gathered(k):
+            weights = gather(k)
+            while True:
+                forward(k, weights, x)
+
+        return _step3(layers, x, gathered, release, forward, backward, scatter)
+
+    def returns_the_gradients_again(layers, x, gather, release, forward, backward, scatter):
+        shards = _step3(layers, x, gather, release, forward, backward, scatter)
+        return [[value * 2 for value in row] for row in shards]
+
     def right(layers, x, gather, release, forward, backward, scatter):
         """Second solution: each layer runs, calls the rest, and finishes on the way back; the next is gathered ahead."""
         shards = [None] * layers
@@ -201,76 +261,169 @@ class zero3_step:
         run(0, x, gather(0))
         return shards
 
+    def right_2(layers, x, gather, release, forward, backward, scatter):
+        """Third solution: numpy, a stack of inputs, the last layer kept for its backward, and a tuple of arrays."""
+        inputs, weights = [np.array(x)], None
+        for k in range(layers):
+            weights = gather(k)
+            inputs.append(np.array(forward(k, weights, inputs[-1])))
+            if k < layers - 1:
+                release(k)
+        dy, shards = np.ones_like(inputs.pop()), ()
+        while inputs:
+            k = len(inputs) - 1
+            weights = weights if k == layers - 1 else gather(k)
+            dy, of_weights = backward(k, weights, inputs.pop(), dy)
+            release(k)
+            shards = (np.array(scatter(k, np.array(of_weights))), *shards)
+        return shards
 
-def _tradeoffs(params, ranks, micro_batches, budget, held=None, times=None, part=None, choose=None):
-    own = -(-params // ranks)
-    m = micro_batches
-    held = held or [16 * params, 4 * params + 12 * own, 2 * params + 14 * own, 16 * own]
-    times = times or [2, 2, m + 1, 3 * m]
-    sent = [2 * params * factor * ((ranks - 1) / ranks if part is None else part) for factor in times]
-    fits = [stage for stage in range(4) if held[stage] <= budget]
-    best = choose(fits, sent, held) if choose else min(fits, key=lambda stage: sent[stage], default=None)
-    return {"held": held, "sent": sent, "best": best}
+
+def _tradeoffs(
+    params,
+    ranks,
+    sequences,
+    activations,
+    budget,
+    *,
+    each=(2, 2, 12),
+    first=(3, 2, 1),
+    shard=lambda p, n: -(-p // n),
+    count=lambda own, room, size: -(-own // (room // size)),
+    units=lambda k, m: (2, 2, m + 1, 3 * m)[k],
+    unit=lambda p, n: 2 * p * (n - 1) / n,
+    fits=lambda room, size: room >= size,
+    choose=lambda sent, held: min(sent, key=sent.get, default=None),
+):
+    held = [
+        sum(b * (shard(params, ranks) if k >= f else params) for b, f in zip(each, first, strict=True))
+        for k in range(4)
+    ]
+    counts = [
+        count(sequences // ranks, budget - h, activations) if fits(budget - h, activations) else None for h in held
+    ]
+    sent = [None if m is None else units(k, m) * unit(params, ranks) for k, m in enumerate(counts)]
+    best = choose({k: bytes_ for k, bytes_ in enumerate(sent) if bytes_ is not None}, held)
+    return {"held": held, "micro_batches": counts, "sent": sent, "best": best}
+
+
+def _other(**how):
+    return lambda *job: _tradeoffs(*job, **how)
 
 
 class zero_tradeoffs:
-    def every_stage_adds_traffic(params, ranks, micro_batches, budget):
-        return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 3, 3, 4])
+    lowest_that_fits = _other(choose=lambda sent, held: min(sent, default=None))
+    highest_that_fits = _other(choose=lambda sent, held: max(sent, default=None))
+    highest_of_a_tie = _other(choose=lambda sent, held: min(sent, key=lambda k: (sent[k], -k), default=None))
+    stage_3_where_nothing_fits = _other(choose=lambda sent, held: min(sent, key=sent.get, default=3))
+    least_memory = _other(choose=lambda sent, held: min(sent, key=lambda k: held[k], default=None))
 
-    def stage_3_sends_as_ddp(params, ranks, micro_batches, budget):
-        m = micro_batches
-        return _tradeoffs(params, ranks, m, budget, times=[2, 2, m + 1, 2 * m])
+    every_stage_adds_traffic = _other(units=lambda k, m: (2, 3, 3, 4)[k])
+    accumulation_is_free = _other(units=lambda k, m: (2, 2, 2, 3)[k])
+    ddp_sends_in_every_micro_batch = _other(units=lambda k, m: (2 * m, 2, m + 1, 3 * m)[k])
+    stage_1_reduces_every_micro_batch = _other(units=lambda k, m: (2, m + 1, m + 1, 3 * m)[k])
+    full_gradients_reduced_every_micro_batch = _other(units=lambda k, m: (2 * m, m + 1, m + 1, 3 * m)[k])
+    everything_in_every_micro_batch = _other(units=lambda k, m: (2 * m, 2 * m, 2 * m, 3 * m)[k])
+    stage_2_gathers_every_micro_batch = _other(units=lambda k, m: (2, 2, 2 * m, 3 * m)[k])
+    stage_2_reduces_once = _other(units=lambda k, m: (2, 2, 2, 3 * m)[k])
+    stage_3_has_two_transfers = _other(units=lambda k, m: (2, 2, m + 1, 2 * m)[k])
+    stage_3_reduces_once = _other(units=lambda k, m: (2, 2, m + 1, 2 * m + 1)[k])
+    stage_3_gathers_once = _other(units=lambda k, m: (2, 2, m + 1, m + 2)[k])
+    stage_3_gathers_after_the_step = _other(units=lambda k, m: (2, 2, m + 1, 3 * m + 1)[k])
+    all_reduce_then_gather = _other(units=lambda k, m: (2, 3, m + 2, 3 * m)[k])
+    four_byte_gradients_sent = _other(units=lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k])
+    four_byte_elements = _other(unit=lambda p, n: 4 * p * (n - 1) / n)
+    sends_to_itself = _other(unit=lambda p, n: 2 * p)
 
-    def accumulation_is_free(params, ranks, micro_batches, budget):
-        return _tradeoffs(params, ranks, micro_batches, budget, times=[2, 2, 2, 3])
+    gradients_in_fp32 = _other(each=(2, 4, 12))
+    no_master_weights = _other(each=(2, 2, 8))
+    stage_2_without_optimizer = _other(each=(2, 2, 0))
+    fractions_of_a_parameter = _other(shard=lambda p, n: p / n)
 
-    def sends_to_itself(params, ranks, micro_batches, budget):
-        return _tradeoffs(params, ranks, micro_batches, budget, part=1)
+    ranks_forgotten = lambda p, n, sequences, a, b: _tradeoffs(p, n, n * sequences, a, b)
+    states_forgotten = lambda p, n, s, a, budget: _tradeoffs(
+        p, n, s, a, budget, count=lambda own, room, size: -(-own // (budget // size))
+    )
+    rounded_down = _other(count=lambda own, room, size: max(1, own // (room // size)))
+    parts_of_a_sequence = _other(count=lambda own, room, size: -(-own * size // room))
+    one_sequence_at_a_time = _other(count=lambda own, room, size: own)
+    all_at_once = _other(count=lambda own, room, size: 1)
+    size_for_number = _other(count=lambda own, room, size: room // size)
+    a_full_room_is_too_little = _other(fits=lambda room, size: room > size)
+    activations_need_not_fit = _other(
+        fits=lambda room, size: room >= 0, count=lambda own, room, size: -(-own // max(1, room // size))
+    )
 
-    def always_the_highest_stage(params, ranks, micro_batches, budget):
-        return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: max(fits, default=None))
-
-    def stage_3_whatever_the_budget(params, ranks, micro_batches, budget):
-        return _tradeoffs(
-            params,
-            ranks,
-            micro_batches,
-            budget,
-            choose=lambda fits, sent, held: min(fits, key=lambda s: sent[s], default=3),
-        )
-
-    def stage_2_without_optimizer(params, ranks, micro_batches, budget):
-        """Counts weights and gradients of stage 2 and leaves out what the optimizer holds."""
-        own = -(-params // ranks)
-        return _tradeoffs(
-            params,
-            ranks,
-            micro_batches,
-            budget,
-            held=[16 * params, 4 * params + 12 * own, 2 * params + 2 * own, 16 * own],
-        )
-
-    def ignores_the_budget(params, ranks, micro_batches, budget):
-        return _tradeoffs(params, ranks, micro_batches, budget, choose=lambda fits, sent, held: 0)
-
-    def right(params, ranks, micro_batches, budget):
-        """Second solution: walk through the step and add up what leaves a rank."""
+    def right(params, ranks, sequences, activations, budget):
+        """Second solution: walk through the step, a micro-batch after the other, and add up what leaves a rank."""
         piece = 2 * params / ranks * (ranks - 1)  # a reduce-scatter or an all-gather, on a ring
-        held, sent = [], []
+        held, counts, sent, best = [], [], [], None
         for stage in range(4):
             parts = [(2, stage == 3), (2, stage >= 2), (12, stage >= 1)]
             held.append(sum(size * ((params + ranks - 1) // ranks if cut else params) for size, cut in parts))
-            total = 0
-            for micro_batch in range(micro_batches):
-                total += 2 * piece * (stage == 3)
-                last = micro_batch == micro_batches - 1
-                total += piece * (stage >= 2 or last)
-            sent.append(total + piece * (stage < 3))
-        best = None
+            left, total, steps = sequences // ranks, 0, 0
+            size = int((budget - held[-1]) / activations) if budget > held[-1] else 0
+            while size and left:
+                left -= min(size, left)
+                steps += 1
+                total += 2 * piece * (stage == 3) + piece * (stage >= 2 or not left)
+            counts.append(steps or None)
+            sent.append(total + piece * (stage < 3) if steps else None)
         for stage in (3, 2, 1, 0):
-            if held[stage] <= budget and (best is None or sent[stage] <= sent[best]):
+            if sent[stage] is not None and (best is None or sent[stage] <= sent[best]):
                 best = stage
-        return {"held": held, "sent": sent, "best": best}
+        return {"held": held, "micro_batches": counts, "sent": sent, "best": best}
 
+    def right_2(params, ranks, sequences, activations, budget):
+        """Third solution: numpy, with NaN for what does not fit."""
+        own = math.ceil(params / ranks)
+        held = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]) @ np.array([2, 2, 12]) * (params - own) + 16 * own
+        fit = np.maximum(0, (budget - held) // activations)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            m = np.where(fit > 0, np.ceil(sequences / ranks / fit), np.nan)
+        sent = np.array([0, 0, 1, 3]) * m + np.array([2, 2, 1, 0])
+        best = None if np.isnan(m).all() else np.int64(np.nanargmin(sent))
+        return {"best": best, "sent": sent * 2 * params * (1 - 1 / ranks), "held": held, "micro_batches": m}
+
+    def right_3(params, ranks, sequences, activations, budget):
+        """Fourth solution: exact fractions, tuples, and the micro-batches found by trying."""
+        from fractions import Fraction
+
+        own = (params - 1) // ranks + 1
+        held = tuple(16 * params - saved * (params - own) for saved in (0, 12, 14, 16))
+        counts = tuple(
+            next((m for m in range(1, mine + 1) if h + -(-mine // m) * activations <= budget), None)
+            for h in held
+            for mine in [sequences // ranks]
+        )
+        once = Fraction(2 * params * (ranks - 1), ranks)
+        sent = tuple(
+            None if m is None else once * ((m if k > 1 else 1) * (2 if k == 3 else 1) + (m if k == 3 else 1))
+            for k, m in enumerate(counts)
+        )
+        order = sorted((s, k) for k, s in enumerate(sent) if s is not None)
+        return {"held": held, "micro_batches": counts, "sent": sent, "best": order[0][1] if order else None}
+
+
+#: What the sentence about a mistake must say.
+SENTENCES = {
+    "lowest_that_fits": "not the lowest that fits is asked",
+    "ddp_sends_in_every_micro_batch": "DDP keeps a full gradient",
+    "stage_1_reduces_every_micro_batch": "Stage 1 keeps a full gradient",
+    "stage_2_gathers_every_micro_batch": "Stage 2 gathers its updated weights once",
+    "stage_2_reduces_once": "Stage 2 has no room for a full gradient",
+    "stage_3_has_two_transfers": "Stage 3 has three transfers",
+    "stage_3_gathers_once": "Stage 3 gathers in every micro-batch",
+    "four_byte_gradients_sent": "Gradients are sent in 16 bits",
+    "four_byte_elements": "2 bytes here, not 4",
+    "gradients_in_fp32": "16 bits",
+    "ranks_forgotten": "those of all ranks",
+    "states_forgotten": "The states take their part",
+    "shards_in_reverse": "rank r must update shard r",
+    "polls_for_the_layer": "has no end",
+    "accumulation_is_free": "Accumulation is not free",
+    "all_reduce_then_gather": "no third transfer",
+    "every_stage_adds_traffic": "No stage but 3 sends more than DDP",
+}
 
 DEFECTS, SECOND_SOLUTIONS = listed(state_bytes, zero2_step, zero3_step, zero_tradeoffs)

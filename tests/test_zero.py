@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.parallel import shard_size, state_terms
+from lablib.calc.parallel import deal_whole, least_sent, shard_size, state_terms, zero_choices, zero_sent_bytes
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
@@ -409,6 +409,37 @@ def gathered(prefetch: int) -> list[dict[str, int]]:
             model(torch.randint(0, 256, (1, 9)))
         model.step()
     return seen
+
+
+def _deal(sizes: list[int]) -> list[int]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: its package warns as it is imported
+
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    return [sum(p.numel() for group in part for p in group["params"]) for part in optimizer._partition_parameters()]
+
+
+def test_owners_are_dealt_as_torch_deals_them() -> None:
+    dice = random.Random(new_seed())
+    for sizes in ([5, 5, 5, 5, 5], [9, 1, 1, 1, 8, 3], [dice.randint(1, 50) for _ in range(20)]):
+        assert run_ranks(_deal, 3, sizes)[0] == deal_whole(sizes, 3)
+
+
+def test_a_job_takes_the_largest_micro_batches_that_fit() -> None:
+    """By trying: m micro-batches of a rank's sequences, the larger ones rounded up, beside the states."""
+    dice = random.Random(new_seed())
+    for _ in range(300):
+        params, ranks, each = dice.randint(1, 60), dice.randint(1, 6), dice.randint(1, 12)
+        activations, budget = dice.randint(1, 40), dice.randint(1, 20 * params)
+        choices = zero_choices(params, ranks, ranks * each, activations, budget)
+        for stage, choice in enumerate(choices):
+            held = sum(state_terms(params, ranks, stage).values())
+            tried = [m for m in range(1, each + 1) if held + -(-each // m) * activations <= budget]
+            assert (choice.held, choice.micro_batches) == (held, min(tried, default=None))
+            assert choice.sent == (zero_sent_bytes(params, ranks, stage, min(tried)) if tried else None)
+        sent = {choice.stage: choice.sent for choice in choices if choice.sent is not None}
+        best = least_sent(choices)
+        assert best is None if not sent else all((sent[best], best) <= (sent[k], k) for k in sent)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lablib.calc.communication import ring_all_gather_bytes, ring_reduce_scatter_bytes
-from lablib.calc.parallel import state_terms
-from lablib.checks.report import Wrong, check, close
+from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
+from lablib.checks.report import Wrong, check, close, numbers, whole
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 
@@ -22,25 +21,25 @@ __all__ = ["state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
 # --- bytes by stage -----------------------------------------------------------------------------------------
 
 _FIRST_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
+_EACH = {"weights": 2, "gradients": 2, "optimizer": 12}
 
 
-def _truth(params: int, ranks: int, stage: int) -> dict[str, int]:
-    terms = state_terms(params, ranks, stage)
-    truth = {name: terms.pop(name) for name in ("weights", "gradients")}
-    return truth | {"optimizer": sum(terms.values())}
-
-
-@check
+@check(
+    idea="Ask of each of the three terms which stage is the first to shard it; before that stage it is held in full.",
+    section="Bytes per parameter in each stage",
+    line="A sharded term has its bytes per parameter times the parameters over the ranks, rounded up.",
+)
 def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5) -> str:
     """Judge `state_bytes(params, ranks, stage)` by hand first, then on random models, ranks and stages."""
     dice = random.Random(seed)
-    cases = [(8, 4, stage) for stage in range(4)] + [(10, 4, stage) for stage in range(4)]
+    cases = [(params, 4, stage) for params in (8, 10) for stage in range(4)] + [(3, 7, 3), (9, 1, 2)]
     cases += [(dice.randint(10**6, 10**11), dice.randint(1, 600), dice.randint(0, 3)) for _ in range(40)]
     for params, ranks, stage in cases:
-        got, truth = answer(params, ranks, stage), _truth(params, ranks, stage)
-        if not isinstance(got, dict) or set(got) != set(truth):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(truth)}.")
-        for name, right in truth.items():
+        got = answer(params, ranks, stage)
+        if not isinstance(got, Mapping) or set(got) != set(_EACH):
+            raise Wrong(f"Return a dictionary with the keys {', '.join(_EACH)}.")
+        for name, each in _EACH.items():
+            right = each * (shard_size(params, ranks) if stage >= _FIRST_STAGE[name] else params)
             if not close(got[name], right, rel=0):
                 _explain_bytes(name, float(got[name]), right, params, ranks, stage)
     return f"{len(cases)} cases to the byte."
@@ -48,20 +47,39 @@ def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5
 
 def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, stage: int) -> None:
     case = f"{params:,} parameters, {ranks} ranks, stage {stage}"
-    each = {"weights": 2, "gradients": 2, "optimizer": 12}[name]
-    sharded = stage >= _FIRST_STAGE[name]
+    each, first = _EACH[name], _FIRST_STAGE[name]
+    own, sharded = shard_size(params, ranks), stage >= first
     if got == each * params / ranks and sharded:
         raise Wrong(f"A shard is a whole number of parameters, rounded up: the padding is held too ({case}).")
     if got == each * (params // ranks) and sharded:
         raise Wrong(f"Rounded down, the last parameters belong to nobody: a shard is rounded up ({case}).")
+    if got == -(-each * params // ranks) and sharded:
+        raise Wrong(f"Parameters are dealt out, not bytes: round the shard up before you weigh it ({case}).")
     if got == each * params and sharded:
         raise Wrong(f"Stage {stage} shards the {name}: a rank holds one part in {ranks} ({case}).")
-    if got == each * -(-params // ranks) and not sharded:
-        raise Wrong(f"Stage {stage} leaves the {name} whole; stage {_FIRST_STAGE[name]} is the first to shard them "
-                    f"({case}).")  # fmt: skip
-    if name == "optimizer" and close(got, right * 8 / 12, rel=1e-3):
-        raise Wrong("The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8.")
-    raise Wrong(f"The {name} of one rank have {right:,} bytes, not {got:,.0f} ({case}).")
+    if got == each * own and not sharded:
+        raise Wrong(f"Stage {stage} leaves the {name} in full; stage {first} is the first to shard them ({case}).")
+    for wrong, why in _OTHER_WEIGHTS[name].items():
+        if got in (wrong * own, wrong * params):
+            raise Wrong(f"{why} ({case}).")
+    if close(got, right / 1e9) or close(got, right / 2**30):
+        raise Wrong(f"Return bytes, not GB: {right:,} for the {name} ({case}).")
+    if got in (0, 16 * own, 16 * params):
+        raise Wrong(f"Each term counts alone, and none disappears: for the {name} there are {each} bytes a "
+                    f"parameter ({case}).")  # fmt: skip
+    raise Wrong(f"For the {name} one rank has {right:,} bytes, not {got:,.0f} ({case}).")
+
+
+#: Other bytes per parameter than those of mixed precision with AdamW, and what was thought.
+_OTHER_WEIGHTS = {
+    "weights": {6: "The fp32 master weights count with the optimizer, which is sharded first: here 2 bytes",
+                4: "The weights that the model computes with are in 16 bits: the fp32 copy belongs to the optimizer"},
+    "gradients": {4: "Gradients have 16 bits here, as the weights that they belong to: 2 bytes, not 4",
+                  6: "Gradients are counted once, in 16 bits: 2 bytes"},
+    "optimizer": {8: "The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8",
+                  4: "AdamW keeps two moments, and mixed precision master weights: 12 bytes, not 4",
+                  6: "Moments and master weights are in fp32: 12 bytes, not 6"},
+}  # fmt: skip
 
 
 # --- a ZeRO-2 step ------------------------------------------------------------------------------------------
@@ -106,12 +124,16 @@ def _one_process(gradients: torch.Tensor) -> tuple[list[torch.Tensor], torch.Ten
     return steps, momentum
 
 
-@check
+@check(
+    idea="Stage 2 is the all-reduce of DDP with the optimizer between its halves: scatter, update, gather.",
+    section="Stage 2: shard the gradients too",
+    line="Reduce-scatter the gradient over the number of ranks into a buffer as long as momentum, then update one chunk.",
+)
 def zero2_step(answer: Callable[..., None]) -> str:
     """Judge `zero2_step(weights, gradient, momentum, lr)` on 2 and on 4 real ranks, over three steps."""
-    for ranks, width in ((4, 2), (2, 7)):
+    for ranks, width in ((2, 7), (4, 2)):  # the cheaper one first: most answers that are wrong are wrong on two ranks
         try:
-            results = run_ranks(_zero2_rank, ranks, answer, width, timeout=30)
+            results = run_ranks(_zero2_rank, ranks, answer, width, timeout=20)
         except RankError as error:
             last = error.traceback.strip().splitlines()[-1]
             raise Wrong(f"Rank {error.rank} stopped: {last.rstrip('.')}.") from None
@@ -127,23 +149,16 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     gradients = _gradients(ranks, ranks * width)
     right, moments = _one_process(gradients.mean(1))
     first = [result["weights"][0] for result in results]
-    same = all(torch.equal(each, first[0]) for each in first)
-    if not same:
+    start = torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)
+    if not all(torch.equal(each, first[0]) for each in first):
         own = [each.chunk(ranks)[rank] for rank, each in enumerate(first)]
         if _alike(torch.cat(own), right[0]):
             raise Wrong("Each rank updated its own shard, but nobody told the others: the all-gather is missing.")
         raise Wrong("After the step the ranks hold different weights: the replicas drift apart.")
-    if torch.equal(first[0], torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)):
+    if torch.equal(first[0], start):
         raise Wrong("The weights did not change: update the tensor that you are given, in place.")
-    if _alike(first[0], _one_process(gradients.sum(1))[0][0]):
-        raise Wrong(f"The gradients are summed, not averaged: every step is {ranks} times too long.")
-    if _alike(first[0], _one_process(gradients.mean(1) / ranks)[0][0]):
-        raise Wrong(f"Divided by {ranks} twice: the mean is taken once, before or in the reduce-scatter.")
-    local = torch.cat([gradients[:, rank].chunk(ranks, 1)[rank] for rank in range(ranks)], 1)
-    if _alike(first[0], _one_process(local)[0][0]):
-        raise Wrong("Each shard moved along its owner's gradient alone: other ranks' samples must count too.")
     if not _alike(first[0], right[0]):
-        raise Wrong("After one step the weights are not those of one process: rank r must update shard r.")
+        _explain_step(first[0], start, right[0], gradients)
     if not _alike(results[0]["weights"][-1], right[-1]):
         raise Wrong("The first step is right and later ones are not: momentum must be kept, in place, between steps.")
     if not _alike(torch.cat([result["momentum"] for result in results]), moments):
@@ -156,6 +171,34 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
         raise Wrong(f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. {how}.")
     if most < 0.999 * least:
         raise Wrong("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent.")
+
+
+def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Raise the sentence about the first step, whose momentum is the gradient itself: what moved, and how far."""
+    ranks, mean = gradients.shape[1], gradients[0].mean(0)
+    moved, local = start - got, torch.cat([gradients[0, rank].chunk(ranks)[rank] for rank in range(ranks)])
+    for gradient, why in (
+        (mean * ranks, f"The gradients are summed, not averaged: every step is {ranks} times too long"),
+        (mean / ranks, f"Divided by {ranks} twice: the mean is taken once, before or in the reduce-scatter"),
+        (local, "Each shard moved along its owner's gradient alone: other ranks' samples must count too"),
+        (local / ranks, "Each shard moved along its owner's gradient alone: other ranks' samples must count too"),
+        (-mean, "The weights went up the gradient: a step subtracts"),
+        (mean / _LR, "The step has no learning rate: momentum times lr is what moves a weight"),
+        (0.1 * mean, "The new gradient is damped by 0.1: momentum is 0.9 of the old one plus all of the gradient"),
+        (0.9 * mean, "The new gradient is damped by 0.9: only the old momentum is, the gradient counts in full"),
+        (1.9 * mean, "That is Nesterov's step: plain momentum moves a weight by lr times momentum"),
+    ):
+        if _alike(moved, _LR * gradient):
+            raise Wrong(f"{why}.")
+    shards = zip(moved.chunk(ranks), (_LR * mean).chunk(ranks), strict=True)
+    wrong = [rank for rank, (a, b) in enumerate(shards) if not _alike(a, b)]
+    if len(wrong) < ranks or any(_alike(moved.chunk(ranks)[0], _LR * part) for part in mean.chunk(ranks)[1:]):
+        raise Wrong(
+            f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r."
+        )
+    at = int((got - right).abs().argmax())
+    raise Wrong(f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and "
+                f"goes to {got[at]:.3f}. What is wrong here the check does not know.")  # fmt: skip
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -176,8 +219,17 @@ class _Model:
         self.ranks, self.live, self.most = ranks, {}, 0
         self.gathers, self.scattered = [0] * layers, {}
         self.tally: list[tuple[str, int]] = []
+        self.turns = 0
+
+    def _turn(self) -> None:
+        self.turns += 1
+        if self.turns > 100 * len(self.weights):
+            raise Wrong(f"After {self.turns - 1} calls the step of {len(self.weights)} layers has no end: a loop "
+                        "waits for something that nobody does.")  # fmt: skip
 
     def gather(self, k: int) -> list[float]:
+        self._turn()
+        self._known(k)
         if k in self.live:
             raise Wrong(f"Layer {k} is gathered while it is there already: those bytes are sent twice.")
         self.gathers[k] += 1
@@ -185,17 +237,25 @@ class _Model:
         self.most = max(self.most, len(self.live))
         return self.live[k]
 
+    def _known(self, k: int) -> None:
+        if k not in range(len(self.weights)):
+            raise Wrong(f"There is no layer {k}: the layers are 0 to {len(self.weights) - 1}.")
+
     def release(self, k: int) -> None:
+        self._turn()
         if k not in self.live:
             raise Wrong(f"Layer {k} is released, and was not there.")
         gone = self.live.pop(k)
         gone[:] = [math.nan] * len(gone)  # whoever kept the list finds its memory gone
 
     def _use(self, k: int, weights: list[float], when: str) -> None:
+        self._turn()
+        self._known(k)
         if k not in self.live:
             raise Wrong(f"Layer {k} runs {when} without its weights: they were released, or never gathered.")
         if weights is not self.live[k]:
-            raise Wrong(f"Layer {k} runs {when} with weights that are not its gathered ones.")
+            raise Wrong(f"Layer {k} runs {when} with other weights than `gather({k})` returned last: those of another "
+                        "layer, or a copy, which would outlive the release.")  # fmt: skip
         self.tally.append((when, k))
 
     def forward(self, k: int, weights: list[float], x: list[float]) -> list[float]:
@@ -207,10 +267,14 @@ class _Model:
         return [w * d for w, d in zip(weights, dy, strict=True)], [v * d for v, d in zip(x, dy, strict=True)]
 
     def scatter(self, k: int, gradient: list[float]) -> list[float]:
+        self._turn()
+        self._known(k)
         if k in self.scattered:
             raise Wrong(f"The gradient of layer {k} is reduce-scattered twice in a step.")
-        self.scattered[k] = list(gradient)
-        return self.scattered[k][: len(gradient) // self.ranks]  # every rank has the same samples: the mean is it
+        self.scattered[k] = numbers(gradient, f"The gradient of layer {k}")
+        if len(self.scattered[k]) != len(self.x):
+            raise Wrong(f"The gradient of layer {k} has {len(self.x)} numbers; `scatter` got {len(self.scattered[k])}.")
+        return self.scattered[k][: len(self.x) // self.ranks]  # every rank has the same samples: the mean is it
 
     def truth(self) -> list[list[float]]:
         """Return the gradient of every layer: the product of the input and of all other layers."""
@@ -218,7 +282,11 @@ class _Model:
         return [[c / w for c, w in zip(columns, row, strict=True)] for row in self.weights]
 
 
-@check
+@check(
+    idea="Weights exist only while their layer runs: forward needs each layer's once, and backward needs them again.",
+    section="Stage 3: shard the weights too",
+    line="For each layer, last first: gather, backward with the input that this layer had in forward, release, scatter.",
+)
 def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
     """Judge `zero3_step(layers, x, gather, release, forward, backward, scatter)`: values, order, and what is live."""
     for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, 3)):
@@ -239,83 +307,288 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         raise Wrong(f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release "
                     "a layer when it has run; one more may be there ahead of its use.")  # fmt: skip
     if set(model.scattered) != set(range(layers)):
-        raise Wrong("Some gradients are never reduce-scattered: this rank would keep them whole, of its samples only.")
+        raise Wrong(
+            "Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only."
+        )
     truth = model.truth()
     if any(not close(a, b) for k in range(layers) for a, b in zip(model.scattered[k], truth[k], strict=True)):
-        raise Wrong("The gradients are wrong: backward of a layer needs that layer's input, and the gradient of its "
-                    "output.")  # fmt: skip
-    if not isinstance(got, list) or [len(row) for row in got] != [own] * layers:
+        _explain_gradients(model, truth, layers)
+    rows = [numbers(row, "A shard") for row in numbers(got)]
+    if [len(row) for row in rows] != [own] * layers:
         raise Wrong(f"Return what `scatter` gave for each layer, first layer first: {layers} shards of {own} numbers.")
-    if any(not close(a, b) for k in range(layers) for a, b in zip(got[k], truth[k], strict=False)):
-        raise Wrong("The shards are right but not in the order of the layers: backward made the last one first.")
+    shards = [row[:own] for row in truth]
+    if any(not close(a, b) for row, right in zip(rows, shards, strict=True) for a, b in zip(row, right, strict=True)):
+        if all(
+            close(a, b) for row, right in zip(rows, shards[::-1], strict=True) for a, b in zip(row, right, strict=True)
+        ):
+            raise Wrong("The shards are right but not in the order of the layers: backward made the last one first.")
+        raise Wrong(
+            "The gradients were right when they were scattered, and what is returned is not what `scatter` gave."
+        )
     if any(count > 2 for count in model.gathers):
         raise Wrong("A layer is gathered more than twice: once forward and once backward are enough.")
 
 
+def _explain_gradients(model: _Model, truth: list[list[float]], layers: int) -> None:
+    got = [model.scattered[k] for k in range(layers)]
+    for swapped in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]):
+        if all(close(a, b) for row, right in zip(swapped, truth, strict=True) for a, b in zip(row, right, strict=True)):
+            raise Wrong("Right gradients are scattered under the number of another layer.")
+    if all(close(a, b) for a, b in zip(got[-1], truth[-1], strict=True)):
+        raise Wrong("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the "
+                    "input, the first of the pair that backward returns, and `x` the input of that layer.")  # fmt: skip
+    raise Wrong("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, "
+                "not its output, and a gradient of ones.")  # fmt: skip
+
+
 # --- the tradeoffs ------------------------------------------------------------------------------------------
 
-
-def _sent(params: int, ranks: int, stage: int, micro_batches: int) -> float:
-    gather, scatter = ring_all_gather_bytes(2 * params, ranks), ring_reduce_scatter_bytes(2 * params, ranks)
-    if stage == 3:
-        return micro_batches * (2 * gather + scatter)
-    return gather + (micro_batches if stage == 2 else 1) * scatter
+_KEYS = {"held", "micro_batches", "sent", "best"}
+Job = tuple[int, int, int, int, int]
 
 
-@check
-def zero_tradeoffs(answer: Callable[[int, int, int, int], dict[str, Any]], seed: int = 55) -> str:
-    """Judge `zero_tradeoffs(params, ranks, micro_batches, budget)` on random models, ranks and budgets."""
-    dice = random.Random(seed)
-    cases = [(8, 4, 1, 60), (175 * 10**9, 16, 1, 80 * 10**9), (175 * 10**9, 64, 1, 80 * 10**9)]
-    for _ in range(40):
-        params, ranks = dice.randint(10**8, 2 * 10**11), dice.randint(2, 512)
-        held = [sum(state_terms(params, ranks, stage).values()) for stage in range(4)]
-        budget = dice.choice(held) + dice.choice((-1, 0, 1, 10**9))
-        cases.append((params, ranks, dice.choice((1, 1, 2, 4, 8)), max(1, budget)))
+@check(
+    idea="A higher stage leaves more room for activations: its micro-batches are larger, so that it needs fewer of them.",
+    section="Larger micro-batches can pay for a higher stage",
+    line="Of the stages in which one sequence fits take the one with the least bytes sent, the lowest of several.",
+)
+def zero_tradeoffs(answer: Callable[[int, int, int, int, int], dict[str, Any]], seed: int = 55) -> str:
+    """Judge `zero_tradeoffs(params, ranks, sequences, activations, budget)` by hand first, then on random jobs."""
+    cases = [*_BY_HAND, *_drawn(seed)]
     for case in cases:
-        _judge_tradeoffs(answer(*case), *case)
-    return f"{len(cases)} jobs: what is held, what is sent, and which stage to take."
+        _judge_tradeoffs(answer(*case), case)
+    crossed = sum(_crossed(case) for case in cases)
+    return f"{len(cases)} jobs; in {crossed} of them a stage sends less than a lower one that fits."
 
 
-def _judge_tradeoffs(got: dict[str, Any], params: int, ranks: int, micro_batches: int, budget: int) -> None:
-    if not isinstance(got, dict) or set(got) != {"held", "sent", "best"}:
-        raise Wrong("Return a dictionary with the keys held, sent and best.")
-    if any(not isinstance(got[name], list | tuple) or len(got[name]) != 4 for name in ("held", "sent")):
-        raise Wrong("`held` and `sent` are lists of four numbers, for the stages 0 to 3.")
-    held = [sum(state_terms(params, ranks, stage).values()) for stage in range(4)]
-    sent = [_sent(params, ranks, stage, micro_batches) for stage in range(4)]
-    case = f"{params:,} parameters, {ranks} ranks, {micro_batches} micro-batches"
-    for stage in range(4):
-        if not close(got["held"][stage], held[stage], rel=1e-12):
-            raise Wrong(f"Stage {stage} holds {held[stage]:,} bytes, not {float(got['held'][stage]):,.0f} ({case}).")
-        if not close(got["sent"][stage], sent[stage]):
-            _explain_sent(float(got["sent"][stage]), sent[stage], stage, params, ranks, micro_batches, case)
-    fits = [stage for stage in range(4) if held[stage] <= budget]
-    best = min(fits, key=lambda stage: sent[stage], default=None)
-    if got["best"] == best:
+#: Small jobs. In the first everything fits, and no two mistakes give the same number; then stage 3 beats stage 2, both
+#: tie, stage 2 beats stage 3, a shard is padded, stage 1 beats both, nothing fits, exactly one sequence fits.
+_BY_HAND: list[Job] = [
+    (8, 4, 380, 6, 147),
+    (8, 4, 24, 3, 50),
+    (8, 4, 16, 3, 50),
+    (8, 4, 40, 3, 54),
+    (10, 4, 20, 5, 73),
+    (8, 4, 40, 6, 80),
+    (8, 4, 8, 4, 33),
+    (8, 4, 8, 4, 36),
+]
+
+
+def _crossed(case: Job) -> bool:
+    choices = zero_choices(*case)
+    return least_sent(choices) != next((c.stage for c in choices if c.sent is not None), None)
+
+
+def _drawn(seed: int) -> list[Job]:
+    """Return random jobs: in half of them the lowest stage that fits is not the one that sends least."""
+    dice, found = random.Random(seed), {True: [], False: []}
+    while min(map(len, found.values())) < 20:
+        params, ranks = dice.randint(10**8, 2 * 10**11), dice.randint(2, 512)
+        held = [zero_state_bytes(params, ranks, stage) for stage in range(4)]
+        activations = max(1, held[2] // dice.randint(3, 40))
+        budget = dice.choice(held) + dice.randint(0, 6) * activations + dice.choice((-1, 0, 0, activations // 2))
+        case = (params, ranks, ranks * dice.randint(1, 48), activations, max(1, budget))
+        found[_crossed(case)].append(case)
+    return [case for both in zip(*found.values(), strict=False) for case in both]
+
+
+def _judge_tradeoffs(got: object, case: Job) -> None:
+    if not isinstance(got, Mapping) or set(got) != _KEYS:
+        raise Wrong(f"Return a dictionary with the keys {', '.join(sorted(_KEYS))}.")
+    rows = {name: numbers(got[name], f"`{name}`") for name in ("held", "micro_batches", "sent")}
+    if any(len(row) != 4 for row in rows.values()):
+        raise Wrong("`held`, `micro_batches` and `sent` are lists of four, for the stages 0 to 3.")
+    params, ranks, sequences, activations, budget = case
+    choices = zero_choices(*case)
+    text = (f"{params:,} parameters, {ranks} ranks, {sequences} sequences of {activations:,} bytes, "
+            f"budget {budget:,}")  # fmt: skip
+    _judge_held(rows["held"], choices, params, ranks, text)
+    for choice, count in zip(choices, rows["micro_batches"], strict=True):
+        if _nothing(count) != (choice.micro_batches is None):
+            _explain_fit(choice, case, text)
+        if choice.micro_batches is not None and not close(count, choice.micro_batches, rel=0):
+            _explain_count(float(count), choice, case, text)
+    _judge_sent(rows["sent"], choices, case, text)
+    _judge_best(got["best"], choices, text)
+
+
+def _nothing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+#: What a rank holds as mistakes have it: bytes of weights, gradients and optimizer, the stages that shard them first.
+_SLIPS_OF_HELD: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "Gradients have 16 bits here: 2 bytes, not 4": ((2, 4, 12), (3, 2, 1)),
+    "Weights have 16 bits, and their fp32 copy is in the 12 bytes of the optimizer": ((4, 2, 12), (3, 2, 1)),
+    "The master weights are optimizer state too: 12 bytes, not 8": ((2, 2, 8), (3, 2, 1)),
+    "The optimizer state is missing: 12 bytes for each parameter of the shard": ((2, 2, 0), (3, 2, 1)),
+    "The gradients are missing: 2 bytes for each parameter": ((2, 0, 12), (3, 2, 1)),
+    "Stage 1 shards the optimizer alone; gradients wait for stage 2": ((2, 2, 12), (3, 1, 1)),
+    "Stage 2 shards gradients and stage 3 weights, not the other way": ((2, 2, 12), (2, 3, 1)),
+    "Stage 3 shards the weights as well": ((2, 2, 12), (4, 2, 1)),
+    "Stage 2 leaves the weights in full": ((2, 2, 12), (2, 2, 1)),
+}
+
+
+def _judge_held(held: list, choices: list[StageChoice], params: int, ranks: int, text: str) -> None:
+    wrong = [c.stage for c in choices if not close(held[c.stage], c.held, rel=0)]
+    if not wrong:
+        return
+    own, got, first = shard_size(params, ranks), [float(value) for value in held], wrong[0]
+
+    def slip(each: tuple[int, ...], first: tuple[int, ...], part: float = own) -> list[float]:
+        return [sum(b * (part if k >= f else params) for b, f in zip(each, first, strict=True)) for k in range(4)]
+
+    if all(close(a, choice.held / 1e9, rel=1e-3) for a, choice in zip(got, choices, strict=True)):
+        raise Wrong(f"Return bytes, not GB ({text}).")
+    of_parts = {
+        "A shard is a whole number of parameters, rounded up: the padding is held too": params / ranks,
+        "Rounded down, the last parameters belong to nobody: a shard is rounded up": params // ranks,
+    }
+    slips = {why: slip((2, 2, 12), (3, 2, 1), part) for why, part in of_parts.items()}
+    slips |= {why: slip(*how) for why, how in _SLIPS_OF_HELD.items()}
+    for stages in (range(4), [first]):  # a mistake explains all stages, or failing that the first that is wrong
+        for why, values in slips.items():
+            if all(got[k] == values[k] for k in stages):
+                raise Wrong(f"{why} (stage {first}; {text}).")
+    raise Wrong(f"Stage {first} holds {choices[first].held:,} bytes, not {got[first]:,.0f} ({text}).")
+
+
+def _explain_fit(choice: StageChoice, case: Job, text: str) -> None:
+    stage, budget, need = choice.stage, case[4], choice.held + case[3]
+    if choice.micro_batches is None:
+        raise Wrong(f"Stage {stage} holds {choice.held:,} of {budget:,} bytes, and one sequence needs {case[3]:,} more: it does "
+                    f"not fit, and the entry of `micro_batches` is None ({text}).")  # fmt: skip
+    exactly = "exactly " if need == budget else ""
+    raise Wrong(f"Stage {stage} fits: states and one sequence need {need:,} bytes, {exactly}what the budget of {budget:,} "
+                f"has ({text}).")  # fmt: skip
+
+
+def _explain_count(got: float, choice: StageChoice, case: Job, text: str) -> None:
+    _, ranks, sequences, activations, budget = case
+    room, own = budget - choice.held, sequences // ranks
+    fit = room // activations
+    for wrong, why in (
+        (own // fit, "The sequences that are left over need a micro-batch too: round up"),
+        (own / fit, "The sequences that are left over need a micro-batch too: round up"),
+        (-(-sequences // fit), f"The sequences of a step are those of all ranks: this one has {own} of them"),
+        (fit, "That is how many sequences a micro-batch has; asked is how many micro-batches the step needs"),
+        (
+            -(-own // (budget // activations)),
+            "The states take their part of the budget first; activations get the rest",
+        ),
+        (own, "That is one sequence at a time: as many as fit go through together"),
+        (-(-own // max(1, (room - 1) // activations)), "A micro-batch that fills the room to the last byte fits"),
+        (own * activations / room, "Micro-batches are counted in whole sequences: floor what fits, then round up"),
+        (-(-own * activations // room), "Whole sequences fit, not parts of one: floor what fits before you divide"),
+        (1, "Not all sequences of a rank fit at once: activations of one micro-batch must fit beside the states"),
+    ):
+        if got == wrong:
+            raise Wrong(f"{why} (stage {choice.stage}; {text}).")
+    raise Wrong(f"Stage {choice.stage} has room for {fit} of this rank's {own} sequences at once, which makes "
+                f"{choice.micro_batches} micro-batches, not {got:g} ({text}).")  # fmt: skip
+
+
+#: Units of psi (N-1)/N values that each stage sends with m micro-batches, as the mistakes count them.
+_SLIPS: dict[str, Callable[[int, int], float]] = {
+    "DDP keeps a full gradient (`no_sync`) and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
+        2 * m if k == 0 else _units(k, m)),
+    "Stage 1 keeps a full gradient and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
+        m + 1 if k == 1 else _units(k, m)),
+    "Stage 1 reduces its gradient and gathers its weights once a step, not in every micro-batch": lambda k, m: (
+        2 * m if k == 1 else _units(k, m)),
+    "What keeps full gradients reduces them once a step: DDP and stage 1 do not send in every micro-batch": lambda k, m: (
+        (2 * m, m + 1, m + 1, 3 * m)[k]),
+    "Only what has no room for full weights or gradients sends in every micro-batch: stages 0 and 1 send once": lambda k, m: (
+        (2 * m, 2 * m, 2 * m, 3 * m)[k]),
+    "Stage 2 gathers its updated weights once, after the last micro-batch": lambda k, m: 2 * m if k == 2 else _units(k, m),
+    "Stage 2 has no room for a full gradient: it reduces after every micro-batch": lambda k, m: 2 if k == 2 else _units(k, m),
+    "Stage 3 has three transfers: weights for forward, weights for backward, gradients": lambda k, m: (
+        2 * m if k == 3 else _units(k, m)),
+    "Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up": lambda k, m: (
+        2 * m + 1 if k == 3 else _units(k, m)),
+    "Stage 3 releases the weights after use, and gathers them again in every micro-batch": lambda k, m: (
+        3 if k == 3 else _units(k, m)),
+    "Stage 3 gathers in every micro-batch, not once a step": lambda k, m: m + 2 if k == 3 else _units(k, m),
+    "Accumulation is not free: stage 2 reduces, and stage 3 gathers and reduces, in every micro-batch": lambda k, m: (
+        (2, 2, 2, 3)[k]),
+    "Stages 1 and 2 have no third transfer: the all-gather of weights replaces that of gradients": lambda k, m: (
+        _units(k, m) + (k in (1, 2))),
+    "No stage but 3 sends more than DDP: a gather of updated weights replaces that of gradients": lambda k, m: (
+        (2, 3, 3, 4)[k]),
+    "After a step of stage 3 nothing is gathered: the next forward does it anyway": lambda k, m: _units(k, m) + (k == 3),
+    "An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4": lambda k, m: _units(k, m) + 2 * (k == 0),
+    "Gradients and weights have 2 bytes here, not 4": lambda k, m: 2 * _units(k, m),
+    "Gradients are sent in 16 bits: 2 bytes a value, not 4": lambda k, m: (
+        (4, 3, 2 * m + 1, 4 * m)[k]),
+    "These are values; each has 2 bytes": lambda k, m: _units(k, m) / 2,
+}  # fmt: skip
+
+
+def _units(stage: int, m: int) -> int:
+    return (2, 2, m + 1, 3 * m)[stage]
+
+
+def _judge_sent(sent: list, choices: list[StageChoice], case: Job, text: str) -> None:
+    params, ranks = case[:2]
+    unit = 2 * params * (ranks - 1) / ranks
+    wrong = {}
+    for choice, value in zip(choices, sent, strict=True):
+        if choice.sent is None:
+            if not _nothing(value):
+                raise Wrong(
+                    f"In stage {choice.stage} nothing fits, so nothing is sent: its entry of `sent` is None ({text})."
+                )
+        elif _nothing(value) or not (close(value, choice.sent) or abs(float(value) - choice.sent) < 1):  # a whole byte
+            wrong[choice.stage] = math.nan if _nothing(value) else float(value) / unit
+    if not wrong:
+        return
+    fits = {choice.stage: choice.micro_batches for choice in choices if choice.sent is not None}
+    got = {stage: wrong.get(stage, _units(stage, m)) for stage, m in fits.items()}
+    first = min(wrong)
+    case_ = f"stage {first}, {fits[first]} micro-batches; {text}"
+    for part, why in {
+        ranks / (ranks - 1): "A rank has its own shard already and need not send it to itself: times (N-1)/N",
+        1 / (ranks - 1): "That is one of the N - 1 steps of the ring: each of them sends a shard",
+        ranks: "That is what all ranks send together; asked is one rank",
+        1 / unit: "Those are units of psi (N-1)/N values; asked are bytes",
+        1e-9: "Those are GB; asked are bytes",
+    }.items():
+        if all(_same(got[k], part * _units(k, m)) for k, m in fits.items()):
+            raise Wrong(f"{why} ({case_}).")
+    # A mistake explains all stages, or failing that the first that is wrong.
+    for stages in (list(fits), [first]):
+        for why, units in _SLIPS.items():
+            if all(_same(got[k], units(k, fits[k])) for k in stages):
+                raise Wrong(f"{why} ({case_}).")
+    raise Wrong(f"In stage {first} a rank sends {choices[first].sent:,.0f} bytes in {fits[first]} micro-batches, not "
+                f"{wrong[first] * unit:,.0f} ({text}).")  # fmt: skip
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(b), 1e-12)
+
+
+def _judge_best(got: object, choices: list[StageChoice], text: str) -> None:
+    best = least_sent(choices)
+    fits = {choice.stage: choice for choice in choices if choice.sent is not None}
+    if got is None and best is None:
         return
     if best is None:
-        raise Wrong(
-            f"No stage fits in {budget:,} bytes: the smallest holds {min(held):,}. Then `best` is None ({case})."
-        )
-    if got["best"] not in fits:
-        raise Wrong(f"Stage {got['best']} does not fit in {budget:,} bytes ({case}).")
-    raise Wrong(
-        f"Stage {got['best']} fits, but stage {best} fits too and is the lowest of those that send least ({case})."
-    )
-
-
-def _explain_sent(got: float, right: float, stage: int, params: int, ranks: int, micro_batches: int, case: str) -> None:
-    if close(got, right * ranks / (ranks - 1)):
-        raise Wrong(f"A rank has its own shard already and need not send it to itself: times (N-1)/N ({case}).")
-    if close(got, 2 * right) and stage < 3:
-        raise Wrong(f"An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4 ({case}).")
-    if stage in (1, 2) and got > right and close(got, _sent(params, ranks, 3, 1)):
-        raise Wrong(
-            f"Stage {stage} has no third transfer: the all-gather of weights replaces that of gradients ({case})."
-        )
-    if stage == 2 and close(got, _sent(params, ranks, 1, micro_batches)):
-        raise Wrong(f"Stage 2 has no room for whole gradients: it reduces them after every micro-batch ({case}).")
-    if stage == 3 and close(got, _sent(params, ranks, 3, 1)):
-        raise Wrong(f"Stage 3 releases the weights, and gathers them again in every micro-batch ({case}).")
-    raise Wrong(f"In stage {stage} a rank sends {right:,.0f} bytes, not {got:,.0f} ({case}).")
+        raise Wrong(f"In no stage does one sequence fit beside the states. Then `best` is None ({text}).")
+    if got is None:
+        raise Wrong(f"`best` is None, but stage {best} fits ({text}).")
+    stage = whole(got, "`best`")
+    if stage == best:
+        return
+    if stage not in fits:
+        raise Wrong(f"Stage {stage} does not fit ({text}).")
+    mine, other = fits[stage], fits[best]
+    if mine.sent == other.sent:
+        raise Wrong(f"Stages {best} and {stage} send the same; take the lower one ({text}).")
+    if stage < best:
+        raise Wrong(f"Stage {stage} fits, but not the lowest that fits is asked: stage {best} has room for larger "
+                    f"micro-batches, {other.micro_batches} instead of {mine.micro_batches} in a step, and sends "
+                    f"{other.sent / mine.sent:.2f} times as much ({text}).")  # fmt: skip
+    raise Wrong(f"Stage {stage} fits, but sends {mine.sent / other.sent:.2f} times as much as stage {best} ({text}).")

@@ -6,11 +6,10 @@ by collective, with 2-byte weights and gradients.
 
 from __future__ import annotations
 
-from lablib.calc.communication import ring_all_gather_bytes, ring_reduce_scatter_bytes
 from lablib.calc.hardware import Accelerator, accelerator
 from lablib.calc.memory import verdict
 from lablib.calc.models import preset
-from lablib.calc.parallel import max_params, state_terms
+from lablib.calc.parallel import max_params, state_terms, zero_traffic
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, format_count
 from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
@@ -35,25 +34,6 @@ MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 MOST_RANKS = 2**24
 
 
-def step_traffic(params: int, ranks: int, stage: int, micro_batches: int = 1) -> dict[str, float]:
-    """Return the bytes that one rank sends in an optimizer step, by collective and what it carries.
-
-    In units of 2ψ(N-1)/N bytes, for k micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients
-    once and gather once; stage 2 scatters k times and gathers once; stage 3 scatters k times and gathers 2k times.
-    Source: ZeRO (arXiv 1910.02054), section 7.2. With one micro-batch it is `data_parallel_bytes`.
-    """
-    if stage not in STAGES or micro_batches < 1:
-        raise ValueError(f"stage={stage} must be 0 to 3 and micro_batches={micro_batches} at least 1")
-    size = 2 * params
-    scatters = micro_batches if stage >= 2 else 1
-    gathers = 2 * micro_batches if stage == 3 else 1
-    gathered = "gradients" if stage == 0 else "weights"
-    return {
-        "reduce-scatter of gradients": scatters * ring_reduce_scatter_bytes(size, ranks),
-        f"all-gather of {gathered}": gathers * ring_all_gather_bytes(size, ranks),
-    }
-
-
 def least_ranks(params: int, stage: int, capacity: int) -> int | None:
     """Return the smallest number of ranks on which the states of a model fit, or None if none is enough."""
 
@@ -74,7 +54,7 @@ def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str)
     """Return what each rank holds and sends, in the chosen stage and beside it in the others."""
     params, gpu = count_params(preset(model)).total, accelerator(device)
     held = {each: state_terms(params, ranks, each) for each in STAGES}
-    sent = {each: step_traffic(params, ranks, each, micro_batches) for each in STAGES}
+    sent = {each: zero_traffic(params, ranks, each, micro_batches) for each in STAGES}
     ends = {"ranks": least_ranks(params, stage, gpu.usable_bytes), "params": max_params(gpu.usable_bytes, ranks, stage)}
     numbers = {name: size for name, size in held[stage].items() if size}
     for each in STAGES:
@@ -183,13 +163,12 @@ def _table(stage: int, held: dict[str, int], sent: dict[str, float], ends: dict[
 
 def _call(model: str, ranks: int, stage: int, micro_batches: int) -> str:
     return (
-        "from lablib.live.zero import step_traffic\n"
         "from lablib.calc.models import preset\n"
         "from lablib.calc.params import count_params\n"
-        "from lablib.calc.parallel.zero import state_terms\n\n"
+        "from lablib.calc.parallel.zero import state_terms, zero_traffic\n\n"
         f'params = count_params(preset("{model}")).total\n'
         f"held = state_terms(params, ranks={ranks}, stage={stage})\n"
-        f"sent = step_traffic(params, ranks={ranks}, stage={stage}, micro_batches={micro_batches})\n"
+        f"sent = zero_traffic(params, ranks={ranks}, stage={stage}, micro_batches={micro_batches})\n"
         "print(held, sum(held.values()), sent, sum(sent.values()))\n"
     )
 

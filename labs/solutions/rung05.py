@@ -46,11 +46,18 @@ def zero3_step(layers, x, gather, release, forward, backward, scatter):
     return [shards[k] for k in range(layers)]
 
 
-def zero_tradeoffs(params, ranks, micro_batches, budget):
-    """Bytes held and sent in every stage, and the stage that fits and sends least."""
+def zero_tradeoffs(params, ranks, sequences, activations, budget):
+    """Bytes held and sent in every stage, with the largest micro-batches that fit, and the stage that sends least."""
     own, once = -(-params // ranks), 2 * params * (ranks - 1) / ranks
     held = [16 * params, 4 * params + 12 * own, 2 * params + 14 * own, 16 * own]
-    # A stage that keeps whole gradients reduces them once a step; one that keeps whole weights gathers them once.
-    sent = [2 * once, 2 * once, (micro_batches + 1) * once, 3 * micro_batches * once]
-    fits = [stage for stage in range(4) if held[stage] <= budget]
-    return {"held": held, "sent": sent, "best": min(fits, key=lambda stage: sent[stage], default=None)}
+    micro_batches, sent = [None] * 4, [None] * 4
+    for stage in range(4):
+        fit = (budget - held[stage]) // activations
+        if fit < 1:
+            continue
+        m = micro_batches[stage] = -(-(sequences // ranks) // fit)
+        # Full gradients are reduced once a step, and full weights are gathered once.
+        sent[stage] = once * (2, 2, m + 1, 3 * m)[stage]
+    fits = [stage for stage in range(4) if sent[stage] is not None]
+    best = min(fits, key=lambda stage: sent[stage], default=None)
+    return {"held": held, "micro_batches": micro_batches, "sent": sent, "best": best}

@@ -8,7 +8,8 @@ Sizes in the file count elements, not bytes. Three of them follow the model's hi
 applies to "auto": reduce_bucket_size h², prefetch 0.9 h², persistence 10 h. DeepSpeed's own defaults (5e8, 5e7, 1e5)
 suit models of billions of parameters; a small model would fit into one bucket, and nothing would overlap.
 
-The estimators count 18 bytes per parameter where ZeRO's paper counts 16: gradients once in 16 bits and once in fp32.
+The estimators count gradients once in 16 bits and once in fp32, 20 bytes per parameter on one rank in stage 2: 2 of
+weights and 18 that are sharded. In stage 3 they count 18, without the 16-bit weights. ZeRO's paper counts 16 in both.
 What they print as "GB" are GiB. Activations are not in them.
 
 Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, docs/config-json, and
@@ -253,8 +254,8 @@ def zero2_estimate(
 ) -> Estimate:
     """Return `estimate_zero2_model_states_mem_needs`.
 
-    Without offload the device holds 2P + 18P/N by the code since June 2024, where 18 = 2 + 4 (gradients, twice) + 12;
-    the documentation still prints the older 4P + 16P/N.
+    Without offload the device holds 2P + 18P/N by the code, where 18 = 2 + 4 (gradients, twice) + 12: since pull request
+    5099 of deepspeedai/DeepSpeed (2024). The documentation still prints the older 4P + 16P/N.
 
     Args:
         offload: Whether the optimizer is on the CPU.

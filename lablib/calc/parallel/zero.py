@@ -1,4 +1,4 @@
-"""Model states under ZeRO: what each stage shards over the data-parallel ranks.
+"""ZeRO: the states that each stage shards over the data-parallel ranks, what it sends, and which stage a job should take.
 
 Four ranks and 8 parameters at 2 + 2 + 12 bytes: stage 0 holds 128 bytes on every rank, stage 1 holds 32 + 24,
 stage 2 holds 16 + 4 + 24, stage 3 holds 4 + 4 + 24.
@@ -8,11 +8,15 @@ stage 2 holds 16 + 4 + 24, stage 3 holds 4 + 4 + 24.
 
 A shard is the ceiling of params / ranks: all parameters of a rank count as one flat array, padded at its end.
 
-Source: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5, figure 1, tables 1 and 2.
+Source: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5 and 7, figure 1, tables 1 and 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lablib.calc.communication import ring_all_gather_bytes, ring_reduce_scatter_bytes
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 
 
@@ -64,6 +68,105 @@ def zero_state_bytes(
         stage: ZeRO stage, 0 to 3.
     """
     return sum(state_terms(params, ranks, stage, recipe, optimizer).values())
+
+
+def zero_traffic(
+    params: int, ranks: int, stage: int, micro_batches: int = 1, bytes_per_value: int = 2
+) -> dict[str, float]:
+    """Return the bytes that one rank sends in an optimizer step, by collective and what it carries.
+
+    For m micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients once and gather once;
+    stage 2 scatters m times and gathers once; stage 3 scatters m times and gathers 2m times.
+    ZeRO (arXiv 1910.02054), section 7.2, has m = 1: `data_parallel_bytes`.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        micro_batches: Micro-batches in a step, `m`.
+        bytes_per_value: Of a weight and of a gradient.
+    """
+    _check(params, ranks, stage)
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    size = bytes_per_value * params
+    scatters = micro_batches if stage >= 2 else 1
+    gathers = 2 * micro_batches if stage == 3 else 1
+    gathered = "gradients" if stage == 0 else "weights"
+    return {
+        "reduce-scatter of gradients": scatters * ring_reduce_scatter_bytes(size, ranks),
+        f"all-gather of {gathered}": gathers * ring_all_gather_bytes(size, ranks),
+    }
+
+
+def zero_sent_bytes(params: int, ranks: int, stage: int, micro_batches: int = 1, bytes_per_value: int = 2) -> float:
+    """Return the bytes that one rank sends in an optimizer step.
+
+    In units of `ψ (N-1)/N` values: 2 for DDP and stage 1, m + 1 for stage 2, 3m for stage 3.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        micro_batches: Micro-batches in a step, `m`.
+        bytes_per_value: Of a weight and of a gradient.
+    """
+    return sum(zero_traffic(params, ranks, stage, micro_batches, bytes_per_value).values())
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What one stage does with one job.
+
+    Attributes:
+        held: Bytes of states on a rank.
+        micro_batches: Micro-batches in a step, None if not even one sequence fits beside the states.
+        sent: Bytes that a rank sends in a step, None likewise.
+    """
+
+    stage: int
+    held: int
+    micro_batches: int | None
+    sent: float | None
+
+
+def zero_choices(params: int, ranks: int, sequences: int, activations: int, budget: int) -> list[StageChoice]:
+    """Return what each of the stages 0 to 3 holds and sends if its micro-batches are as large as memory allows.
+
+    `b = floor((budget - held) / activations)` sequences fit, and `m = ceil(sequences / (ranks b))` micro-batches are
+    needed. Chapter 05, "Which stage".
+
+    Args:
+        sequences: Of all ranks in a step; `ranks` divides them.
+        activations: Bytes that one sequence of a micro-batch keeps for backward.
+        budget: Bytes of a device for states and activations.
+    """
+    if sequences < 1 or sequences % ranks or activations < 1:
+        raise ValueError(f"sequences={sequences} must be a multiple of ranks={ranks}, and activations at least 1 byte")
+    choices = []
+    for stage in range(4):
+        held = zero_state_bytes(params, ranks, stage)
+        fit = (budget - held) // activations
+        count = -(-(sequences // ranks) // fit) if fit > 0 else None
+        sent = None if count is None else zero_sent_bytes(params, ranks, stage, count)
+        choices.append(StageChoice(stage, held, count, sent))
+    return choices
+
+
+def least_sent(choices: Sequence[StageChoice]) -> int | None:
+    """Return the stage that fits and sends least, the lowest of several; None if none fits."""
+    fit = [choice for choice in choices if choice.sent is not None]
+    return min(fit, key=lambda choice: choice.sent).stage if fit else None
+
+
+def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return how much each rank owns if every tensor has one owner: the largest first, each to the rank with least.
+
+    So does `torch.distributed.optim.ZeroRedundancyOptimizer`.
+
+    Args:
+        sizes: Of the tensors, in elements.
+    """
+    loads = [0] * ranks
+    for size in sorted(sizes, reverse=True):
+        loads[loads.index(min(loads))] += size
+    return loads
 
 
 def max_params(
