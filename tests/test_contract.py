@@ -52,6 +52,16 @@ def _last_call(source):
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
 
 
+def _filled(source):
+    """Return the predictions of a cell that come with a number; a loop may predict several, each of them empty."""
+    try:
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        return []
+    guesses = [call.args[1] for call in calls if getattr(call.func, "attr", "") == "predict" and len(call.args) > 1]
+    return [ast.unparse(guess) for guess in guesses if ast.unparse(guess) != "None"]
+
+
 def problems_of_lab(notebook, number):
     """Return one sentence for each way in which a lab breaks the contract.
 
@@ -108,6 +118,8 @@ def problems_of_lab(notebook, number):
     for cell in code:
         source = _source(cell)
         hold(len(source.splitlines()) <= 25, f"{cell['id']} has at most 25 lines")
+        hold(max(map(len, source.splitlines()), default=0) <= 78, f"{cell['id']} has lines of at most 78 characters")
+        hold(not _filled(source), f"{cell['id']} ships its prediction empty")
         hold("tqdm" not in source, f"{cell['id']} shows no progress bar")
         if re.search(r"\b(?:plt|ax|axes)\.\w", source):
             shown = _last_call(source) in {"show", "plt.show", "style.show"} or source.startswith("def ")
@@ -234,6 +246,8 @@ BROKEN_LABS = {
     "what hardware": _edit("**Minutes:**", "Hardware", "Needs"),
     "what's next": _edit("What's next", "What's next", "The end"),
     "something is predicted": _edit("log.predict", "predict(", "note("),
+    "ships its prediction empty": _edit("log.predict", "None", "world_size"),
+    "at most 78 characters": _edit("assert smallest", "assert smallest", "# " + "why " * 20 + "\nassert smallest"),
     "an assert": _edit("assert smallest", "assert ", "print("),
     "two exercises": _edit("raise NotImplementedError", "raise NotImplementedError", "return 16"),
     "followed by its check": _edit("rung01.fits(", "rung01.fits(", "print("),
