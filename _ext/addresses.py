@@ -39,8 +39,27 @@ def _copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
         shutil.copytree(source, Path(app.outdir) / "_static" / "mathjax", dirs_exist_ok=True)
 
 
+def _write_missing(app: Sphinx, exception: Exception | None) -> None:
+    """Write the page that a host shows for an address that is not there; it is shown at any depth."""
+    if exception is None and app.builder.format == "html":
+        # A project's pages on GitHub lie below its name.
+        home = f"/{os.environ.get('GITHUB_REPOSITORY', '').partition('/')[2]}/".replace("//", "/")
+        (Path(app.outdir) / "404.html").write_text(
+            f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>No such page: {app.config.html_title}</title></head>
+<body style="max-width: 40rem; margin: 3rem auto; padding: 0 1rem; font-family: sans-serif">
+<h1>There is no page at this address</h1>
+<p>It may have been renamed: <a href="{home}index.html">the table of contents</a> has all pages, and
+<a href="{home}search.html">the search</a> finds words in them.</p></body></html>
+""",
+            encoding="utf-8",
+        )
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build."""
     app.connect("config-inited", _configure, priority=400)
     app.connect("build-finished", _copy_mathjax)
+    app.connect("build-finished", _write_missing)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
