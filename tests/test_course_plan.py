@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "book/11_practical_fsdp.md",
+    "book/rented_hour.md",
     "book/how_to_use.md",
     "book/graduation.md",
     "labs/11_practical_fsdp.ipynb",
@@ -44,7 +45,7 @@ def test_every_page_prints_the_one_line(page):
     assert all(line.startswith(RUN_GPU_LABS) for line in paid), printed
 
 
-@pytest.mark.parametrize("page", ["README.md", "book/11_practical_fsdp.md"])
+@pytest.mark.parametrize("page", ["README.md", "book/rented_hour.md"])
 def test_the_way_home_is_printed_as_it_is(page):
     assert BRING_HOME in _text(page)
 

@@ -383,7 +383,7 @@ def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
 
 @check(
     idea="MFU counts what the model needs, for tokens that teach it, over what the GPUs could do with dense matrices.",
-    section="MFU: six ways to get it wrong",
+    section="MFU, and five ways to get it wrong",
     line="Compute the MFU as the report should have, then once more with each single mistake, and name the one whose "
     "result is nearest to what the report says.",
 )
@@ -427,7 +427,7 @@ Phases = dict[str, float]
 
 @check(
     idea="Throughput over throughput is the speedup; what is missing to the ideal step splits into four parts that add up.",
-    section="Two ranks, two thousand milliseconds: speedup, efficiency and what was lost",
+    section="Speedup, efficiency and what was lost: two ranks by hand",
     line="Take the slowest rank's time as the step, the least communication of any rank as transfer, what ranks spend "
     "above it or idle at the end as imbalance, and data and computing against the ideal's share.",
 )
