@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lablib.calc.models import preset
-from lablib.calc.precision import FORMATS, find_format, fp8, support_table
+from lablib.calc.precision import FORMATS, find_format, fp8, gap_at, least_update, scale_window, support_table
 from lablib.calc.precision.formats import support
 from lablib.calc.torch_versions import torch_facts
 
@@ -165,6 +165,20 @@ def test_claim_a100_has_no_fp8() -> None:
     for card, known in ACCELERATORS.items():
         for dtype in set(known.flops) - {"fp32"}:
             assert dtype in rows[card].formats, (card, dtype)
+
+
+def test_a_loss_scale_between_its_edges_loses_nothing() -> None:
+    fp16, (low, high) = FORMATS["fp16"], scale_window(3e-9, 0.2)
+    assert low * 3e-9 == pytest.approx(2.0**-25)
+    assert fp16.round(low * 1.01 * 3e-9) > 0 == fp16.round(low * 3e-9 * (1 - 1e-9))
+    assert math.isfinite(fp16.round(high * 0.2))
+    assert math.isinf(fp16.round(high * 1.01 * 0.2))
+    for weight in (1.0, 1.9, 0.02):
+        held = FORMATS["bf16"].round(weight)
+        least = least_update(FORMATS["bf16"], held)
+        assert gap_at(FORMATS["bf16"], held) == 2 * least
+        assert FORMATS["bf16"].moves(held, 1.01 * least)
+        assert not FORMATS["bf16"].moves(held, 0.99 * least)
 
 
 def test_scales_in_four_and_eight_bits() -> None:

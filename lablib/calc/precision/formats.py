@@ -323,6 +323,28 @@ def significant_bits(fmt: Format, x: float) -> float:
     return math.floor(math.log2(abs(x) / fmt.ulp(x))) + 1
 
 
+def gap_at(fmt: Format, x: float) -> float:
+    """Return the gap between neighbours at a number, `2^(floor(log2 |x|) - M)`: `Format.ulp`."""
+    return fmt.ulp(x)
+
+
+def least_update(fmt: Format, weight: float) -> float:
+    """Return half of the gap at a weight: what is added must be larger than this, or the weight stays."""
+    return fmt.ulp(weight) / 2
+
+
+def scale_window(smallest: float, largest: float, fmt: Format = FORMATS["fp16"]) -> tuple[float, float]:
+    """Return the loss scales between which no gradient becomes zero and none infinite.
+
+    A scale must be more than the first, half of the smallest subnormal over the smallest gradient, and at most the
+    second, the largest number over the largest gradient.
+
+    Args:
+        smallest: Smallest magnitude of a gradient that should survive, above 0.
+    """
+    return fmt.min_subnormal / 2 / smallest, fmt.max / largest
+
+
 # In the order of tables. "fp8-block": one scale for 1x128 or 128x128 values, "mxfp8": for 32, a power of two.
 UNITS = ("fp16", "bf16", "tf32", "fp8", "fp8-block", "mxfp8", "fp4")
 _SINCE = {
