@@ -83,7 +83,7 @@ def test_micro_batches_have_storages_of_their_own():
 
 
 def _torch_steps(config, m):
-    return {name: torch_step(name, config, m=m, batch=1, seq=5) for name in TORCH_SCHEDULES}
+    return {name: torch_step(name, config, m, batch=1, seq=5) for name in TORCH_SCHEDULES}
 
 
 def test_every_schedule_of_pytorch_takes_the_step_of_one_process():

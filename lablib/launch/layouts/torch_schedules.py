@@ -1,6 +1,6 @@
 """PyTorch's own pipelines on the course's stages: `torch.distributed.pipelining` by the name of the schedule.
 
-runs = run_ranks(torch_step, 4, "Interleaved1F1B", tiny_config("gpt2", num_layers=8, tied=False), m=8)
+runs = run_ranks(torch_step, 4, "Interleaved1F1B", tiny_config("gpt2", num_layers=8, tied=False), 8)
 runs[0].order           # PyTorch's order, as `lablib.calc.schedules.parse_schedule` reads it
 runs[0].gradients       # of the weights on this rank, to be held to those of one process
 """
@@ -61,7 +61,7 @@ def torch_pipeline(name: str, modules: Sequence[nn.Module], m: int, loss: Callab
     return cls(stages, n_microbatches=m, loss_fn=loss)
 
 
-def torch_step(name: str, config: ModelConfig, *, m: int, batch: int = 2, seq: int = 32) -> TorchRun:
+def torch_step(name: str, config: ModelConfig, m: int, *, batch: int = 2, seq: int = 32) -> TorchRun:
     """Run one step of a schedule of PyTorch's on this rank; call it through `run_ranks`.
 
     Model and micro-batches are those of `watched_step`, from the same seeds.
