@@ -269,6 +269,15 @@ def test_sixty_four_ranks_and_a_thousand_micro_batches(name, v):
     assert time.process_time() - begin < 5
 
 
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_what_ranks_hold_over_time_peaks_where_the_order_says(name, v):
+    timeline = simulate(schedule(name, 4, 8, v), forward=1, input=1, weight=1)
+    for points, peak in zip(timeline.held, timeline.peak_in_flight, strict=True):
+        assert points[-1][1] == 0
+        assert [when for when, _ in points] == sorted({when for when, _ in points})
+        assert max(count for _, count in points) == peak * v
+
+
 def test_time_grid():
     assert time_grid(simulate(one_f_one_b(2, 2))).splitlines() == [
         "time  rank 0  rank 1",

@@ -10,18 +10,19 @@ def bubbles(p, m, v):
 
 
 def in_flight(name, p, m, v):
-    """What a rank holds: its warm-up forwards and one more, and never more than there are."""
+    """Warm-up forwards and one more, never more than there are."""
     if name == "naive":
         return [1] * p
     if name == "gpipe":
         return [m] * p
     if name == "1f1b":
         return [min(m, p - i) for i in range(p)]
-    return [min(m * v, 2 * (p - 1 - i) + p * (v - 1) + 1) / v for i in range(p)]
+    warmups = [2 * (p - 1 - i) + p * (v - 1) for i in range(p)]
+    return [min(m * v, warmup + 1) / v for warmup in warmups]
 
 
 def one_f_one_b_schedule(p, m):
-    """Warm up with p - 1 - i forwards, then one forward and one backward, then what is left."""
+    """Warm up, alternate, and run the backwards that are left."""
     rows = []
     for i in range(p):
         warmup = min(m, p - 1 - i)
@@ -34,16 +35,20 @@ def one_f_one_b_schedule(p, m):
 
 
 def beat_1f1b(p, m):
-    """The order of 1F1B, with I and W in place of B: the gradient leaves after half of the backward."""
+    """1F1B with I and W for B: the gradient leaves half-way."""
     rows = []
     for row in one_f_one_b_schedule(p, m):
-        halves = [f"{a.replace('B', 'I')} {a.replace('B', 'W')}" if "B" in a else a for a in row.split()]
-        rows.append(" ".join(halves))
+        cells = []
+        for action in row.split():
+            cells.append(action.replace("B", "I"))
+            if "B" in action:
+                cells.append(action.replace("B", "W"))
+        rows.append(" ".join(cells))
     return rows
 
 
 def match_zb_h1(p, m):
-    """ZB-H1: the order of 1F1B, the backward in halves, and rank i's weight halves i micro-batches late."""
+    """ZB-H1: on rank i weight halves come i micro-batches late."""
     rows = []
     for i, row in enumerate(one_f_one_b_schedule(p, m)):
         steps, late = [], 0
@@ -52,12 +57,13 @@ def match_zb_h1(p, m):
             if "B" in action and int(action.split("B")[1]) >= i:
                 steps.append(f"{i}W{late}")
                 late += 1
-        rows.append(" ".join([*steps, *(f"{i}W{k}" for k in range(late, m))]))
+        steps += [f"{i}W{k}" for k in range(late, m)]
+        rows.append(" ".join(steps))
     return rows
 
 
 def explain_1f1b(before, after):
-    """Work depends on m, idle time on the way through the pipeline, memory on the order."""
+    """Work follows m, waits the way through, memory the order."""
     schedule = before["schedule"]
     if len(after["busy"]) > len(before["busy"]):
         changed = "more ranks"

@@ -111,6 +111,22 @@ class Timeline:
         """Most micro-batches each rank holds at once, from F until B or W; one of v stages on a rank counts 1/v."""
         return peak_activations(self.schedule)
 
+    @property
+    def held(self) -> list[list[tuple[float, int]]]:
+        """Points (time, micro-batches of a stage held) of each rank: one more as F starts, one less as B or W ends."""
+        lines = []
+        for events in self.ranks:
+            actions = [(event, action) for event in events for action in event.action.parts if action.kind != "I"]
+            changes = [(e.start, 1) if action.kind == "F" else (e.end, -1) for e, action in actions]
+            points = [(0.0, 0)]
+            for when, change in sorted(changes):
+                count = points[-1][1] + change
+                if points[-1][0] == when:  # one out, one in
+                    points.pop()
+                points.append((when, count))
+            lines.append(points)
+        return lines
+
     @cached_property
     def peak_in_flight_until_input(self) -> tuple[float, ...]:
         """The same, from F until B or I: as if the weight half needed nothing."""

@@ -7,7 +7,7 @@ runs[0].gradients       # of the weights on this rank, to be held to those of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,20 +42,20 @@ class TorchRun(NamedTuple):
     losses: list[float]  # of the micro-batches, on the rank of the last stage; empty elsewhere
 
 
-def torch_pipeline(name: str, modules: Sequence[nn.Module], m: int, loss: Callable):
-    """Return PyTorch's schedule of this name over the stages that belong to this rank.
+def torch_pipeline(name: str, modules: Sequence[nn.Module], m: int, loss):
+    """Return PyTorch's schedule over the stages of this rank.
 
     Args:
         modules: All stages of the model, in order of depth.
         m: Micro-batches of a step.
-        loss: Takes the output of the last stage and a micro-batch of the target.
+        loss: Takes the last stage's output and a micro-batch's target.
     """
     rank, p, n = dist.get_rank(), dist.get_world_size(), len(modules)
-    cls = get_schedule_class(name)
+    cls, cpu = get_schedule_class(name), torch.device("cpu")
     mine = range(rank, n, p)  # p apart: a loop over the ranks
     if cls in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
         mine = [rank, n - 1 - rank]  # a V: down the ranks and back up
-    stages = [PipelineStage(modules[s], s, n, torch.device("cpu")) for s in mine]
+    stages = [PipelineStage(modules[s], s, n, cpu) for s in mine]
     if issubclass(cls, PipelineScheduleSingle):  # GPipe and 1F1B
         stages = stages[0]
     return cls(stages, n_microbatches=m, loss_fn=loss)
