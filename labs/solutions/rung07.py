@@ -12,7 +12,10 @@ def coordinates(rank, sizes):
 
 
 def sketch(sizes, gpus_per_node):
-    """Ranks that agree in every other coordinate are a group; an axis leaves a node if any of its groups does."""
+    """Ranks that agree in every other coordinate are a group.
+
+    An axis leaves a node if any of its groups does.
+    """
     ranks = 1
     for size in sizes.values():
         ranks *= size
@@ -20,10 +23,12 @@ def sketch(sizes, gpus_per_node):
     for axis in sizes:
         alike = {}
         for rank in range(ranks):
-            others = tuple(at for name, at in coordinates(rank, sizes).items() if name != axis)
-            alike.setdefault(others, []).append(rank)
+            others = coordinates(rank, sizes)
+            del others[axis]
+            alike.setdefault(tuple(others.values()), []).append(rank)
         groups[axis] = list(alike.values())
-        if any(len({rank // gpus_per_node for rank in group}) > 1 for group in groups[axis]):
+        nodes = [{r // gpus_per_node for r in group} for group in groups[axis]]
+        if max(map(len, nodes)) > 1:
             crossing.append(axis)
     return {"groups": groups, "crossing": crossing}
 
@@ -40,13 +45,23 @@ def group_traffic(layers, stream, gradients, tp, pp, dp, micro_batches):
 
 
 def plan_cluster(case):
-    """Fill the node with tp, let states and activations decide pp, and make the rest replicas."""
+    """Fill the node with tp, let memory decide pp, make the rest replicas."""
     layouts = {
-        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB; ZeRO-1 leaves 11, and nothing need be recomputed.
-        "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "zero": 1, "schedule": "interleaved", "virtual_stages": 5},
-        # 175B on 64: one replica on all of them. 64 micro-batches are 8 a stage; only the scores are recomputed.
+        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB; ZeRO-1
+        # leaves 11, and nothing need be recomputed.
+        "gpt-76b": {
+            "tp": 8,
+            "pp": 4,
+            "dp": 32,
+            "zero": 1,
+            "schedule": "interleaved",
+            "virtual_stages": 5,
+        },
+        # 175B on 64: one replica on all of them. 64 micro-batches are 8 a
+        # stage; only the scores are recomputed.
         "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-        # 405B: 2,048 sequences over 128 replicas are 16 micro-batches, one a stage, so the chunks must be many.
+        # 405B: 2,048 sequences over 128 replicas are 16 micro-batches, one a
+        # rank, so the stages on a rank must be many.
         "llama-405b": {
             "tp": 8,
             "pp": 16,
