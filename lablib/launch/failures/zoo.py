@@ -268,16 +268,17 @@ class Symptoms:
         rows = [("expected", self.expected["losses"], self.expected["norms"])]
         rows += [("all ranks", self.job_losses, self.job_norms)]
         rows += [(f"rank {r}", self.losses[r], self.norms[r]) for r in range(len(self.ended))]
-        lines += [f"  {who:10}loss {_row(losses)}   gradient norm {_row(norms)}" for who, losses, norms in rows]
+        lines += [f"  loss           {who:9}  {_row(losses)}" for who, losses, _ in rows]
+        lines += [f"  gradient norm  {who:9}  {_row(norms)}" for who, _, norms in rows]
         for r, ended in enumerate(self.ended):
             calls = self.calls[r]
-            first = ", ".join(f"{op} {size} B" for op, size in calls[:3])
+            first = ", ".join(f"{op} {size} B" for op, size in calls[:2])
             kept = f"; keeps {self.state_bytes[r]} B" if self.state_bytes[r] is not None else ""
             lines.append(f"  rank {r}: batches {self.batches[r]}")
             lines.append(
                 f"          FLOPs a step {self.flops[r][:1]}, first weights' norm {self.weight_norms[r]:.6f}{kept}"
             )
-            lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 3 else ''}")
+            lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 2 else ''}")
             if ended != "returned":
                 waits = f"{calls[-1][0]} {calls[-1][1]} B" if calls else "no collective"
                 lines.append(f"          waits for ever in {waits}: {ended}")

@@ -133,7 +133,7 @@ def compare_with(
     for name, (measured, told, scale) in found.items():
         what, unit = _ASKED[name]
         if name in yours.named():
-            predictions.compare(what, measured)
+            predictions.compare(what, measured, None if told is None else scale * told)
         said = "has no figures for this GPU" if told is None else f"says {scale * told:.4g} {unit}".rstrip()
         print(f"{what}: measured {measured:.4g} {unit}".rstrip() + f", lablib {said}")
 
