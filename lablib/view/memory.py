@@ -6,7 +6,7 @@ Every function takes numbers that `lablib.calc` computed, or that a run measured
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from math import log10
 
 from matplotlib.figure import Figure
@@ -75,10 +75,8 @@ def curves(
 ) -> Figure:
     """Draw named curves over one axis, with measured points on top where there are any."""
     fig, ax = figure(height=3.4)
-    dashes, seen = ("-", "--", ":", "-."), {}
-    for name, (y, role) in lines.items():
-        style = dashes[seen.setdefault(role, 0) % len(dashes)]
-        seen[role] += 1
+    dashes = ("-", "--", ":", "-.")
+    for (name, (y, role)), style in zip(lines.items(), cycle(dashes), strict=False):  # apart without colour too
         ax.plot(x, y, style, color=COLORS[role], label=name)
     for name, (px, py, role) in (points or {}).items():
         ax.plot(px, py, "o", color=COLORS[role], markersize=6, label=name)
