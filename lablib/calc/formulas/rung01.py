@@ -72,8 +72,7 @@ FORMULAS = (
     ),
     Formula(
         name="Parameters of a Llama",
-        tex=r"L\,(\underbrace{2hq + 2hk}_{\text{attention}} + \underbrace{3hf}_{\text{MLP}}"
-        r" + \underbrace{2h}_{\text{norms}}) + h + 2Vh",
+        tex=r"L\,(2hq + 2hk + 3hf + 2h) + h + 2Vh",
         symbols="L: blocks; h: hidden size; q, k: width of all query and all key heads; f: MLP width; V: vocabulary",
         label="eq-01-count",
         code="lablib.calc.params.count_params",
