@@ -1,15 +1,20 @@
 """Rung 06: the step's timeline, the choice of a wrapping, the page about FSDP1, and what its sentences say."""
 
+import inspect
 import itertools
 import random
+import re
 
 import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes, peak_unsharded_bytes
+from lablib.calc.torch_versions import PINNED, release
 from lablib.checks import rung06
 from lablib.checks.report import Wrong
 from lablib.checks.rung06 import World
-from tests.scripts import load
+from tests.scripts import ROOT, load
 
 SOLUTION = load("labs/solutions/rung06.py").choose_wrapping
 
@@ -210,3 +215,23 @@ def test_the_page_about_fsdp1_says_what_happens():
     assert "deprecated" in seen["NO_SHARD"].warning
     assert seen["mixed precision"].bytes["all_gather"] * 2 == seen["no policy"].bytes["all_gather"]
     assert (seen["wrapped by class"].parameters, seen["original parameters"].parameters) == (5, 39)
+
+
+# --- the chapter -------------------------------------------------------------------------------------------
+
+
+def test_the_dials_of_the_chapter_are_those_of_fsdp2():
+    text = next((ROOT / "book").glob("06_*.md")).read_text(encoding="utf-8")
+    table = text.split("## Every dial of FSDP2")[1].split("\n## ")[0]
+    named = set(re.findall(r"`((?:re)?set_\w+)`", table))
+    dials = {name for name in vars(FSDPModule) if name.startswith(("set_", "reset_"))}
+    assert len(named) > 14
+    if release(torch.__version__) == PINNED:
+        assert named <= dials
+    # What is left out needs a reason: hooks for other people's collectives, and what is deprecated or an event.
+    assert dials - named <= {
+        "set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook", "set_post_optim_event",
+        "set_reduce_scatter_divide_factor", "set_allocate_memory_from_process_group_for_comm",
+    }  # fmt: skip
+    arguments = inspect.signature(fully_shard).parameters
+    assert {"shard_placement_fn", "ignored_params"} <= set(arguments) & set(re.findall(r"`(\w+)`", table))

@@ -41,15 +41,17 @@ def layouts(pictures: Mapping[str, Sequence[Sequence[tuple[str, int | None]]]]) 
     return fig
 
 
-def gathered(curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str) -> Figure:
-    """Draw the unsharded parameters that a rank holds over a step, one stepped line per case."""
+def gathered(
+    curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, xlabel: str, what: str = "gathered"
+) -> Figure:
+    """Draw what a rank holds unsharded over a step, one stepped line per case."""
     fig, ax = figure(height=3.2)
     for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
         times, amounts = zip(*points, strict=True)
         ax.step(times, amounts, where="post", color=COLORS[role], linestyle=dash, label=name, linewidth=1.8)
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
-    ax.set(xlabel=xlabel, ylabel=f"gathered ({unit})")
+    ax.set(xlabel=xlabel, ylabel=f"{what} ({unit})")
     return with_legend(fig, 2)
 
 
@@ -61,14 +63,14 @@ def unit_size(
     computing: float,
     names: Mapping[int, str],
 ) -> Figure:
-    """Draw step time and gathered memory over the number of units, one above the other."""
+    """Draw step time and unsharded memory over the number of units, one above the other."""
     fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
     top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
     top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
     top.text(counts[0], computing, "computing alone", ha="left", va="bottom", fontsize=9)
     top.set(ylim=(0, 1.25 * max(seconds)), ylabel="step (s)")
     bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
-    bottom.set(ylim=(0, 1.1 * max(gigabytes)), ylabel="gathered (GB)", xlabel="units in the model", xscale="log")
+    bottom.set(ylim=(0, 1.1 * max(gigabytes)), ylabel="unsharded (GB)", xlabel="units in the model", xscale="log")
     bottom.set_xticks(counts, labels=[str(count) for count in counts])
     bottom.set_xticks([], minor=True)
     for count, text in names.items():

@@ -26,7 +26,9 @@ def units_by_size(model, least):
     def open_parameters(name, module):
         count = sum(p.numel() for p in module.parameters(recurse=False))
         for child_name, child in module.named_children():
-            count += open_parameters(f"{name}.{child_name}".lstrip("."), child)
+            count += open_parameters(
+                f"{name}.{child_name}".lstrip("."), child
+            )
         if name and count >= least and not isinstance(module, nn.ModuleList):
             units.append(name)
             return 0
@@ -56,19 +58,25 @@ def choose_wrapping(rules, budget):
         root, *rest = [unit.bytes for unit in units]
         moments = [
             root + 2 * root
-        ]  # the last copy: the root's gradients, and their buffer of 4 bytes a value
-        buffer = 0
+        ]  # last: the root's gradients and their buffer
+        buffer = 0  # of the last reduce-scatter
         for i in reversed(range(len(rest))):
-            before = rest[:i] if not reshard else rest[:i][-1:]  # kept since forward, or gathered ahead
-            there = (
-                root + root + sum(before) + rest[i]
-            )  # the root's weights and gradients, and this unit's gradients
-            moments.append(
-                there + rest[i] + buffer
-            )  # the unit's weights, and the buffer of the last reduce-scatter
+            weights = rest[i]
+            gradients = root + rest[i]
+            before = (
+                rest[:i] if not reshard else rest[:i][-1:]
+            )  # kept, or gathered ahead
+            there = root + sum(before) + gradients
+            moments.append(there + weights + buffer)  # its backward has ended
             buffer = 2 * rest[i]
-            moments.append(there + buffer)  # the weights are freed, the gradients are being copied
+            moments.append(
+                there + buffer
+            )  # its weights are freed, its gradients copied
         peak[rule] = max(moments)
         seconds[rule] = fsdp_step(units, reshard=reshard).seconds
     fits = [rule for rule in rules if peak[rule] <= budget]
-    return {"peak": peak, "seconds": seconds, "best": min(fits, key=seconds.get, default=None)}
+    return {
+        "peak": peak,
+        "seconds": seconds,
+        "best": min(fits, key=seconds.get, default=None),
+    }
