@@ -27,7 +27,9 @@ def sketch(sizes, gpus_per_node):
             del others[axis]
             alike.setdefault(tuple(others.values()), []).append(rank)
         groups[axis] = list(alike.values())
-        nodes = [{r // gpus_per_node for r in group} for group in groups[axis]]
+        nodes = [
+            {r // gpus_per_node for r in group} for group in groups[axis]
+        ]
         if max(map(len, nodes)) > 1:
             crossing.append(axis)
     return {"groups": groups, "crossing": crossing}
