@@ -18,7 +18,9 @@ def enter_columns(x, group):
 
         @staticmethod
         def backward(ctx, grad):
-            total = grad.clone()  # the path around the layer may still need grad
+            total = (
+                grad.clone()
+            )  # the path around the layer may still need grad
             dist.all_reduce(total, group=group)
             return total
 
@@ -43,15 +45,17 @@ def leave_rows(part, group):
 
 
 def split_mlp(x, up, up_bias, down, down_bias, group):
-    """Columns of the first matrix, rows of the second, and the last bias after the sum."""
+    """Columns of the first matrix, rows of the second; the last bias last."""
     width = len(up) // group.size()
     mine = slice(group.rank() * width, (group.rank() + 1) * width)
-    inner = torch.relu(F.linear(enter_columns(x, group), up[mine], up_bias[mine]))
+    inner = torch.relu(
+        F.linear(enter_columns(x, group), up[mine], up_bias[mine])
+    )
     return leave_rows(F.linear(inner, down[:, mine]), group) + down_bias
 
 
 def gather_tokens(part, group):
-    """All tokens; backward sums their gradients over the ranks and keeps this rank's."""
+    """All tokens; backward sums gradients over ranks and keeps its own."""
     t = group.size()
 
     class Gather(torch.autograd.Function):
@@ -59,7 +63,9 @@ def gather_tokens(part, group):
         def forward(ctx, part):
             stacked = part.new_empty(t * len(part), *part.shape[1:])
             all_gather(stacked, part.contiguous(), group=group)
-            return torch.cat(stacked.chunk(t), dim=1)  # the collective stacks along dim 0
+            return torch.cat(
+                stacked.chunk(t), dim=1
+            )  # the collective stacks along dim 0
 
         @staticmethod
         def backward(ctx, grad):
@@ -72,13 +78,15 @@ def gather_tokens(part, group):
 
 
 def scatter_tokens(partial, group):
-    """This rank's tokens of the sum; backward puts the gradients of all tokens together."""
+    """This rank's tokens of the sum; backward gathers all gradients."""
     t = group.size()
 
     class Scatter(torch.autograd.Function):
         @staticmethod
         def forward(ctx, partial):
-            pieces = torch.cat(partial.chunk(t, dim=1))  # the collective cuts along dim 0
+            pieces = torch.cat(
+                partial.chunk(t, dim=1)
+            )  # the collective cuts along dim 0
             mine = torch.empty_like(pieces.chunk(t)[0])
             reduce_scatter(mine, pieces, group=group)
             return mine
@@ -97,7 +105,9 @@ def split_qkv(num_heads, num_kv_heads, head_dim, tp):
     if num_heads % tp:
         raise ValueError(f"tp={tp} does not divide num_heads={num_heads}")
     if num_kv_heads % tp and tp % num_kv_heads:
-        raise ValueError(f"tp={tp} neither divides num_kv_heads={num_kv_heads} nor is a multiple of it")
+        raise ValueError(
+            f"tp={tp} and num_kv_heads={num_kv_heads} do not come out even"
+        )
     queries = num_heads // tp
     keys = max(1, num_kv_heads // tp)
     ranks = []
@@ -106,7 +116,9 @@ def split_qkv(num_heads, num_kv_heads, head_dim, tp):
         first_key = rank * num_kv_heads // tp
         ranks.append(
             (
-                range(first_query * head_dim, (first_query + queries) * head_dim),
+                range(
+                    first_query * head_dim, (first_query + queries) * head_dim
+                ),
                 range(first_key * head_dim, (first_key + keys) * head_dim),
             )
         )
@@ -114,7 +126,7 @@ def split_qkv(num_heads, num_kv_heads, head_dim, tp):
 
 
 def cross_entropy(logits, targets, first, group):
-    """A maximum, a sum of exponentials and the target's logit, each reduced over the ranks."""
+    """A maximum, a sum of exponentials, the target's logit: all reduced."""
     highest = logits.detach().amax(-1)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     shifted = logits - highest.unsqueeze(-1)

@@ -5,21 +5,26 @@
     orders          wrappers in every order: which work, and what the others do
     pipeline_runs   schedules on real ranks, timed
     torch_schedules PyTorch's own schedules on the same stages
+    tp_plan         PyTorch's plan of tensor parallelism for a Llama
 
-Read `composition` first. Chapters 04 and 07.
+Read `composition` first. Chapters 03, 04 and 07.
 """
 
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
 from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
 from lablib.launch.layouts.torch_schedules import TORCH_SCHEDULES, torch_pipeline, torch_step
+from lablib.launch.layouts.tp_plan import block_plan, ends_plan, split_by_plan
 
 __all__ = [
     "TORCH_SCHEDULES",
+    "block_plan",
+    "ends_plan",
     "measured_times",
     "microbatch_windows",
     "predicted_peaks",
     "run_miniature",
+    "split_by_plan",
     "torch_pipeline",
     "torch_step",
     "try_orders",
