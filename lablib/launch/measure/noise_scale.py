@@ -14,14 +14,14 @@ Chapter: book/11_practical_fsdp.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from lablib.calc.runs import NoiseScale, noise_scale
+if TYPE_CHECKING:
+    from lablib.calc.runs import NoiseScale
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -45,13 +45,19 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
+def _is_fsdp2(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule  # takes a second, in every rank of every check and lab
+
+    return isinstance(model, FSDPModule)
+
+
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def between_ranks(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[float, float]:
     """Return |G_b|², the mean over ranks, and |G_B|² of a step of replicas; the mean gradient stays in `p.grad`."""
-    if isinstance(model, FSDPModule):
+    if _is_fsdp2(model):
         raise ValueError("FSDP2 averages gradients over ranks before anybody sees them; use between_micro_batches")
     model.zero_grad()
     loss_of(model, batch).backward()
@@ -102,7 +108,7 @@ def measure_noise_scale(
         steps: For each step this rank's micro-batches, equally many each time.
     """
     small, big, counts = [], [], set()
-    sharded = isinstance(model, FSDPModule)
+    sharded = _is_fsdp2(model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for batches in steps:
         counts.add(len(batches))
@@ -120,4 +126,6 @@ def measure_noise_scale(
     by_micro_batch = sharded or ranks == 1
     batch_small = examples * ranks if by_micro_batch else examples
     times = counts.pop() if by_micro_batch else ranks
+    from lablib.calc.runs import noise_scale  # every rank loads this module, and the door of runs is wide
+
     return noise_scale(small, big, batch_small=batch_small, batch_big=times * batch_small)

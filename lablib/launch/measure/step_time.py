@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lablib.calc.runs import Trace, parse_trace
 from lablib.launch.ranks import rank_mesh, run_ranks
 from lablib.toys.data_parallel import BucketedDDP, OverlappedDDP
+
+if TYPE_CHECKING:
+    from lablib.calc.runs import Trace
 
 #: What is timed, in the order of one round.
 MODES = ("compute", "communication", "after backward", "overlapped")
@@ -206,6 +208,8 @@ def record_trace(
         place.mkdir(parents=True, exist_ok=True)
         file = place / f"rank{rank}.json"
         profiler.export_chrome_trace(str(file))
+        from lablib.calc.runs import parse_trace  # every rank loads this module, and few read traces
+
         return parse_trace(file, rank)
 
 
