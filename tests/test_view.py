@@ -257,10 +257,6 @@ FIGURES = {
     ),
     "sharding": (lambda: zero.sharding([8, 4, 4], [0, 1, 0], 2), {}),
     "stage_times": (lambda: zero.stage_times({"stage 1": [3, 1, 2], "stage 2": [5, 4, 9]}), {"widths": [2, 5]}),
-    "offload_curves": (
-        lambda: zero.offload_curves([2048, 4096], {"PCIe": [0.3, 0.5]}, xlabel="tokens"),
-        {"y": [[30, 50]], "labels": {"tokens"}},
-    ),
 }  # fmt: skip
 
 
@@ -292,7 +288,7 @@ def test_a_figure_shows_what_it_is_given(name):
 #: Units, by figure: a word that one of its labels must have.
 UNITS = {
     "fit_and_residuals": "%", "all_reduce_curves": "ms", "hiding_curves": "tokens", "bucket_curve": "MiB",
-    "gathered": "GB", "offload_curves": "%", "stage_times": "ms", "efficiency_over_links": "%",
+    "gathered": "GB", "stage_times": "ms", "efficiency_over_links": "%",
 }  # fmt: skip
 
 

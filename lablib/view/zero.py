@@ -127,14 +127,3 @@ def stage_times(milliseconds: Mapping[str, Sequence[float]]) -> Figure:
     name_rows(ax, milliseconds)
     ax.set_xlabel("one step (ms)")
     return fig
-
-
-def offload_curves(tokens: Sequence[float], efficiencies: Mapping[str, Sequence[float]], *, xlabel: str) -> Figure:
-    """Draw the share of a step in which the device computes, over the tokens of a step, one line per case."""
-    fig, ax = figure(height=3.4)
-    for (name, values), role, dash in zip(efficiencies.items(), _HUES, _DASHES, strict=False):
-        ax.plot(tokens, [100 * value for value in values], dash, color=COLORS[role], label=name)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(tokens[::2], labels=[f"{n / 1024:g}K" for n in tokens[::2]])
-    ax.set(ylim=(0, 104), xlabel=xlabel, ylabel="device computes (% of the step)")
-    return with_legend(fig, 1)
