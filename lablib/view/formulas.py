@@ -11,13 +11,13 @@ from lablib.calc.runs import STUDY_MINUTES, hours_text
 def rung_card(rung: str) -> Markdown:
     """Return the minutes of a rung and its formulas, each with a link to its derivation."""
     chapter, lab = (hours_text(minutes) for minutes in STUDY_MINUTES[rung])
-    rows = [f"| {each.name} | ${each.tex}$ | {_derived(each)} |" for each in FORMULAS[rung]]
+    rows = [f"| {each.name} | $\\displaystyle {each.tex}$ | {_derived(each)} |" for each in FORMULAS[rung]]
     return Markdown(
         "\n".join(
             [
                 f"**Time.** {chapter} for the chapter, {lab} for the lab.",
                 "",
-                "| formulas of this rung | | derived |",
+                "| of this rung | formula | derived |",
                 "|---|---|---|",
                 *rows,
             ]
