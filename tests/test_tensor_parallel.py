@@ -240,6 +240,81 @@ def test_equal_to_dtensor(ranks, variant, seed):
                 assert ours[op] == theirs[op] == 4
 
 
+# PyTorch's plan for the whole model, which the chapter shows
+
+
+def by_plan() -> tuple[dict[str, float], Counter]:
+    """Return how far loss, gradients and gradient norm are from one process, and what was called."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from lablib.launch.layouts import split_by_plan
+    from lablib.launch.ranks import rank_mesh
+
+    torch.manual_seed(3)
+    config = tiny_config("llama", num_layers=2, hidden=24, num_heads=8, num_kv_heads=4, head_dim=4, vocab=64)
+    alone, tokens = Transformer(config), torch.randint(0, config.vocab, (2, 13))
+    split = split_by_plan(copy.deepcopy(alone), rank_mesh(dist.get_world_size(), names=("tp",)))
+    truth = alone.loss(tokens)
+    truth.backward()
+    with record_comms() as log, loss_parallel():
+        loss = F.cross_entropy(split(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+    pairs = zip(split.parameters(), alone.parameters(), strict=True)
+    norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9) for model in (split, alone)]
+    return {
+        "loss": abs(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss) - truth.item()),
+        "gradients": max(far(p.grad.full_tensor(), q.grad) for p, q in pairs),
+        "norm": abs(norms[0].full_tensor().item() - norms[1].item()),
+    }, log.calls
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_plan_of_the_chapter_is_one_process_split(ranks):
+    for found, calls in on_ranks(by_plan, ranks):
+        assert {name: gap for name, gap in found.items() if gap > TOLERANCE} == {}
+        # Four of each a layer, and two for the ends; the loss has a maximum and two sums.
+        assert calls == {"all_gather": 10, "reduce_scatter": 10, "all_reduce": 3}
+
+
+def played() -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Split two layers over four ranks that are values of one tensor: nothing is started and nothing is sent."""
+    from importlib import import_module
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from lablib.launch.torch_private import FakeStore
+
+    try:
+        mode = import_module("torch.distributed._local_tensor").LocalTensorMode
+    except (ImportError, AttributeError):
+        return None
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    torch.manual_seed(5)
+    whole = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+    x = torch.randn(3, 6)
+    truth = whole(x)
+    with mode(4):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        split = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (4,)), plan)
+        y, weight = split(x) + 0, split[0].weight.to_local()
+    parts = whole[0].weight.detach().chunk(4)
+    return [
+        pair
+        for rank in range(4)
+        for pair in ((y._local_tensors[rank], truth), (weight._local_tensors[rank], parts[rank]))
+    ]
+
+
+def test_a_plan_on_ranks_that_one_process_plays():
+    (pairs,) = run_ranks(played, 1)
+    if pairs is None:
+        pytest.skip("this PyTorch has no LocalTensorMode")
+    assert len(pairs) == 8
+    assert max(far(*pair) for pair in pairs) < 1e-6
+
+
 # What is sent
 
 

@@ -1,0 +1,47 @@
+"""What the checks of rung 03 say where an answer fails or waits on its ranks: one sentence, no traceback, no hang."""
+
+import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lablib.checks import rung03
+
+
+def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(rung03, "PATIENCE", 1.5)
+
+    def only_rank_0_calls(part, group):
+        if group.rank() == 0:
+            dist.all_reduce(part, group=group)
+        return part * 1.0
+
+    verdict = rung03.leave_rows(only_rank_0_calls)
+    assert verdict.status == "wrong"
+    assert "rank 0 had not come back: a collective waits until every rank" in verdict.message
+
+
+def test_an_error_on_a_rank_is_one_sentence():
+    def wrong_dim(x, up, up_bias, down, down_bias, group):
+        mine = slice(0, x.shape[-1] // 2)
+        return F.linear(x, up[:, mine])
+
+    verdict = rung03.split_mlp(wrong_dim)
+    assert verdict.status == "wrong"
+    assert verdict.message.startswith("Your answer stopped on rank ")
+    assert "\n" not in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (lambda heads, kv, d, tp: None, "should be a list"),
+        (lambda heads, kv, d, tp: [range(d)] * tp, "needs a pair"),
+        (lambda heads, kv, d, tp: [(0.5, 1)] * tp, "should be a list"),
+        (lambda heads, kv, d, tp: [([0.5], [1])] * tp, "should be a whole number"),
+        (lambda heads, kv, d, tp: [(range(d), range(d))] * (tp - 1), "one pair of ranges for each"),
+    ],
+)
+def test_heads_in_another_form_are_told_so(rows, said):
+    verdict = rung03.split_qkv(rows)
+    assert verdict.status == "wrong"
+    assert said in verdict.message
