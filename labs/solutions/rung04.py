@@ -6,11 +6,12 @@ from __future__ import annotations
 def bubbles(p, m, v):
     """Each rank works m (F + B) and waits (p - 1)(F + B)/v."""
     idle, ideal = (p - 1) / v, m
-    return {"over_ideal": idle / ideal, "over_total": idle / (ideal + idle)}
+    total = ideal + idle
+    return {"over_ideal": idle / ideal, "over_total": idle / total}
 
 
 def in_flight(name, p, m, v):
-    """Warm-up forwards and one more, never more than there are."""
+    """Warm-up forwards and one more, if there are as many."""
     if name == "naive":
         return [1] * p
     if name == "gpipe":
@@ -48,7 +49,7 @@ def beat_1f1b(p, m):
 
 
 def match_zb_h1(p, m):
-    """ZB-H1: on rank i weight halves come i micro-batches late."""
+    """ZB-H1: on rank i weight halves i micro-batches late."""
     rows = []
     for i, row in enumerate(one_f_one_b_schedule(p, m)):
         steps, late = [], 0

@@ -7,7 +7,6 @@ runs[0].gradients       # of the weights on this rank, to be held to those of on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,13 +41,13 @@ class TorchRun(NamedTuple):
     losses: list[float]  # of the micro-batches, on the rank of the last stage; empty elsewhere
 
 
-def torch_pipeline(name: str, modules: Sequence[nn.Module], m: int, loss):
+def torch_pipeline(name: str, modules: list[nn.Module], m: int, loss):
     """Return PyTorch's schedule over the stages of this rank.
 
     Args:
         modules: All stages of the model, in order of depth.
         m: Micro-batches of a step.
-        loss: Takes the last stage's output and a micro-batch's target.
+        loss: Of the last stage's output and a micro-batch's target.
     """
     rank, p, n = dist.get_rank(), dist.get_world_size(), len(modules)
     cls, cpu = get_schedule_class(name), torch.device("cpu")
