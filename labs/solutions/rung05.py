@@ -8,7 +8,7 @@ from lablib.toys.torch_names import all_gather, reduce_scatter
 
 
 def state_bytes(params, ranks, stage):
-    """Weights, gradients and optimizer state of one rank; a shard is rounded up, since padding is held too."""
+    """Bytes of one rank; a shard is rounded up, since padding is held too."""
     own = -(-params // ranks)
     return {
         "weights": 2 * (own if stage >= 3 else params),
@@ -29,7 +29,7 @@ def zero2_step(weights, gradient, momentum, lr):
 
 
 def zero3_step(layers, x, gather, release, forward, backward, scatter):
-    """Gather before use, release after use, in forward and again in backward."""
+    """Gather before use, release after it, in forward and in backward."""
     inputs = []
     for k in range(layers):
         weights = gather(k)
@@ -47,17 +47,27 @@ def zero3_step(layers, x, gather, release, forward, backward, scatter):
 
 
 def zero_tradeoffs(params, ranks, sequences, activations, budget):
-    """Bytes held and sent in every stage, with the largest micro-batches that fit, and the stage that sends least."""
+    """What every stage holds and sends with the largest micro-batches."""
     own, once = -(-params // ranks), 2 * params * (ranks - 1) / ranks
-    held = [16 * params, 4 * params + 12 * own, 2 * params + 14 * own, 16 * own]
+    held = [
+        16 * params,
+        4 * params + 12 * own,
+        2 * params + 14 * own,
+        16 * own,
+    ]
     micro_batches, sent = [None] * 4, [None] * 4
     for stage in range(4):
         fit = (budget - held[stage]) // activations
         if fit < 1:
             continue
         m = micro_batches[stage] = -(-(sequences // ranks) // fit)
-        # Full gradients are reduced once a step, and full weights are gathered once.
+        # Full gradients are reduced once a step, full weights gathered once.
         sent[stage] = once * (2, 2, m + 1, 3 * m)[stage]
     fits = [stage for stage in range(4) if sent[stage] is not None]
     best = min(fits, key=lambda stage: sent[stage], default=None)
-    return {"held": held, "micro_batches": micro_batches, "sent": sent, "best": best}
+    return {
+        "held": held,
+        "micro_batches": micro_batches,
+        "sent": sent,
+        "best": best,
+    }

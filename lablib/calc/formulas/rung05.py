@@ -98,14 +98,6 @@ FORMULAS = (
         example=_hidden,
     ),
     Formula(
-        name="Micro-batches of a step in a stage",
-        tex=r"m = \left\lceil \frac{B/N}{\lfloor (\text{budget} - \text{held}) / A_1 \rfloor} \right\rceil",
-        symbols="B: sequences of all N ranks in a step; A_1: bytes of activations of one sequence; held: bytes of states",
-        label="eq-05-micro-batches",
-        code="lablib.calc.parallel.zero_choices",
-        example=_micro_batches,
-    ),
-    Formula(
         name="Share of the time that a device computes while data is moved, without overlap",
         tex=r"\frac{\text{ait}\, W}{\text{ait}\, W + F}",
         symbols="ait: FLOPs per byte moved; W: bytes per second; F: FLOP/s of the device",
@@ -115,5 +107,13 @@ FORMULAS = (
             f"{offload_efficiency(job.seq * job.micro_batch, 25e9, 0.4 * job.gpu.peak()):.0%} "
             f"with weights over 25 GB/s, {job.params / 1e9:.0f}B"
         ),
+    ),
+    Formula(
+        name="Micro-batches of a step in a stage",
+        tex=r"m = \left\lceil \frac{B/N}{\lfloor (\text{budget} - \text{held}) / A_1 \rfloor} \right\rceil",
+        symbols="B: sequences of all N ranks in a step; A_1: bytes of activations of one sequence; held: bytes of states",
+        label="eq-05-micro-batches",
+        code="lablib.calc.parallel.zero_choices",
+        example=_micro_batches,
     ),
 )
