@@ -16,6 +16,14 @@ def _places(taken, batch):
 
 
 class next_samples:
+    def never_ends(epoch_order, count, taken, batch, rank, ranks):
+        """Looks for the sample that it has already, epoch after epoch."""
+        found, epoch = [], 0
+        while len(found) < batch or epoch >= 0:
+            found += epoch_order(epoch)
+            epoch += 1
+        return found
+
     def its_own_seed(epoch_order, count, taken, batch, rank, ranks):
         """Every rank shuffles for itself: it takes the order of another epoch."""
         return [epoch_order(p // count + rank)[p % count] for p in _places(taken, batch)][rank::ranks]
@@ -376,6 +384,10 @@ class diagnose:
 
 
 class audit_mfu:
+    def in_percent(report):
+        right, name = _audit(report)
+        return 100 * right, name
+
     def takes_the_sparse_peak(report):
         return _audit(report, peak="sparse_peak")
 
@@ -460,3 +472,18 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)
+#: What the learner reads of some of them.
+SENTENCES = {
+    "never_ends": "your loop does not end",
+    "in_percent": "That is in percent",
+    "of_one_gpu": "divide by the peak of all of them",
+    "forward_alone": "Backward takes twice the FLOPs of forward",
+    "six_nd": "'attention left out'",
+    "padding_is_work_too": "'padding counted'",
+    "takes_the_sparse_peak": "'sparse peak'",
+    "begins_again": "begins again at its first sample",
+    "believes_the_loader": "trains on the same batch numbers twice",
+    "never_compares_the_halves": "drawn with the same norm",
+    "loses_the_whole_interval": "half an interval on average",
+    "hours_for_seconds": "is in hours",
+}

@@ -31,11 +31,18 @@ __all__ = ["audit_mfu", "checkpoint_every", "diagnose", "next_samples", "noise_s
 
 Order = Callable[[int], list[int]]
 
+#: A run of some steps asks for a few epochs, or at most for one a sample.
+_MOST_EPOCHS = 20_000
+
 
 def _orders(dice: random.Random, count: int) -> Order:
-    seed = dice.random()
+    seed, asked = dice.random(), 0
 
     def epoch_order(epoch: int) -> list[int]:
+        nonlocal asked
+        asked += 1
+        if asked > _MOST_EPOCHS:
+            raise Wrong(f"epoch_order was called {_MOST_EPOCHS:,} times in one run: your loop does not end.")
         samples = list(range(count))
         random.Random(f"{seed} {whole(epoch, 'The number of an epoch')}").shuffle(samples)
         return samples
@@ -400,6 +407,14 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
         )
         if not close(got, claims[HONEST], rel=1e-6):
             slip = next((name for name, claim in claims.items() if close(got, claim, rel=1e-6)), None)
+            other = {
+                100 * claims[HONEST]: "That is in percent; an MFU is a share, from 0 to 1",
+                report["gpus"] * claims[HONEST]: "Tokens are of all GPUs, so divide by the peak of all of them",
+                claims[HONEST] / 3: "Backward takes twice the FLOPs of forward: 6N and 12Lhs count all three",
+            }
+            for value, said_of_it in other.items():
+                if close(got, value, rel=1e-6):
+                    raise Wrong(f"{said_of_it} ({case}).")
             if slip:
                 raise Wrong(f"Your own MFU has the mistake {slip!r}: {_SAID[slip]} ({case}).")
             raise Wrong(f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense "
@@ -480,7 +495,7 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
     if not isinstance(found, dict) or set(found) != set(_KEYS):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
     lost = found["lost"]
-    if not isinstance(lost, dict) or set(lost) != set(_PARTS):
+    if not isinstance(lost, dict) or not set(lost) >= set(_PARTS) or any(lost[key] for key in set(lost) - set(_PARTS)):
         raise Wrong(f"`lost` is a dictionary of seconds with the keys {', '.join(_PARTS)}.")
     loss = scaling_loss([[alone]], [list(ranks)], scaling=scaling)
     told = f"{scaling}, one rank {alone['seconds']:.3g} s, {len(ranks)} ranks {loss.seconds:.3g} s"
@@ -491,6 +506,8 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
     if not close(found["efficiency"], faster / n, rel=1e-9):
         if close(found["efficiency"], faster, rel=1e-9):
             raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
+        if close(found["efficiency"], 100 * faster / n, rel=1e-9):
+            raise Wrong(f"That is in percent; an efficiency of 1 is perfect ({told}).")
         raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
     for part in _PARTS:
         # Parts are differences of seconds: rounding is measured against the step, not against the part.
