@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -355,6 +355,8 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     cases = _situations(random.Random(seed), 250)
     for case in cases:
         got, truth = _asked(answer, *case), _truth(case)
+        if isinstance(got, Mapping):
+            got = [failure for failure, breaks in got.items() if breaks]
         if (
             not isinstance(got, Iterable)
             or isinstance(got, str)
