@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def coordinates(rank, sizes):
-    """Digits of the rank's number, the first axis being the last digit."""
+    """Digits of the rank's number, the first axis changing fastest."""
     at = {}
     for axis, size in sizes.items():
         rank, at[axis] = divmod(rank, size)
@@ -27,30 +27,29 @@ def sketch(sizes, gpus_per_node):
             del others[axis]
             alike.setdefault(tuple(others.values()), []).append(rank)
         groups[axis] = list(alike.values())
-        nodes = [
-            {r // gpus_per_node for r in group} for group in groups[axis]
-        ]
-        if max(map(len, nodes)) > 1:
-            crossing.append(axis)
+        for group in groups[axis]:
+            nodes = {rank // gpus_per_node for rank in group}
+            if len(nodes) > 1 and axis not in crossing:
+                crossing.append(axis)
     return {"groups": groups, "crossing": crossing}
 
 
 def group_traffic(layers, stream, gradients, tp, pp, dp, micro_batches):
-    """Bytes that a rank of a middle stage sends in a step, on rings."""
-    of_my_stage = layers // pp
+    """Bytes of a rank in the middle of the pipeline, on rings."""
+    passes = layers // pp * micro_batches
     held = gradients / (tp * pp)
     return {
-        "tp": 4 * of_my_stage * micro_batches * 2 * (tp - 1) / tp * stream,
+        "tp": 4 * passes * 2 * (tp - 1) / tp * stream,
         "pp": 2 * micro_batches * stream if pp > 1 else 0,
         "dp": 2 * (dp - 1) / dp * held,
     }
 
 
 def plan_cluster(case):
-    """Fill the node with tp, let memory decide pp, make the rest replicas."""
+    """Fill the node with tp, let memory decide pp, replicate the rest."""
     layouts = {
-        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB; ZeRO-1
-        # leaves 11, and nothing need be recomputed.
+        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB;
+        # ZeRO-1 leaves 11, and nothing need be recomputed.
         "gpt-76b": {
             "tp": 8,
             "pp": 4,
@@ -59,11 +58,11 @@ def plan_cluster(case):
             "schedule": "interleaved",
             "virtual_stages": 5,
         },
-        # 175B on 64: one replica on all of them. 64 micro-batches are 8 a
-        # stage; only the scores are recomputed.
+        # 175B on 64: one replica on all of them. 64 micro-batches
+        # are 8 a rank; only the scores are recomputed.
         "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-        # 405B: 2,048 sequences over 128 replicas are 16 micro-batches, one a
-        # rank, so the stages on a rank must be many.
+        # 405B: 2,048 sequences over 128 replicas are 16
+        # micro-batches, one a rank, so each rank has many stages.
         "llama-405b": {
             "tp": 8,
             "pp": 16,
