@@ -34,7 +34,7 @@ def _micro_batches(job: Job) -> str:
 
 FORMULAS = (
     Formula(
-        name="Bytes of states on a rank, stage 1",
+        name="Bytes of states, stage 1",
         tex=r"\psi\left(4 + \frac{12}{N}\right)",
         symbols=_PSI,
         label="eq-05-states",
@@ -42,7 +42,7 @@ FORMULAS = (
         example=lambda job: _held(job, 1),
     ),
     Formula(
-        name="Bytes of states on a rank, stage 2",
+        name="Bytes of states, stage 2",
         tex=r"\psi\left(2 + \frac{14}{N}\right)",
         symbols=_PSI,
         label="eq-05-states",
@@ -50,7 +50,7 @@ FORMULAS = (
         example=lambda job: _held(job, 2),
     ),
     Formula(
-        name="Bytes of states on a rank, stage 3",
+        name="Bytes of states, stage 3",
         tex=r"\frac{16\,\psi}{N}",
         symbols=_PSI,
         label="eq-05-states",
@@ -58,7 +58,7 @@ FORMULAS = (
         example=lambda job: _held(job, 3),
     ),
     Formula(
-        name="Bytes of states on a rank, stage 1 with fp32 gradients (Megatron)",
+        name="Bytes of states, stage 1 with fp32 gradients (Megatron)",
         tex=r"\psi\left(6 + \frac{12}{N}\right)",
         symbols=_PSI,
         label="eq-05-fp32-gradients",
@@ -66,7 +66,7 @@ FORMULAS = (
         example=lambda job: _held(job, 1, "mixed-bf16-fp32-grads"),
     ),
     Formula(
-        name="Values that a rank sends in a step, DDP and stage 1",
+        name="Values sent in a step, DDP and stage 1",
         tex=r"2\,\psi\,\frac{N-1}{N}",
         symbols=_PSI,
         label="eq-05-sent",
@@ -74,7 +74,7 @@ FORMULAS = (
         example=lambda job: _sent(job, 1),
     ),
     Formula(
-        name="Values that a rank sends in a step, stage 2",
+        name="Values sent in a step, stage 2",
         tex=r"(m + 1)\,\psi\,\frac{N-1}{N}",
         symbols=f"{_PSI}; m: micro-batches in a step",
         label="eq-05-sent",
@@ -82,7 +82,7 @@ FORMULAS = (
         example=lambda job: _sent(job, 2),
     ),
     Formula(
-        name="Values that a rank sends in a step, stage 3",
+        name="Values sent in a step, stage 3",
         tex=r"3m\,\psi\,\frac{N-1}{N}",
         symbols=f"{_PSI}; m: micro-batches in a step",
         label="eq-05-sent",
@@ -90,7 +90,7 @@ FORMULAS = (
         example=lambda job: _sent(job, 3),
     ),
     Formula(
-        name="Tokens of a rank that hide the traffic of DDP or stage 3",
+        name="Tokens of a rank that hide the traffic",
         tex=r"\frac{F}{W}\cdot\frac{N-1}{N}",
         symbols="F: FLOP/s that a rank reaches; W: bytes per second out of it, per direction; N: data-parallel ranks",
         label="eq-05-hide",
@@ -98,7 +98,7 @@ FORMULAS = (
         example=_hidden,
     ),
     Formula(
-        name="Share of the time that a device computes while data is moved, without overlap",
+        name="Efficiency of offload, without overlap",
         tex=r"\frac{\text{ait}\, W}{\text{ait}\, W + F}",
         symbols="ait: FLOPs per byte moved; W: bytes per second; F: FLOP/s of the device",
         label="eq-05-efficiency",
@@ -110,8 +110,9 @@ FORMULAS = (
     ),
     Formula(
         name="Micro-batches of a step in a stage",
-        tex=r"m = \left\lceil \frac{B/N}{\lfloor (\text{budget} - \text{held}) / A_1 \rfloor} \right\rceil",
-        symbols="B: sequences of all N ranks in a step; A_1: bytes of activations of one sequence; held: bytes of states",
+        tex=r"m = \left\lceil \frac{B/N}{\lfloor R / A_1 \rfloor} \right\rceil",
+        symbols="B: sequences of all N ranks in a step; R: bytes of a device beside the states; A_1: bytes of activations of one "
+        "sequence",
         label="eq-05-micro-batches",
         code="lablib.calc.parallel.zero_choices",
         example=_micro_batches,
