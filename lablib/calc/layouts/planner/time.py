@@ -17,13 +17,14 @@ A `Workload` puts them together stage by stage, and `step_time` makes seconds of
     step       pipeline + exposed data parallelism + optimizer + log2(nodes) t_step
 
 Collectives of tp, cp and ep, and the sends of pp, wait for their result. Nothing hides them unless the framework cuts
-them and their products into pieces (`tp_hides`, `pp_hides`). Sequence parallelism that keeps only its shard of
-a product's input gathers it again in backward: 10bsh(t-1)/t a layer in place of 8. That gather runs behind the product
-for the input's gradient (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), so that the time counts 8. Data parallelism hides: stages 0 and 1 send gradients once
-a step, behind the last micro-batch's backward, and gather weights behind the first forward; stage 2 scatters gradients
-after every micro-batch, behind its backward; stage 3 gathers weights for forward and again for backward, and scatters
-gradients, behind each micro-batch. What is longer than the work that hides it is exposed. What is hidden is not free
-either: the kernels that send take multiprocessors and memory bandwidth from those that compute.
+them and their products into pieces (`tp_hides`, `pp_hides`). Sequence parallelism that keeps only its shard of a
+product's input gathers it again in backward: 10bsh(t-1)/t a layer in place of 8. That gather runs behind the product
+for the input's gradient (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), so that the time counts 8. Data
+parallelism hides: stages 0 and 1 send gradients once a step, behind the last micro-batch's backward, and gather weights
+behind the first forward; stage 2 scatters gradients after every micro-batch, behind its backward; stage 3 gathers
+weights for forward and again for backward, and scatters gradients, behind each micro-batch. What is longer than the
+work that hides it is exposed. What is hidden is not free either: the kernels that send take multiprocessors and memory
+bandwidth from those that compute.
 
 Bytes of a kernel are its reads and writes: a norm 2 accesses a value; dropout and residual 3; an activation function its
 inputs and output. Unfused attention writes, normalizes, drops and reads its scores: 6 accesses and a mask for every pair
