@@ -190,9 +190,10 @@ def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, g
     ):
         if _alike(moved, _LR * gradient):
             raise Wrong(f"{why}.")
-    shards = zip(moved.chunk(ranks), (_LR * mean).chunk(ranks), strict=True)
-    wrong = [rank for rank, (a, b) in enumerate(shards) if not _alike(a, b)]
-    if len(wrong) < ranks or any(_alike(moved.chunk(ranks)[0], _LR * part) for part in mean.chunk(ranks)[1:]):
+    starts, steps = start.chunk(ranks), (_LR * mean).chunk(ranks)
+    wrong = [rank for rank, part in enumerate(got.chunk(ranks)) if not _alike(part, starts[rank] - steps[rank])]
+    others = [a - b for a in starts for b in (*steps, torch.zeros_like(steps[0]))]
+    if all(any(_alike(got.chunk(ranks)[rank], other) for other in others) for rank in wrong):
         raise Wrong(
             f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r."
         )
