@@ -328,7 +328,7 @@ _CASES = [(2, (0, 1), False), (2, (1, 0), False), (3, (0, 2, 1), False), (3, (2,
 
 @check(
     idea="A name that others trust may appear only when everything under it is complete, and only a barrier tells you that.",
-    section="Checkpoints: torch.distributed.checkpoint",
+    section="Checkpoints: DCP, each rank writes its rows",
     line="Rank 0 renames the folder that all wrote aside, after a barrier that every rank reaches with its write behind it.",
 )
 def write_checkpoint(answer: Callable[..., None]) -> str:

@@ -30,7 +30,7 @@ def _backward(job: Job) -> str:
 
 
 def _root(job: Job) -> str:
-    return f"{3 * 2 * _units(job)[0] / GB:.1f} GB for a root with embedding and head"
+    return f"{3 * 2 * _units(job)[0] / GB:.1f} GB for the copy of a root with embedding and head"
 
 
 def _gather(job: Job) -> str:
@@ -45,7 +45,7 @@ def _hybrid(job: Job) -> str:
 FORMULAS = (
     Formula(
         name="Collectives of a step, units freed after forward",
-        tex=r"\text{all-gathers: } 1 + 2U, \qquad \text{reduce-scatters: } 1 + U",
+        tex=r"\text{all-gathers: } 1 + 2U,\; \text{reduce-scatters: } 1 + U",
         symbols="U: units beside the root",
         label="eq-06-collectives",
         code="lablib.calc.parallel.fsdp_traffic",
@@ -70,8 +70,8 @@ FORMULAS = (
         example=_forward,
     ),
     Formula(
-        name="Unsharded at most in the backward of a unit, gradients included",
-        tex=r"w_0 + g_0 + \max_{i\ge1}\,\max\bigl(2w_i + w_{i-1} + \rho w_{i+1},\; (1+\rho)\,w_i + w_{i-1}\bigr)",
+        name="Unsharded at most when a unit's backward ends",
+        tex=r"w_0 + g_0 + \max_{i\ge1}\,(2w_i + w_{i-1} + \rho w_{i+1})",
         symbols="w_i: bytes of unit i when gathered; g_0: bytes of the root's gradients so far; rho: bytes of a reduced value "
         "over those of a gathered one",
         label="eq-06-backward",
@@ -79,10 +79,11 @@ FORMULAS = (
         example=_backward,
     ),
     Formula(
-        name="Unsharded when the root is reduced",
-        tex=r"(1+\rho)\,w_0",
-        symbols="w_0: bytes of the root when gathered; rho: bytes of a reduced value over those of a gathered one",
-        label="eq-06-root",
+        name="Unsharded at most while gradients are copied",
+        tex=r"w_0 + g_0 + \max_{i\ge1}\,\bigl((1+\rho)w_i + w_{i-1}\bigr)",
+        symbols="w_i: bytes of unit i when gathered, alone for the root at the end; g_0: bytes of the root's gradients so far; "
+        "rho: bytes of a reduced value over those of a gathered one",
+        label="eq-06-copy",
         code="lablib.calc.parallel.peak_held_bytes",
         example=_root,
     ),
@@ -96,7 +97,7 @@ FORMULAS = (
     ),
     Formula(
         name="Bytes that a rank sends out of its node",
-        tex=r"\text{full: } 3M\,\frac{N-1}{N}, \qquad \text{hybrid: } 2M\,\frac{N-G}{NG}",
+        tex=r"\text{full: } 3M\,\frac{N-1}{N},\; \text{hybrid: } 2M\,\frac{N-G}{NG}",
         symbols="M: bytes of the weights; N: ranks; G: ranks of a node, which share the model",
         label="eq-06-hybrid",
         code="lablib.calc.communication.hybrid_shard_bytes",

@@ -17,6 +17,7 @@ compiler gets a block without FSDP's hooks; rung 07 runs the other orders and sa
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,7 +141,9 @@ class ShardReport:
             "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time, "
             f"{format_bytes(self.peak_held_bytes(), 'MB')} with gradients and all buffers",
         }
-        return "\n".join([*table, *(f"{name}: {text}" for name, text in facts.items()), *self.notes])
+        said = [*(f"{name}: {text}" for name, text in facts.items()), *self.notes]
+        # A page's column has some 72 characters.
+        return "\n".join([*table, *(textwrap.fill(text, 72, subsequent_indent="  ") for text in said)])
 
 
 def _kept(reshard: bool | int) -> str:
