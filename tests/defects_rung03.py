@@ -73,6 +73,15 @@ class enter_columns:
     def g_in_place_of_f(x, group):
         return reduce_from_tp(x, group)
 
+    def gathers_all_gradients(x, group):
+        """Right, for more bytes than a sum takes."""
+        return _Around.apply(x, group, _same, lambda grad, g: sum(_pieces_of_all(grad, g)))
+
+    def a_hook_on_x_itself(x, group):
+        """Sums the path around the layer too."""
+        x.register_hook(lambda grad: _summed(grad, group))
+        return x * 1
+
     def right(x, group):
         """No Function: a hook on a view of x."""
         entering = x.view_as(x)
@@ -80,10 +89,6 @@ class enter_columns:
         return entering
 
     def right_2(x, group):
-        """A value that is zero in forward, and carries a gradient that comes from all ranks."""
-        return _Around.apply(x, group, lambda x, g: x * 1, lambda grad, g: sum(_pieces_of_all(grad, g)))
-
-    def right_3(x, group):
         """A reduce-scatter and an all-gather are an all-reduce, for the same bytes."""
 
         def both(grad, g):
@@ -123,6 +128,11 @@ class leave_rows:
 
         return _Around.apply(part, group, forward, _same)
 
+    def fetches_every_part(part, group):
+        """Right, for more bytes than a sum takes."""
+        others = [p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank()]
+        return part + sum(others)
+
     def loses_autograd(part, group):
         return _summed(part, group)
 
@@ -134,11 +144,6 @@ class leave_rows:
         """In place: backward of the sum is nothing, so autograd need not know of it."""
         dist.all_reduce(part, group=group)
         return part
-
-    def right_3(part, group):
-        """Every part is fetched and added here."""
-        others = [p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank()]
-        return part + sum(others)
 
 
 def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True):
@@ -208,7 +213,7 @@ class split_mlp:
     def right_2(x, up, up_bias, down, down_bias, group):
         """Chunks; in-place g; f from a reduce-scatter and an all-gather; the bias added on rank 0 for its value."""
         t, r = group.size(), group.rank()
-        inner = F.relu(F.linear(enter_columns.right_3(x, group), up.chunk(t)[r], up_bias.chunk(t)[r]))
+        inner = F.relu(F.linear(enter_columns.right_2(x, group), up.chunk(t)[r], up_bias.chunk(t)[r]))
         part = F.linear(inner, down.chunk(t, dim=1)[r])
         dist.all_reduce(part, group=group)
         return torch.add(down_bias, part)

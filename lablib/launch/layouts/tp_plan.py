@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def block_plan() -> dict[str, ParallelStyle]:
-    """Return the plan of one block, with one gather before each half."""
+    """Return the plan of a block: a gather before each half."""
     tokens, full = Shard(1), Replicate()
     columns = ColwiseParallel()
     rows = RowwiseParallel(output_layouts=tokens)
