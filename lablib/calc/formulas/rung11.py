@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lablib.calc.communication import efficiency
+from lablib.calc.communication import efficiency, speedup
 from lablib.calc.flops import mfu, step_flops
 from lablib.calc.formulas.formula import Formula, Job
 from lablib.calc.runs import LLAMA3_FAILURES, lost_share, sqrt_rule, steps_needed, young_interval
@@ -37,10 +37,18 @@ def _rate(job: Job) -> str:
 
 FORMULAS = (
     Formula(
-        name="Efficiency of N ranks, weak scaling",
-        tex=r"S_{\text{weak}} = \frac{N\,T_1}{T_N}, \qquad S_{\text{strong}} = \frac{T_1}{T_N}, \qquad E = \frac{S}{N}",
-        symbols="T_N: seconds of a step on N ranks; S: speedup; E: efficiency",
+        name="Speedup, weak scaling",
+        tex=r"S_{\text{weak}} = \frac{N\,T_1}{T_N}",
+        symbols="T_N: seconds of a step on N ranks, each with the batch of one",
         label="eq-11-speedup",
+        code="lablib.calc.communication.speedup",
+        example=lambda job: f"{speedup(2.0, 2.2, job.ranks, scaling='weak'):.1f} where a step of 2.0 s takes 2.2 s",
+    ),
+    Formula(
+        name="Efficiency",
+        tex=r"E = \frac{S}{N}",
+        symbols="S: speedup, weak or strong; N: ranks",
+        label="eq-11-efficiency",
         code="lablib.calc.communication.efficiency",
         example=lambda job: f"{efficiency(2.0, 2.2, job.ranks, scaling='weak'):.0%} where a step of 2.0 s takes 2.2 s",
     ),
