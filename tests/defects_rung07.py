@@ -237,6 +237,11 @@ class group_traffic:
         }
         return {axis: round(value) for axis, value in exact.items()}
 
+    def right_in_single_precision(*case):
+        return {axis: np.float32(value) for axis, value in group_traffic.right(*case).items()}
+
+    in_gigabytes = lambda *case: {axis: value / 1e9 for axis, value in _with(case).items()}
+
     def right_of_numpy(layers, stream, gradients, tp, pp, dp, micro_batches):
         """All three at once: sizes, times and rings as arrays."""
         sizes = np.array([stream, stream, gradients / (tp * pp)], dtype=np.float64)
@@ -317,6 +322,7 @@ SENTENCES = {
     "layers_of_the_whole_model": "one part in 4 of the model",
     "tensor_parallelism_once_a_step": "for each of the 13",
     "the_pipeline_divided_by_tp": "sends the whole stream",
+    "in_gigabytes": "Return bytes, not GB",
     "activations_but_no_gradient_back": "their gradient back",
     "gradients_not_divided_by_tp": "tp divides them too",
     "three_tenths_too_much": "no usual mistake gives that number (tp=1, pp=1, dp=2",
