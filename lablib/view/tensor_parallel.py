@@ -32,7 +32,7 @@ def _matrix(ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequ
 
 
 def column_then_row(x: Matrix, up: Matrix, inner: Matrix, down: Matrix, partial: Sequence[Matrix]) -> Figure:
-    """Draw a column-parallel product, its inner values and a row-parallel product on the ranks that own them."""
+    """Draw a column-parallel product, what it leaves and a row-parallel product, on the ranks that own them."""
     ranks, width = len(partial), len(up[0])
     owner = [_RANKS[j * ranks // width] for j in range(width)]
     fig, ax = figure(height=3.1)
