@@ -138,7 +138,8 @@ def zero2_step(answer: Callable[..., None]) -> str:
             last = error.traceback.strip().splitlines()[-1]
             raise Wrong(f"Rank {error.rank} stopped: {last.rstrip('.')}.") from None
         except TimeoutError:
-            raise Wrong("The ranks wait for each other: all must issue the same collectives in the same order.") from None  # fmt: skip
+            raise Wrong("The ranks did not end: a loop waits for what never comes, or they wait for each other, which "
+                        "ends when all issue the same collectives in the same order.") from None  # fmt: skip
         if results[0]["stub"]:
             raise NotImplementedError
         _judge_step(results, ranks, width)
