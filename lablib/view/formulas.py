@@ -31,7 +31,7 @@ def formula_sheet(rung: str, model: str = "llama-3-8b") -> Markdown:
     blocks = []
     for each in FORMULAS[rung]:
         blocks += [
-            f"**{each.name}.** Derived as {_derived(each)} of {_chapter(each, rung)}.",
+            f"**{each.name}.** Derived as {_derived(each)}.",
             "",
             f"$${each.tex}$$",
             "",
@@ -41,9 +41,6 @@ def formula_sheet(rung: str, model: str = "llama-3-8b") -> Markdown:
     return Markdown("\n".join(blocks))
 
 
-def _chapter(formula: Formula, rung: str) -> str:
-    return f"[another page]({formula.page}.md)" if formula.page else f"rung {rung}"
-
-
 def _derived(formula: Formula) -> str:
-    return f"{{eq}}`{formula.label}`"
+    there = f" of [{formula.page.replace('_', ' ')}]({formula.page}.md)" if formula.page else ""
+    return f"{{eq}}`{formula.label}`{there}"
