@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lablib.calc.communication import data_parallel_bytes, hybrid_shard_bytes
 from lablib.calc.parallel import Unit, fsdp_traffic, gathered_timeline, padded, peak_held_bytes, peak_unsharded_bytes
@@ -201,6 +202,22 @@ def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
     assert found.most_gathered == found.report.peak_unsharded_bytes() < found.most_held
     if wrap == "none":  # all gradients, and all of them once more in the buffer of the reduce-scatter
         assert found.most_held == (2 + 4) * found.report.params
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="this torch keeps one buffer"
+)
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_more_buffers_of_reduce_scatters(buffers: int) -> None:
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        model.set_reduce_scatter_max_input_buffers(buffers)  # before the first forward, which reads it
+        return model.loss(tokens)
+
+    config = tiny_config("llama", hidden=16, ffn=48, num_layers=4, vocab=16)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    found = forecast(lambda: Transformer(config), world_size=RANKS, batch=1, seq=4, optimizer=sgd, loss=loss)
+    counted = peak_held_bytes(found.report.units, RANKS, scatter_buffers=buffers, torch=torch.__version__)
+    assert found.most_held == counted
 
 
 def test_unsharded_gradients_by_hand() -> None:
