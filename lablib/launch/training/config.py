@@ -95,7 +95,7 @@ class TrainConfig:
     seq: int = _option(128, "tokens in a sequence")
     lr: float = _option(1e-3, "peak learning rate")
     lr_final: float = _option(0.1, "learning rate of the last step, as a share of the peak")
-    lr_steps: int = _option(0, "steps of the schedule, if the run may be prolonged; 0 means --steps")
+    lr_steps: int = _option(0, "steps of the schedule, if the run may be extended; 0 means --steps")
     warmup: int = _option(0, "steps of the linear warm-up")
     weight_decay: float = _option(0.1, "of AdamW, on matrices")
     betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW")
