@@ -39,12 +39,20 @@ def _copies(job: Job) -> str:
 
 FORMULAS = (
     Formula(
-        name="Column-parallel and row-parallel",
-        tex=r"xA = [xA_0, \dots, xA_{t-1}] \qquad xA = \sum_r x_r A_r",
-        symbols="A split by outputs, or x and A by inputs; t: ranks",
-        label="eq-03-two-cuts",
+        name="Column-parallel: split outputs, side by side",
+        tex=r"xA = [xA_0, \dots, xA_{t-1}]",
+        symbols="A_r: (in, out/t), some columns of A; t: ranks",
+        label="eq-03-column",
         code="lablib.toys.tensor_parallel.layers.columns",
         example=lambda job: f"up of a layer: {job.config.ffn // job.tp:,} of {job.config.ffn:,} outputs on a rank",
+    ),
+    Formula(
+        name="Row-parallel: split inputs, summed",
+        tex=r"xA = \sum_r x_r A_r",
+        symbols="A_r: (in/t, out), some rows of A; x_r: the same columns of x",
+        label="eq-03-row",
+        code="lablib.toys.tensor_parallel.layers.RowParallelLinear",
+        example=lambda job: f"down of a layer: {job.config.ffn // job.tp:,} of {job.config.ffn:,} inputs on a rank",
     ),
     Formula(
         name="Ranks that hold a key head",
