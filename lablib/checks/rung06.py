@@ -67,13 +67,13 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
-        got, right = answer(*case), _counted(*case)
+        got, right = answer(case[0], list(case[1]), *case[2:]), _counted(*case)
         if not isinstance(got, Mapping) or set(got) != set(_COUNTS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
         for name in _COUNTS:
             if not close(got[name], right[name], rel=0):
                 _explain_count(name, float(got[name]), *case)
-    return f"{len(cases)} steps, message by message."
+    return f"{len(cases)} steps, collective by collective."
 
 
 def _explain_count(
@@ -460,15 +460,22 @@ def _held(
 def _gathered(sizes: list[int], reshard: bool) -> int:
     """Return the most bytes gathered in forward, which leave gradients out."""
     root, *rest = sizes
-    kept = [0 if reshard else sum(rest[: max(0, i - 1)]) for i in range(len(rest))]
+    kept = [0 if reshard else sum(rest[:i]) for i in range(len(rest))]
     copies = zip(kept, pairwise([root, *rest]), strict=True)
     return root + max((before + 2 * unit + last for before, (last, unit) in copies), default=root)
 
 
+_FORWARD = (
+    "That is what is gathered in forward. Backward holds more: gradients of a unit are unsharded until they are copied into "
+    "the buffer of their reduce-scatter."
+)
+
 #: What a learner's bytes may be instead, and what to say about it.
 _HELD_SLIPS: list[tuple[Callable[[list[int], bool], float], str]] = [
-    (_gathered, "That is what is gathered in forward. Backward holds more: gradients of a unit are unsharded until they "
-                "are copied into the buffer of their reduce-scatter."),
+    (_gathered, _FORWARD),
+    (lambda sizes, _: _gathered(sizes, True), _FORWARD),
+    (lambda sizes, _: sizes[0] + 2 * max(sizes[1:], default=0), "The root and two units are weights alone. Backward holds "
+                                                                "gradients too, and the buffers of their reduce-scatters."),
     (lambda sizes, _: sum(sizes), "Not all weights are unsharded at a time: the root is, and the unit that runs, and the "
                                   "one gathered ahead; and there are gradients and buffers."),
     (lambda sizes, _: 2 * sum(sizes), "Not all weights and gradients are unsharded at a time: a unit's gradients are "
@@ -601,16 +608,21 @@ def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> s
     """Judge `choose_wrapping(rules, budget)` on models by formula, then shard three real ones as it says."""
     cases = 0
     for rules, budget in _choice_cases(seed):
-        _judge_choice(answer(dict(rules), budget), rules, budget)
+        _judge_choice(_asked(answer, rules, budget), rules, budget)
         cases += 1
     told = []
     for name, (_, fitting) in _MODELS.items():
         rules = _real_rules(_real_model(name))
         budget = sorted(_right_choice(rules, 0)["peak"].values())[fitting - 1]
-        got = answer(dict(rules), budget)
+        got = _asked(answer, rules, budget)
         _judge_choice(got, rules, budget)
         told.append(_measured(name, str(got["best"]), budget))
     return f"{cases} models by formula. Played by PyTorch's tracker: {'; '.join(told)}."
+
+
+def _asked(answer: Callable[..., Any], rules: Mapping[str, Wrapping], budget: int) -> Any:
+    """Return an answer that may take its lists apart."""
+    return answer({rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
 
 
 def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> None:
@@ -624,10 +636,10 @@ def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> No
         if not all(close(mine[rule], truth, rel=1e-9) for rule, truth in right[key].items()):
             _explain_choice(key, mine, right[key], rules, slips)
     best, mine = right["best"], got["best"]
+    if mine is not None and not (isinstance(mine, str) and mine in rules):
+        raise Wrong(f"`best` is the name of a rule, or None, and not {mine!r}.")
     if mine in best or (mine is None and not best):
         return
-    if mine is not None and mine not in rules:
-        raise Wrong(f"`best` is the name of a rule, or None, and not {mine!r}.")
     if not best:
         raise Wrong(f"Nothing fits in {budget:,} bytes; then `best` is None.")
     if mine is None or right["peak"][mine] > budget:
