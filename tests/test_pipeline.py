@@ -356,7 +356,7 @@ def against_torch(seed: int) -> dict[str, float]:
         (Schedule1F1B, "1f1b", 1),
         (ScheduleInterleaved1F1B, "interleaved", 2),
     ):
-        m = 3 * p if v > 1 else p + 1  # of interleaving PyTorch wants a multiple of p
+        m = 3 * p if v > 1 else p + 1  # interleaved as Megatron has it wants a multiple of p
         plan = schedule(name, p, m, v)
         layers = [1 + (stage == 1) for stage in range(plan.num_stages)]
         model = awkward(draw, draw.choice(FAMILIES), layers=sum(layers), tied=False)
