@@ -202,7 +202,10 @@ def test_an_inline_number_uses_names_that_the_cells_of_its_page_bind(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
 def test_a_cell_that_shows_something_shows_its_code(path):
-    tags = re.findall(r"(?m)^:tags: \[(.*)\]$", path.read_text(encoding="utf-8"))
+    # The formulas at the head of a chapter name their functions themselves, in the sheet.
+    table = r":tags: \[remove-input\]\n(?:rung_card|formula_sheet)\(\"\d\d\"\)\n"
+    text = re.sub(table, "", path.read_text(encoding="utf-8"))
+    tags = re.findall(r"(?m)^:tags: \[(.*)\]$", text)
     assert {tag for tag in tags if "remove-input" in tag} <= {"remove-input, remove-output"}
 
 
