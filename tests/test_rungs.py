@@ -19,7 +19,7 @@ from lablib.checks.report import Wrong
 from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
 from lablib.checks.rung10 import World
 from lablib.toys.transformer import tiny_config
-from tests import defects_rung01, defects_rung10
+from tests import defects_rung01, defects_rung05, defects_rung10
 from tests.scripts import load
 
 # Rung 01: its checks agree with lablib's tables
@@ -94,6 +94,14 @@ def test_the_first_step_of_zero_2_is_explained(moved, said):
     mean = gradients[0].mean(0)
     with pytest.raises(Wrong, match=said):
         rung05._explain_step(start - moved(mean, rung05._LR), start, start - rung05._LR * mean, gradients)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 7])  # each draws a job in which stages 2 and 3 send the same
+def test_the_last_bits_of_an_answer_decide_no_tie(seed):
+    planted = defects_rung05.zero_tradeoffs
+    for right in (planted.right, planted.right_2, planted.right_3):
+        assert rung05.zero_tradeoffs(right, seed).status == "passed"
+    assert rung05.zero_tradeoffs(planted.lowest_that_fits, seed).status == "wrong"
 
 
 # Rung 07: its worked layouts do what their comments say

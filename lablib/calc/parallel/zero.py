@@ -152,7 +152,9 @@ def zero_choices(params: int, ranks: int, sequences: int, activations: int, budg
 def least_sent(choices: Sequence[StageChoice]) -> int | None:
     """Return the stage that fits and sends least, the lowest of several; None if none fits."""
     fit = [choice for choice in choices if choice.sent is not None]
-    return min(fit, key=lambda choice: choice.sent).stage if fit else None
+    # Equal sums of transfers may differ in the last bits.
+    least = min((choice.sent for choice in fit), default=0.0) * (1 + 1e-9)
+    return min((choice.stage for choice in fit if choice.sent <= least), default=None)
 
 
 def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
