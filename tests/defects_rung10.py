@@ -4,6 +4,11 @@
 
 import itertools
 import math
+from fractions import Fraction
+from statistics import fmean
+
+import numpy as np
+import torch
 
 from tests.planted import listed
 
@@ -102,6 +107,54 @@ class ring_all_reduce:
 
         travel(0)
 
+    def sums_returned(row, rank, ranks, exchange):
+        """Leaves `row` as it is, and returns the sums."""
+        mine = row.clone()
+        _ring(mine, rank, ranks, exchange)
+        return mine
+
+    def means(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange)
+        row /= ranks
+
+    def padded(row, rank, ranks, exchange):
+        """All chunks as long as the longest: more elements travel than there are."""
+        size = -(-row.numel() // ranks)
+        long = row.new_zeros(size * ranks)
+        long[: row.numel()] = row
+        _ring(long, rank, ranks, exchange)
+        row.copy_(long[: row.numel()])
+
+    def replaces_from_the_start(row, rank, ranks, exchange):
+        chunks = row.tensor_split(ranks)
+        for step in range(2 * (ranks - 1)):
+            goes, comes = chunks[(rank - step) % ranks].clone(), chunks[(rank - step - 1) % ranks]
+            exchange(goes, (rank + 1) % ranks, comes, (rank - 1) % ranks)
+
+    def passes_on_another_chunk(row, rank, ranks, exchange):
+        """Begins the all-gather with the chunk of its own number, which is complete on its left neighbour."""
+        _ring(row, rank, ranks, exchange, halves=(True, False))
+        chunks = row.tensor_split(ranks)
+        for step in range(ranks - 1):
+            goes, comes = chunks[(rank - step) % ranks], chunks[(rank - step - 1) % ranks]
+            exchange(goes, (rank + 1) % ranks, comes, (rank - 1) % ranks)
+
+    def never_stops(row, rank, ranks, exchange):
+        while ranks > 1:
+            _ring(row, rank, ranks, exchange)
+
+    def right_2(row, rank, ranks, exchange):
+        """Copies in place of views, one loop over both halves, and numpy's numbers."""
+        pieces = [piece.clone() for piece in row.tensor_split(ranks)]
+        held = np.int64(rank)
+        for step in range(2 * (ranks - 1)):
+            comes = (held - 1) % ranks
+            room = torch.empty_like(pieces[comes])
+            exchange(send=pieces[held], to=np.int64((rank + 1) % ranks), receive=room, source=(rank - 1) % ranks)
+            pieces[comes] = pieces[comes] + room if step < ranks - 1 else room
+            held = comes
+        row[:] = torch.cat(pieces)
+
 
 def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cross=None):
     levels = math.ceil(math.log2(ranks))
@@ -133,6 +186,48 @@ class choose_algorithm:
         """Takes the size where the ring's own two terms are equal for the crossover."""
         return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
 
+    def in_bits(size, ranks, bandwidth, latency):
+        return _choose(8 * size, ranks, bandwidth, latency)
+
+    def n_steps_in_each_half(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, ring=(2 * ranks, 2))
+
+    def levels_rounded_down(size, ranks, bandwidth, latency):
+        levels = max(1, math.floor(math.log2(ranks)))
+        return _choose(size, ranks, bandwidth, latency, tree=(2 * levels, 2 * levels))
+
+    def crossover_in_seconds_a_byte(size, ranks, bandwidth, latency):
+        right = _choose(size, ranks, bandwidth, latency)
+        return {**right, "crossover": right["crossover"] / bandwidth}
+
+    def crossover_below_zero(size, ranks, bandwidth, latency):
+        """Where the ring always wins, the two lines cross left of zero."""
+        levels, passes = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
+        cross = (2 * (ranks - 1) - 2 * levels) * latency * bandwidth / (2 * levels - passes)
+        return _choose(size, ranks, bandwidth, latency, cross=cross if cross > 0 else -float(ranks))
+
+    def waits_for_the_times_to_meet(size, ranks, bandwidth, latency):
+        bound = 0
+        while _choose(size, ranks, bandwidth, latency)["ring"] > 0:
+            bound += 1
+        return bound
+
+    def right_2(size, ranks, bandwidth, latency):
+        """Exact fractions, in numpy's numbers; the crossover is a whole number of bytes."""
+        alpha, beta, levels = Fraction(latency), 1 / Fraction(bandwidth), (ranks - 1).bit_length()
+        times = {
+            "ring": 2 * (ranks - 1) * (alpha + Fraction(size, ranks) * beta),
+            "tree": 2 * levels * (alpha + size * beta),
+        }
+        cross = alpha * (2 * (ranks - 1) - 2 * levels) / (beta * (2 * levels - Fraction(2 * (ranks - 1), ranks)))
+        seconds = {name: np.float64(float(time)) for name, time in times.items()}
+        return {
+            **seconds,
+            "crossover": np.int64(max(0, round(cross))),
+            "best": min(times, key=times.get),
+            "gain": float(times["tree"] / times["ring"]),
+        }
+
     def right(size, ranks, bandwidth, latency):
         """Second solution: step by step, and the crossing by halving an interval."""
 
@@ -148,7 +243,7 @@ class choose_algorithm:
         low, high = 0.0, 2.0**60
         if ring(1e-9) <= tree(1e-9):
             high = 0.0
-        for _ in range(200):
+        for _ in range(80):
             middle = (low + high) / 2
             low, high = (middle, high) if ring(middle) > tree(middle) else (low, middle)
         choice = "tree" if tree(size) < ring(size) else "ring"
@@ -210,6 +305,43 @@ class place:
         hosts = ranks // ranks_per_host
         return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts))
 
+    def mean_over_the_hosts(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, busiest=fmean))
+
+    def payload_twice(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda size: 2))
+
+    def outermost_first(axes, ranks_per_host):
+        order, count = _best(axes, ranks_per_host)
+        return order[::-1], count
+
+    def bytes_before_the_order(axes, ranks_per_host):
+        return _best(axes, ranks_per_host)[::-1]
+
+    def right_2(axes, ranks_per_host):
+        """As arrays: the hosts of both ends of every link, in a list of two."""
+        found = []
+        for order in itertools.permutations(axes):
+            sizes = [axes[name][0] for name in order]
+            rank = np.arange(math.prod(sizes)).reshape(sizes[::-1])
+            out = np.zeros(rank.size // ranks_per_host)
+            for axis, name in zip(range(len(order) - 1, -1, -1), order, strict=True):
+                size, kind, payload = axes[name]
+                ahead = np.roll(rank, -1, axis)
+                if kind == "all_reduce":
+                    links = [(rank, ahead, payload * 2 * (size - 1) / size)]
+                else:
+                    cut = [slice(None)] * len(sizes)
+                    cut[axis] = slice(0, size - 1)
+                    one, other = rank[tuple(cut)], ahead[tuple(cut)]
+                    links = [(one, other, payload), (other, one, payload)]
+                for source, target, count in links:
+                    crosses = source // ranks_per_host != target // ranks_per_host
+                    np.add.at(out, source[crosses] // ranks_per_host, count)
+            found.append((out.max(), list(order)))
+        count, order = min(found)
+        return [np.array(order), np.int64(round(count))]
+
     def right(axes, ranks_per_host):
         """Second solution: build each axis's groups by coordinates, then walk along their links."""
         results = {}
@@ -240,15 +372,22 @@ DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, choose_algorithm, place)
 #: What the sentence about a defect must say.
 SENTENCES = {
     "no_all_gather": "must go round once more", "adds_in_the_all_gather": "replaces what is there",
-    "one_step_too_few": "No rank has the sum", "drops_what_is_left_over": "whatever is left over",
+    "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "whatever is left over",
     "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "never the whole array",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
     "no_latency": "The latencies are missing", "latency_once": "their latencies add up",
     "reduce_scatter_only": "two halves", "always_the_ring": "The tree takes less time",
-    "where_latency_equals_bytes": "The times cross where",
+    "where_latency_equals_bytes": "says nothing about the tree",
     "tensor_parallel_always_inside": "count the bytes of every order",
     "largest_payload_inside": "count the bytes of every order",
     "largest_payload_outside": "count the bytes of every order", "counts_what_stays_inside": "stay inside a host",
-    "stages_send_one_way": "activations forward and gradients back", "payload_once": "2(n-1)/n of its payload",
-    "all_hosts_together": "each has a link of its own", "ranks_dealt_out_like_cards": "rank r is on host",
+    "stages_send_one_way": "activations forward and gradients back", "payload_once": "not all of it once",
+    "all_hosts_together": "each has a link of its own", "ranks_dealt_out_like_cards": "neighbouring ranks share a host",
+    "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",
+    "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "a loop in your answer never ends",
+    "in_bits": "not in bits", "n_steps_in_each_half": "n - 1 steps to reach the last one",
+    "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
+    "crossover_below_zero": "the crossover is 0", "waits_for_the_times_to_meet": "It never ends",
+    "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice",
+    "outermost_first": "comes first", "bytes_before_the_order": "The order of the axes comes first",
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster.
 
 The ranks of the ring are threads that run one at a time, each to its next exchange, so a check always plays the same
-way and sees at once when everybody waits. Rank r holds 10^r times 1, 2, 3 and so on: the digits of a sum say whose
-numbers are in it.
+way and sees at once when everybody waits. Rank r holds 100^r times 1, 2, 3 and so on: the digits of a sum say whose
+numbers are in it, and how often.
 """
 
 from __future__ import annotations
@@ -11,18 +11,57 @@ import collections
 import functools
 import itertools
 import math
+import operator
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lablib.calc.communication import chunk_sizes, collective_time, crossover, ring_all_reduce_bytes, traffic
-from lablib.checks.report import Wrong, check, close
-from lablib.checks.turns import Turns
+from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
+from lablib.checks.report import Wrong, check, close, numbers
+from lablib.checks.turns import Endless, Turns
 
 __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
+
+#: Lines of Python that an answer may run for one case: halving an interval round by round on 1024 ranks needs 800,000.
+_MOST_LINES = 1_000_000
+
+
+class _Endless(BaseException):
+    """Raised inside an answer that does not come to its end."""
+
+
+def _asked(answer: Callable, *case: object, what: str) -> Any:
+    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > _MOST_LINES:
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return answer(*case)
+    except _Endless:
+        raise Wrong(f"It never ends for {what}: a loop waits for something that no line in it brings about.") from None
+    finally:
+        sys.settrace(before)
+
+
+def _near(answer: object, truth: float) -> bool:
+    """Say whether a number of bytes is right; one that is rounded to a whole byte is."""
+    if close(answer, truth):
+        return True
+    number = float(answer)  # type: ignore[arg-type]
+    return number.is_integer() and abs(number - truth) < 1
 
 
 # --- a ring from exchanges ----------------------------------------------------------------------------------
@@ -30,15 +69,20 @@ __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
 #: Ranks and elements: even, odd, fewer elements than ranks, two ranks, and one.
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
 
+_BASE = 100
+
 
 class _Message(NamedTuple):
     source: int
     target: int
     elements: int
+    summed: bool  # whether numbers of two ranks or more were added up in it
 
 
 class World(Turns):
     """Ranks whose only tool is an exchange: send to one rank while receiving from another."""
+
+    patience = 5.0
 
     def __init__(self, ranks: int):
         super().__init__(ranks)
@@ -51,20 +95,33 @@ class World(Turns):
         left = [rank for rank in range(self.ranks) if rank not in self.done]
         return [r for r in left if r not in self.waits or self.mail[self.waits[r], r]]
 
-    def run(self, act: Callable[[int, Callable[..., None]], None]) -> None:
+    def run(self, act: Callable[[int, Callable[..., None]], Any]) -> None:
         """Run `act(rank, exchange)` on every rank to its end; raise what a rank raised first."""
-        if not self.play(lambda rank: act(rank, functools.partial(self._exchange, rank))):
+        try:
+            ended = self.play(lambda rank: act(rank, functools.partial(self._exchange, rank)))
+        except Endless as endless:
+            raise Wrong(str(endless)) from None
+        if not ended:
             raise Wrong("The ranks wait for each other for ever: in every step each rank sends to its right neighbour "
                         "and receives from its left one, and all take as many steps.")  # fmt: skip
         if any(self.mail.values()):
             raise Wrong("A message was sent that nobody received: all ranks must take the same number of steps.")
 
     def _exchange(self, rank: int, send: Tensor, to: int, receive: Tensor, source: int) -> None:
+        for name, array in (("send", send), ("receive", receive)):
+            if not isinstance(array, Tensor):
+                raise Wrong(f"exchange takes tensors, and {name} is of type {type(array).__name__}.")
+        to, source = operator.index(to), operator.index(source)
         for name, other in (("to", to), ("source", source)):
             if other not in range(self.ranks) or other == rank:
                 raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={other}: neighbours are counted "
                             "round the ring, so after the last rank comes rank 0.")  # fmt: skip
-        self.messages.append(_Message(rank, to, send.numel()))
+        if len(self.messages) > 100 * self.ranks**2:
+            raise Wrong(f"The ranks exchange and exchange: a loop in your answer never ends, and 2(n-1) = "
+                        f"{2 * (self.ranks - 1)} steps are enough for {self.ranks} ranks.")  # fmt: skip
+        # Of one rank's numbers, none of which reaches the base, all digits but one are zero.
+        summed = any(sum(digit > 0 for digit in _digits(value, self.ranks)) > 1 for value in send.flatten().tolist())
+        self.messages.append(_Message(rank, to, send.numel(), summed))
         self.mail[rank, to].append(send.detach().clone().flatten())
         self.waits[rank] = source
         self.pause(rank)
@@ -76,31 +133,50 @@ class World(Turns):
         receive.copy_(arrived.view(receive.shape))
 
 
-@check
-def ring_all_reduce(answer: Callable[..., None]) -> str:
+@check(
+    idea="Cut the array into as many chunks as there are ranks, and let each chunk collect one rank's numbers in every "
+    "step.",
+    section="Ring, tree and recursive doubling: four ranks by hand",
+    line="In step k rank r sends chunk r - k and adds what arrives to chunk r - k - 1, both modulo n; in the second half "
+    "the chunks are complete, so what arrives replaces.",
+)
+def ring_all_reduce(answer: Callable[..., Any]) -> str:
     """Judge `ring_all_reduce(row, rank, ranks, exchange)` by its sums, its steps, its messages and its bytes."""
     for ranks, numel in _CASES:
         world = World(ranks)
-        rows = [10.0**rank * torch.arange(1, numel + 1, dtype=torch.float64) for rank in range(ranks)]
+        units = torch.arange(1, numel + 1, dtype=torch.float64)
+        rows = [float(_BASE) ** rank * units for rank in range(ranks)]
         world.run(lambda rank, exchange, n=ranks, rows=rows: answer(rows[rank], rank, n, exchange))
-        _judge_sums(rows, ranks, numel)
+        _judge_sums(rows, world.messages, ranks, numel)
         _judge_traffic(world.messages, ranks, numel)
     return (f"{len(_CASES)} rings of 1 to 6 ranks, odd sizes too: 2(n-1) steps, 2(n-1)/n · S bytes from every rank, and "
             "no chunk longer than it must be.")  # fmt: skip
 
 
-def _judge_sums(rows: list[Tensor], ranks: int, numel: int) -> None:
-    units = torch.arange(1, numel + 1, dtype=torch.float64)
-    # counts[rank][element][r]: how often rank r's number is in it.
-    counts = [[_digits(value, ranks) for value in (row / units).tolist()] for row in rows]
-    whole = [[set(each) == {1} for each in row] for row in counts]
-    if all(map(all, whole)):
-        return
+def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel: int) -> None:
     case = f"{ranks} ranks, {numel} elements"
+    units = torch.arange(1, numel + 1, dtype=torch.float64)
+    shares = [(row / units).tolist() for row in rows]
+    whole = sum(_BASE**rank for rank in range(ranks))
+    if all(close(value, whole) for row in shares for value in row):
+        return
+    if all(close(value, _BASE**rank) for rank, row in enumerate(shares) for value in row):
+        how = "Nothing was exchanged" if not messages else "Messages went round, and `row` is unchanged on every rank"
+        raise Wrong(f"{how}: add what arrives to `row` itself; a returned tensor is not looked at ({case}).")
+    if all(close(value, whole / ranks) for row in shares for value in row):
+        raise Wrong(f"These are the means over the ranks; the sums are asked ({case}).")
+    for rank, row in enumerate(shares):
+        for element, value in enumerate(row):
+            if not math.isfinite(value) or value < 0 or abs(value - round(value)) > 1e-6 or value > ranks * whole:
+                raise Wrong(f"Element {element} of rank {rank} is {value * (element + 1):g}, which is no sum of the ranks' "
+                            f"numbers: it holds room that no message filled, or numbers that were divided ({case}).")  # fmt: skip
+    # counts[rank][element][r]: how often rank r's number is in it.
+    counts = [[_digits(value, ranks) for value in row] for row in shares]
     if any(max(each) > 1 for row in counts for each in row):
         raise Wrong(f"Some numbers are added twice: in the all-gather the chunk that arrives is complete and replaces "
                     f"what is there ({case}).")  # fmt: skip
-    complete = {element for row in whole for element, done in enumerate(row) if done}
+    done = [[set(each) == {1} for each in row] for row in counts]
+    complete = {element for row in done for element, whole_sum in enumerate(row) if whole_sum}
     if complete == set(range(numel)):
         raise Wrong(f"Every chunk is complete on some rank and not on all: after the reduce-scatter the complete chunks "
                     f"must go round once more, n - 1 steps ({case}).")  # fmt: skip
@@ -109,26 +185,40 @@ def _judge_sums(rows: list[Tensor], ranks: int, numel: int) -> None:
         raise Wrong(
             f"Element {element} is never sent: the chunks must hold all elements, whatever is left over too ({case})."
         )
-    raise Wrong(f"No rank has the sum of element {element}: what a rank passes on in the next step is the chunk that has "
-                f"just arrived, with its own numbers added ({case}).")  # fmt: skip
+    steps = sum(m.source == 0 for m in messages)
+    if steps < 2 * (ranks - 1):
+        raise Wrong(f"No rank has the sum of element {element}: rank 0 takes {steps} steps, and 2(n-1) = {2 * (ranks - 1)} are "
+                    f"needed, n - 1 to add up and n - 1 to pass on ({case}).")  # fmt: skip
+    if all(sum(each) == 1 for row in counts for each in row):
+        if not any(m.summed for m in messages):
+            raise Wrong("No two numbers were added: in the first n - 1 steps what arrives is added to what is there "
+                        f"({case}).")  # fmt: skip
+        raise Wrong("Sums were made, and then overwritten: after the reduce-scatter of a ring one chunk is complete on each "
+                    f"rank, and just that one must leave first in the all-gather ({case}).")  # fmt: skip
+    found = [rank for rank, there in enumerate(counts[0][element]) if there]
+    raise Wrong(f"No rank has the sum of element {element}; on rank 0 it holds the numbers of ranks {found}. What a rank "
+                f"passes on in the next step is the chunk that has just arrived, with its own numbers added ({case}).")  # fmt: skip
 
 
 def _digits(value: float, ranks: int) -> list[int]:
-    number = round(value)
-    return [number // 10**rank % 10 for rank in range(ranks)]
+    number = round(value) if math.isfinite(value) else 0
+    return [number // _BASE**rank % _BASE for rank in range(ranks)]
 
 
 def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
     case = f"{ranks} ranks, {numel} elements"
     sent = [[m for m in messages if m.source == rank] for rank in range(ranks)]
-    elements = [sum(m.elements for m in mine) for mine in sent]
+    elements = sum(m.elements for m in messages)
     sizes = chunk_sizes(numel, ranks)
     right = sum(traffic("ring_all_reduce", numel, ranks, rank=r, itemsize=1).bytes for r in range(ranks))
     if any(len({m.target for m in mine}) > 1 for mine in sent):
         raise Wrong(f"The sums are right, but a rank sends to several others: on a ring it has one right neighbour "
                     f"({case}).")  # fmt: skip
-    if sum(elements) > right:
-        raise Wrong(f"The sums are right, but the ranks send {sum(elements)} elements where {right} do: only a chunk "
+    if elements > right:
+        if {m.elements for m in messages} == {max(sizes)}:
+            raise Wrong(f"The sums are right, but every chunk is padded to {max(sizes)} elements, so {elements} travel "
+                        f"where {right} do: let some chunks be one element shorter, as tensor_split does ({case}).")  # fmt: skip
+        raise Wrong(f"The sums are right, but the ranks send {elements} elements where {right} do: only a chunk "
                     f"leaves in a step, never the whole array ({case}).")  # fmt: skip
     if any(len(mine) != 2 * (ranks - 1) for mine in sent):
         raise Wrong(f"The sums are right, but rank 0 takes {len(sent[0])} steps and 2(n-1) = {2 * (ranks - 1)} do: all "
@@ -146,105 +236,173 @@ _KEYS = ("ring", "tree", "crossover", "best")
 _ALGORITHM = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 
 
-@check
+@check(
+    idea="Each algorithm is a straight line in the size, rounds times α plus passes times S/W, and two lines cross once.",
+    section="Rounds and passes: the cost of every all-reduce",
+    line="The crossover is the latency that the ring adds over the seconds that it saves on each byte, and 0 where it "
+    "adds none.",
+)
 def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -> str:
     """Judge `choose_algorithm(size, ranks, bandwidth, latency)` by hand first, then on random links and sizes."""
     dice = random.Random(seed)
-    cases = [(8, 4, 1.0, 7.0), (8, 2, 1.0, 7.0), (1000, 4, 1.0, 7.0), (2**20, 100, 25e9, 5e-6)]
+    # By hand no two mistakes give the same number: a round costs 7, and all of the array 8.
+    cases = [(800, 4, 100.0, 7.0), (800, 2, 100.0, 7.0), (80, 4, 100.0, 7.0), (2**20, 100, 25e9, 5e-6)]
     for _ in range(40):
         ranks = dice.choice((2, 3, 5, 8, 31, 100, 1024))
         link = {"bandwidth": 10 ** dice.uniform(7, 11), "latency": 10 ** dice.uniform(-6, -3)}
-        # Around the crossover, where a slip changes the choice.
+        # Around the crossover, where a mistake changes the choice.
         near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
         cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
     for case in cases:
-        _judge_choice(answer(*case), *case)
+        _judge_choice(_asked(answer, *case, what=f"{case[0]:,} bytes on {case[1]} ranks"), *case)
     return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
 
 
 def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
-    if not isinstance(got, Mapping) or set(got) != set(_KEYS):
+    if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
     link = {"bandwidth": bandwidth, "latency": latency}
-    case = f"{size:,} bytes, {ranks} ranks"
+    case = f"{size:,} bytes, {ranks} ranks, {bandwidth:.4g} bytes/s, α = {latency:.4g} s"
     truth = {name: collective_time(full, size, ranks, **link) for name, full in _ALGORITHM.items()}
     for name, right in truth.items():
         if not close(got[name], right):
-            _explain_time(name, float(got[name]), size, ranks, bandwidth, latency, case)
+            _explain_time(name, float(got[name]), right, size, ranks, bandwidth, latency, case)
     cross = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link)
-    if not close(got["crossover"], cross):
-        if cross == 0:
-            raise Wrong(f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the "
-                        f"first byte, so the crossover is 0 ({case}).")  # fmt: skip
-        raise Wrong(f"The times cross where the latencies that the ring adds equal the bytes that it saves, at {cross:,.0f} "
-                    f"bytes and not at {float(got['crossover']):,.0f} ({case}).")  # fmt: skip
+    if not _near(got["crossover"], cross):
+        _explain_crossover(float(got["crossover"]), cross, ranks, bandwidth, latency, case)
     best = min(truth, key=truth.get)
+    if got["best"] not in truth:
+        raise Wrong(f"`best` is the word 'ring' or 'tree', and here it is {got['best']!r}.")
     if got["best"] != best and not close(truth["ring"], truth["tree"]):
         raise Wrong(f"The {best} takes less time here, so `best` is {best!r} ({case}).")
 
 
-def _explain_time(name: str, got: float, size: int, ranks: int, bandwidth: float, latency: float, case: str) -> None:
+def _explain_crossover(got: float, cross: float, ranks: int, bandwidth: float, latency: float, case: str) -> None:
+    if cross == 0:
+        raise Wrong(f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the "
+                    f"first byte, so the crossover is 0 ({case}).")  # fmt: skip
+    slips = {
+        ranks * latency * bandwidth: "This is where the ring's own latencies equal its own bytes, which says nothing "
+        "about the tree.",
+        -cross: "The sign is turned round: what the ring adds in latency is positive, and what it saves in bytes too.",
+        cross / bandwidth: "These are seconds a byte; the crossover is a size, so W belongs above the line.",
+        cross / 1024: "This is in KiB; the size is asked in bytes.",
+        cross / 2**20: "This is in MiB; the size is asked in bytes.",
+    }
+    for value, sentence in slips.items():
+        if close(got, value):
+            raise Wrong(f"{sentence} The times cross at {cross:,.1f} bytes ({case}).")
+    raise Wrong(f"The times cross where the latencies that the ring adds equal the bytes that it saves, at {cross:,.1f} "
+                f"bytes and not at {got:,.1f} ({case}).")  # fmt: skip
+
+
+def _explain_time(
+    name: str, got: float, right: float, size: int, ranks: int, bandwidth: float, latency: float, case: str
+) -> None:
     levels = math.ceil(math.log2(ranks))
     rounds = 2 * (ranks - 1) if name == "ring" else 2 * levels
     passes = 2 * (ranks - 1) / ranks if name == "ring" else 2 * levels
     slips = {
         (0, passes): "The latencies are missing: every round waits for one.",
+        (rounds, 0): "The bytes are missing: every round also takes its bytes over W.",
         (rounds / 2, passes / 2): "An all-reduce has two halves, and this is one of them.",
         (2, passes): "Each round waits for the one before it, so their latencies add up.",
+        (1, passes): "Each round waits for the one before it, so their latencies add up.",
+        (rounds, 8 * passes): "W counts bytes a second, so the size stays in bytes, not in bits.",
+        (rounds, passes / 8): "W counts bytes a second, so it needs no division by 8.",
     }
     if name == "ring":
         slips |= {
             (rounds, rounds): "In a step a rank sends one chunk of S/n bytes, not the whole array.",
             (rounds, 2): "A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it.",
+            (2 * ranks, 2): "A chunk that starts on one rank needs n - 1 steps to reach the last one, not n.",
         }
     else:
-        real = 2 * math.log2(ranks)
+        real, lower = 2 * math.log2(ranks), 2 * math.floor(math.log2(ranks))
         slips |= {
             (rounds, 2 * (ranks - 1) / ranks): "A tree does not cut the array: every round carries all S bytes.",
+            (rounds, 2): "A tree does not cut the array: every round carries all S bytes.",
             (real, real): "Rounds are whole: on 5 ranks a tree has 3 levels.",
+            (lower, lower): "Rounds are rounded up: on 5 ranks a tree has 3 levels.",
         }
     for (count, share), sentence in slips.items():
         if (count, share) != (rounds, passes) and close(got, count * latency + share * size / bandwidth):
             raise Wrong(f"{sentence} This is about the {name} ({case}).")
-    raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array ({case}).")
+    for factor, unit in ((1e3, "milliseconds"), (1e6, "microseconds")):
+        if close(got, factor * right):
+            raise Wrong(f"These are {unit}; seconds are asked. This is about the {name} ({case}).")
+    raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array, {right:.6g} s, and here it "
+                f"takes {got:.6g} s ({case}).")  # fmt: skip
 
 
 # --- which axis goes inside the host ------------------------------------------------------------------------
 
 Axes = Mapping[str, tuple[int, str, float]]
 
+#: What a rank of an all-reduce sends of its payload.
+_Share = Callable[[int], float]
 
-def _leaving(
-    order: Sequence[str], axes: Axes, per_host: int, *, crossing_only: bool = True, all_hosts: bool = False
-) -> float:
-    """Return the bytes that leave the busiest host in a step; with `crossing_only` False all that are sent."""
+
+def _ring_share(size: int) -> float:
+    return 2 * (size - 1) / size
+
+
+def _by_host(
+    order: Sequence[str],
+    axes: Axes,
+    per_host: int,
+    *,
+    share: _Share = _ring_share,
+    back: bool = True,
+    crossing_only: bool = True,
+    dealt: bool = False,
+) -> list[float]:
+    """Return the bytes that leave each host in a step.
+
+    Args:
+        share: Of the payload, what a rank of an all-reduce sends.
+        back: Whether stages send gradients back as well.
+        crossing_only: Whether only what leaves a host counts.
+        dealt: Whether ranks go to the hosts in turns, and not in blocks.
+    """
     sizes = [axes[name][0] for name in order]
-    strides = [math.prod(sizes[:i]) for i in range(len(sizes))]
     ranks = math.prod(sizes)
     out = [0.0] * (ranks // per_host)
-    for name, size, stride in zip(order, sizes, strides, strict=True):
-        _, kind, payload = axes[name]
+
+    def host(rank: int) -> int:
+        return rank % len(out) if dealt else rank // per_host
+
+    for i, name in enumerate(order):
+        stride = math.prod(sizes[:i])
+        size, kind, payload = axes[name]
         for rank in range(ranks):
             place = rank // stride % size
             right, left = (rank + ((place + step) % size - place) * stride for step in (1, -1))
-            sends = [(right, ring_all_reduce_bytes(payload, size))] if kind == "all_reduce" else []
+            sends = [(right, share(size) * payload)] if kind == "all_reduce" else []
             if kind == "stages":
-                sends = [(right, payload)] * (place < size - 1) + [(left, payload)] * (place > 0)
+                sends = [(right, payload)] * (place < size - 1) + [(left, payload)] * (place > 0 and back)
             for target, count in sends:
-                if target // per_host != rank // per_host or not crossing_only:
-                    out[rank // per_host] += count
-    return sum(out) if all_hosts else max(out)
+                if host(target) != host(rank) or not crossing_only:
+                    out[host(rank)] += count
+    return out
 
 
-@check
+@check(
+    idea="The order of the axes decides which messages cross from host to host, so count them for every order.",
+    section="The axis that goes inside a host",
+    line="For every rank, find its neighbours on each axis by that axis's stride, and add what it sends if the neighbour's "
+    "number divided by the ranks of a host is another one.",
+)
 def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -> str:
     """Judge `place(axes, ranks_per_host)` on a pair of hosts by hand, then on random axes and hosts."""
     dice = random.Random(seed)
     cases: list[tuple[Axes, int]] = [
-        ({"dp": (2, "all_reduce", 80e6), "tp": (2, "all_reduce", 500e6)}, 2),
+        ({"dp": (3, "all_reduce", 80e6), "tp": (4, "all_reduce", 500e6)}, 4),
         ({"tp": (2, "all_reduce", 20e6), "dp": (2, "all_reduce", 80e6)}, 2),
         ({"tp": (2, "all_reduce", 64e6), "pp": (2, "stages", 4e6)}, 2),
         ({"pp": (4, "stages", 70e6), "dp": (2, "all_reduce", 100e6)}, 4),
+        ({"pp": (3, "stages", 10e6), "tp": (2, "all_reduce", 64e6)}, 2),
+        ({"dp": (4, "all_reduce", 24e6), "pp": (2, "stages", 90e6)}, 4),
     ]
     while len(cases) < 30:
         axes = {
@@ -257,36 +415,62 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
         if len(axes) > 1 and hosts:
             cases.append((axes, dice.choice(hosts)))
     for axes, per_host in cases:
-        _judge_place(answer(dict(axes), per_host), axes, per_host)
+        case = ", ".join(
+            f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
+        )
+        case += f", {per_host} ranks a host"
+        _judge_place(_asked(answer, dict(axes), per_host, what=case), axes, per_host, case)
     return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
 
 
-def _judge_place(got: tuple[Sequence[str], float], axes: Axes, per_host: int) -> None:
-    case = ", ".join(f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items())
-    case += f", {per_host} ranks a host"
-    if not isinstance(got, tuple) or len(got) != 2 or sorted(got[0]) != sorted(axes):
+def _judge_place(got: Any, axes: Axes, per_host: int, case: str) -> None:
+    pair = numbers(got, "The answer") if not isinstance(got, str | Mapping) else []
+    if len(pair) == 2 and isinstance(pair[0], int | float) and not isinstance(pair[1], int | float):
+        raise Wrong("The order of the axes comes first, and then the bytes that leave the busiest host.")
+    names = pair[0] if len(pair) == 2 else None
+    if isinstance(names, str) or not hasattr(names, "__iter__") or sorted(map(str, names)) != sorted(axes):
         raise Wrong("Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host.")
-    order, count = list(got[0]), got[1]
-    every = {names: _leaving(names, axes, per_host) for names in itertools.permutations(axes)}
+    order, count = tuple(map(str, pair[0])), pair[1]
+    every = {names: max(_by_host(names, axes, per_host)) for names in itertools.permutations(axes)}
     best = min(every, key=every.get)
-    mine = every[tuple(order)]
-    halved = {n: (s, k, p / 2 if k == "stages" else p) for n, (s, k, p) in axes.items()}
+    mine = every[order]
     if not close(mine, every[best]):
-        one_way = _leaving(order, halved, per_host)
+        one_way = max(_by_host(order, axes, per_host, back=False))
         if close(count, one_way) and not close(mine, one_way):
             raise Wrong(f"Stages send activations forward and gradients back: both ways count ({case}).")
+        if _near(count, every[order[::-1]]) and close(every[order[::-1]], every[best]):
+            raise Wrong(f"These bytes belong to the order read from its end: the innermost axis, whose groups are "
+                        f"neighbouring ranks, comes first ({case}).")  # fmt: skip
         raise Wrong(f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} "
                     f"{every[best] / 1e6:.0f} MB: count the bytes of every order ({case}).")  # fmt: skip
-    if close(count, mine):
-        return
-    if close(count, _leaving(order, axes, per_host, crossing_only=False)):
-        raise Wrong(f"The order is right, but messages that stay inside a host do not leave it ({case}).")
-    if close(count, _leaving(order, halved, per_host)):
-        raise Wrong(f"The order is right, but stages send activations forward and gradients back ({case}).")
-    if close(count, _leaving(order, axes, per_host, all_hosts=True)):
-        raise Wrong(
-            f"The order is right, but this is what all hosts send together: each has a link of its own ({case})."
-        )
-    raise Wrong(f"The order is right, but {mine / 1e6:.1f} MB leave the busiest host and not {float(count) / 1e6:.1f}: on "
-                f"a ring every rank sends 2(n-1)/n of its payload to the next, and rank r is on host r // {per_host} "
-                f"({case}).")  # fmt: skip
+    if not _near(count, mine):
+        _explain_bytes(float(count), order, axes, per_host, case)
+
+
+def _explain_bytes(got: float, order: tuple[str, ...], axes: Axes, per_host: int, case: str) -> None:
+    hosts = _by_host(order, axes, per_host)
+    slips = {
+        "messages that stay inside a host do not leave it": max(_by_host(order, axes, per_host, crossing_only=False)),
+        "stages send activations forward and gradients back": max(_by_host(order, axes, per_host, back=False)),
+        "this is what all hosts send together: each has a link of its own": sum(hosts),
+        "this is the mean over the hosts: the busiest one is what all wait for": sum(hosts) / len(hosts),
+        "this is the host that sends least": min(hosts),
+        "rank r is on host r // ranks_per_host: neighbouring ranks share a host": max(
+            _by_host(order, axes, per_host, dealt=True)
+        ),
+        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it once": max(
+            _by_host(order, axes, per_host, share=lambda size: 1)
+        ),
+        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it twice": max(
+            _by_host(order, axes, per_host, share=lambda size: 2)
+        ),
+        "an all-reduce has two halves, 2(n-1)/n of the payload in all": max(
+            _by_host(order, axes, per_host, share=lambda size: (size - 1) / size)
+        ),
+        "the bytes are asked, and these are MB": max(hosts) / 1e6,
+    }
+    for sentence, value in slips.items():
+        if close(got, value):
+            raise Wrong(f"The order is right, but {sentence} ({case}).")
+    raise Wrong(f"The order is right, but {max(hosts) / 1e6:.1f} MB leave the busiest host and not {got / 1e6:.1f}, by no "
+                f"mistake that the check knows ({case}).")  # fmt: skip
