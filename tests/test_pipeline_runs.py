@@ -8,6 +8,7 @@ import torch
 from lablib.calc.schedules import Timeline, schedule, simulate, validate
 from lablib.launch.layouts import (
     TORCH_SCHEDULES,
+    fsdp_gathers,
     measured_times,
     microbatch_windows,
     predicted_peaks,
@@ -105,3 +106,15 @@ def test_every_schedule_of_pytorch_takes_the_step_of_one_process():
         largest = max(weight.grad.abs().max() for weight in model.parameters())
         for key, weight in model.named_parameters():
             assert (found[key] - weight.grad).abs().max() < 1e-4 * largest, (name, key)
+
+
+def _gathers(config, m):
+    return fsdp_gathers(config, m, reshard=True), fsdp_gathers(config, m, reshard=False)
+
+
+def test_pytorch_gathers_a_resharded_stage_for_every_micro_batch_and_reduces_once():
+    m = 3
+    config = tiny_config("gpt2", num_layers=2, hidden=16, tied=False)
+    for resharded, kept in run_ranks(_gathers, 4, config, m):
+        assert resharded == (m + 1, 1)
+        assert kept == (1, 1)

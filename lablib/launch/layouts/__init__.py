@@ -13,13 +13,14 @@ Read `composition` first. Chapters 03, 04 and 07.
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
 from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
-from lablib.launch.layouts.torch_schedules import TORCH_SCHEDULES, torch_pipeline, torch_step
+from lablib.launch.layouts.torch_schedules import TORCH_SCHEDULES, fsdp_gathers, torch_pipeline, torch_step
 from lablib.launch.layouts.tp_plan import block_plan, ends_plan, split_by_plan
 
 __all__ = [
     "TORCH_SCHEDULES",
     "block_plan",
     "ends_plan",
+    "fsdp_gathers",
     "measured_times",
     "microbatch_windows",
     "predicted_peaks",

@@ -12,12 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.schedules import Schedule, parse_schedule, schedule
 from lablib.launch.layouts.pipeline_runs import microbatch_windows
+from lablib.launch.measure import record_comms
 from lablib.toys import transformer
 from lablib.toys.pipeline import split_stages
 
@@ -76,6 +79,29 @@ def torch_step(name: str, config: ModelConfig, m: int, *, batch: int = 2, seq: i
     pipeline.step(*inputs, target=windows, losses=losses)
     gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
     return TorchRun(_order(name, pipeline, p, m), gradients, [loss.item() for loss in losses])
+
+
+def fsdp_gathers(config: ModelConfig, m: int, *, reshard: bool) -> tuple[int, int]:
+    """Return how often a second step of 1F1B gathers the weights of this rank's stage, and reduces its gradients.
+
+    Half of the ranks are replicas of the other half; each stage is one unit of FSDP2. Call it through `run_ranks`.
+
+    Args:
+        reshard: FSDP2's `reshard_after_forward`.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+    stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+    torch.manual_seed(0)
+    module = split_stages(transformer.Transformer(config), stages)[stage]
+    fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
+    own = PipelineStage(module, stage, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+    pipeline = Schedule1F1B(own, n_microbatches=m, loss_fn=transformer.loss)
+    windows = torch.cat(microbatch_windows(m, 1, 8))
+    inputs = [windows[:, :-1].contiguous()] if stage == 0 else []
+    pipeline.step(*inputs, target=windows)  # the first step also finds out shapes
+    with record_comms() as log:
+        pipeline.step(*inputs, target=windows)
+    return log.calls["all_gather"], log.calls["reduce_scatter"]
 
 
 def _order(name: str, pipeline: object, p: int, m: int) -> Schedule:
