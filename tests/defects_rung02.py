@@ -2,7 +2,76 @@
 
 # ruff: noqa: E731
 
+import itertools
+
+import numpy as np
+import torch
+
 from tests.planted import listed
+
+
+class token_losses:
+    mean_of_means = lambda micro_batches, ranks, all_reduce: [m.mean() / len(micro_batches) for m in micro_batches]
+    means_add_up = lambda micro_batches, ranks, all_reduce: [m.mean() for m in micro_batches]
+    forgets_what_ddp_divides_by = lambda micro_batches, ranks, all_reduce: _over(micro_batches, all_reduce, 1)
+    multiplies_twice = lambda micro_batches, ranks, all_reduce: _over(micro_batches, all_reduce, ranks**2)
+    sums = lambda micro_batches, ranks, all_reduce: [m.sum() for m in micro_batches]
+    sums_times_ranks = lambda micro_batches, ranks, all_reduce: [m.sum() * ranks for m in micro_batches]
+
+    def own_tokens_only(micro_batches, ranks, all_reduce):
+        """Right for one rank with accumulation; other ranks have other counts."""
+        return [m.sum() / sum(map(len, micro_batches)) for m in micro_batches]
+
+    def divides_by_micro_batches_too(micro_batches, ranks, all_reduce):
+        return _over(micro_batches, all_reduce, ranks / len(micro_batches))
+
+    def each_micro_batch_by_itself(micro_batches, ranks, all_reduce):
+        """Hangs as soon as a rank has one micro-batch more."""
+        return [m.sum() * ranks / all_reduce(len(m)) / len(micro_batches) for m in micro_batches]
+
+    def reduces_the_loss(micro_batches, ranks, all_reduce):
+        total = all_reduce(sum(map(len, micro_batches)))
+        return [torch.tensor(all_reduce(float(m.detach().sum()))) * ranks / total for m in micro_batches]
+
+    def one_loss_for_all(micro_batches, ranks, all_reduce):
+        return torch.cat(micro_batches).sum() * ranks / all_reduce(sum(map(len, micro_batches)))
+
+    def leaves_the_sum_to_others(micro_batches, ranks, all_reduce):
+        total = all_reduce(sum(map(len, micro_batches)))
+        return [m * ranks / total for m in micro_batches]
+
+    def one_graph_for_all(micro_batches, ranks, all_reduce):
+        total = all_reduce(sum(map(len, micro_batches)))
+        return list(torch.stack([m.sum() for m in micro_batches]) * ranks / total)
+
+    def counts_padding_as_a_token(micro_batches, ranks, all_reduce):
+        total = all_reduce(ranks * max(map(len, micro_batches)))
+        return [m.sum() * ranks / total for m in micro_batches]
+
+    def mean_of_nothing(micro_batches, ranks, all_reduce):
+        total = all_reduce(sum(map(len, micro_batches)))
+        return [m.mean() * len(m) * ranks / total for m in micro_batches]
+
+    def right(micro_batches, ranks, all_reduce):
+        """Second solution: the mean count of a rank, which is what its sum is divided by."""
+        counts = torch.tensor([m.numel() for m in micro_batches], dtype=torch.float64)
+        mean_count = all_reduce(counts.sum()) / ranks
+        return tuple(m.sum().div(mean_count) for m in micro_batches)
+
+    def right_2(micro_batches, ranks, all_reduce):
+        """Third solution: means again, each with its share of the tokens, and zero where there are none."""
+        share = ranks / all_reduce(np.int64(np.sum([len(m) for m in micro_batches])))
+        return [m.mean() * len(m) * share if len(m) else m.sum() for m in micro_batches]
+
+    def right_3(micro_batches, ranks, all_reduce):
+        """A product with equal weights, in one call for 1/n of the count."""
+        weight = 1 / all_reduce(torch.cat(micro_batches).numel() / ranks)
+        return [m @ torch.full_like(m, weight) for m in micro_batches]
+
+
+def _over(micro_batches, all_reduce, factor):
+    total = all_reduce(sum(map(len, micro_batches)))
+    return [m.sum() * factor / total for m in micro_batches]
 
 
 def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False, first=1):
@@ -77,6 +146,54 @@ class all_reduce_mean:
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
         return _ring(silent, send)
 
+    def gives_nothing_back(gradients, send):
+        _ring(gradients, send)
+
+    def neighbours_without_a_ring(gradients, send):
+        """The neighbour of the last rank is no rank."""
+        n = len(gradients)
+        for rank in range(n):
+            send(rank, rank + 1, gradients[rank][: len(gradients[rank]) // n])
+        return gradients
+
+    def waits_for_ever(gradients, send):
+        while gradients[0] != gradients[-1]:
+            send(0, 1, gradients[0])
+        return gradients
+
+    def right_2(gradients, send):
+        """Third solution, in arrays: each chunk travels round by itself, twice, before the next one starts."""
+        n = len(gradients)
+        held = np.array(gradients).reshape(n, n, -1)
+        for chunk in range(n):
+            travelling = held[chunk, chunk]
+            for hop in range(n - 1):
+                at, to = (chunk + hop) % n, (chunk + hop + 1) % n
+                travelling = held[to, chunk] + np.array(send(at, to, travelling))
+            mean = travelling / n
+            held[(chunk - 1) % n, chunk] = mean
+            for hop in range(n - 1):
+                at, to = (chunk - 1 + hop) % n, (chunk + hop) % n
+                mean = np.array(send(at, to, mean))
+                held[to, chunk] = mean
+        return held.reshape(n, -1)
+
+    def right_3(gradients, send):
+        """Rank r finishes the chunks r, r + n, ...: cut in stripes, tuples out."""
+        n = len(gradients)
+        stripes = [[tuple(g[c::n]) for c in range(n)] for g in gradients]
+        finished = []
+        for owner in range(n):
+            parts = [stripes[r][owner] if r == owner else send(r, owner, stripes[r][owner]) for r in range(n)]
+            finished.append([sum(column) / n for column in zip(*parts, strict=True)])
+        rows = []
+        for rank in range(n):
+            row = [0.0] * len(gradients[0])
+            for owner in range(n):
+                row[owner::n] = finished[owner] if owner == rank else send(owner, rank, finished[owner])
+            rows.append(tuple(row))
+        return tuple(rows)
+
     def right(gradients, send):
         """Second solution: chunk c goes straight to rank c, and from there straight to everybody."""
         n = len(gradients)
@@ -135,6 +252,51 @@ class make_buckets:
     last_bucket_first = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
     one_for_all = lambda sizes, first, cap: [list(reversed(range(len(sizes))))]
 
+    def full_only_beyond_the_limit(sizes, first, cap):
+        return _fill(reversed(range(len(sizes))), sizes, first + 1, cap + 1)
+
+    def small_limit_for_all(sizes, first, cap):
+        return _fill(reversed(range(len(sizes))), sizes, first, first)
+
+    def counts_from_the_back(sizes, first, cap):
+        """Positions in the order of backward, not indices into `sizes`."""
+        order = _fill(reversed(range(len(sizes))), sizes, first, cap)
+        return [[len(sizes) - 1 - i for i in bucket] for bucket in order]
+
+    def counts_from_one(sizes, first, cap):
+        return [[i + 1 for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
+
+    def an_empty_bucket_first(sizes, first, cap):
+        return [[], *_fill(reversed(range(len(sizes))), sizes, first, cap)]
+
+    def never_ends(sizes, first, cap):
+        held = 0
+        while held < sum(sizes) + cap:
+            held += sum(sizes[:0])
+        return []
+
+    def right_2(sizes, first, cap):
+        """Third solution: where backward stands after each gradient, and indices that ascend inside a bucket."""
+        ends = list(itertools.accumulate(reversed(sizes)))
+        buckets, done, limit, start = [], 0, first, 0
+        for position, end in enumerate(ends):
+            if end - done >= limit or position == len(sizes) - 1:
+                buckets.append(sorted(len(sizes) - 1 - k for k in range(start, position + 1)))
+                done, limit, start = end, cap, position + 1
+        return buckets
+
+    def right_3(sizes, first, cap):
+        """Arrays in a tuple, from a stack of what is left."""
+        left, buckets = list(enumerate(sizes)), []
+        while left:
+            bucket, held = [], 0
+            while left and held < (cap if buckets else first):
+                index, size = left.pop()
+                bucket.append(index)
+                held += size
+            buckets.append(np.array(bucket))
+        return tuple(buckets)
+
     def right(sizes, first, cap):
         """Second solution: cut off the first bucket, then do the rest."""
         if not sizes:
@@ -176,6 +338,27 @@ class ddp_bottleneck:
     negative_exposure = lambda *case: _bottleneck(*case, exposed=lambda c, b: c - b)
     six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
+
+    milliseconds = lambda *case: _bottleneck(*case, seconds=1e3)
+    one_half_of_the_all_reduce = lambda *case: _bottleneck(*case, sent=1 / 2)
+    the_whole_step_is_exposed = lambda *case: _bottleneck(*case, exposed=max)
+
+    def hides_the_wrong_way_round(*case):
+        answer = _bottleneck(*case)
+        return {**answer, "hides": not answer["hides"]}
+
+    def right_2(params, grad_bytes, tokens, ranks, flops, bandwidth):
+        """Third solution: from the number of tokens that hides everything, in numpy's numbers."""
+        sent = np.float64(params) * grad_bytes * (2 - 2 / ranks)
+        backward = 4 * np.float64(params) * tokens / flops
+        enough = grad_bytes * flops / bandwidth * (ranks - 1) / ranks / 2
+        return {
+            "bytes_sent": sent,
+            "communication": sent / bandwidth,
+            "backward": backward,
+            "exposed": np.maximum(0, backward * (enough / tokens - 1)),
+            "hides": np.bool_(tokens >= enough),
+        }
 
     def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
         """Second solution: walk the ring step by step instead of using the closed form."""
@@ -272,5 +455,18 @@ class diagnose:
         guilty = [name for name, yes in found.items() if yes]
         return guilty[0] if guilty else HEALTHY
 
+    def right_2(charts, alone):
+        """Third solution: one table of what holds, and the first thing that does not."""
+        first = np.stack([chart.weights[0].numpy() for chart in charts])
+        samples = np.array([chart.samples for chart in charts])  # rank, epoch, step, sample
+        norms = np.array([charts[0].gradient_norms[0], alone.gradient_norms[0]])
+        holds = {
+            STARTS: np.ptp(first, axis=0).max() == 0,
+            SAME: len(np.unique(samples[:, 0])) == samples[:, 0].size,
+            EPOCH: (samples[:, 0] != samples[:, 1]).any(),
+            SUMMED: norms[0] < 1.2 * norms[1],
+        }
+        return next((name for name, held in holds.items() if not held), HEALTHY)
 
-DEFECTS, SECOND_SOLUTIONS = listed(all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)
+
+DEFECTS, SECOND_SOLUTIONS = listed(token_losses, all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)

@@ -1,4 +1,4 @@
-"""The checks of rung 02: all-reduce by hand, buckets, the bottleneck of DDP, faults from their symptoms.
+"""The checks of rung 02: unequal token counts, all-reduce by hand, buckets, the bottleneck of DDP, faults.
 
 `ddp_bottleneck` is the Done-when of the rung: formulas on drawn models and links first, then a recorded run.
 """
@@ -8,23 +8,226 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from types import FrameType
+
+import torch
+from torch import Tensor
 
 from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
 from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
-from lablib.checks.report import Wrong, check, close
+from lablib.checks.report import Wrong, check, close, numbers, whole
+from lablib.checks.turns import Endless, Turns
 from lablib.launch.measure import medians
 from lablib.launch.ranks import run_ranks
 from lablib.launch.records import recorded
 from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
 
-__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets"]
+__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets", "token_losses"]
 
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
+
+#: Lines that an answer may run for one case: a hundred times what any needs.
+MOST_LINES = 1_000_000
+
+
+class _Endless(BaseException):
+    """Raised inside an answer that does not come to its end."""
+
+
+def _asked(answer: Callable, *case: object) -> object:
+    """Return the answer for a case; one that loops for ever is ended by counting its lines, on any machine alike."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return answer(*case)
+    except _Endless:
+        raise Wrong("It never ends: a loop in your answer waits for what none of its lines brings about.") from None
+    finally:
+        sys.settrace(before)
+
+
+# --- unequal token counts -----------------------------------------------------------------------------------
+
+#: Tokens of the micro-batches of each rank. In the first, no two mistakes give a token the same weight.
+_BATCHES = ([[5, 2], [1, 8], [4, 9]], [[3], [1]], [[2, 6, 3], [4], [1, 1]], [[4, 0], [2, 3]])
+
+
+class _Ranks(Turns):
+    """Ranks whose only tool is a sum of one number over all of them."""
+
+    patience = 5.0
+
+    def __init__(self, ranks: int):
+        super().__init__(ranks)
+        self.given: list[list[float]] = [[] for _ in range(ranks)]
+
+    def able(self) -> list[int]:
+        """Return who has not called yet, or whose sum is complete."""
+        left = [rank for rank in range(self.ranks) if rank not in self.done]
+        return [r for r in left if all(len(other) >= len(self.given[r]) for other in self.given)]
+
+    def all_reduce(self, rank: int, value: object) -> float:
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            raise Wrong("`all_reduce` adds one number over the ranks: give it the count that all ranks need.") from None
+        if len(self.given[rank]) == 1000:
+            raise Wrong("`all_reduce` is called again and again: a loop in your answer never ends.")
+        self.given[rank].append(number)
+        call = len(self.given[rank])
+        self.pause(rank)
+        return sum(given[call - 1] for given in self.given)
+
+
+@check(
+    idea="DDP takes the mean over ranks of what you give it, so every token must come out with the same weight.",
+    section="Unequal shares: weigh tokens, not ranks",
+    line="Count the tokens of all your micro-batches, add the count over ranks once, and divide the sum of each "
+    "micro-batch's losses by it, times the number of ranks.",
+)
+def token_losses(answer: Callable[[list[Tensor], int, Callable[[float], float]], Sequence[Tensor]]) -> str:
+    """Judge `token_losses(micro_batches, ranks, all_reduce)` by the weight that each token gets in the mean gradient."""
+    for batch in _BATCHES:
+        _judge_weights(batch, *_token_weights(answer, batch))
+    tokens = sum(map(sum, _BATCHES[0]))
+    return f"Every token weighs 1/{tokens} of the first step, whoever held it and in whichever micro-batch."
+
+
+def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[float]], int]:
+    """Return the weight of one token of each micro-batch in DDP's mean gradient, by rank."""
+    world = _Ranks(len(batch))
+    weights: list[list[float]] = [[] for _ in batch]
+
+    def act(rank: int) -> None:
+        losses = [torch.rand(n, dtype=torch.float64).add_(1).requires_grad_() for n in batch[rank]]
+        # What the model made has a history, and its gradient is not kept: only a leaf's is.
+        got = answer([loss * 1 for loss in losses], len(batch), functools.partial(world.all_reduce, rank))
+        if isinstance(got, Tensor) and got.dim() == 1:
+            got = list(got)
+        if not isinstance(got, list | tuple) or len(got) != len(losses):
+            raise Wrong(
+                f"Return a list with one loss for each of the {len(losses)} micro-batches: backward runs once for each."
+            )
+        for loss, start in zip(losses, got, strict=True):
+            weights[rank].append(_weight(loss, start, len(batch)))
+
+    try:
+        ended = world.play(act)
+    except Endless as endless:
+        raise Wrong(str(endless)) from None
+    if not ended or len({len(given) for given in world.given}) > 1:
+        counts = ", ".join(f"rank {rank}: {len(given)}" for rank, given in enumerate(world.given))
+        raise Wrong(
+            f"The ranks call `all_reduce` unequally often ({counts}), and one waits for ever: ranks may have "
+            f"different numbers of micro-batches, so add up your own tokens first."
+        )
+    return weights, len(world.given[0])
+
+
+def _weight(loss: Tensor, start: object, ranks: int) -> float:
+    """Return what one token of a micro-batch weighs in the mean over ranks of the gradients."""
+    if not isinstance(start, Tensor) or not start.requires_grad:
+        if not len(loss):
+            return 0.0  # a plain 0 for no tokens
+        raise Wrong(
+            "A loss has lost its graph, and backward cannot start there: only the count goes through `all_reduce`, "
+            "the losses stay tensors."
+        )
+    if start.numel() != 1:
+        raise Wrong("Backward starts from one number: add up the losses of a micro-batch's tokens.")
+    try:
+        start.sum().backward()
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise Wrong(
+            "The losses of two micro-batches hang together in one graph, which the first backward frees: make each "
+            "from its own micro-batch."
+        ) from None
+    grad = torch.zeros(0) if loss.grad is None else loss.grad
+    if not len(loss):
+        if not bool(torch.isfinite(start.detach()).all()):
+            raise Wrong(
+                "A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, "
+                "the sum of nothing is 0."
+            )
+        return 0.0
+    if len(grad) and float(grad.max() - grad.min()) > 1e-9 * float(grad.abs().max()):
+        raise Wrong("Tokens of one micro-batch weigh differently: each loss enters the sum once.")
+    return float(grad[0]) / ranks if len(grad) else 0.0
+
+
+def _judge_weights(batch: list[list[int]], weights: list[list[float]], calls: int) -> None:
+    ranks, total = len(batch), sum(map(sum, batch))
+    own = [sum(micro) for micro in batch]
+
+    def all_are(wanted: Callable[[int, int, int], float]) -> bool:
+        """Say whether each token weighs `wanted(rank, tokens of its micro-batch, micro-batches of its rank)`."""
+        return all(
+            n == 0 or close(weight, wanted(rank, n, len(batch[rank])))
+            for rank in range(ranks)
+            for n, weight in zip(batch[rank], weights[rank], strict=True)
+        )
+
+    if all_are(lambda rank, n, m: 1 / total):
+        return
+    slips = {
+        "The weights are equal and n times too small: DDP divides the sum over ranks by n once more": (
+            lambda rank, n, m: 1 / total / ranks
+        ),
+        "The weights are equal and n times too large: the sum over ranks is divided by n once, not multiplied twice": (
+            lambda rank, n, m: ranks / total
+        ),
+        "Nothing is divided by the tokens: the step grows with their number": lambda rank, n, m: 1.0,
+        "Nothing is divided by the tokens; n cancels what DDP divides by, and no more": lambda rank, n, m: 1 / ranks,
+        "That is the mean of means: a token of a short micro-batch weighs more than one of a long one": (
+            lambda rank, n, m: 1 / n / m / ranks
+        ),
+        "The means of micro-batches add up: their number multiplies the step, and short ones weigh too much": (
+            lambda rank, n, m: 1 / n / ranks
+        ),
+        "Your own tokens weigh right among themselves, but a rank with few of them counts as much as one with many": (
+            lambda rank, n, m: 1 / own[rank] / ranks
+        ),
+        "A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too": (
+            lambda rank, n, m: 1 / total / m
+        ),
+        "Nothing is left of the losses: no token has a weight": lambda rank, n, m: 0.0,
+    }
+    for sentence, wanted in slips.items():
+        if all_are(wanted):
+            raise Wrong(f"{sentence} (tokens by rank and micro-batch: {batch}).")
+    if calls > 1 and all(len(micro) == len(batch[0]) for micro in batch):
+        columns = [sum(column) for column in zip(*batch, strict=True)]
+        shared = [weights[rank][i] * columns[i] for rank in range(ranks) for i in range(len(columns)) if batch[rank][i]]
+        if max(shared) - min(shared) < 1e-9 * max(shared):
+            raise Wrong(
+                f"Each micro-batch is weighed only among those of the same place on other ranks; the step is one mean "
+                f"over all of them, so count all tokens before you divide (tokens by rank and micro-batch: {batch})."
+            )
+    rank, i = next(
+        (r, i) for r in range(ranks) for i, n in enumerate(batch[r]) if n and not close(weights[r][i], 1 / total)
+    )
+    raise Wrong(
+        f"This mistake is none that the check knows. With tokens {batch}, by rank and micro-batch, a token of rank "
+        f"{rank}, micro-batch {i}, weighs {weights[rank][i]:.4g} in the mean gradient, and 1/{total} = {1 / total:.4g} "
+        f"in a single process."
+    )
 
 
 # --- all-reduce by hand -------------------------------------------------------------------------------------
@@ -32,40 +235,54 @@ RECORDING = "02_ddp_step_time"
 Send = Callable[[int, int, Sequence[float]], list[float]]
 
 
-@check
+@check(
+    idea="An all-reduce is a reduce-scatter, after which each rank has one finished chunk, and an all-gather of those.",
+    section="Ring all-reduce: a reduce-scatter and an all-gather",
+    line="In n - 1 steps every rank sends one chunk of 1/n to its right neighbour, which adds it; in n - 1 more steps "
+    "finished chunks go on, and replace what was there.",
+)
 def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
     """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
     for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5)):
         # Powers of ten: the digits of every sum say which ranks are in it.
         gradients = [[float(10**rank * (k + 1)) for k in range(length)] for rank in range(ranks)]
         sent, got = _over_the_wire(answer, gradients)
-        _judge_result(got, gradients)
+        _judge_result(_rows(got, ranks, length), gradients)
         _judge_traffic(sent, ranks, length)
         _judge_wire(answer, gradients)
     return "Each rank sends 12 numbers where the obvious way sends 24 from rank 0."
 
 
-def _over_the_wire(
-    answer: Callable[..., list[list[float]]], gradients: list[list[float]]
-) -> tuple[list[int], list[list[float]]]:
+def _over_the_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> tuple[list[int], object]:
     sent = [0] * len(gradients)
 
-    def send(source: int, target: int, numbers: Sequence[float]) -> list[float]:
+    def send(source: int, target: int, values: Sequence[float]) -> list[float]:
+        source, target = whole(source, "The rank that sends"), whole(target, "The rank that receives")
+        for rank in (source, target):
+            if rank not in range(len(gradients)):
+                raise Wrong(f"There is no rank {rank} of {len(gradients)}: after the last rank of a ring comes rank 0.")
         if source == target:
             raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
-        if not isinstance(numbers, Sequence):
-            raise Wrong(f"`send` takes a list of numbers, and gets {numbers!r}: send a whole chunk at once.")
-        sent[source] += len(numbers)
-        return list(numbers)
+        if not hasattr(values, "__len__"):
+            raise Wrong(f"`send` takes a list of numbers, and gets {values!r}: send a chunk at once.")
+        sent[source] += len(values)
+        return numbers(values)
 
-    return sent, answer([list(row) for row in gradients], send)
+    return sent, _asked(answer, [list(row) for row in gradients], send)
 
 
-def _judge_result(got: object, gradients: list[list[float]]) -> None:
-    ranks, length = len(gradients), len(gradients[0])
-    rows = got if isinstance(got, list) and all(isinstance(row, Sequence) for row in got) else []
+def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
+    """Return what each rank holds, from lists, tuples or arrays."""
+    if got is None:
+        raise Wrong(f"Nothing is returned: return one list of {length} numbers for each of the {ranks} ranks.")
+    rows = [numbers(row, "What a rank holds") for row in numbers(got)]
     if [len(row) for row in rows] != [length] * ranks:
         raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
+    return rows
+
+
+def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
+    ranks, length = len(gradients), len(gradients[0])
     total = [sum(column) for column in zip(*gradients, strict=True)]
     if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
         return
@@ -91,7 +308,12 @@ def _judge_result(got: object, gradients: list[list[float]]) -> None:
             )
     if len({tuple(row) for row in got}) > 1:
         raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
-    raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
+    if all(0 < v < s for row in got for v, s in zip(row, total, strict=True)):
+        raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
+    raise Wrong(
+        f"This mistake is none that the check knows: with {ranks} ranks, rank r holding 10^r times 1, 2, 3, ..., rank 0 "
+        f"ends with {', '.join(f'{value:g}' for value in got[0][:4])}, ... and not {', '.join(f'{s / ranks:g}' for s in total[:4])}, ..."
+    )
 
 
 def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
@@ -129,38 +351,59 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
     """Deliver zeros: an answer that really uses what arrives can no longer be right."""
-    got = answer([list(row) for row in gradients], lambda source, target, numbers: [0.0] * len(numbers))
+    zeros = answer([list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
+    got = _rows(zeros, len(gradients), len(gradients[0]))
     means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
-    if got and all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
+    if all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
         raise Wrong("The answer reads other ranks' gradients directly: use only what `send` returns.")
 
 
 # --- buckets ------------------------------------------------------------------------------------------------
 
 
-@check
+@check(
+    idea="Follow backward: it makes the last gradient first, and a bucket leaves when it is full.",
+    section="Bucket sizes: bucket_cap_mb and the first MiB",
+    line="Go through the indices from the last to the first, append to the open bucket, and open the next one once the "
+    "open one holds its limit: `first` for the first bucket, `cap` for all others.",
+)
 def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
     """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
     dice = random.Random(seed)
     cases = [([8] * 9, 16, 24), ([4, 4, 40, 4, 4, 4], 4, 12)]
-    cases += [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
+    drawn = [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
+    cases += sorted(drawn, key=lambda case: len(case[0]))  # the smallest that fails is shown
     for sizes, first, cap in cases:
-        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
-        if not isinstance(got, list) or not all(isinstance(bucket, list | tuple) for bucket in got):
-            raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
-        got = [list(bucket) for bucket in got]
-        if got != truth:
-            _explain_buckets(got, truth, sizes, first, cap)
+        got, truth = _asked(answer, list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        if got is None:
+            raise Wrong("Nothing is returned: return a list of buckets, each a list of indices into `sizes`.")
+        found = [[whole(index, "An index") for index in _bucket(bucket)] for bucket in numbers(got)]
+        # The order inside a bucket is nobody's: all of it leaves at once.
+        if list(map(sorted, found)) != list(map(sorted, truth)):
+            _explain_buckets(found, truth, sizes, first, cap)
     return f"{len(cases)} models cut as DDP cuts them."
+
+
+def _bucket(bucket: object) -> list:
+    if not hasattr(bucket, "__iter__") or isinstance(bucket, str | Mapping):
+        raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
+    return numbers(sorted(bucket) if isinstance(bucket, set | frozenset) else bucket)
 
 
 def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> None:
     case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
     flat = [index for bucket in got for index in bucket]
-    if got == [[sizes[index] for index in bucket] for bucket in truth]:
+    held = list(map(sorted, got))
+
+    def same(other: Sequence[Sequence[int]]) -> bool:
+        return held == list(map(sorted, other))
+
+    if same([[sizes[index] for index in bucket] for bucket in truth]):
         raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
-    if sorted(map(sorted, got)) == sorted(map(sorted, truth)):
+    if sorted(held) == sorted(map(sorted, truth)):
         raise Wrong(f"The buckets are right, their order is not: backward makes the last gradient first ({case}).")
+    if strange := [index for index in flat if index not in range(len(sizes))]:
+        raise Wrong(f"{strange[0]} is no index: the {len(sizes)} gradients are numbered from 0 ({case}).")
     if sorted(flat) != sorted(set(flat)):
         raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
     if missing := sorted(set(range(len(sizes))) - set(flat)):
@@ -168,6 +411,8 @@ def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[i
             f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged. "
             f"The last bucket leaves half full ({case})."
         )
+    if len(got) == 1 < len(truth):
+        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
     if flat == sorted(flat) and len(flat) > 1:
         raise Wrong(
             f"Backward makes the last layer's gradient first: in registration order the first bucket is ready "
@@ -175,24 +420,43 @@ def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[i
         )
     if not all(got):
         raise Wrong(f"An empty bucket costs a message and carries nothing ({case}).")
-    if len(got) == 1 < len(truth):
-        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
     if all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth):
         raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
-    if got == bucket_sizes(sizes, first=cap, cap=cap):
+    if same(bucket_sizes(sizes, first=cap, cap=cap)):
         raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
-    if got == bucket_sizes(sizes, first=first, cap=first):
+    if same(bucket_sizes(sizes, first=first, cap=first)):
         raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
+    if same(bucket_sizes(sizes, first=first + 1, cap=cap + 1)):
+        raise Wrong(f"A bucket that holds exactly its limit is full: at least, not more than ({case}).")
+    closes = "A bucket starts at zero, takes gradients until it holds at least its limit, and closes then"
+    if same(_closed_before(sizes, first, cap)):
+        raise Wrong(
+            f"{closes}, even if it is now above it: the gradient that reaches the limit still goes in ({case})."
+        )
     raise Wrong(
-        f"A bucket starts at zero, takes gradients until it holds at least its limit, and closes then, even if it "
-        f"is now above it ({case})."
+        f"{closes} ({case}). Yours begin {got[:3]}, DDP's {truth[:3]}; which idea differs is not clear from that."
     )
+
+
+def _closed_before(sizes: Sequence[int], first: int, cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes))):
+        limit = first if len(buckets) == 1 else cap
+        if buckets[-1] and sum(sizes[i] for i in buckets[-1]) + sizes[index] > limit:
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
 
 
 # --- the bottleneck of DDP ----------------------------------------------------------------------------------
 
 
-@check
+@check(
+    idea="Set the bytes of the gradient over the link against the FLOPs of backward over the accelerator's speed.",
+    section="Tokens per rank: where DDP's bottleneck is",
+    line="Sent is 2(n-1)/n times the gradient's bytes; seconds are sent over bandwidth, and 4 FLOPs per parameter and "
+    "token over FLOP/s; exposed is what the first has more than the second, and never below zero.",
+)
 def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) -> str:
     """Judge `ddp_bottleneck(params, grad_bytes, tokens, ranks, flops, bandwidth)` on models, links and a record."""
     dice = random.Random(seed)
@@ -211,12 +475,12 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         )
     cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
     for case in cases:
-        _judge_bottleneck(answer(*case), *case)
+        _judge_bottleneck(_asked(answer, *case), *case)
     return _judge_against_record(answer)
 
 
 def _judge_bottleneck(
-    got: Mapping[str, float], params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
+    got: object, params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
 ) -> None:
     keys = ("bytes_sent", "communication", "backward", "exposed", "hides")
     if not isinstance(got, Mapping) or set(keys) - set(got):
@@ -237,6 +501,7 @@ def _judge_bottleneck(
             "That is the gradient's share of one rank; each rank sends 2(n-1) such chunks": size / ranks,
             "Communication does not grow with the tokens: there is one gradient per parameter": sent * tokens,
             "Count bytes, not parameters": sent / grad_bytes,
+            "Bytes, not GB": sent / 1e9,
             "That is 16 bytes per parameter: the model states stay home, only gradients travel": sent / grad_bytes * 16,
         },
         "The bytes that a rank sends in a ring are 2(n-1)/n times the bytes of the gradient",
@@ -266,6 +531,7 @@ def _judge_times(
             "Bandwidth is in bytes per second already": communication / 8,
             "All ranks send at the same time: the time is one rank's bytes over its link": communication * ranks,
             "A rank does not send the gradient once: divide `bytes_sent` by the bandwidth": size / bandwidth,
+            "Seconds, not milliseconds": communication * 1e3,
             "`bytes_sent` holds both halves of the all-reduce already": communication * 2,
         },
         "The ideal communication time is the bytes of one rank over the bandwidth of its link",
@@ -281,6 +547,7 @@ def _judge_times(
             "`tokens` is already the share of one rank: do not divide it again": backward / ranks,
             "Each rank has its own tokens and its own FLOP/s: the number of ranks drops out": backward * ranks,
             "Computation grows with parameters times tokens": backward / tokens,
+            "Seconds, not milliseconds": backward * 1e3,
         },
         "Backward takes 4 FLOPs per parameter and token of this rank",
         case,
@@ -313,7 +580,7 @@ def _explain(answer: object, truth: float, slips: Mapping[str, float], otherwise
     for sentence, value in slips.items():
         if close(answer, value, rel=1e-6):
             raise Wrong(f"{sentence} ({case}).")
-    raise Wrong(f"{otherwise} ({case}).")
+    raise Wrong(f"{otherwise}: {truth:.6g}, and yours is {float(answer):.6g} ({case}).")  # type: ignore[arg-type]
 
 
 def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
@@ -368,14 +635,20 @@ def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
     return {name: train_regression(name, seed=seed) for name in names}
 
 
-@check
+@check(
+    idea="A falling loss proves nothing; compare things that must be equal, or must differ.",
+    section="Silent faults: runs that work and are wrong",
+    line="Compare first weights and first samples over ranks, the samples of two epochs on one rank, and the first "
+    "gradient norm with that of one process.",
+)
 def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
     """Judge `diagnose(charts, alone)` on all five patients, with other ranks and seeds than the lab's."""
     seen = 0
     for ranks, seed in ((2, 11), (4, 12)):
         charts, alone = _ward(ranks, seed)
         for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
-            said = answer(copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+            said = _asked(answer, copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+            said = said.strip() if isinstance(said, str) else said
             if said not in DIAGNOSES:
                 raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")
             if said != illness:

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 
+def token_losses(micro_batches, ranks, all_reduce):
+    """Every token of the step gets the same weight, whichever rank and micro-batch has it."""
+    total = all_reduce(
+        sum(len(losses) for losses in micro_batches)
+    )  # once, with a count
+    # DDP divides the sum over ranks by their number; nobody divides by micro-batches.
+    return [losses.sum() * ranks / total for losses in micro_batches]
+
+
 def all_reduce_mean(gradients, send):
     """Reduce-scatter round the ring, all-gather round the ring, divide by n."""
     n = len(gradients)
     width = len(gradients[0]) // n
-    held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
+    held = [
+        [list(g[c * width : (c + 1) * width]) for c in range(n)]
+        for g in gradients
+    ]
     for step in range(n - 1):  # what arrives is added
         for rank in range(n):
             chunk, right = (rank - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
-            held[right][chunk] = [a + b for a, b in zip(held[right][chunk], arriving, strict=True)]
+            held[right][chunk] = [
+                a + b
+                for a, b in zip(held[right][chunk], arriving, strict=True)
+            ]
     for step in range(n - 1):  # what arrives replaces
         for rank in range(n):
             chunk, right = (rank + 1 - step) % n, (rank + 1) % n
             held[right][chunk] = send(rank, right, held[rank][chunk])
-    return [[value / n for chunk in chunks for value in chunk] for chunks in held]
+    return [
+        [value / n for chunk in chunks for value in chunk] for chunks in held
+    ]
 
 
 def make_buckets(sizes, first, cap):
