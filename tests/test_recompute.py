@@ -18,7 +18,9 @@ from lablib.calc.memory.activations import (
     block_tensors,
     chen_cost,
     differences,
+    first_blocks,
     frontier,
+    hiding_width,
     ideal_segment,
     largest_batch,
     largest_that_fits,
@@ -431,6 +433,24 @@ def test_the_largest_batch_fits_and_the_next_does_not():
         assert largest_that_fits(lambda n, limit=limit: n <= limit) == limit
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fewest_blocks_that_fit_are_found_by_trying_all(seed):
+    dice = random.Random(seed)
+    for _ in range(200):
+        layers, x = dice.randint(1, 40), dice.randint(1, 9)
+        block = x + dice.randint(1, 60)
+        room = dice.randint(0, layers * block + 5)
+        peaks = [layers * block]
+        peaks += [max(n * x + (layers - n) * block, (n - 1) * x + block) for n in range(1, layers + 1)]
+        assert first_blocks(layers, x, block, room) == next((n for n, peak in enumerate(peaks) if peak <= room), None)
+
+
+def test_the_width_that_hides_is_where_moving_takes_as_long_as_computing():
+    h = hiding_width(140e12, 31.5e9)
+    assert 34 * h / 31.5e9 == pytest.approx(24 * h**2 / 140e12)
+    assert hiding_width(140e12, 31.5e9, kept=2) == pytest.approx(h / 17)
+
+
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
@@ -458,5 +478,9 @@ def test_other_bad_input():
         chen_cost(4, 5)
     with pytest.raises(ValueError, match="must be positive"):
         ideal_segment(4, 0, 1)
+    with pytest.raises(ValueError, match="boundary=3"):
+        first_blocks(4, 3, 3, 10)
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        hiding_width(1e12, 0)
     with pytest.raises(ValueError, match="num_layers=0"):
         recompute_units("full", 0)

@@ -525,3 +525,43 @@ def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
     if min(num_layers, boundary, inside) <= 0:
         raise ValueError(f"num_layers={num_layers}, boundary={boundary}, inside={inside} must be positive")
     return (num_layers * boundary / inside) ** 0.5
+
+
+def first_blocks(num_layers: int, boundary: int, block: int, room: int) -> int | None:
+    """Return how many blocks must run again so that the blocks' bytes never exceed `room`; None if no number does.
+
+    The first n blocks keep their inputs, the others everything: `n x + (L - n) A` bytes when forward ends, so
+    `n = ⌈(L A - M) / (A - x)⌉`. The last block gains nothing: it would be back before anything is gone.
+
+    Args:
+        boundary: Bytes of a block's input, x.
+        block: Bytes that a whole block keeps, its input included, A.
+        room: Bytes that are there for the blocks, M.
+
+    Raises:
+        ValueError: If there is no layer, or a block does not keep more than its input.
+    """
+    if num_layers < 1 or not 0 < boundary < block:
+        raise ValueError(
+            f"num_layers={num_layers} must be positive, and boundary={boundary} between 0 and block={block}"
+        )
+    n = max(0, -((room - num_layers * block) // (block - boundary)))
+    return n if n < num_layers else None
+
+
+def hiding_width(flops: float, bandwidth: float, kept: float = 34) -> float:
+    """Return the width of a GPT from which on moving activations to the host hides behind the forward pass.
+
+    A token of a block has `kept h` bytes to move and `24 h²` FLOPs to hide them: `h ≥ kept F / (24 W)`.
+
+    Args:
+        flops: FLOP/s that the device reaches, F.
+        bandwidth: Bytes per second to the host, per direction, W.
+        kept: Bytes to move for a token, in units of h; 34 for all of a block, 2 for its input.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    if min(flops, bandwidth, kept) <= 0:
+        raise ValueError(f"flops={flops}, bandwidth={bandwidth}, kept={kept} must be positive")
+    return kept * flops / (24 * bandwidth)
