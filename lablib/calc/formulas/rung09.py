@@ -75,7 +75,7 @@ FORMULAS = (
         symbols="t: ranks of tensor parallelism, with sequence parallelism",
         label="eq-09-selective-ranks",
         code="lablib.calc.memory.activations.block.paper_activations",
-        example=lambda job: _block(job, recompute="selective", tp=job.tp, sequence_parallel=True),
+        example=lambda job: _block(job, recompute="selective", tp=job.tp, sequence_parallel="shard"),
     ),
     Formula(
         name="Peak of full recomputation",
