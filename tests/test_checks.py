@@ -31,6 +31,7 @@ IN_PLACE = {"zero2_step", "column_parallel", "row_parallel", "cross_entropy", "r
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
     "rung01": (12, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
+    "rung05": (4, ("state_bytes", "zero_tradeoffs")),
     "rung06": (6, ("count_collectives", "units_by_size")),
     "rung10": (5, ("choose_algorithm", "place")),
 }
