@@ -26,7 +26,10 @@ CHECKS = [(rung, name) for rung in RUNGS for name in _load(rung)[1]]
 DEFECTS = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).DEFECTS.get(name, [])))]
 RIGHT = [(rung, name, i) for rung, name in CHECKS for i in range(len(_defects(rung).SECOND_SOLUTIONS[name]))]
 #: Answers that write into what they are given, or return tensors: there is no other type to try.
-IN_PLACE = {"zero2_step", "column_parallel", "row_parallel", "cross_entropy", "ring_all_reduce"}
+IN_PLACE = {
+    *("enter_columns", "leave_rows", "split_mlp", "gather_tokens", "scatter_tokens", "cross_entropy"),
+    *("zero2_step", "ring_all_reduce"),
+}
 
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
