@@ -34,6 +34,7 @@ IN_PLACE = {
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
     "rung01": (12, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
+    "rung04": (4, ("bubbles", "in_flight", "explain_1f1b")),
     "rung05": (4, ("state_bytes", "zero_tradeoffs")),
     "rung06": (6, ("count_collectives", "units_by_size")),
     "rung10": (5, ("choose_algorithm", "place")),
