@@ -36,34 +36,99 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 # A resumed run must agree on these.
-SAME_RUN = ["global_batch", "seq", "layers", "hidden", "lr", "seed", "dtype", "text", "max_tokens"]
+SAME_RUN = [
+    "global_batch",
+    "seq",
+    "layers",
+    "hidden",
+    "lr",
+    "seed",
+    "dtype",
+    "text",
+    "max_tokens",
+]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small language model with data parallelism.")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all")
-    parser.add_argument("--global-batch", type=int, default=16, help="samples in a step, over all ranks")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step, on each rank")
-    parser.add_argument("--seq", type=int, default=64, help="tokens in a sample")
+    parser = argparse.ArgumentParser(
+        description="Train a small language model with data parallelism."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="optimizer steps in all"
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=16,
+        help="samples in a step, over all ranks",
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="micro-batches in a step, on each rank",
+    )
+    parser.add_argument(
+        "--seq", type=int, default=64, help="tokens in a sample"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the shuffle")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--text", type=Path, help="train on this file; by default on Python's own manual")
-    parser.add_argument("--max-tokens", type=int, help="use only the beginning of the text")
-    parser.add_argument("--toy", action="store_true", help="lablib's OverlappedDDP instead of PyTorch's DDP")
-    parser.add_argument("--losses", type=Path, help="one JSON line for each step")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first weights and of the shuffle",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float32"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="train on this file; by default on Python's own manual",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help="use only the beginning of the text"
+    )
+    parser.add_argument(
+        "--toy",
+        action="store_true",
+        help="lablib's OverlappedDDP instead of PyTorch's DDP",
+    )
+    parser.add_argument(
+        "--losses", type=Path, help="one JSON line for each step"
+    )
     parser.add_argument("--checkpoint", type=Path, help="where to save")
-    parser.add_argument("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint if there is one")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=20,
+        help="steps between two checkpoints",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint if there is one",
+    )
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node 2 " + parser.prog)
+        parser.error(
+            "start it with torchrun: torchrun --standalone --nproc-per-node 2 "
+            + parser.prog
+        )
     ranks = int(os.environ["WORLD_SIZE"])
-    for name in ("steps", "global_batch", "accumulate", "seq", "checkpoint_every"):
+    for name in (
+        "steps",
+        "global_batch",
+        "accumulate",
+        "seq",
+        "checkpoint_every",
+    ):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1"
+            )
     if args.global_batch % (ranks * args.accumulate):
         parser.error(
             f"ranks={ranks} x accumulate={args.accumulate} does not divide --global-batch {args.global_batch}"
@@ -84,7 +149,11 @@ def save_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def schedule(
-    loader: DataLoader, sampler: DistributedSampler, start: int, per_epoch: int, accumulate: int
+    loader: DataLoader,
+    sampler: DistributedSampler,
+    start: int,
+    per_epoch: int,
+    accumulate: int,
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yield (epoch, micro-batches of one step) for ever, as if the steps before `start` had been taken."""
     for epoch in itertools.count(start // per_epoch):
@@ -96,20 +165,29 @@ def schedule(
                 yield epoch, micro_batches
 
 
-def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[torch.Tensor]) -> float:
-    """Forward, backward and update on this rank's samples; return their mean loss."""
-    total = 0.0
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[torch.Tensor],
+) -> torch.Tensor:
+    """Train on this rank's samples; return their mean loss, on the device."""
+    device, count = micro_batches[0].device, len(micro_batches)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for number, windows_BT in enumerate(micro_batches, start=1):
-        with contextlib.nullcontext() if number == len(micro_batches) else model.no_sync():
+        last = number == count
+        with contextlib.nullcontext() if last else model.no_sync():
             logits_BSV = model(windows_BT[:, :-1])
-            loss = nn.functional.cross_entropy(logits_BSV.flatten(0, 1), windows_BT[:, 1:].flatten())
-            (loss / len(micro_batches)).backward()  # DDP averages over the ranks, nobody over micro-batches
-        total += loss.item()
+            loss = nn.functional.cross_entropy(
+                logits_BSV.flatten(0, 1), windows_BT[:, 1:].flatten()
+            )
+            # DDP averages over the ranks, and nobody over micro-batches.
+            (loss / count).backward()
+        total += loss.detach()  # .item() would wait for each micro-batch
     if isinstance(model, OverlappedDDP):
         model.sync()  # DistributedDataParallel does this at the end of backward
     optimizer.step()
     optimizer.zero_grad()
-    return total / len(micro_batches)
+    return total / count
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
@@ -119,58 +197,113 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))
 
     data = windows(tokens(text(args.text))[: args.max_tokens], args.seq)
-    sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, seed=args.seed, drop_last=True)
-    loader = DataLoader(data, args.global_batch // (ranks * args.accumulate), sampler=sampler, drop_last=True)
+    sampler = DistributedSampler(
+        data, num_replicas=ranks, rank=rank, seed=args.seed, drop_last=True
+    )
+    loader = DataLoader(
+        data,
+        args.global_batch // (ranks * args.accumulate),
+        sampler=sampler,
+        drop_last=True,
+    )
     steps_per_epoch = len(data) // args.global_batch
     if not steps_per_epoch:
-        raise ValueError(f"{len(data)} samples in the text, less than --global-batch {args.global_batch}")
+        raise ValueError(
+            f"{len(data)} samples in the text, less than --global-batch {args.global_batch}"
+        )
 
     torch.manual_seed(args.seed)
-    config = tiny_config("gpt2", num_layers=args.layers, hidden=args.hidden, max_positions=args.seq)
+    config = tiny_config(
+        "gpt2",
+        num_layers=args.layers,
+        hidden=args.hidden,
+        max_positions=args.seq,
+    )
     module = Transformer(config).to(device, getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
     start, settings = 0, {name: str(getattr(args, name)) for name in SAME_RUN}
     if args.resume and args.checkpoint.exists():
-        saved = torch.load(args.checkpoint, map_location=device, weights_only=True)
-        if wrong := [name for name in SAME_RUN if saved["settings"][name] != settings[name]]:
-            raise ValueError(f"the checkpoint is of another run: {', '.join(wrong)} differ")
+        saved = torch.load(
+            args.checkpoint, map_location=device, weights_only=True
+        )
+        if wrong := [
+            name
+            for name in SAME_RUN
+            if saved["settings"][name] != settings[name]
+        ]:
+            raise ValueError(
+                f"the checkpoint is of another run: {', '.join(wrong)} differ"
+            )
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
-    model = OverlappedDDP(module) if args.toy else DistributedDataParallel(module)
+    model = (
+        OverlappedDDP(module) if args.toy else DistributedDataParallel(module)
+    )
 
     writes_log = rank == 0 and args.losses
     if writes_log:  # a resumed run takes the steps after its checkpoint again, so it forgets their losses
-        old = args.losses.read_text().splitlines() if start and args.losses.exists() else []
+        old = (
+            args.losses.read_text().splitlines()
+            if start and args.losses.exists()
+            else []
+        )
         save_atomically(
-            args.losses, lambda file: file.write("".join(f"{line}\n" for line in old[:start]).encode())
+            args.losses,
+            lambda file: file.write(
+                "".join(f"{line}\n" for line in old[:start]).encode()
+            ),
         )
 
     steps = schedule(loader, sampler, start, steps_per_epoch, args.accumulate)
-    for step, (epoch, micro_batches) in zip(range(start + 1, args.steps + 1), steps, strict=False):
+    for step, (epoch, micro_batches) in zip(
+        range(start + 1, args.steps + 1), steps, strict=False
+    ):
         begun = time.perf_counter()
-        loss = take_step(model, optimizer, [windows_BT.to(device) for windows_BT in micro_batches])
+        loss = take_step(
+            model,
+            optimizer,
+            [windows_BT.to(device) for windows_BT in micro_batches],
+        )
         # The mean loss over the ranks. And if one rank was asked to stop, all stop, after the same step.
-        report = torch.tensor([loss / ranks, len(asked_to_stop)], dtype=torch.float64, device=device)
+        report = torch.stack(
+            [loss / ranks, torch.full_like(loss, len(asked_to_stop))]
+        )
         dist.all_reduce(report)
-        loss, stop = report.tolist()
+        loss, stop = report.tolist()  # the host waits here, once a step
         if writes_log:
-            line = {"step": step, "epoch": epoch, "loss": loss, "seconds": time.perf_counter() - begun}
+            line = {
+                "step": step,
+                "epoch": epoch,
+                "loss": loss,
+                "seconds": time.perf_counter() - begun,
+            }
             with args.losses.open("a") as log:
                 log.write(json.dumps({**line, "ranks": ranks}) + "\n")
         due = stop or step == args.steps or step % args.checkpoint_every == 0
         if rank == 0 and args.checkpoint and due:
             state = {"step": step, "settings": settings}
-            state |= {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-            save_atomically(args.checkpoint, functools.partial(torch.save, state))
+            state |= {
+                "model": module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            save_atomically(
+                args.checkpoint, functools.partial(torch.save, state)
+            )
         if stop:
             break
 
 
 def main() -> None:
     args = arguments()
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # NCCL wants a GPU for each rank
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    cuda = torch.cuda.device_count() >= int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    )  # NCCL wants a GPU for each rank
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if cuda
+        else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
