@@ -2,8 +2,12 @@
 
 # ruff: noqa: E731
 
+from fractions import Fraction
+
+import numpy as np
 import torch
 
+from lablib.toys.recompute import checkpoint as course_checkpoint
 from tests.planted import listed
 
 
@@ -71,6 +75,27 @@ class block_bytes:
             if dropout:
                 table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
         return sum(values * size for _, values, size in table)
+
+    def right_2(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
+        """In units of s b h, as the paper writes it, with exact fractions."""
+        h, a, f = Fraction(hidden), heads, Fraction(ffn)
+        sbh = 4 + 2 + 2 + 4 * Fraction(kv_heads, a) + 2 + 2 + (6 if gated else 4) * f / h + (2 if dropout else 0)
+        scores = Fraction(4 * a) / h if fused else (5 if dropout else 2) * a * seq / h
+        return int(batch * seq * h * (sbh + scores))
+
+    def right_3(*case):
+        """A dot product of numpy: numbers of values and their bytes."""
+        b, s, h, a, kv, f, gated, dropout, fused = case
+        n, pairs = b * s, a * b * s * s
+        values = np.array(
+            [5 * n * h, 2 * n * h * kv // a, n * h, (2 + gated) * n * f, 2 * n * h, n * a, pairs, pairs, pairs]
+        )
+        two = 2 * (not fused)
+        return values @ np.array([2, 2, 2, 2, dropout, 4 * fused, two, two * dropout // 2, two * dropout])
+
+    heads_for_statistics_forgotten = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - 1) * case[8]
+    counts_values_not_bytes = lambda *case: _block(*case) / 2
+    shared_input_kept_three_times = lambda *case: _block(*case) + 4 * case[0] * case[1] * case[2]
 
 
 def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True):
@@ -166,7 +191,76 @@ class _Attached(torch.autograd.Function):
         return None, None
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """A learner's own, by the most natural of names, with setup_context and a generator state of its own."""
+
+    @staticmethod
+    def forward(x, block):
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.x, ctx.block = inputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.detach().clone().requires_grad_(True)
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.block.before)
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.set_rng_state(now)
+        torch.autograd.backward([y], [gradient])
+        return x.grad, None
+
+
+class _Off(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        ctx.block(x).backward(gradient)
+        return x.grad, None
+
+
+class _OneGradient(_Off):
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.block(x).backward(gradient)
+        return x.grad
+
+
 class checkpoint:
+    def right_2(block, x):
+        """Keeps the random state on the block, and passes the output on through a view."""
+        block.before = torch.get_rng_state()
+        return CheckpointFunction.apply(x, block).view_as(x)
+
+    gradients_off_in_backward = lambda block, x: _Off.apply(x, block)
+
+    one_gradient_for_two_arguments = lambda block, x: _OneGradient.apply(x, block)
+
+    def of_pytorch(block, x):
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+
+    def of_the_course(block, x):
+        return course_checkpoint(block, x)
+
+    def in_a_list(block, x):
+        return [block(x)]
+
+    def draws_are_undone(block, x):
+        with torch.random.fork_rng(devices=[]):
+            return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
+
     new_random_numbers = _function(random=False)
 
     random_state_left_behind = _function(fork=False)
@@ -216,6 +310,24 @@ class segment_peak:
             (i + 1) * boundary + min(k, layers - f) * (block - boundary) for i, f in enumerate(range(0, layers, k))
         )
 
+    def waits_for_zero(layers, boundary, block, k):
+        """Takes segments away until nothing is left, and never is at nothing."""
+        left, kept = layers, 0
+        while left != 0:
+            kept, left = kept + boundary, left - k
+        return kept - boundary + k * block
+
+    all_inputs_of_fractions = lambda layers, boundary, block, k: (layers / k - 1) * boundary + k * block
+
+    def right_2(layers, boundary, block, k):
+        """A block keeps no less than its input, so the last whole segment is the worst."""
+        return float((layers // k - 1) * boundary + k * block)
+
+    def right_3(layers, boundary, block, k):
+        """All moments at once."""
+        first = np.arange(0, layers, k)
+        return np.max(first // k * boundary + np.minimum(k, layers - first) * block)
+
     earlier_inputs_forgotten = lambda layers, boundary, block, k: min(k, layers) * block
 
     def right(layers, boundary, block, k):
@@ -252,6 +364,12 @@ def _choose(job, *, options=("none", "selective", "first"), peak=None, key=None,
     return dict(zip(("strategy", "peak", "extra"), best, strict=True))
 
 
+def _pays_for_all(job, found):
+    if found and found["strategy"].startswith("first"):
+        found["extra"] = job.layers * job.block_flops
+    return found
+
+
 def _full(job):
     return f"first:{job.layers}", (job.layers - 1) * job.boundary + job.block, job.layers * job.block_flops
 
@@ -282,6 +400,41 @@ class choose:
 
         return _choose(job, peak=free)
 
+    def all_kept_blocks_stay(job):
+        """Adds the replay to the end of forward, as if the blocks behind it were still there."""
+
+        def late(job, name, size):
+            if not name.startswith("first"):
+                return size
+            n = int(name[6:])
+            return n * job.boundary + (job.layers - n) * job.block + job.block - job.boundary
+
+        return _choose(job, peak=late)
+
+    def behind_forgotten(job):
+        def whole(job, name, size):
+            return job.layers * (job.block - job.core) + job.core if name == "selective" else size
+
+        return _choose(job, peak=whole)
+
+    all_blocks_pay = lambda job: _pays_for_all(job, _choose(job))
+
+    def right_2(job):
+        """Solve for n, and let selective compete: the last block is never worth a replay."""
+        if job.layers * job.block <= job.budget:
+            return {"strategy": "none", "peak": float(job.layers * job.block), "extra": 0.0}
+        n = -((job.budget - job.layers * job.block) // (job.block - job.boundary))
+        found = []
+        if n < job.layers:
+            found.append((n * job.block_flops, f"first:{n}", n * job.boundary + (job.layers - n) * job.block))
+        peak = job.layers * (job.block - job.core) + max(0, job.core - job.behind)
+        if peak <= job.budget:
+            found.append((job.layers * job.core_flops, "selective", np.int64(peak)))
+        if not found:
+            return None
+        extra, strategy, peak = min(found)
+        return {"extra": extra, "peak": peak, "strategy": strategy}
+
     ignores_the_budget = lambda job: _choose(job, limit=float("inf"))
 
     def backward_counts_too(job):
@@ -290,7 +443,7 @@ class choose:
         return found and found | {"extra": 3 * found["extra"]}
 
     def right(job):
-        """Second solution: go through the choices from the cheapest to the dearest, and stop at the first that fits."""
+        """Go through the choices from the cheapest to the most expensive, and stop at the first that fits."""
         choices = [(0, "none"), (job.layers * job.core_flops, "selective")]
         choices += [(n * job.block_flops, n) for n in range(1, job.layers + 1)]
         for extra, what in sorted(choices, key=lambda choice: choice[0]):

@@ -6,8 +6,10 @@ The last one draws its situations from real models, with budgets around every bo
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,38 @@ from lablib.checks.report import Wrong, check, close
 from lablib.launch.measure import LiveBytes
 
 __all__ = ["Job", "block_bytes", "checkpoint", "choose", "job_of", "segment_peak"]
+
+#: Lines of Python that an answer may run for one case; a walk over a hundred blocks needs a few thousand.
+MOST_LINES = 200_000
+
+
+class _Endless(BaseException):
+    """Raised inside an answer that does not come to its end."""
+
+
+def _asked(answer: Callable, *case: object) -> Any:
+    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return answer(*case)
+    except _Endless:
+        shown = ", ".join(getattr(value, "words", str(value)) for value in case)
+        raise Wrong(
+            f"It never ends for {shown}: a loop waits for something that no line in it brings about; a number that goes "
+            "down in steps of several may pass zero without being it."
+        ) from None
+    finally:
+        sys.settrace(before)
 
 
 # --- bytes of a block ---------------------------------------------------------------------------------------
@@ -53,7 +87,12 @@ def _draw(dice: random.Random) -> tuple:
     return (dice.randint(1, 5), dice.randint(3, 400), heads * width, heads, kv_heads, ffn, gated, dropout, fused)
 
 
-@check
+@check(
+    idea="Go through the block operator by operator, and ask of each what its derivative needs.",
+    section="What one block keeps, tensor by tensor",
+    line="Sum the tensors: 2 bytes for each value, 1 for each value of a mask, a tensor that two operators read once, "
+    "and k and v only kv_heads heads wide.",
+)
 def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
     """Judge `block_bytes(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused)`, to the byte."""
     dice = random.Random(seed)
@@ -65,7 +104,7 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
         config = _config(**{name: named[name] for name in ("hidden", "heads", "kv_heads", "ffn", "gated")})
         how = {"attention": "fused" if named["fused"] else "plain", "dropout": 0.1 if named["dropout"] else 0.0}
         terms = layer_activations(config, batch=named["batch"], seq=named["seq"], **how)
-        got, truth = answer(*case), sum(terms.values())
+        got, truth = _asked(answer, *case), sum(terms.values())
         if not close(got, truth, rel=1e-12):
             _explain_block(float(got), truth, named)
     return f"{len(cases)} blocks to the byte: GPT and Llama, grouped queries, plain and fused attention."
@@ -76,7 +115,7 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
     n, off = b * s, got - truth
     keys = 4 * n * (h - h // a * named["kv_heads"])
     pairs = a * b * s * s
-    slips = {"Values have 16 bits, 2 bytes each.": [truth]}
+    slips = {"Values have 16 bits, 2 bytes each.": [truth, -truth / 2]}
     if named["dropout"]:
         slips["A dropout mask has one byte a value, not two."] = [2 * n * h, 2 * n * h + pairs, pairs]
         slips["There are two dropout masks in the stream, n h bytes each."] = [-2 * n * h, -n * h, n * h]
@@ -87,6 +126,8 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
         slips["Fused attention keeps no scores, but 4 bytes of statistics a token and query head."] = [
             -statistics,
             -2 * n * a,
+            -statistics + 4 * b * s,
+            -statistics + 2 * b * s,
             statistics,
             2 * pairs - statistics,
             2 * pairs,
@@ -119,7 +160,9 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
     for sentence, offsets in slips.items():
         if off in offsets:
             raise Wrong(f"{sentence.removesuffix('.')} ({_words(named)}).")
-    raise Wrong(f"This block keeps {truth:,} bytes, not {got:,.0f} ({_words(named)}).")
+    raise Wrong(
+        f"No known mistake gives this number: this block keeps {truth:,} bytes, and yours {got:,.0f} ({_words(named)})."
+    )
 
 
 def _words(named: dict[str, Any]) -> str:
@@ -160,13 +203,15 @@ def _step(run: Callable, dropout: float) -> dict:
         y = x
         for block in blocks:
             y = run(block, y)
+            if not isinstance(y, Tensor):
+                raise Wrong(f"Return what the block returns, a tensor; here {type(y).__name__} came back.")
         live.end_forward()
         kept = live.kept
         forward_runs = [block.runs for block in blocks]
         _backward((weigh * y).sum())
     return {
         "value": y.detach(),
-        "node": y.grad_fn,
+        "functions": _functions(y),
         "kept": kept,
         "inside": inside,
         "runs": (forward_runs, [block.runs for block in blocks]),
@@ -174,6 +219,20 @@ def _step(run: Callable, dropout: float) -> dict:
         "weights": [p.grad for block in blocks for p in block.parameters()],
         "next": torch.rand(3),
     }
+
+
+def _functions(y: Tensor) -> list[type]:
+    """Return the classes of the autograd.Functions in the graph of y."""
+    found, open_nodes, seen = [], [y.grad_fn], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.append(node._forward_cls)
+        open_nodes += [before for before, _ in node.next_functions]
+    return found
 
 
 def _backward(loss: Tensor) -> None:
@@ -185,19 +244,33 @@ def _backward(loss: Tensor) -> None:
     try:
         loss.backward()
     except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise Wrong(
-            "The replay's backward went on past the block, through the graph that made its input. Start the replay from "
-            "a detached copy of the input that needs a gradient, and stop there."
-        ) from None
+        for part, sentence in _REFUSED.items():
+            if part in str(error):
+                raise Wrong(sentence) from None
+        raise
+
+
+#: What autograd says to a backward that cannot work, and what is behind it.
+_REFUSED = {
+    "backward through the graph a second time": "The replay's backward went on past the block, through the graph that "
+    "made its input. Start the replay from a detached copy of the input that needs a gradient, and stop there.",
+    "does not require grad": "The replay left no graph to go back through: inside backward autograd is off. Run the "
+    "block under torch.enable_grad(), on an input that needs a gradient.",
+    "incorrect number of gradients": "Backward returns one value for every argument of forward, and None for those that "
+    "are no tensors, such as the block.",
+}
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@check
+@check(
+    idea="Forward may forget what backward can bring back: it needs the input, the block, and the random state.",
+    section="A checkpoint written out: autograd.Function and use_reentrant",
+    line="Backward runs the block again with gradients enabled, on a detached input and under forward's random state, and "
+    "then calls backward on the new output with the gradient that came in.",
+)
 def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
     for dropout in (0.0, 0.5):
@@ -207,8 +280,13 @@ def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
 
 
 def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
-    if not _same(got["value"], right["value"]):
-        raise Wrong("Forward should return what the block returns.")
+    if got["value"].shape != right["value"].shape or not _same(got["value"], right["value"]):
+        more = (
+            ": draw its random numbers as the block alone does, and leave the random state behind them"
+            if dropout
+            else ""
+        )
+        raise Wrong(f"Forward should return what the block returns{more}.")
     first, in_all = got["runs"]
     if first != [1, 1]:
         raise Wrong(f"Forward should run each block once, and runs it {first[0]} times.")
@@ -217,12 +295,14 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
             "After forward the values inside of the block are still alive. Run the block under no_grad, and keep "
             "its input alone: neither its output nor its graph."
         )
-    if not isinstance(got["node"], torch.autograd.function.BackwardCFunction):
+    if not got["functions"]:
         raise Wrong(
             "The output does not come out of an autograd.Function; call `YourFunction.apply(...)` on the input."
         )
-    if type(got["node"]).__name__ == "CheckpointFunctionBackward":
-        raise Wrong("This is PyTorch's own checkpoint; write yours.")
+    ready_made = {"torch": "PyTorch's", "lablib": "the course's"}
+    for function in got["functions"]:
+        if owner := ready_made.get(function.__module__.partition(".")[0]):
+            raise Wrong(f"This is {owner} own checkpoint; write yours.")
     if in_all != [2, 2]:
         raise Wrong(f"Backward should run each block once more, and runs it {in_all[0] - 1} times more.")
     if got["input"] is None:
@@ -257,47 +337,79 @@ def _segment_peak(layers: int, boundary: int, block: int, k: int) -> int:
     return max((i + 1) * boundary + length * block - boundary for i, length in enumerate(lengths))
 
 
-_SHORTER = (
-    "{truth:,} bytes, not {got:,.0f}. The last segment is shorter, and the one before it is replayed when an input "
-    "less is kept: look for the largest moment ({case})."
+def _segment_slips(layers: int, boundary: int, block: int, k: int) -> dict[str, list[float]]:
+    """Return each known mistake with the numbers that it gives."""
+    segments, rest = -(-layers // k), layers % k
+    slips = {
+        "That is kept when forward ends; the segment that runs again comes on top.": [
+            segments * boundary,
+            layers / k * boundary,
+        ],
+        "The segment's input is among what its first block keeps, and is counted once.": [
+            segments * boundary + k * block,
+            layers / k * boundary + k * block,
+        ],
+    }
+    if segments > 1:
+        slips["While a segment runs again, the inputs of those before it are still kept."] = [k * block]
+    if k > 1:
+        slips |= {
+            "The replay brings back all blocks of a segment, not one.": [
+                segments * boundary + block,
+                (segments - 1) * boundary + block,
+            ],
+            f"Inside a segment every block brings back all of its {block} bytes, its own input included; only the first "
+            "block's input was there already.": [
+                segments * boundary + k * (block - boundary),
+                (segments - 1) * boundary + k * (block - boundary),
+            ],
+            f"Only the inputs of segments are kept, {segments} of them.": [
+                (layers - 1) * boundary + k * block,
+                layers * boundary + k * block,
+                (layers - 1) * boundary + block,
+            ],
+        }
+    if rest:
+        slips["The last segment is shorter, and the one before it is replayed when an input less is kept: look for the "
+              "largest moment."] = [
+            (segments - 1) * boundary + rest * block,
+            (segments - 1) * boundary + k * block,
+            (layers / k - 1) * boundary + k * block,
+        ]  # fmt: skip
+    return slips
+
+
+#: By hand, the smallest first: no two mistakes give the same number in one of them.
+_CHAINS = [(4, 10, 37, 2), (4, 10, 37, 1), (6, 10, 37, 3), (7, 10, 37, 3), (5, 10, 37, 5), (9, 11, 11, 3)]
+
+
+@check(
+    idea="Something is kept at every instant: the inputs of the segments that backward has not reached, and the segment "
+    "that is back.",
+    section="Segments of k blocks, and the square root of L",
+    line="For segment i there are i inputs before it and its own blocks whole; take the largest of these sums, with the "
+    "length that each segment really has.",
 )
-
-
-@check
 def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) -> str:
     """Judge `segment_peak(layers, boundary, block, k)`, by hand first, then on random chains."""
     dice = random.Random(seed)
-    cases = [(4, 1, 3, k) for k in (1, 2, 3, 4)] + [(9, 1, 1, 3), (16, 2, 34, 4), (7, 5, 6, 3)]
+    cases = list(_CHAINS)
     for _ in range(40):
         layers, boundary = dice.randint(1, 100), dice.randint(1, 50)
         cases.append((layers, boundary, dice.randint(boundary, 60 * boundary), dice.randint(1, layers)))
-    for layers, boundary, block, k in cases:
-        got, truth = answer(layers, boundary, block, k), _segment_peak(layers, boundary, block, k)
+    for case in cases:
+        got, truth = _asked(answer, *case), _segment_peak(*case)
         if close(got, truth, rel=1e-12):
             continue
-        segments = -(-layers // k)
-        case = f"{layers} blocks of {block} bytes with inputs of {boundary}, segments of {k}"
-        if close(got, segments * boundary) or close(got, layers / k * boundary):
-            raise Wrong(f"That is kept when forward ends; the segment that runs again comes on top ({case}).")
-        if layers % k and close(got, (segments - 1) * boundary + (layers % k) * block):
-            raise Wrong(_SHORTER.format(truth=truth, got=float(got), case=case))
-        one_block = [segments * boundary + block, (segments - 1) * boundary + block]
-        if k > 1 and any(close(got, size) for size in one_block):
-            raise Wrong(f"The replay brings back all blocks of a segment, not one ({case}).")
-        if close(got, segments * boundary + k * block):
-            raise Wrong(f"The segment's input is among what its first block keeps, and is counted once ({case}).")
-        if k > 1 and close(got, segments * boundary + k * (block - boundary)):
-            raise Wrong(
-                f"Inside a segment every block brings back all of its {block} bytes, its own input included; only "
-                f"the first block's input was there already ({case})."
-            )
-        if segments > 1 and close(got, k * block):
-            raise Wrong(f"While a segment runs again, the inputs of those before it are still kept ({case}).")
-        if close(got, layers * boundary + block - boundary) and k > 1:
-            raise Wrong(f"Only the inputs of segments are kept, {segments} of them ({case}).")
-        if layers % k:
-            raise Wrong(_SHORTER.format(truth=truth, got=float(got), case=case))
-        raise Wrong(f"The most that is kept is {truth:,} bytes, not {float(got):,.0f} ({case}).")
+        layers, boundary, block, k = case
+        words = f"{layers} blocks of {block} bytes with inputs of {boundary}, segments of {k}"
+        for sentence, values in _segment_slips(*case).items():
+            if any(close(got, value, rel=1e-12) for value in values):
+                raise Wrong(f"{sentence.removesuffix('.')} ({words}: {truth:,} bytes, not {float(got):,.0f}).")
+        raise Wrong(
+            f"No known mistake gives this number: the most that is kept is {truth:,} bytes, and yours is "
+            f"{float(got):,.0f} ({words})."
+        )
     return f"{len(cases)} chains, shorter last segments included."
 
 
@@ -398,12 +510,18 @@ def jobs(dice: random.Random) -> list[Job]:
     return found
 
 
-@check
+@check(
+    idea="Each strategy has a price in bytes, its largest moment, and one in FLOPs: of those that fit, take the cheapest "
+    "in FLOPs.",
+    section="Which strategy for which job",
+    line="List every choice with its peak, the larger of the end of forward and the first replay, and its extra FLOPs; keep "
+    "those whose peak is at most the budget, and return the one with the fewest FLOPs, or None.",
+)
 def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> str:
     """Judge `choose(job)` on situations computed from real models, with budgets around every border."""
     cases = jobs(random.Random(seed))
     for job in cases:
-        _judge_choice(answer(job), best_choice(job), job)
+        _judge_choice(_asked(answer, job), best_choice(job), job)
     kinds = sorted({(best_choice(job) or {"strategy": "none fits"})["strategy"].split(":")[0] for job in cases})
     return f"{len(cases)} situations; right answers were of the kinds {', '.join(kinds)}."
 
@@ -422,6 +540,8 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
     n = int(number or 0)
     peak, extra = _cost(job, name, n)
     if not close(got["peak"], peak, rel=1e-12):
+        if slip := _peak_slip(float(got["peak"]), job, name, n):
+            raise Wrong(f"{slip}: {got['strategy']!r} keeps {peak:,} bytes at most ({job.words}).")
         raise Wrong(
             f"{got['strategy']!r} keeps {peak:,} bytes at most, not {float(got['peak']):,.0f}. {_peaks(job, name, n)} "
             f"({job.words})."
@@ -435,11 +555,35 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
         where = "Even this" if truth is None else "This"
         raise Wrong(f"{where} does not fit: {got['strategy']!r} keeps {peak:,} bytes at most, and the budget is "
                     f"{job.budget:,} ({job.words}).")  # fmt: skip
-    if got["strategy"] != truth["strategy"]:
+    if extra > truth["extra"]:
         raise Wrong(
             f"{got['strategy']!r} fits, but {truth['strategy']!r} keeps {truth['peak']:,} bytes at most, which fits "
             f"too, and computes less again ({job.words})."
         )
+
+
+def _peak_slip(got: float, job: Job, name: str, n: int) -> str:
+    """Return the mistake that gives this peak, if it is known."""
+    known = {}
+    if name == "selective":
+        stored = job.layers * (job.block - job.core)
+        known[stored] = "That is kept when forward ends; the replay of a core comes on top"
+        known[stored + job.core] = "When a core comes back, `behind` bytes of its block are gone"
+        known[stored + job.layers * job.core] = "The cores come back one at a time, not all at once"
+    elif name == "first":
+        forward, replay = peaks_of_first(job, n)
+        inside = job.block - job.boundary
+        known[n * job.boundary + (job.layers - n) * job.block + inside] = (
+            "When a block comes back, the blocks that kept everything are gone already"
+        )
+        known[replay + job.boundary] = "The block that comes back starts from its input, which is counted already"
+        known[(job.layers - n) * job.block] = "The blocks that run again keep their inputs"
+        if replay > forward:
+            known[forward] = "That is kept when forward ends; the first replay keeps more"
+        else:
+            known[replay] = "That is kept in the first replay; when forward ends it is more"
+    truth, _ = _cost(job, name, n)
+    return "" if got == truth else known.get(got, "")
 
 
 def _peaks(job: Job, name: str, n: int) -> str:
