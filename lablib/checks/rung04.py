@@ -6,9 +6,7 @@ import copy
 import functools
 import random
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 from lablib.calc.schedules import (
     Schedule,
@@ -23,38 +21,9 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.report import Wrong, check, close, numbers
+from lablib.checks.report import Wrong, ask, check, close, numbers
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
-#: Lines that an answer may run for one case: a hundred times what a search needs, and a second of work.
-MOST_LINES = 2_000_000
-
-
-class _Endless(BaseException):
-    """Raised inside an answer that does not come to its end."""
-
-
-def _asked(answer: Callable, *case: object) -> object:
-    """Return the answer for a case; one that loops for ever is ended by counting its lines, on any machine alike."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MOST_LINES:
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        return answer(*case)
-    except _Endless:
-        raise Wrong(
-            f"It never ends for {', '.join(map(repr, case))}: a loop waits for something that no line in it brings about."
-        ) from None
-    finally:
-        sys.settrace(before)
 
 
 def _named(got: object, *names: str) -> Mapping[str, object]:
@@ -102,7 +71,7 @@ def bubbles(answer: Callable[[int, int, int], Mapping[str, float]], seed: int = 
     """Judge `bubbles(p, m, v)`: GPipe and 1F1B where v is 1, interleaved 1F1B where it is more."""
     answers, wrong = {}, []
     for (p, m, v), truth in _timed(seed):
-        got = _named(_asked(answer, p, m, v), "over_ideal", "over_total")
+        got = _named(ask(answer, p, m, v), "over_ideal", "over_total")
         answers[p, m, v] = got["over_ideal"], got["over_total"]
         right = [close(got["over_ideal"], truth.bubble_over_ideal), close(got["over_total"], truth.bubble_over_total)]
         if not all(right):
@@ -211,7 +180,7 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
     answers, wrong = {}, []
     for name, p, m, v in cases:
         truth = peak_activations(schedule(name, p, m, v))
-        got = _asked(answer, name, p, m, v)
+        got = ask(answer, name, p, m, v)
         got = numbers(list(got.values()) if isinstance(got, Mapping) else got, "What the ranks hold")
         if len(got) != p:
             raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
@@ -300,7 +269,7 @@ def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
     cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13)]
     for p, m in cases:
-        _judge_1f1b(_asked(answer, p, m), p, m)
+        _judge_1f1b(ask(answer, p, m), p, m)
     return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
 
 
@@ -349,7 +318,7 @@ def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
     for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10)):
-        mine, rival = _within_memory(_asked(answer, p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
+        mine, rival = _within_memory(ask(answer, p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         if mine.makespan >= rival.makespan:
             raise Wrong(
                 f"It takes {mine.makespan:g}, no less than the {rival.makespan:g} of 1F1B: let the rank before you "
@@ -369,7 +338,7 @@ def match_zb_h1(answer: Callable[[int, int], object]) -> str:
     """Judge `match_zb_h1(p, m)`: no longer than ZB-H1 where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
     for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (4, 16)):
-        mine, best = _within_memory(_asked(answer, p, m), p, m), simulate(zb_h1(p, m), **UNIT)
+        mine, best = _within_memory(ask(answer, p, m), p, m), simulate(zb_h1(p, m), **UNIT)
         if mine.makespan > best.makespan + 1e-9:
             split = simulate(one_f_one_b(p, m), **UNIT).makespan - (p - 1)
             why = (
@@ -418,11 +387,7 @@ def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], see
     cases = _changed(seed)
     for change, before, after, name, more in cases:
         got = _named(
-            _asked(answer, copy.deepcopy(before), copy.deepcopy(after)),
-            "changed",
-            "schedule",
-            "idle_over_total",
-            "held",
+            ask(answer, copy.deepcopy(before), copy.deepcopy(after)), "changed", "schedule", "idle_over_total", "held"
         )
         seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
         if str(got["changed"]) not in CHANGES:

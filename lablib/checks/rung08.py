@@ -4,48 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lablib.calc.precision import FORMATS, Format
-from lablib.checks.report import Wrong, check, numbers, whole
+from lablib.checks.report import Wrong, ask, check, numbers, whole
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
 __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
-
-#: Lines of Python that an answer may run for one case: a search through all powers of two needs a few thousand.
-MOST_LINES = 200_000
-
-
-class _Endless(BaseException):
-    """Raised inside an answer that does not come to its end."""
-
-
-def _asked(answer: Callable, *case: object) -> Any:
-    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MOST_LINES:
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        return answer(*case)
-    except _Endless:
-        shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in case)
-        raise Wrong(f"It never ends for {shown}: a loop waits for something that no line in it brings about.") from None
-    finally:
-        sys.settrace(before)
 
 
 # --- rounding to a format -----------------------------------------------------------------------------------
@@ -97,7 +66,7 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
     for name, x in cases:
         fmt = _format(name)
         try:
-            got = float(_asked(answer, x, fmt.exponent_bits, fmt.mantissa_bits))
+            got = float(ask(answer, x, fmt.exponent_bits, fmt.mantissa_bits))
         except TypeError as error:
             raise Wrong(
                 f"Return a number, the rounded one; here something else came back or went in ({error})."
@@ -354,7 +323,7 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
     cases = _situations(random.Random(seed), 250)
     for case in cases:
-        got, truth = _asked(answer, *case), _truth(case)
+        got, truth = ask(answer, *case), _truth(case)
         if isinstance(got, Mapping):
             got = [failure for failure, breaks in got.items() if breaks]
         if (
