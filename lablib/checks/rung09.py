@@ -118,7 +118,13 @@ def _explain_block(got: float, truth: int, named: dict[str, Any]) -> None:
     slips = {"Values have 16 bits, 2 bytes each.": [truth, -truth / 2]}
     if named["dropout"]:
         slips["A dropout mask has one byte a value, not two."] = [2 * n * h, 2 * n * h + pairs, pairs]
-        slips["There are two dropout masks in the stream, n h bytes each."] = [-2 * n * h, -n * h, n * h]
+        slips["There are two dropout masks in the stream, n h bytes each."] = [
+            -2 * n * h,
+            -n * h,
+            n * h,
+            -2 * n * h - pairs,
+            -2 * n * h - 3 * pairs,
+        ]
     if keys:
         slips["Keys and values have kv_heads heads, not heads."] = [keys]
     if named["fused"]:
@@ -380,7 +386,7 @@ def _segment_slips(layers: int, boundary: int, block: int, k: int) -> dict[str, 
 
 
 #: By hand, the smallest first: no two mistakes give the same number in one of them.
-_CHAINS = [(4, 10, 37, 2), (4, 10, 37, 1), (6, 10, 37, 3), (7, 10, 37, 3), (5, 10, 37, 5), (9, 11, 11, 3)]
+_CHAINS = [(8, 10, 37, 2), (8, 10, 37, 1), (14, 10, 37, 3), (5, 10, 37, 5)]
 
 
 @check(
@@ -491,8 +497,9 @@ def best_choice(job: Job) -> dict[str, Any] | None:
 
 
 def jobs(dice: random.Random) -> list[Job]:
-    """Return situations: real models, with budgets drawn and budgets just at, above and below a strategy's peak."""
-    found = []
+    """Return situations: one by hand, then real models, with budgets drawn and budgets just at, above and below a strategy's peak."""
+    small = Job(4, 2, 20, 8, 3, 100, 5, name="4 blocks of 20 bytes, 2 of them input, 8 core, 3 behind")
+    found = [replace(small, budget=budget) for budget in (80, 79, 53, 52, 44, 43, 26, 25)]
     for model, seq, attention in (
         ("gpt3-175b", 2048, "plain"),
         ("gpt2-xl", 1024, "plain"),
