@@ -20,13 +20,16 @@ from lablib.calc.communication import (
     chunk_sizes,
     collective_time,
     crossover,
+    dispatch_nodes,
     fastest_algorithm,
     fit_line,
     fit_pieces,
     hierarchical_rounds,
     hierarchical_traffic,
+    in_switch_all_reduce_bytes,
     parse_nccl_tests,
     recomputed_bandwidths,
+    ring_all_reduce_bytes,
     ring_all_reduce_time,
     traffic,
 )
@@ -279,3 +282,23 @@ def test_pieces_find_where_the_line_breaks() -> None:
 def test_bad_input(call, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+# Switches that add, and tokens that go to several experts of a node
+
+
+def test_a_switch_that_adds_by_its_messages() -> None:
+    """Every rank sends its chunk j to the switch for rank j, n chunks in all, and one sum: n + 1 chunks of S/n."""
+    for ranks in (2, 4, 8, 72):
+        for_sums, to_all = ranks, 1
+        assert in_switch_all_reduce_bytes(8.0 * ranks, ranks) == pytest.approx(8.0 * (for_sums + to_all))
+    assert in_switch_all_reduce_bytes(100.0, 1) == 0
+    # On two ranks there is no gain: a ring sends S, the switch takes 3/2 S.
+    assert in_switch_all_reduce_bytes(1.0, 2) > ring_all_reduce_bytes(1.0, 2)
+
+
+@given(st.integers(1, 4), st.integers(0, 5))
+def test_nodes_that_a_token_meets_are_counted_one_by_one(nodes: int, experts: int) -> None:
+    places = list(itertools.product(range(nodes), repeat=experts))
+    mean = sum(len(set(place) - {0}) for place in places) / len(places)
+    assert dispatch_nodes(nodes, experts) == pytest.approx(mean)

@@ -73,6 +73,32 @@ def ring_all_reduce_bytes(size: float, ranks: int) -> float:
     return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
 
 
+def in_switch_all_reduce_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in an all-reduce whose sums a switch makes, (1 + 1/n) · S.
+
+    Rank i asks the switch for the sum of chunk i, for which all ranks send theirs: S in all. Then it sends its sum
+    once, and the switch hands it to all: S/n more. A rank receives as many (NVLS, NVIDIA/nccl#1083).
+
+    Args:
+        size: S, the bytes of the array on each rank.
+    """
+    check_link(ranks, size=size)
+    return size * (1 + 1 / ranks) if ranks > 1 else 0.0
+
+
+def dispatch_nodes(nodes: int, experts: int) -> float:
+    """Return how many nodes other than its own a token meets on average, (m-1)(1 - (1 - 1/m)^k).
+
+    Each of its k experts lies on any of m nodes with the same chance, independently of the others.
+
+    Args:
+        nodes: m.
+        experts: k, that each token is sent to.
+    """
+    check_link(nodes, experts=experts)
+    return (nodes - 1) * (1 - (1 - 1 / nodes) ** experts)
+
+
 def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
     """Return the seconds of a ring reduce-scatter, (n-1)α + (n-1)/n · S/W; adding the numbers up is free.
 
