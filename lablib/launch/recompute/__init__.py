@@ -7,7 +7,7 @@
 Read `apply` first, then `runs`. Chapter 09.
 """
 
-from lablib.launch.recompute.apply import apply_strategy
+from lablib.launch.recompute.apply import apply_strategy, matmul_policy
 from lablib.launch.recompute.runs import (
     ddp_with,
     find_largest_batch,
@@ -25,6 +25,7 @@ __all__ = [
     "ddp_with",
     "find_largest_batch",
     "fsdp_gathers",
+    "matmul_policy",
     "measure_step",
     "named_saved_tensors",
     "pipeline_error",
