@@ -1,6 +1,5 @@
 """Planted defects for the checks of rung 01: each runs, keeps the units and types, and errs in one idea."""
 
-
 from __future__ import annotations
 
 import numpy as np
@@ -40,6 +39,12 @@ class bytes_per_parameter:
 
     def two_mistakes(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, gradients[:1], False, "adamw")
+
+    def gradients_always_fp32(weights, gradients, master, optimizer):
+        return bytes_per_parameter.right(weights, ["fp32"] * len(gradients), master, optimizer)
+
+    def weights_always_bf16(weights, gradients, master, optimizer):
+        return bytes_per_parameter.right("bf16", gradients, master, optimizer)
 
     def right_2(weights, gradients, master, optimizer):
         """In bits, with numpy, and divided at the end."""
@@ -101,6 +106,20 @@ class fits:
         gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
         return gigabytes, "yes" if verdict else "no"
 
+    def every_stage_is_stage_1(params, gpus, capacity_gib, strategy):
+        return fits.right(params, gpus, capacity_gib, "zero-1" if "zero" in strategy else strategy)
+
+    def tensor_keeps_the_weights(params, gpus, capacity_gib, strategy):
+        return fits.right(params, gpus, capacity_gib, "zero-2" if strategy == "tensor" else strategy)
+
+    def right_3(params, gpus, capacity_gib, strategy):
+        """Adds what each stage takes away, one after the other, and cuts the decimals off."""
+        held = 16 * params
+        for stage, size in enumerate((12, 2, 2), start=1):
+            if strategy == "tensor" or strategy >= f"zero-{stage}":
+                held -= size * params * (gpus - 1) / gpus
+        return int(held / 1e9), int(held / 2**30 <= capacity_gib)
+
     def right_2(params, gpus, capacity_gib, strategy):
         """Whole GB, and a list; what is not sharded is what the strategy's number leaves."""
         stage = {"ddp": 0, "tensor": 3}.get(strategy) if "zero" not in strategy else int(strategy[-1])
@@ -129,6 +148,13 @@ class block_activations:
     def masks_of_two_bytes(seq, batch, hidden, heads, attention, recompute):
         kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
         return kept if recompute == "full" else kept + 2 * seq * batch * hidden
+
+    def values_of_four_bytes(seq, batch, hidden, heads, attention, recompute):
+        return 2 * block_activations.right(seq, batch, hidden, heads, attention, recompute)
+
+    def scores_the_other_way_round(seq, batch, hidden, heads, attention, recompute):
+        other = {"plain": "fused", "fused": "plain"}[attention]
+        return block_activations.right(seq, batch, hidden, heads, other, recompute)
 
     def softmax_output_alone(seq, batch, hidden, heads, attention, recompute):
         kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
@@ -233,6 +259,43 @@ class run_memory:
         fused = "adamw-fused" if optimizer == "adamw" else optimizer
         return run_memory.right(shape, fused, seq, batch, recompute)
 
+    def run_that_keeps_nothing(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"activations": 0} if recompute == "full" else memory
+
+    def run_with_16_bit_moments(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"optimizer": 2 * memory["parameters"] + memory["optimizer"] // 2}
+
+    def run_without_optimizer_at_the_loss(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return memory | {"peak": memory["peak"] - memory["optimizer"] * (memory["at"] == "at the loss")}
+
+    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        fourth = 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")
+        return memory | {"activations": memory["activations"] + fourth}
+
+    def right_3(shape, optimizer, seq, batch, recompute):
+        """Takes the entries out of the dictionary, and loops over tensors."""
+        layers, h, f, vocab = (shape.pop(name) for name in ("layers", "hidden", "ffn", "vocab"))
+        queries, keys, width, tied = (shape.pop(name) for name in ("heads", "kv_heads", "head_dim", "tied"))
+        found = dict.fromkeys(("parameters", "activations"), 0)
+        for _ in range(layers):
+            for rows, columns in ((h, queries * width), (h, keys * width), (h, f), (h, 1)):
+                found["parameters"] += 2 * rows * columns
+            found["parameters"] += h * f
+            for kept in (h,) if recompute == "full" else (4 * h, 2 * queries * width, 2 * keys * width, 3 * f):
+                found["activations"] += 2 * kept * seq * batch
+        n = found["parameters"] = found["parameters"] + h + vocab * h * (1 if tied else 2)
+        found["weights"] = found["gradients"] = 2 * n
+        found["optimizer"] = 4 * n * (1 + optimizer.startswith("adamw") * 2 + (optimizer == "sgd-momentum"))
+        found["logits"] = seq * batch * vocab * 4
+        always = found["weights"] + found["optimizer"]
+        loss, step = always + found["activations"] + found["logits"] * 3 // 2, always + 4 * n
+        step += 4 * n if optimizer == "adamw" else 0
+        return found | ({"peak": loss, "at": "loss"} if loss > step else {"peak": step, "at": "step"})
+
     def run_in_gb(shape, optimizer, seq, batch, recompute):
         memory = run_memory.right(shape, optimizer, seq, batch, recompute)
         return {
@@ -301,7 +364,12 @@ SENTENCES = {
     "softmax_output_alone": "three s by s tensors a head", "forgot_the_batch": "Every sequence",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary",
     "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
-    "run_always_adamw": "This optimizer makes no roots", "run_without_embeddings": "tables of embedding and head",
+    "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "is not always fp32",
+    "weights_always_bf16": "is not always 2 bytes", "every_stage_is_stage_1": "Each stage divides more",
+    "tensor_keeps_the_weights": "Tensor parallelism splits a matrix", "values_of_four_bytes": "and not 4",
+    "scores_the_other_way_round": "the other way round", "run_with_16_bit_moments": "Moments are fp32",
+    "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",
+    "run_without_optimizer_at_the_loss": "stays on the device at the loss too", "run_without_embeddings": "tables of embedding and head",
     "run_with_an_untied_head": "one table", "run_with_keys_for_every_head": "fewer heads than queries",
     "run_of_a_gpt_block": "34sbh is a GPT block's", "run_never_recomputes": "a block keeps its input alone",
     "run_for_one_sequence": "Every sequence", "run_with_16_bit_logits": "fp32, 4 bytes each",
