@@ -66,30 +66,32 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, fn: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-        """Run without a graph; keep tensors where autograd watches them for changes in place."""
+        """Run without a graph; autograd watches what is saved."""
         ctx.fn, ctx.surroundings = fn, Surroundings(args, preserve_rng_state)
-        ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
         ctx.where = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        ctx.others = [None if i in ctx.where else arg for i, arg in enumerate(args)]
         ctx.save_for_backward(*(args[i] for i in ctx.where))
-        return fn(*args)  # under no_grad: autograd sees a Function from outside only
+        return fn(*args)  # under no_grad: no graph inside
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Run again with a graph, then through it."""
         args = list(ctx.others)
         for i, tensor in zip(ctx.where, ctx.saved_tensors, strict=True):
-            args[i] = tensor.detach().requires_grad_(tensor.requires_grad)
+            args[i] = tensor.detach()
+            args[i].requires_grad_(tensor.requires_grad)
         with ctx.surroundings.restored(), torch.enable_grad():
             outputs = ctx.fn(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
-            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
+            # gradients are None for what is no tensor
+            if gradient is not None and output.requires_grad
         ]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
-        return None, None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+        return None, None, None, *(getattr(arg, "grad", None) for arg in args)
 
 
 def checkpoint(fn: Callable, *args: Any, preserve_rng_state: bool = True) -> Any:

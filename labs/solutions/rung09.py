@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 
 
-def block_bytes(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
-    """What a block keeps in 16 bits, tensor by tensor; a mask has one byte a value."""
+def block_bytes(
+    batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused
+):
+    """Bytes of a block, tensor by tensor; a mask has 1 byte a value."""
     tokens, width = batch * seq, hidden // heads
-    stream, keys, inner = 2 * tokens * hidden, 2 * tokens * kv_heads * width, 2 * tokens * ffn
+    stream, inner = 2 * tokens * hidden, 2 * tokens * ffn
+    keys = 2 * tokens * kv_heads * width
     norms = 2 * stream
-    attention = (
-        stream + stream + 2 * keys + stream
-    )  # input of the projections, q, k and v, input of the output
+    # The input of the projections, q, k and v, the input of the output.
+    attention = stream + (stream + 2 * keys) + stream
     mlp = stream + (3 if gated else 2) * inner
     masks = 2 * tokens * hidden if dropout else 0
     pairs = heads * batch * seq * seq
-    scores = 4 * tokens * heads if fused else pairs * (2 + 1 + 2 if dropout else 2)
+    plain = pairs * (2 + 1 + 2 if dropout else 2)
+    scores = 4 * tokens * heads if fused else plain
     return norms + attention + scores + mlp + masks
 
 
@@ -32,7 +35,7 @@ class Forgetful(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Run again with a graph, on the same random numbers, and go back through it."""
+        """Run again with a graph, on the same random numbers."""
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.set_rng_state(ctx.random)
@@ -47,7 +50,7 @@ def checkpoint(block, x):
 
 
 def segment_peak(layers, boundary, block, k):
-    """The largest moment: backward at segment i has i inputs before it and all blocks of the segment."""
+    """Backward at segment i has i inputs before it and its own blocks."""
     peak = 0
     for i, first in enumerate(range(0, layers, k)):
         length = min(k, layers - first)
@@ -59,11 +62,13 @@ def choose(job):
     """Of what fits, what computes least again."""
     choices = [("none", job.layers * job.block, 0)]
     stored = job.layers * (job.block - job.core)
-    choices.append(("selective", max(stored, stored + job.core - job.behind), job.layers * job.core_flops))
+    peak = stored + max(0, job.core - job.behind)
+    choices.append(("selective", peak, job.layers * job.core_flops))
     for n in range(1, job.layers + 1):
         forward = n * job.boundary + (job.layers - n) * job.block
         replay = (n - 1) * job.boundary + job.block
-        choices.append((f"first:{n}", max(forward, replay), n * job.block_flops))
+        peak, extra = max(forward, replay), n * job.block_flops
+        choices.append((f"first:{n}", peak, extra))
     fitting = [choice for choice in choices if choice[1] <= job.budget]
     if not fitting:
         return None

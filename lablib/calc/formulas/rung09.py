@@ -110,14 +110,6 @@ FORMULAS = (
         example=_segment,
     ),
     Formula(
-        name="Blocks to recompute, to fit",
-        tex=r"n = \left\lceil \frac{L A - M}{A - x} \right\rceil",
-        symbols="M: bytes there for the blocks; the first n run again",
-        label="eq-09-first",
-        code="lablib.calc.memory.activations.recompute.first_blocks",
-        example=_first,
-    ),
-    Formula(
         name="Width that hides offload of all activations",
         tex=r"h \ge \frac{34}{24}\,\frac{F}{W}",
         symbols="F: FLOP/s that the device reaches; W: bytes per second to the host, per direction",
@@ -126,5 +118,13 @@ FORMULAS = (
         example=lambda job: (
             f"{hiding_width(0.4 * job.gpu.peak(), link('pcie5-x16').bandwidth):,.0f} on PCIe 5, at 40% of the peak"
         ),
+    ),
+    Formula(
+        name="Blocks to recompute, to fit",
+        tex=r"n = \left\lceil \frac{L A - M}{A - x} \right\rceil",
+        symbols="M: bytes there for the blocks; the first n run again",
+        label="eq-09-first",
+        code="lablib.calc.memory.activations.recompute.first_blocks",
+        example=_first,
     ),
 )
