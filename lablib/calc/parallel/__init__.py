@@ -1,7 +1,7 @@
 """Closed forms for each kind of parallelism: memory, traffic and time, one module a kind.
 
     traffic      bytes that each axis sends in one training step
-    data         buckets, and what backward hides of their all-reduce          chapter 02
+    data         unequal shares, buckets, what backward hides of them          chapter 02
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
     fsdp         what FSDP sends and holds, and its step                       chapter 06
@@ -12,7 +12,14 @@
 Read `zero` first: its formulas are the shortest.
 """
 
-from lablib.calc.parallel.data import DDPStep, backward_transfers, bucket_sizes, ddp_step_time, exposed_time
+from lablib.calc.parallel.data import (
+    DDPStep,
+    backward_transfers,
+    bucket_sizes,
+    ddp_step_time,
+    exposed_time,
+    token_factor,
+)
 from lablib.calc.parallel.deepspeed import (
     as_deepspeed_json,
     deepspeed_settings,
@@ -101,6 +108,7 @@ __all__ = [
     "split_heads",
     "state_terms",
     "swap_seconds",
+    "token_factor",
     "tp_degrees",
     "variant",
     "zero2_estimate",

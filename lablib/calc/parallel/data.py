@@ -1,4 +1,4 @@
-"""Buckets of gradients, and how much of their communication backward hides.
+"""What unequal shares of a batch weigh, buckets of gradients, and how much of their communication backward hides.
 
 Backward makes gradients in reverse registration order. A bucket's all-reduce may start when its last
 gradient is there and when the link has sent the bucket before it:
@@ -12,6 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.communication import check_link, ring_all_reduce_time
+
+
+def token_factor(tokens: Sequence[int]) -> float:
+    """Return what a rank multiplies the sum of its tokens' losses by, n / Σ_r T_r, if DDP takes the mean over ranks.
+
+    Every token then weighs as much as in one process, however unequally the ranks hold them.
+
+    Args:
+        tokens: T_r, the tokens of each rank in the whole step.
+    """
+    if not tokens or min(tokens) < 0 or not sum(tokens):
+        raise ValueError(f"tokens={list(tokens)} must be a number for each rank, none negative and one above 0")
+    return len(tokens) / sum(tokens)
 
 
 @dataclass(frozen=True)
