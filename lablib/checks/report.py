@@ -7,6 +7,7 @@ import functools
 import html
 import operator
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -16,6 +17,9 @@ from lablib.launch.records import repository_root
 
 #: Lines of Python that an answer may run for one case: a second of work, a hundred times what a search needs.
 MOST_LINES = 1_000_000
+
+#: Where lines are not counted: a library's first use may import a million of them, as `torch.optim.SGD` does.
+_LIBRARIES = ("<frozen ", *(sysconfig.get_paths()[where] for where in ("stdlib", "purelib", "platlib")))
 
 
 class Wrong(Exception):
@@ -135,8 +139,10 @@ def ask(answer: Callable, *case: object) -> Any:
     """Return the answer for a case; a loop without end is ended by counting its lines, on any machine alike."""
     lines = 0
 
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
+    def count(frame: FrameType, event: str, arg: object) -> Callable | None:
         nonlocal lines
+        if event == "call" and frame.f_code.co_filename.startswith(_LIBRARIES):
+            return None
         lines += event == "line"
         if lines > MOST_LINES:
             raise _Endless
