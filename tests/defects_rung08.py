@@ -3,6 +3,7 @@
 # ruff: noqa: E731
 
 import bisect
+import enum
 import math
 from fractions import Fraction
 
@@ -71,6 +72,9 @@ class round_to:
 
     def rounds_up_always(x, exponent_bits, mantissa_bits):
         return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.copysign(math.ceil(abs(steps)), steps))
+
+    def rounds_negatives_down(x, exponent_bits, mantissa_bits):
+        return _rounded(x, exponent_bits, mantissa_bits, how=math.floor if x < 0 else round)
 
     def loses_the_sign(x, exponent_bits, mantissa_bits):
         return abs(_rounded(x, exponent_bits, mantissa_bits))
@@ -185,6 +189,13 @@ class scaler_step:
         good_steps = (good_steps + 1) % interval
         return weights, scale if good_steps else scale * 2, good_steps
 
+    def averages_over_tensors(weights, gradients, scale, *rest):
+        return _scaler(weights, gradients, scale, *rest, divide=lambda g: g.float() / scale / len(gradients))
+
+    def loses_the_weights_of_a_skipped_step(weights, *rest):
+        new, scale, good = _scaler(weights, *rest)
+        return [None if each is old else each for each, old in zip(new, weights, strict=True)], scale, good
+
     def multiplies_once_more(weights, gradients, scale, *rest):
         return _scaler(weights, gradients, scale, *rest, divide=lambda g: g.float() * scale)
 
@@ -220,6 +231,15 @@ class scaler_step:
         while good_steps >= interval:
             scale, good_steps = scale * 2, good_steps - interval
         return weights, torch.tensor(scale), torch.tensor(good_steps)
+
+    def right_4(weights, gradients, scale, good_steps, lr, interval):
+        """One generator over pairs, and a flag for the whole step."""
+        good = math.isfinite(sum(float(gradient.double().sum()) for gradient in gradients))
+        step = lr / scale if good else 0.0
+        pairs = zip(weights, gradients, strict=True)
+        new = (weight - step * gradient.float() if good else weight for weight, gradient in pairs)
+        count = (good_steps + 1) * good
+        return [new, scale * (0.5, 1.0, 2.0)[good + (count == interval)], count % interval]
 
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
@@ -324,6 +344,26 @@ class what_breaks:
         if not master and held(weight + update) == weight:
             yield "stall"
 
+    def names_without_end(*case):
+        while True:
+            yield "overflow"
+
+    def right_4(name, activation, gradients, scale, weight, update, master):
+        """Members of an Enum of words, and limits from PyTorch."""
+        info = torch.finfo({"fp16": torch.float16, "bf16": torch.bfloat16}[name])
+        low, high = (scale * gradient for gradient in gradients)
+        gap = 2.0 ** math.floor(math.log2(weight)) * info.eps
+        breaks = {
+            _Failure.OVERFLOW: max(activation, high) > info.max,
+            _Failure.UNDERFLOW: low <= info.smallest_normal * info.eps / 2,
+            _Failure.STALL: not master and update < gap / 2,
+        }
+        return {failure for failure in _Failure if breaks[failure]}
+
+
+class _Failure(str, enum.Enum):  # noqa: UP042
+    OVERFLOW, UNDERFLOW, STALL = "overflow", "underflow", "stall"
+
 
 def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
     blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -333,6 +373,8 @@ def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, 
         scale = exact(scale)
     limit = torch.finfo(dtype).max
     values = (blocks / scale).clamp(-limit, limit).to(dtype).float()
+    if callable(back):
+        return back(values, scale).reshape(x.shape)
     return (values * scale if back else values).reshape(x.shape)
 
 
@@ -371,6 +413,18 @@ class fp8_round_trip:
                     codes = (x[place] * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
                     out[place] = codes.float() / inverse
         return out
+
+    def divides_again(x, rows, columns):
+        return _trip(x, rows, columns, back=lambda values, scale: values / scale)
+
+    def upside_down(x, rows, columns):
+        return _trip(x, rows, columns, exact=lambda scale: 1 / scale)
+
+    def counts_no_rows(x, rows, columns):
+        row, below, height = 0, 0, len(x)
+        while row < height:
+            below = row + rows
+        return x[:below]
 
     def power_of_two(x, rows, columns):
         return _trip(x, rows, columns, exact=lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
@@ -415,5 +469,8 @@ SENTENCES = {
     "forgets_to_cast": "cast", "rounds_up_always": "not up", "loses_the_sign": "sign",
     "waits_for_zero_to_grow": "never ends", "multiplies_once_more": "once more",
     "forgets_the_learning_rate": "learning rate", "weights_in_16_bits": "16 bits", "power_of_two": "power of two",
-    "top_of_ieee": "240", "to_one": "lands on 1",
+    "top_of_ieee": "240", "to_one": "lands on 1", "rounds_negatives_down": "not down",
+    "averages_over_tensors": "number of tensors", "loses_the_weights_of_a_skipped_step": "also in a skipped step",
+    "names_without_end": "never ends", "divides_again": "once more", "upside_down": "upside down",
+    "counts_no_rows": "never ends",
 }  # fmt: skip

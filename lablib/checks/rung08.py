@@ -25,6 +25,7 @@ _BY_HAND = [
     ("bf16", 1.018),  # 130.3 gaps: only rounding it up is wrong here, so that no other mistake is taken for it
     ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
     ("bf16", 1.006),
+    ("bf16", -1.018),
     ("bf16", 257.0),
     ("bf16", 259.0),
     ("bf16", -259.0),
@@ -66,18 +67,14 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
     for name, x in cases:
         fmt = _format(name)
         try:
-            got = float(ask(answer, x, fmt.exponent_bits, fmt.mantissa_bits))
-        except TypeError as error:
-            raise Wrong(
-                f"Return a number, the rounded one; here something else came back or went in ({error})."
-            ) from None
+            got = ask(answer, x, fmt.exponent_bits, fmt.mantissa_bits)
         except OverflowError:
             raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
         except (ValueError, ZeroDivisionError):
             if x:
                 raise
             raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
-        if got != fmt.round(x):
+        if (got := _number(got, "The rounded number")) != fmt.round(x):
             _explain_rounding(got, x, fmt)
     return f"{len(cases)} numbers, ties and subnormals included."
 
@@ -97,7 +94,7 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
         raise Wrong(
             f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
         )
-    if size < fmt.min_normal:
+    if size < fmt.min_normal and (got == 0 or got % fmt.min_subnormal):
         if got == 0:
             raise Wrong(
                 f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
@@ -108,7 +105,10 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
     gap = fmt.ulp(x)
     steps = size / gap
     if steps % 1 < 0.5 and math.floor(steps) % 2 == 0 and got == math.copysign((math.floor(steps) + 1) * gap, x):
-        raise Wrong(f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not up ({where}).")
+        way = "up" if x > 0 else "down"
+        raise Wrong(
+            f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not {way} ({where})."
+        )
     down = math.copysign(math.floor(size / gap) * gap, x)
     if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
         raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
@@ -129,13 +129,16 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
 
 _INTERVAL, _LR = 3, 0.5
 
+#: Three weights: were they two, an average over them would look like a scale that was doubled too early.
+_SHAPES_OF_WEIGHTS = ((5,), (2,), (3, 4))
+
 #: What each step's gradients are: fine, tiny, with an infinity or with a NaN, in the first or in the last tensor.
 _STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "fine")
 
 
 def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tensor]:
-    """Return what fp16 backward leaves of the scaled loss: two tensors, the second with more dims."""
-    made = [torch.randn(shape, generator=generator) for shape in ((5,), (3, 4))]
+    """Return what fp16 backward leaves of the scaled loss, a tensor for each weight."""
+    made = [torch.randn(shape, generator=generator) for shape in _SHAPES_OF_WEIGHTS]
     if kind == "tiny":  # of a size that fp16 nearly loses once the scale is divided out again
         made = [g * 2e-7 for g in made]
     scaled = [(g * scale).half() for g in made]
@@ -154,26 +157,28 @@ def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: in
     """Judge `scaler_step(weights, gradients, scale, good_steps, lr, interval)` on a sequence of steps."""
     generator = torch.Generator().manual_seed(seed)
     # Small weights at first, so that an error in the smallest updates shows.
-    weights = [2e-7 * torch.randn(shape, generator=generator) for shape in ((5,), (3, 4))]
+    weights = [2e-7 * torch.randn(shape, generator=generator) for shape in _SHAPES_OF_WEIGHTS]
     scale, good = 2.0**12, 0
     for kind in _STEPS:
         scaled = _gradients(kind, scale, generator)
         given = [w.clone() for w in weights], [g.clone() for g in scaled]
-        got = answer(*given, scale, good, _LR, _INTERVAL)
-        if not isinstance(got, list | tuple) or len(got) != 3 or not hasattr(got[0], "__len__"):
+        got = ask(answer, *given, scale, good, _LR, _INTERVAL)
+        if not isinstance(got, list | tuple) or len(got) != 3 or not isinstance(got[0], Iterable):
             raise Wrong("Return three things: the list of new weights, the new scale and the new count of good steps.")
-        if len(got[0]) != len(weights):
+        new = list(got[0].values() if isinstance(got[0], Mapping) else got[0])
+        if len(new) != len(weights) or any(w is None for w in new):
+            found = sum(w is not None for w in new)
             raise Wrong(
-                f"{len(weights)} weights went in, and {len(got[0])} came out: return them all, also in a skipped step."
+                f"{len(weights)} weights went in, and {found} came out: return them all, also in a skipped step."
             )
-        weights, scale, good = _judge_step(got, weights, scaled, scale, good)
+        weights, scale, good = _judge_step((new, *got[1:]), weights, scaled, scale, good)
     return f"{len(_STEPS)} steps: {sum(k[:3] in ('inf', 'nan') for k in _STEPS)} skipped, and the scale went both ways."
 
 
 def _judge_step(
     got: Any, weights: list[Tensor], scaled: list[Tensor], scale: float, good: int
 ) -> tuple[list[Tensor], float, int]:
-    new = [torch.as_tensor(w) for w in (got[0].values() if isinstance(got[0], dict) else got[0])]
+    new = [torch.as_tensor(w) for w in got[0]]
     if any(w.dtype in (torch.float16, torch.bfloat16) for w in new):
         raise Wrong(
             "The weights came back in 16 bits, where small updates are lost: the step is made and kept in fp32."
@@ -193,7 +198,7 @@ def _judge_step(
         return weights, scale / 2, 0
     wanted = [w - _LR * g.float() / scale for w, g in zip(weights, scaled, strict=True)]
     if not _equal(new, wanted):
-        _explain_step(new, weights, scaled, scale)
+        _explain_step(new, weights, scaled, scale, grows=good + 1 >= _INTERVAL)
     grows = good + 1 >= _INTERVAL
     if grows and new_scale == scale:
         raise Wrong(f"After {_INTERVAL} good steps in a row the scale is doubled; it stayed {scale:g}.")
@@ -225,7 +230,7 @@ def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
     )
 
 
-def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor], scale: float) -> None:
+def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor], scale: float, *, grows: bool) -> None:
     def stepped(unscaled: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [w - _LR * unscaled(g) for w, g in zip(weights, scaled, strict=True)]
 
@@ -233,7 +238,7 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
         raise Wrong("All gradients are finite, and the weights did not move.")
     if _equal(new, stepped(lambda g: g.float())):
         raise Wrong("The gradients are still multiplied by the scale: divide by it before the update.")
-    if _equal(new, stepped(lambda g: g.float() / (2 * scale))):
+    if grows and _equal(new, stepped(lambda g: g.float() / (2 * scale))):
         raise Wrong(
             "These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them."
         )
@@ -244,6 +249,8 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
         raise Wrong("The gradients were multiplied by the scale once more: they carry it already, so divide by it.")
     if _equal(new, stepped(lambda g: g.float() / scale / _LR)):
         raise Wrong("The learning rate is missing: weights minus lr times the gradient, divided by the scale.")
+    if _equal(new, stepped(lambda g: g.float() / scale / len(weights))):
+        raise Wrong("The gradients were divided by the number of tensors too: each weight takes its own gradient.")
     if _equal(new, stepped(lambda g: g.float() / scale**2)):
         raise Wrong("The gradients were divided by the scale twice.")
     if _equal(new, stepped(lambda g: (g.float() / scale).clamp(-1, 1) if g.abs().max() > scale else g.float() / scale)):
@@ -323,18 +330,21 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
     cases = _situations(random.Random(seed), 250)
     for case in cases:
-        got, truth = ask(answer, *case), _truth(case)
-        if isinstance(got, Mapping):
-            got = [failure for failure, breaks in got.items() if breaks]
-        if (
-            not isinstance(got, Iterable)
-            or isinstance(got, str)
-            or not (got := {str(each) for each in got}) <= _FAILURES
-        ):
+        got, truth = ask(lambda *asked: _named(answer(*asked)), *case), _truth(case)
+        if got is None or not got <= _FAILURES:
             raise Wrong('Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.')
         for failure in sorted(got ^ truth):
             _explain_failure(failure, failure in truth, case)
     return f"{len(cases)} steps: fp16 breaks by its range, bf16 by its precision."
+
+
+def _named(got: Any) -> set[str] | None:
+    """Return what an answer names, whatever holds it, or None where it holds nothing."""
+    if isinstance(got, Mapping):
+        got = [failure for failure, breaks in got.items() if breaks]
+    if isinstance(got, str) or not isinstance(got, Iterable):
+        return None
+    return {str.__str__(each) if isinstance(each, str) else str(each) for each in got}  # also members of a str Enum
 
 
 def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
@@ -401,12 +411,23 @@ def _matrix(generator: torch.Generator) -> Tensor:
 def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888) -> str:
     """Judge `fp8_round_trip(x, rows, columns)` for one scale a tensor, a row, 1x128 and 128x128."""
     x_MK = _matrix(torch.Generator().manual_seed(seed))
+    _must_end(answer, x_MK[:4, :4].clone())
     for scaling in ("tensor", "row", "block1x128", "block128x128"):
         rows, columns = (size or 256 for size in SCALINGS[scaling])
         got = _matrix_of(answer(x_MK.clone(), rows, columns), x_MK.shape)
         if not _agrees(got, quantize(x_MK, scaling).dequantize()):
             _explain_trip(got, x_MK, scaling, rows, columns)
     return "Four block shapes, an outlier and a row of zeros."
+
+
+def _must_end(answer: Callable, small_MK: Tensor) -> None:
+    """Raise `Wrong` if a loop never ends, tried where even a slow answer runs few lines; nothing else is judged."""
+    try:
+        ask(answer, small_MK, 2, 2)
+    except Wrong:
+        raise
+    except Exception:
+        return  # an answer may know the four shapes of the exercise alone; what it does there is judged next
 
 
 def _matrix_of(got: Any, shape: torch.Size) -> Tensor:
@@ -460,6 +481,12 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
         raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
     if _agrees(got, quantize(x_MK, scaling).values_MK.float()):
         raise Wrong("The FP8 values were not multiplied by their scales again.")
+    there = quantize(x_MK, scaling)
+    scale_MK = there.dequantize() / there.values_MK.float()
+    if _agrees(got, (there.values_MK.float() / scale_MK).nan_to_num(0.0)):
+        raise Wrong("The FP8 values were divided by their scales once more; on the way back they are multiplied.")
+    if _agrees(got, _by(x_MK, rows, columns, lambda largest: 448 / largest)):
+        raise Wrong("The scale is upside down: divide by it before the cast, and multiply by it after.")
     if not (got[x_MK < 0] < 0).any():
         raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
     if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest)):
