@@ -1,5 +1,6 @@
 """What nvidia-smi prints is read right, and every finding has a verdict and, where it is bad, a remedy."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -271,9 +272,10 @@ def test_each_lab_is_judged_before_it_is_paid_for(changes, lab, verdict, text):
 
 
 def test_lab_08_takes_the_model_that_the_doctor_weighs():
-    lab = (Path(__file__).parents[1] / "labs" / "08_mixed_precision.ipynb").read_text(encoding="utf-8")
+    notebook = json.loads((Path(__file__).parents[1] / "labs" / "08_mixed_precision.ipynb").read_text(encoding="utf-8"))
+    lab = "".join("".join(cell["source"]) for cell in notebook["cells"])
     for name, value in doctor.FLOAT8_MODEL.items():
-        assert f"{name}={value}" in lab
+        assert f'"{name}": {value}' in lab
     size = doctor.FLOAT8_BATCH
     assert f"({size['micro_batch']}, {size['seq'] + 1}), device=" in lab
 
