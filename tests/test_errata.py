@@ -50,6 +50,7 @@ OTHERS = {
     "first rank attends to all": ("0.5, 1.5, 2.5 and 3.5",),
     "contiguous slice of the sequence": ("7",),
     "DeepSeek-V3 would have cost": ("5.6M",),
+    "E4M3 is fp16 minus": ("5", "57,344", "65,504", "448", "12.5%", "6.25%"),
 }
 #: And for the last section, which claims of nobody that he said it.
 EASY = {
