@@ -8,12 +8,12 @@ import torch
 def block_bytes(
     batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused
 ):
-    """Bytes of a block, tensor by tensor; a mask has 1 byte a value."""
+    """Bytes of a block; a mask has 1 byte a value."""
     tokens, width = batch * seq, hidden // heads
     stream, inner = 2 * tokens * hidden, 2 * tokens * ffn
     keys = 2 * tokens * kv_heads * width
     norms = 2 * stream
-    # The input of the projections, q, k and v, the input of the output.
+    # Input of the projections; q, k and v; input of the output.
     attention = stream + (stream + 2 * keys) + stream
     mlp = stream + (3 if gated else 2) * inner
     masks = 2 * tokens * hidden if dropout else 0
@@ -50,7 +50,7 @@ def checkpoint(block, x):
 
 
 def segment_peak(layers, boundary, block, k):
-    """Backward at segment i has i inputs before it and its own blocks."""
+    """Backward at segment i has i inputs before it, and its blocks."""
     peak = 0
     for i, first in enumerate(range(0, layers, k)):
         length = min(k, layers - first)
