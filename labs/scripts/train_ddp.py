@@ -155,7 +155,7 @@ def schedule(
     per_epoch: int,
     accumulate: int,
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Yield (epoch, micro-batches of one step) for ever, as if the steps before `start` had been taken."""
+    """Yield (epoch, micro-batches of a step) for ever, from `start` on."""
     for epoch in itertools.count(start // per_epoch):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         batches = iter(loader)
