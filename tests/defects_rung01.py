@@ -43,6 +43,9 @@ class bytes_per_parameter:
     def gradients_always_fp32(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, ["fp32"] * len(gradients), master, optimizer)
 
+    def always_sixteen(weights, gradients, master, optimizer):
+        return 16
+
     def weights_always_bf16(weights, gradients, master, optimizer):
         return bytes_per_parameter.right("bf16", gradients, master, optimizer)
 
@@ -365,7 +368,7 @@ SENTENCES = {
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary",
     "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
     "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "is not always fp32",
-    "weights_always_bf16": "is not always 2 bytes", "every_stage_is_stage_1": "Each stage divides more",
+    "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same for every recipe", "every_stage_is_stage_1": "Each stage divides more",
     "tensor_keeps_the_weights": "Tensor parallelism splits a matrix", "values_of_four_bytes": "and not 4",
     "scores_the_other_way_round": "the other way round", "run_with_16_bit_moments": "Moments are fp32",
     "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",
