@@ -53,24 +53,6 @@ FORMULAS = (
         example=lambda job: f"{zero_state_bytes(job.params, 1, 0) / GB:,.1f} GB with 2 + 2 + 12 bytes",
     ),
     Formula(
-        name="States of a GPU when n GPUs divide j of the 16 bytes",
-        tex=r"N\left(16 - j + \frac{j}{n}\right)",
-        symbols="j: 0 for DDP, 12, 14, 16 for ZeRO-1, 2, 3; n: ranks",
-        label="eq-01-divided",
-        code="lablib.calc.parallel.zero.zero_state_bytes",
-        example=lambda job: (
-            f"{zero_state_bytes(job.params, job.ranks, 1) / GB:.1f} GB under ZeRO-1 on {job.ranks} GPUs"
-        ),
-    ),
-    Formula(
-        name="Largest model on one GPU",
-        tex=r"\frac{\text{capacity}}{16}",
-        symbols="capacity: bytes of the GPU; 16: bytes of states of a parameter",
-        label="eq-01-largest",
-        code="lablib.calc.parallel.zero.max_params",
-        example=lambda job: f"{max_params(job.gpu.memory_bytes) / 1e9:.2f}B on {job.gpu.name}",
-    ),
-    Formula(
         name="Parameters of a Llama",
         tex=r"L\,(2hq + 2hk + 3hf + 2h) + h + 2Vh",
         symbols="L: blocks; h: hidden size; q, k: width of all query and all key heads; f: MLP width; V: vocabulary",
@@ -109,6 +91,24 @@ FORMULAS = (
         label="eq-01-in-step",
         code="lablib.calc.memory.timeline.memory_timeline",
         example=lambda job: _instant(job, "optimizer step"),
+    ),
+    Formula(
+        name="Largest model on one GPU",
+        tex=r"\frac{\text{capacity}}{16}",
+        symbols="capacity: bytes of the GPU; 16: bytes of states of a parameter",
+        label="eq-01-largest",
+        code="lablib.calc.parallel.zero.max_params",
+        example=lambda job: f"{max_params(job.gpu.memory_bytes) / 1e9:.2f}B on {job.gpu.name}",
+    ),
+    Formula(
+        name="States of a GPU when n GPUs divide j of the 16 bytes",
+        tex=r"N\left(16 - j + \frac{j}{n}\right)",
+        symbols="j: 0 for DDP, 12, 14, 16 for ZeRO-1, 2, 3; n: ranks",
+        label="eq-01-divided",
+        code="lablib.calc.parallel.zero.zero_state_bytes",
+        example=lambda job: (
+            f"{zero_state_bytes(job.params, job.ranks, 1) / GB:.1f} GB under ZeRO-1 on {job.ranks} GPUs"
+        ),
     ),
     Formula(
         name="FLOPs of a training run",
