@@ -5,16 +5,19 @@ import math
 
 
 def ring_all_reduce(row, rank, ranks, exchange):
-    """Reduce-scatter, then all-gather: in every step one chunk to the right, one from the left."""
+    """Reduce-scatter, then all-gather, one chunk in every step."""
     chunks = row.tensor_split(ranks)
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
-        mine, coming = chunks[(rank - step) % ranks], chunks[(rank - step - 1) % ranks]
+        mine = chunks[(rank - step) % ranks]
+        coming = chunks[(rank - step - 1) % ranks]
         landing = coming.new_empty(coming.shape)
         exchange(mine, right, landing, left)
         coming += landing
     for step in range(ranks - 1):
-        exchange(chunks[(rank + 1 - step) % ranks], right, chunks[(rank - step) % ranks], left)
+        mine = chunks[(rank + 1 - step) % ranks]
+        coming = chunks[(rank - step) % ranks]
+        exchange(mine, right, coming, left)
 
 
 def choose_algorithm(size, ranks, bandwidth, latency):
@@ -23,9 +26,15 @@ def choose_algorithm(size, ranks, bandwidth, latency):
     levels = math.ceil(math.log2(ranks))
     ring = ring_rounds * latency + ring_passes * size / bandwidth
     tree = 2 * levels * latency + 2 * levels * size / bandwidth
-    added, saved = (ring_rounds - 2 * levels) * latency, (2 * levels - ring_passes) / bandwidth
+    added = (ring_rounds - 2 * levels) * latency
+    saved = (2 * levels - ring_passes) / bandwidth
     best = "ring" if ring <= tree else "tree"
-    return {"ring": ring, "tree": tree, "crossover": max(0.0, added / saved), "best": best}
+    return {
+        "ring": ring,
+        "tree": tree,
+        "crossover": max(0.0, added / saved),
+        "best": best,
+    }
 
 
 def place(axes, ranks_per_host):
@@ -39,7 +48,11 @@ def place(axes, ranks_per_host):
             size, kind, payload = axes[name]
             for rank in range(ranks):
                 at = rank // stride % size
-                steps = [1] if kind == "all_reduce" else [s for s in (1, -1) if 0 <= at + s < size]
+                steps = (
+                    [1]
+                    if kind == "all_reduce"
+                    else [s for s in (1, -1) if 0 <= at + s < size]
+                )
                 share = 2 * (size - 1) / size if kind == "all_reduce" else 1
                 for step in steps:
                     target = rank + ((at + step) % size - at) * stride

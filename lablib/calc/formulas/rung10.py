@@ -69,7 +69,7 @@ FORMULAS = (
         example=_tree,
     ),
     Formula(
-        name="Size from which the ring is faster",
+        name="The ring beats the tree from",
         tex=r"\frac{\big(2(n-1) - 2\lceil\log_2 n\rceil\big)\,\alpha\,W}{2\lceil\log_2 n\rceil - 2\frac{n-1}{n}}",
         symbols="n; alpha; W",
         label="eq-10-crossover",
@@ -77,9 +77,9 @@ FORMULAS = (
         example=_crossover,
     ),
     Formula(
-        name="What leaves a node, hierarchical",
+        name="Bytes out of a node",
         tex=r"2\,\frac{m-1}{m}\,S",
-        symbols="m: nodes; S",
+        symbols="m: nodes; S; by a hierarchical all-reduce",
         label="eq-10-leaving",
         code="lablib.calc.communication.algorithms.hierarchical_traffic",
         example=_leaving,
@@ -101,7 +101,7 @@ FORMULAS = (
         example=_busbw,
     ),
     Formula(
-        name="All-reduce in the switch, bytes of a rank",
+        name="Bytes of a rank if the switch adds",
         tex=r"\left(1 + \frac1n\right) S",
         symbols="n; S",
         label="eq-10-switch",
