@@ -40,6 +40,16 @@ class token_losses:
         total = all_reduce(sum(map(len, micro_batches)))
         return [m * ranks / total for m in micro_batches]
 
+    def waits_for_a_change_in_place(micro_batches, ranks, all_reduce):
+        total = torch.tensor([float(sum(map(len, micro_batches)))])
+        all_reduce(total)
+        return [m.sum() * ranks / total for m in micro_batches]
+
+    def one_call_for_each_micro_batch(micro_batches, ranks, all_reduce):
+        """Right wherever ranks have equally many."""
+        total = sum([all_reduce(len(m)) for m in micro_batches])
+        return [m.sum() * ranks / total for m in micro_batches]
+
     def one_graph_for_all(micro_batches, ranks, all_reduce):
         total = all_reduce(sum(map(len, micro_batches)))
         return list(torch.stack([m.sum() for m in micro_batches]) * ranks / total)
@@ -145,6 +155,9 @@ class all_reduce_mean:
     def loses_the_last_rank(gradients, send):
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
         return _ring(silent, send)
+
+    def not_a_number(gradients, send):
+        return [[value / 0.0 if value else value for value in row] for row in np.zeros_like(gradients) + np.nan]
 
     def gives_nothing_back(gradients, send):
         _ring(gradients, send)

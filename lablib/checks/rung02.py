@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -117,9 +118,9 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
         losses = [torch.rand(n, dtype=torch.float64).add_(1).requires_grad_() for n in batch[rank]]
         # What the model made has a history, and its gradient is not kept: only a leaf's is.
         got = answer([loss * 1 for loss in losses], len(batch), functools.partial(world.all_reduce, rank))
-        if isinstance(got, Tensor) and got.dim() == 1:
-            got = list(got)
-        if not isinstance(got, list | tuple) or len(got) != len(losses):
+        iterable = hasattr(got, "__iter__") and not isinstance(got, str | Mapping)
+        got = list(got) if iterable and not (isinstance(got, Tensor) and got.dim() != 1) else []
+        if len(got) != len(losses):
             raise Wrong(
                 f"Return a list with one loss for each of the {len(losses)} micro-batches: backward runs once for each."
             )
@@ -204,6 +205,9 @@ def _judge_weights(batch: list[list[int]], weights: list[list[float]], calls: in
         "Your own tokens weigh right among themselves, but a rank with few of them counts as much as one with many": (
             lambda rank, n, m: 1 / own[rank] / ranks
         ),
+        "Your own count divides, and n is multiplied in: `all_reduce` returns the sum, it does not change what it gets": (
+            lambda rank, n, m: 1 / own[rank]
+        ),
         "A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too": (
             lambda rank, n, m: 1 / total / m
         ),
@@ -273,11 +277,15 @@ def _over_the_wire(answer: Callable[..., list[list[float]]], gradients: list[lis
 
 def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
     """Return what each rank holds, from lists, tuples or arrays."""
+    wanted = f"return one list of {length} numbers for each of the {ranks} ranks."
     if got is None:
-        raise Wrong(f"Nothing is returned: return one list of {length} numbers for each of the {ranks} ranks.")
-    rows = [numbers(row, "What a rank holds") for row in numbers(got)]
+        raise Wrong(f"Nothing is returned: {wanted}")
+    rows = [] if isinstance(got, Mapping) or not hasattr(got, "__iter__") else numbers(got)
+    rows = [numbers(row) if hasattr(row, "__len__") and not isinstance(row, str) else [] for row in rows]
     if [len(row) for row in rows] != [length] * ranks:
-        raise Wrong(f"Return one list of {length} numbers for each of the {ranks} ranks.")
+        raise Wrong(f"{wanted.capitalize()}")
+    if not all(math.isfinite(value) for row in rows for value in row):
+        raise Wrong("Some of the numbers are infinite, or no numbers: only finite ones went in.")
     return rows
 
 
@@ -351,7 +359,7 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
     """Deliver zeros: an answer that really uses what arrives can no longer be right."""
-    zeros = answer([list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
+    zeros = _asked(answer, [list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
     got = _rows(zeros, len(gradients), len(gradients[0]))
     means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
     if all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
@@ -498,6 +506,8 @@ def _judge_bottleneck(
             "That is one half of an all-reduce; the all-gather sends as much again": sent / 2,
             "The factor is 2(n-1)/n, and not yet 2": 2 * size,
             "Bytes on a ring do not grow with n: a rank sends chunks of 1/n": 2 * (ranks - 1) * size,
+            "Bytes on a ring do not grow with n: the all-gather does not send all of it to everybody": (ranks - 1)
+            * size,
             "That is the gradient's share of one rank; each rank sends 2(n-1) such chunks": size / ranks,
             "Communication does not grow with the tokens: there is one gradient per parameter": sent * tokens,
             "Count bytes, not parameters": sent / grad_bytes,
