@@ -69,10 +69,6 @@ FIGURES = {
         {"patches": [2, 0], "titles": ["swap", "quiet"]},
     ),
     "fabric": (lambda: fabric.fabric({"rails": [[0, 1], [0, 1]]}), {"titles": ["rails"]}),
-    "cost_bars": (
-        lambda: communication.cost_bars({"ring": (3, 1), "tree": (1, 5)}, xlabel="µs"),
-        {"lefts": [0, 0, 3, 1], "widths": [3, 1, 1, 5], "labels": {"µs"}},
-    ),
     "time_curves": (
         lambda: communication.time_curves([1024, 2048], {"ring": [1, 2], "tree": [3, 4]}, points={"tree": [5, 6]}),
         {"y": [[1000, 2000], [3000, 4000], [5000, 6000]]},
@@ -89,8 +85,6 @@ FIGURES = {
         lambda: communication.predicted_and_measured({"a": (1, 2), "b": (3, 4)}, xlabel="ms"),
         {"widths": [2, 4], "x": [[1, 3]], "labels": {"ms"}},
     ),
-    "ratio_bars": (lambda: communication.ratio_bars({"slow": 2.0, "fast": 0.5}, xlabel="x"), {"patches": [2]}),
-    "tail_curves": (lambda: communication.tail_curves([1, 2, 4], {"p": [1, 2, 3]}, ylabel="%"), {"y": [[1, 2, 3]]}),
     "timeline": (
         lambda: timeline({"first": _SPANS, "second": _SPANS[:1]}),
         {"patches": [2, 1], "titles": ["first", "second"], "labels": {"time (ms)"}, "texts": {"L1"}},
@@ -329,8 +323,6 @@ def test_a_grid_fills_what_a_rank_holds_and_outlines_the_rest():
 def test_one_colour_means_one_thing():
     bars = FIGURES["scores"][0]().axes[0].patches
     assert bars[0].get_facecolor() == bars[2].get_facecolor() != bars[1].get_facecolor()
-    slow, fast = FIGURES["ratio_bars"][0]().axes[0].patches
-    assert slow.get_facecolor() != fast.get_facecolor()
     ring, tree, dots = FIGURES["time_curves"][0]().axes[0].lines
     assert dots.get_color() == tree.get_color() != ring.get_color()
     cells = [p.get_facecolor() for p in FIGURES["fsdp mesh"][0]().axes[0].patches]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
+from lablib.view.style import COLORS, figure, name_rows, with_legend
 
 _ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
@@ -41,31 +41,6 @@ def _plain_log(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 3)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def cost_bars(bars: Mapping[str, tuple[float, float]], *, xlabel: str) -> Figure:
-    """Draw the time of each algorithm as its latencies and its bytes.
-
-    Args:
-        bars: Name to (time of the latencies, time of the bytes).
-    """
-    fig, ax = figure(height=1.0 + 0.4 * len(bars))
-    rows = range(len(bars))
-    latency, rest = ([bar[part] for bar in bars.values()] for part in (0, 1))
-    ax.barh(rows, latency, 0.66, color=COLORS["idle"], hatch=HATCHES["idle"], edgecolor="white", label="latency")
-    ax.barh(
-        rows,
-        rest,
-        0.66,
-        left=latency,
-        color=COLORS["communication"],
-        hatch=HATCHES["communication"],
-        edgecolor="white",
-        label="bytes",
-    )
-    name_rows(ax, bars)
-    ax.set_xlabel(xlabel)
-    return with_legend(fig, 2)
 
 
 def time_curves(
@@ -132,31 +107,6 @@ def predicted_and_measured(
     name_rows(ax, rows)
     ax.set_xlabel(xlabel)
     return with_legend(fig, 2)
-
-
-def ratio_bars(ratios: Mapping[str, float], *, xlabel: str) -> Figure:
-    """Draw ratios around a line at 1, above which the other side is faster."""
-    fig, ax = figure(height=0.9 + 0.36 * len(ratios))
-    rows = range(len(ratios))
-    colors = [COLORS["optimizer" if ratio <= 1 else "backward"] for ratio in ratios.values()]
-    ax.barh(rows, list(ratios.values()), 0.66, color=colors)
-    for row, ratio in zip(rows, ratios.values(), strict=True):
-        ax.text(ratio + 0.03, row, f"{ratio:.2f}", va="center", fontsize=9)
-    ax.axvline(1, color=COLORS["neutral"], linewidth=1.4)
-    name_rows(ax, ratios)
-    ax.set(xlim=(0, 1.15 * max(ratios.values())), xlabel=xlabel)
-    return fig
-
-
-def tail_curves(ranks: Sequence[int], values: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
-    """Draw what the slowest of n ranks costs, over n."""
-    fig, ax = figure(height=3.2)
-    for (name, line), role, dash in zip(values.items(), _ROLES, _DASHES, strict=False):
-        ax.plot(ranks, line, linestyle=dash, color=COLORS[role], label=name)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
-    ax.set(xlabel="ranks", ylabel=ylabel)
-    return with_legend(fig, 1)
 
 
 #: One colour for each leaf switch.

@@ -47,7 +47,6 @@ from lablib.calc.communication.times import (
     fastest_algorithm,
     fit_line,
     fit_pieces,
-    nccl_tests_table,
     parse_nccl_tests,
     recomputed_bandwidths,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "hierarchical_traffic",
     "hybrid_shard_bytes",
     "in_switch_all_reduce_bytes",
-    "nccl_tests_table",
     "parse_nccl_tests",
     "recomputed_bandwidths",
     "ring_all_gather_bytes",

@@ -362,18 +362,3 @@ def recomputed_bandwidths(run: Run, collective: str, ranks: int) -> tuple[float,
         collective: A value of `PROGRAMS`.
     """
     return (algorithm_bandwidth(run.size, run.seconds), bus_bandwidth(collective, run.size, ranks, run.seconds))
-
-
-def nccl_tests_table(collective: str, ranks: int, timings: list[tuple[int, float]]) -> str:
-    """Return measurements of your own in the columns of nccl-tests: size, time, algbw and busbw.
-
-    Args:
-        collective: A value of `PROGRAMS`.
-        timings: Size in bytes and seconds.
-    """
-    rows = [f"{'size (B)':>12}  {'time (us)':>10}  {'algbw (GB/s)':>12}  {'busbw (GB/s)':>12}"]
-    for size, seconds in timings:
-        algbw = algorithm_bandwidth(size, seconds) / 1e9
-        busbw = bus_bandwidth(collective, size, ranks, seconds) / 1e9
-        rows.append(f"{size:>12}  {seconds * 1e6:>10.1f}  {algbw:>12.3f}  {busbw:>12.3f}")
-    return "\n".join(rows)
