@@ -108,7 +108,9 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         ("The number is in bits, and the answer is asked in bytes", lambda *case: 8 * right(*case)),
     ]  # fmt: skip
     rows = [(case, answer(*case), right(*case)) for case in cases]
-    slips.append(("The sum is the same for every recipe, and the arguments say what each one holds", lambda *_: rows[0][1]))
+    slips.append(
+        ("The sum is the same for every recipe, and the arguments say what each one holds", lambda *_: rows[0][1])
+    )
     if wrong := [row for row in rows if not close(row[1], row[2], rel=0.006 / row[2])]:  # two decimals are fine
         _name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
     return f"{len(cases)} recipes from plain SGD to 8-bit AdamW are right."
