@@ -540,7 +540,7 @@ def _judge_choice(got: dict[str, Any] | None, truth: dict[str, Any] | None, job:
         if truth is None:
             return
         raise Wrong(f"{truth['strategy']!r} fits: it keeps {truth['peak']:,} bytes at most ({job.words}).")
-    name, _, number = str(got["strategy"]).partition(":")
+    name, _, number = str(got["strategy"]).replace(" ", "").partition(":")
     known = name in ("none", "selective") and not number
     if not known and not (name == "first" and number.isdecimal() and 1 <= int(number) <= job.layers):
         raise Wrong(f"`strategy` is 'none', 'selective' or 'first:n' with n from 1 to the {job.layers} layers.")
