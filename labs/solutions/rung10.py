@@ -48,16 +48,15 @@ def place(axes, ranks_per_host):
             size, kind, payload = axes[name]
             for rank in range(ranks):
                 at = rank // stride % size
-                steps = (
-                    [1]
-                    if kind == "all_reduce"
-                    else [s for s in (1, -1) if 0 <= at + s < size]
-                )
-                share = 2 * (size - 1) / size if kind == "all_reduce" else 1
+                host = rank // ranks_per_host
+                steps = [s for s in (1, -1) if 0 <= at + s < size]
+                sent = payload
+                if kind == "all_reduce":
+                    steps, sent = [1], 2 * (size - 1) / size * payload
                 for step in steps:
                     target = rank + ((at + step) % size - at) * stride
-                    if target // ranks_per_host != rank // ranks_per_host:
-                        out[rank // ranks_per_host] += share * payload
+                    if target // ranks_per_host != host:
+                        out[host] += sent
             stride *= size
         return max(out)
 
