@@ -155,9 +155,9 @@ def schedule(
     per_epoch: int,
     accumulate: int,
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Yield (epoch, micro-batches of a step) for ever, from `start` on."""
+    """Yield (epoch, micro-batches of a step), from `start` on."""
     for epoch in itertools.count(start // per_epoch):
-        sampler.set_epoch(epoch)  # without it every epoch has the same order
+        sampler.set_epoch(epoch)  # or all epochs have the same order
         batches = iter(loader)
         for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
             micro_batches = list(itertools.islice(batches, accumulate))
@@ -170,7 +170,7 @@ def take_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Train on this rank's samples; return their mean loss, on the device."""
+    """Train on this rank's samples; return their mean loss."""
     device, count = micro_batches[0].device, len(micro_batches)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for number, windows_BT in enumerate(micro_batches, start=1):
@@ -180,11 +180,11 @@ def take_step(
             loss = nn.functional.cross_entropy(
                 logits_BSV.flatten(0, 1), windows_BT[:, 1:].flatten()
             )
-            # DDP averages over the ranks, and nobody over micro-batches.
+            # DDP averages over ranks, nobody over micro-batches.
             (loss / count).backward()
-        total += loss.detach()  # .item() would wait for each micro-batch
+        total += loss.detach()  # .item() would wait for it here
     if isinstance(model, OverlappedDDP):
-        model.sync()  # DistributedDataParallel does this at the end of backward
+        model.sync()  # PyTorch's DDP does so at the end of backward
     optimizer.step()
     optimizer.zero_grad()
     return total / count
