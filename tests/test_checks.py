@@ -1,11 +1,13 @@
 """Every check passes right answers of any kind, reports the stub, catches each planted defect, and gives hints."""
 
 import importlib
+import json
 import re
 
+import numpy as np
 import pytest
 
-from lablib.checks.report import Verdict, Wrong, check
+from lablib.checks.report import Verdict, Wrong, ask, check, close, numbers, whole
 from tests.planted import answers_with, of_floats, of_numpy
 from tests.scripts import ROOT, load
 
@@ -34,6 +36,7 @@ IN_PLACE = {
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
     "rung01": (12, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
+    "rung02": (4, ("make_buckets", "ddp_bottleneck")),
     "rung04": (4, ("bubbles", "in_flight", "explain_1f1b")),
     "rung05": (4, ("state_bytes", "zero_tradeoffs")),
     "rung06": (6, ("count_collectives", "units_by_size")),
@@ -128,3 +131,30 @@ def test_a_check_reports_an_exception_of_the_answer(capsys):
     assert doubled(lambda x: x).message == "Two times two is four."
     assert "ZeroDivisionError" in doubled(lambda x: x / 0).message
     assert "doubled: passed." in capsys.readouterr().out
+
+
+def test_an_answer_without_end_is_ended_and_a_long_import_is_none():
+    def waits(n):
+        while n:
+            pass
+
+    def works(n):
+        # A million lines of a library are no loop of the learner's.
+        return len(json.dumps([[i, [i]] for i in range(n)], indent=1, cls=type("Slow", (json.JSONEncoder,), {})))
+
+    with pytest.raises(Wrong, match="never ends for 3: a loop waits"):
+        ask(waits, 3)
+    assert ask(works, 150_000) > 150_000
+
+
+def test_numbers_of_any_type_are_read_and_text_is_none():
+    assert close(np.array([2.5]), 2.5)
+    assert whole(np.float32(3)) == whole(3.0) == whole(np.int8(3)) == 3
+    assert numbers(np.arange(3)) == numbers(range(3)) == numbers((0, 1, 2)) == [0, 1, 2]
+    for wrong in ("2.5", None, [2.5, 1]):
+        with pytest.raises(Wrong, match="should be a number"):
+            close(wrong, 2.5)
+    with pytest.raises(Wrong, match="whole number"):
+        whole(2.5)
+    with pytest.raises(Wrong, match="should be a list"):
+        numbers("012")

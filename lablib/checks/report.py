@@ -191,7 +191,11 @@ def some(numbers: list[int]) -> str:
 
 
 def _number(value: object, what: str) -> float:
+    if getattr(value, "size", 0) == 1 and hasattr(value, "item"):  # numpy's array of one number
+        value = value.item()
     try:
+        if isinstance(value, str):
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise Wrong(f"{what} should be a number, and is {value!r}.") from None
@@ -214,7 +218,10 @@ def _solution(rung: str, name: str) -> str:
     if not path.exists():
         return "The solutions are not in this copy."
     text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if getattr(node, "name", None) == name:
-            return f"{ast.get_source_segment(text, node)}\n\n# from labs/solutions/{rung}.py"
-    return f"It is in labs/solutions/{rung}.py."
+    known = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    wanted = [name]
+    for each in wanted:  # with the helpers that it uses, as deep as they go
+        used = {node.id for node in ast.walk(known[each]) if isinstance(node, ast.Name)} if each in known else set()
+        wanted += sorted((used & set(known)) - set(wanted))
+    parts = [ast.get_source_segment(text, node) for each, node in known.items() if each in wanted]
+    return "\n\n\n".join([*parts, f"# from labs/solutions/{rung}.py"])

@@ -9,10 +9,8 @@ import copy
 import functools
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
 from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
-from lablib.checks.report import Wrong, check, close, numbers, whole
+from lablib.checks.report import Wrong, ask, check, close, numbers, whole
 from lablib.checks.turns import Endless, Turns
 from lablib.launch.measure import medians
 from lablib.launch.ranks import run_ranks
@@ -32,34 +30,6 @@ __all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_b
 
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
-
-#: Lines that an answer may run for one case: a hundred times what any needs.
-MOST_LINES = 1_000_000
-
-
-class _Endless(BaseException):
-    """Raised inside an answer that does not come to its end."""
-
-
-def _asked(answer: Callable, *case: object) -> object:
-    """Return the answer for a case; one that loops for ever is ended by counting its lines, on any machine alike."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MOST_LINES:
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        return answer(*case)
-    except _Endless:
-        raise Wrong("It never ends: a loop in your answer waits for what none of its lines brings about.") from None
-    finally:
-        sys.settrace(before)
 
 
 # --- unequal token counts -----------------------------------------------------------------------------------
@@ -272,7 +242,7 @@ def _over_the_wire(answer: Callable[..., list[list[float]]], gradients: list[lis
         sent[source] += len(values)
         return numbers(values)
 
-    return sent, _asked(answer, [list(row) for row in gradients], send)
+    return sent, ask(answer, [list(row) for row in gradients], send)
 
 
 def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
@@ -359,7 +329,7 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
     """Deliver zeros: an answer that really uses what arrives can no longer be right."""
-    zeros = _asked(answer, [list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
+    zeros = ask(answer, [list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
     got = _rows(zeros, len(gradients), len(gradients[0]))
     means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
     if all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
@@ -382,7 +352,7 @@ def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed:
     drawn = [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
     cases += sorted(drawn, key=lambda case: len(case[0]))  # the smallest that fails is shown
     for sizes, first, cap in cases:
-        got, truth = _asked(answer, list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        got, truth = ask(answer, list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
         if got is None:
             raise Wrong("Nothing is returned: return a list of buckets, each a list of indices into `sizes`.")
         found = [[whole(index, "An index") for index in _bucket(bucket)] for bucket in numbers(got)]
@@ -483,7 +453,7 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         )
     cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
     for case in cases:
-        _judge_bottleneck(_asked(answer, *case), *case)
+        _judge_bottleneck(ask(answer, *case), *case)
     return _judge_against_record(answer)
 
 
@@ -657,7 +627,7 @@ def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
     for ranks, seed in ((2, 11), (4, 12)):
         charts, alone = _ward(ranks, seed)
         for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
-            said = _asked(answer, copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+            said = ask(answer, copy.deepcopy(charts[illness]), copy.deepcopy(alone))
             said = said.strip() if isinstance(said, str) else said
             if said not in DIAGNOSES:
                 raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")

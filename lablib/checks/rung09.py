@@ -6,10 +6,8 @@ The last one draws its situations from real models, with budgets around every bo
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,42 +15,10 @@ from torch import Tensor, nn
 
 from lablib.calc.memory.activations import layer_activations, recompute_cost
 from lablib.calc.models import ModelConfig, preset
-from lablib.checks.report import Wrong, check, close
+from lablib.checks.report import Wrong, ask, check, close
 from lablib.launch.measure import LiveBytes
 
 __all__ = ["Job", "block_bytes", "checkpoint", "choose", "job_of", "segment_peak"]
-
-#: Lines of Python that an answer may run for one case; a walk over a hundred blocks needs a few thousand.
-MOST_LINES = 200_000
-
-
-class _Endless(BaseException):
-    """Raised inside an answer that does not come to its end."""
-
-
-def _asked(answer: Callable, *case: object) -> Any:
-    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MOST_LINES:
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        return answer(*case)
-    except _Endless:
-        shown = ", ".join(getattr(value, "words", str(value)) for value in case)
-        raise Wrong(
-            f"It never ends for {shown}: a loop waits for something that no line in it brings about; a number that goes "
-            "down in steps of several may pass zero without being it."
-        ) from None
-    finally:
-        sys.settrace(before)
 
 
 # --- bytes of a block ---------------------------------------------------------------------------------------
@@ -104,7 +70,7 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
         config = _config(**{name: named[name] for name in ("hidden", "heads", "kv_heads", "ffn", "gated")})
         how = {"attention": "fused" if named["fused"] else "plain", "dropout": 0.1 if named["dropout"] else 0.0}
         terms = layer_activations(config, batch=named["batch"], seq=named["seq"], **how)
-        got, truth = _asked(answer, *case), sum(terms.values())
+        got, truth = ask(answer, *case), sum(terms.values())
         if not close(got, truth, rel=1e-12):
             _explain_block(float(got), truth, named)
     return f"{len(cases)} blocks to the byte: GPT and Llama, grouped queries, plain and fused attention."
@@ -404,7 +370,7 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
         layers, boundary = dice.randint(1, 100), dice.randint(1, 50)
         cases.append((layers, boundary, dice.randint(boundary, 60 * boundary), dice.randint(1, layers)))
     for case in cases:
-        got, truth = _asked(answer, *case), _segment_peak(*case)
+        got, truth = ask(answer, *case), _segment_peak(*case)
         if close(got, truth, rel=1e-12):
             continue
         layers, boundary, block, k = case
@@ -528,7 +494,7 @@ def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> st
     """Judge `choose(job)` on situations computed from real models, with budgets around every border."""
     cases = jobs(random.Random(seed))
     for job in cases:
-        _judge_choice(_asked(answer, job), best_choice(job), job)
+        _judge_choice(ask(answer, job), best_choice(job), job)
     kinds = sorted({(best_choice(job) or {"strategy": "none fits"})["strategy"].split(":")[0] for job in cases})
     return f"{len(cases)} situations; right answers were of the kinds {', '.join(kinds)}."
 

@@ -13,47 +13,17 @@ import itertools
 import math
 import operator
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
-from lablib.checks.report import Wrong, check, close, numbers
+from lablib.checks.report import Wrong, ask, check, close, numbers
 from lablib.checks.turns import Endless, Turns
 
 __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
-
-#: Lines of Python that an answer may run for one case: halving an interval round by round on 1024 ranks needs 800,000.
-_MOST_LINES = 1_000_000
-
-
-class _Endless(BaseException):
-    """Raised inside an answer that does not come to its end."""
-
-
-def _asked(answer: Callable, *case: object, what: str) -> Any:
-    """Return the answer for a case; one that loops for ever is ended by counting its lines."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> Callable:
-        nonlocal lines
-        lines += event == "line"
-        if lines > _MOST_LINES:
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        return answer(*case)
-    except _Endless:
-        raise Wrong(f"It never ends for {what}: a loop waits for something that no line in it brings about.") from None
-    finally:
-        sys.settrace(before)
 
 
 def _near(answer: object, truth: float) -> bool:
@@ -254,7 +224,7 @@ def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -
         near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
         cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
     for case in cases:
-        _judge_choice(_asked(answer, *case, what=f"{case[0]:,} bytes on {case[1]} ranks"), *case)
+        _judge_choice(ask(answer, *case), *case)
     return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
 
 
@@ -419,7 +389,7 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
             f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
         )
         case += f", {per_host} ranks a host"
-        _judge_place(_asked(answer, dict(axes), per_host, what=case), axes, per_host, case)
+        _judge_place(ask(answer, dict(axes), per_host), axes, per_host, case)
     return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
 
 

@@ -41,30 +41,63 @@ from lablib.launch.training import (
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = train_parser(
-        "Fine-tune a local Hugging Face model with FSDP2.", model="", lr=1e-4, weight_decay=0.0
-    )
-    parser.add_argument("--pretrained", type=Path, help="folder with config.json and safetensors")
-    parser.add_argument("--examples", type=Path, help="file of JSON lines with prompt and answer")
-    parser.add_argument(
-        "--bytes", action="store_true", help="tokens are bytes; by default the folder's tokenizer"
+        "Fine-tune a local Hugging Face model with FSDP2.",
+        model="",
+        lr=1e-4,
+        weight_decay=0.0,
     )
     parser.add_argument(
-        "--lora-rank", type=int, default=0, help="inner width of adapters; 0 trains all weights"
-    )
-    parser.add_argument("--lora-alpha", type=float, default=16.0, help="adapters are scaled by alpha / rank")
-    parser.add_argument("--frozen-dtype", choices=("fp32", "bf16"), default="fp32", help="of frozen weights")
-    parser.add_argument(
-        "--save-every", type=int, default=0, help="steps between checkpoints; 0 saves at the end"
+        "--pretrained",
+        type=Path,
+        help="folder with config.json and safetensors",
     )
     parser.add_argument(
-        "--demo", action="store_true", help="a tiny random Qwen2 learns sums; no files needed"
+        "--examples",
+        type=Path,
+        help="file of JSON lines with prompt and answer",
+    )
+    parser.add_argument(
+        "--bytes",
+        action="store_true",
+        help="tokens are bytes; by default the folder's tokenizer",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        help="inner width of adapters; 0 trains all weights",
+    )
+    parser.add_argument(
+        "--lora-alpha",
+        type=float,
+        default=16.0,
+        help="adapters are scaled by alpha / rank",
+    )
+    parser.add_argument(
+        "--frozen-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of frozen weights",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints; 0 saves at the end",
+    )
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="a tiny random Qwen2 learns sums; no files needed",
     )
     args = parser.parse_args(argv)
     try:
         args.config = config_of(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.demo == bool(args.pretrained or args.examples) or bool(args.pretrained) != bool(args.examples):
+    if args.demo == bool(args.pretrained or args.examples) or bool(
+        args.pretrained
+    ) != bool(args.examples):
         parser.error("give --pretrained and --examples, or --demo")
     return args
 
@@ -74,7 +107,8 @@ def make_task(args: argparse.Namespace) -> FineTuning:
     if args.demo:
         args.pretrained = Path(args.config.folder) / "pretrained"
         agree(
-            lambda: tiny_qwen2(args.pretrained) if own_rank() == 0 else None, "the demo could not be written"
+            lambda: tiny_qwen2(args.pretrained) if own_rank() == 0 else None,
+            "the demo could not be written",
         )
         examples = addition_examples(256)
     else:
@@ -85,7 +119,9 @@ def make_task(args: argparse.Namespace) -> FineTuning:
             from transformers import AutoTokenizer
 
             try:
-                tokenizer = AutoTokenizer.from_pretrained(args.pretrained, local_files_only=True)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    args.pretrained, local_files_only=True
+                )
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"{args.pretrained} has no tokenizer that can be read: {str(error).splitlines()[0]}"
@@ -97,7 +133,9 @@ def make_task(args: argparse.Namespace) -> FineTuning:
         examples,
         lora_rank=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        frozen_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[args.frozen_dtype],
+        frozen_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[
+            args.frozen_dtype
+        ],
     )
 
 
@@ -105,7 +143,9 @@ def write_model(args: argparse.Namespace, trainer: Trainer) -> None:
     """Write the adapters and the model; every rank must call."""
     folder = trainer.folder
     if args.lora_rank:
-        save_adapters(trainer.model, folder / "adapters", base=str(args.pretrained))
+        save_adapters(
+            trainer.model, folder / "adapters", base=str(args.pretrained)
+        )
     else:
         trainer.save()
 
@@ -113,10 +153,13 @@ def write_model(args: argparse.Namespace, trainer: Trainer) -> None:
         if trainer.rank:
             return
         if args.lora_rank:
-            export_merged(args.pretrained, folder / "adapters", folder / "merged")
+            export_merged(
+                args.pretrained, folder / "adapters", folder / "merged"
+            )
         else:
             export_safetensors(
-                latest_checkpoint(trainer.checkpoints), folder / "merged" / "model.safetensors"
+                latest_checkpoint(trainer.checkpoints),
+                folder / "merged" / "model.safetensors",
             )
             copy_settings(args.pretrained, folder / "merged")
         print(f"the model is in {folder / 'merged'}", flush=True)
@@ -127,8 +170,16 @@ def write_model(args: argparse.Namespace, trainer: Trainer) -> None:
 def train(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code of this rank."""
     with launched_ranks(args.device):
-        saving = [SaveEvery(args.save_every), StopOnSignal()] if args.save_every else []
-        trainer = Trainer(args.config, [PrintSteps(args.print_every), *saving], make_task(args))
+        saving = (
+            [SaveEvery(args.save_every), StopOnSignal()]
+            if args.save_every
+            else []
+        )
+        trainer = Trainer(
+            args.config,
+            [PrintSteps(args.print_every), *saving],
+            make_task(args),
+        )
         if args.save_every:
             for sentence in resume(trainer):
                 if trainer.rank == 0:

@@ -21,11 +21,18 @@ from lablib.launch.training import config_of, train_parser
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = train_parser("Train on one device without FSDP, or race FSDP on one rank against that.")
-    parser.add_argument(
-        "--race", type=int, default=0, help="turns of each of the two; 0 trains the plain loop"
+    parser = train_parser(
+        "Train on one device without FSDP, or race FSDP on one rank against that."
     )
-    parser.add_argument("--turn", type=int, default=10, help="steps of a turn")
+    parser.add_argument(
+        "--race",
+        type=int,
+        default=0,
+        help="turns of each of the two; 0 trains the plain loop",
+    )
+    parser.add_argument(
+        "--turn", type=int, default=10, help="steps of a turn"
+    )
     args = parser.parse_args(argv)
     try:
         args.config = config_of(args)
@@ -46,14 +53,25 @@ def main() -> None:
                         flush=True,
                     )
             return
-        samples = compare_loops(args.config, rounds=args.race, steps=args.turn)
+        samples = compare_loops(
+            args.config, rounds=args.race, steps=args.turn
+        )
     rates = {
-        loop: [sample["tokens_per_second"] for sample in samples if sample["loop"] == loop]
+        loop: [
+            sample["tokens_per_second"]
+            for sample in samples
+            if sample["loop"] == loop
+        ]
         for loop in ("plain", "trainer")
     }
     for loop, values in rates.items():
-        print(f"{loop:>8}: {median(values):,.0f} tokens/s, {min(values):,.0f} to {max(values):,.0f}")
-    ratios = [fast / slow for fast, slow in zip(rates["trainer"], rates["plain"], strict=True)]
+        print(
+            f"{loop:>8}: {median(values):,.0f} tokens/s, {min(values):,.0f} to {max(values):,.0f}"
+        )
+    ratios = [
+        fast / slow
+        for fast, slow in zip(rates["trainer"], rates["plain"], strict=True)
+    ]
     print(
         f"trainer / plain: {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} over {args.race} turns"
     )

@@ -32,24 +32,41 @@ FALLBACK = (
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small Qwen2 with Accelerate and FSDP2.")
+    parser = argparse.ArgumentParser(
+        description="Train a small Qwen2 with Accelerate and FSDP2."
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--global-batch", type=int, default=8, help="samples in a step, over all ranks")
-    parser.add_argument("--seq", type=int, default=64, help="tokens in a sample")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=8,
+        help="samples in a step, over all ranks",
+    )
+    parser.add_argument(
+        "--seq", type=int, default=64, help="tokens in a sample"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--losses", type=Path, help="write the losses here, as JSON")
+    parser.add_argument(
+        "--losses", type=Path, help="write the losses here, as JSON"
+    )
     args = parser.parse_args(argv)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for name in ("steps", "global_batch", "seq", "layers"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1"
+            )
     if args.hidden < 8 or args.hidden % 8:
-        parser.error(f"--hidden {args.hidden} must be a multiple of 8: 4 heads of an even width")
+        parser.error(
+            f"--hidden {args.hidden} must be a multiple of 8: 4 heads of an even width"
+        )
     if args.global_batch % ranks:
-        parser.error(f"ranks={ranks} does not divide --global-batch {args.global_batch}")
+        parser.error(
+            f"ranks={ranks} does not divide --global-batch {args.global_batch}"
+        )
     return args
 
 
@@ -67,10 +84,18 @@ def make_accelerator() -> Accelerator:
         )
     if os.environ.get("RANK", "0") == "0":
         print(FALLBACK, flush=True)
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"):  # left by `accelerate launch`
+    for name in (
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_MIXED_PRECISION",
+    ):  # left by `accelerate launch`
         os.environ.pop(name, None)
     accelerator = Accelerator(cpu=True)
-    check(accelerator, DistributedType.MULTI_CPU if int(os.environ["WORLD_SIZE"]) > 1 else DistributedType.NO)
+    check(
+        accelerator,
+        DistributedType.MULTI_CPU
+        if int(os.environ["WORLD_SIZE"]) > 1
+        else DistributedType.NO,
+    )
     return accelerator
 
 
@@ -79,26 +104,38 @@ def check(accelerator: Accelerator, wanted: DistributedType) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     got = accelerator.distributed_type
     if got != wanted:
-        raise SystemExit(f"asked for {wanted.value}, but Accelerate runs {got.value}: check --config_file")
+        raise SystemExit(
+            f"asked for {wanted.value}, but Accelerate runs {got.value}: check --config_file"
+        )
     if accelerator.num_processes != started:
         raise SystemExit(
             f"{started} ranks were started, but Accelerate counts {accelerator.num_processes}: they train apart"
         )
     if wanted == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise SystemExit("this is FSDP1: set fsdp_version: 2 in the config file")
+        raise SystemExit(
+            "this is FSDP1: set fsdp_version: 2 in the config file"
+        )
 
 
 def check_sharded(model: torch.nn.Module) -> int:
     """Stop unless every block is a unit and every parameter a shard; return the number of units."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [
+        module for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     blocks = model.model.layers
-    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    whole = [
+        name
+        for name, p in model.named_parameters()
+        if not isinstance(p, DTensor)
+    ]
     if not all(isinstance(block, FSDPModule) for block in blocks):
         raise SystemExit(
             f"{len(blocks)} blocks, but not each is a unit: check fsdp_transformer_layer_cls_to_wrap"
         )
     if whole:
-        raise SystemExit(f"{len(whole)} parameters are not sharded, such as {whole[0]}")
+        raise SystemExit(
+            f"{len(whole)} parameters are not sharded, such as {whole[0]}"
+        )
     return len(units)
 
 
@@ -120,21 +157,32 @@ def train(args: argparse.Namespace, accelerator: Accelerator) -> list[float]:
     # Together: Accelerate hands the optimizer the shards in place of the whole parameters.
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type == DistributedType.FSDP:
-        accelerator.print(f"FSDP2 with {check_sharded(model)} units on {accelerator.num_processes} ranks")
+        accelerator.print(
+            f"FSDP2 with {check_sharded(model)} units on {accelerator.num_processes} ranks"
+        )
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    stream = batches(tokens(text()), batch=args.global_batch, seq=args.seq, seed=args.seed)
+    stream = batches(
+        tokens(text()), batch=args.global_batch, seq=args.seq, seed=args.seed
+    )
     losses = []
-    for step, windows_BT in zip(range(1, args.steps + 1), stream, strict=False):
+    for step, windows_BT in zip(
+        range(1, args.steps + 1), stream, strict=False
+    ):
         begun = time.perf_counter()
-        own_BS = windows_BT[rank::ranks, :-1].to(accelerator.device)  # the model shifts the labels itself
+        own_BS = windows_BT[rank::ranks, :-1].to(
+            accelerator.device
+        )  # the model shifts the labels itself
         loss = model(input_ids=own_BS, labels=own_BS).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+        losses.append(
+            accelerator.reduce(loss.detach(), reduction="mean").item()
+        )
         accelerator.print(
-            f"step {step}: loss {losses[-1]:.4f}, {time.perf_counter() - begun:.3f} s", flush=True
+            f"step {step}: loss {losses[-1]:.4f}, {time.perf_counter() - begun:.3f} s",
+            flush=True,
         )
     return losses
 
@@ -144,7 +192,9 @@ def main() -> None:
     accelerator = make_accelerator()
     try:
         losses = train(args, accelerator)
-        accelerator.print(f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks")
+        accelerator.print(
+            f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks"
+        )
         if args.losses and accelerator.is_main_process:
             args.losses.write_text(json.dumps(losses), encoding="utf-8")
     finally:

@@ -41,9 +41,23 @@ from lablib.launch.training import (
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = train_parser("Train a language model with FSDP2.")
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0 saves none")
-    parser.add_argument("--validate-every", type=int, default=0, help="steps between two looks at --held-out sequences")
-    parser.add_argument("--fresh", action="store_true", help="never resume: refuse a folder with checkpoints")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints; 0 saves none",
+    )
+    parser.add_argument(
+        "--validate-every",
+        type=int,
+        default=0,
+        help="steps between two looks at --held-out sequences",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="never resume: refuse a folder with checkpoints",
+    )
     args = parser.parse_args(argv)
     try:
         args.config = config_of(args)
@@ -51,7 +65,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if args.save_every < 0:
         parser.error(f"--save-every {args.save_every} must not be negative")
-    if args.validate_every < 0 or bool(args.validate_every) != bool(args.config.held_out):
+    if args.validate_every < 0 or bool(args.validate_every) != bool(
+        args.config.held_out
+    ):
         parser.error(
             f"--validate-every {args.validate_every} and --held-out {args.config.held_out}: give both, above 0, or none"
         )
@@ -71,9 +87,16 @@ def callbacks(args: argparse.Namespace) -> list[Callback]:
 def train(args: argparse.Namespace) -> int:
     """Train, and return the exit code of this rank."""
     # After a restart by torchrun the checkpoints are this run's own.
-    fresh = args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    fresh = (
+        args.fresh
+        and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    )
     folder = Path(args.config.folder)
-    if fresh and args.save_every and latest_checkpoint(folder / "checkpoints"):
+    if (
+        fresh
+        and args.save_every
+        and latest_checkpoint(folder / "checkpoints")
+    ):
         raise ValueError(
             f"--fresh: {folder} has checkpoints of an earlier run; give another folder, or delete them"
         )
@@ -91,7 +114,9 @@ def main() -> int:
     args = arguments()
     try:
         return train(args)
-    except ValueError as error:  # what was asked for cannot be: one sentence says so
+    except (
+        ValueError
+    ) as error:  # what was asked for cannot be: one sentence says so
         print(f"train_fsdp.py: {error}", file=sys.stderr)
         return 1
 

@@ -29,10 +29,14 @@ from lablib.launch.training import (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="of the run")
-    parser.add_argument("config", type=json.loads, help="settings of TrainConfig as JSON")
+    parser.add_argument(
+        "config", type=json.loads, help="settings of TrainConfig as JSON"
+    )
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
     parser.add_argument(
-        "--kill", metavar="RANK:STEP", type=lambda text: [int(part) for part in text.split(":")]
+        "--kill",
+        metavar="RANK:STEP",
+        type=lambda text: [int(part) for part in text.split(":")],
     )
     options = parser.parse_args()
 

@@ -38,30 +38,47 @@ def block_activations(seq, batch, hidden, heads, attention, recompute):
     tokens_by_hidden = seq * batch * hidden
     if recompute == "full":
         return 2 * tokens_by_hidden  # the block's input
-    linear = 11 * tokens_by_hidden + 19 * tokens_by_hidden + 4 * tokens_by_hidden
+    linear = (
+        11 * tokens_by_hidden + 19 * tokens_by_hidden + 4 * tokens_by_hidden
+    )
     if attention == "fused":
         return linear
     scores = heads * seq * seq * batch
-    return linear + (2 + 1 + 2) * scores  # softmax output, dropout mask, dropout output
+    return (
+        linear + (2 + 1 + 2) * scores
+    )  # softmax output, dropout mask, dropout output
 
 
 def run_memory(shape, optimizer, seq, batch, recompute):
     """Count parameters, then terms, then what is held at the loss and in the optimizer's step."""
-    layers, h, f, vocab = (shape[name] for name in ("layers", "hidden", "ffn", "vocab"))
-    q, k = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    layers, h, f, vocab = (
+        shape[name] for name in ("layers", "hidden", "ffn", "vocab")
+    )
+    q, k = (
+        shape["heads"] * shape["head_dim"],
+        shape["kv_heads"] * shape["head_dim"],
+    )
     tables = (1 if shape["tied"] else 2) * vocab * h
     n = layers * (2 * h * q + 2 * h * k + 3 * h * f + 2 * h) + h + tables
     # Two moments and their roots for AdamW; its fused kernel keeps the roots in registers.
-    moments, roots = {"adamw": (8, 4), "adamw-fused": (8, 0), "sgd-momentum": (4, 0), "sgd": (0, 0)}[
-        optimizer
-    ]
+    moments, roots = {
+        "adamw": (8, 4),
+        "adamw-fused": (8, 0),
+        "sgd-momentum": (4, 0),
+        "sgd": (0, 0),
+    }[optimizer]
     tokens = seq * batch
-    block = 2 * tokens * h if recompute == "full" else tokens * (8 * h + 4 * q + 4 * k + 6 * f)
+    block = (
+        2 * tokens * h
+        if recompute == "full"
+        else tokens * (8 * h + 4 * q + 4 * k + 6 * f)
+    )
     terms = {
         "parameters": n,
         "weights": 2 * n,
         "gradients": 2 * n,
-        "optimizer": (4 + moments) * n,  # the fp32 master copy belongs to the optimizer
+        "optimizer": (4 + moments)
+        * n,  # the fp32 master copy belongs to the optimizer
         "activations": layers * block,
         "logits": 4 * tokens * vocab,
     }
@@ -70,4 +87,7 @@ def run_memory(shape, optimizer, seq, batch, recompute):
         always + terms["activations"] + terms["logits"] + 2 * tokens * vocab
     )  # and their gradient, in bf16
     in_step = always + (4 + roots) * n  # gradients in fp32 by now
-    return terms | {"peak": max(at_loss, in_step), "at": "loss" if at_loss > in_step else "step"}
+    return terms | {
+        "peak": max(at_loss, in_step),
+        "at": "loss" if at_loss > in_step else "step",
+    }

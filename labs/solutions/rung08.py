@@ -11,7 +11,9 @@ def round_to(x, exponent_bits, mantissa_bits):
     """The gap at x, a whole number of gaps, and infinity beyond the largest."""
     bias = 2 ** (exponent_bits - 1) - 1
     # frexp gives x = m * 2^e with m in [0.5, 1), so the power of two below |x| is 2^(e-1).
-    exponent = max(math.frexp(x)[1] - 1, 1 - bias)  # subnormals keep the gap of the smallest normal numbers
+    exponent = max(
+        math.frexp(x)[1] - 1, 1 - bias
+    )  # subnormals keep the gap of the smallest normal numbers
     gap = 2.0 ** (exponent - mantissa_bits)
     rounded = round(x / gap) * gap  # Python's round takes the even one of two
     largest = (2 - 2.0**-mantissa_bits) * 2.0**bias
@@ -23,7 +25,10 @@ def scaler_step(weights, gradients, scale, good_steps, lr, interval):
     unscaled = [gradient.float() / scale for gradient in gradients]
     if not all(gradient.isfinite().all() for gradient in unscaled):
         return weights, scale / 2, 0
-    weights = [weight - lr * gradient for weight, gradient in zip(weights, unscaled, strict=True)]
+    weights = [
+        weight - lr * gradient
+        for weight, gradient in zip(weights, unscaled, strict=True)
+    ]
     if good_steps + 1 == interval:
         return weights, 2 * scale, 0
     return weights, scale, good_steps + 1

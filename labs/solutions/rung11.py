@@ -24,7 +24,9 @@ def noise_scale(small, big, batch_small, batch_big):
     return {"signal": signal, "noise": noise, "examples": noise / signal}
 
 
-def checkpoint_every(step_seconds, save_seconds, gpu_hours_between_failures, gpus):
+def checkpoint_every(
+    step_seconds, save_seconds, gpu_hours_between_failures, gpus
+):
     """Young's interval, in whole steps, and never less than one."""
     mtbf = 3600 * gpu_hours_between_failures / gpus
     return max(1, round(sqrt(2 * save_seconds * mtbf) / step_seconds))
@@ -37,14 +39,24 @@ def diagnose(seen):
         if any(len(set(entry)) > 1 for entry in calls):
             return "mismatched collectives"
         gaps = [{b - a for a, b in pairwise(mine)} for mine in seen.batches]
-        return "skipped batch" if any(len(gap) > 1 for gap in gaps) else "uneven data"
+        return (
+            "skipped batch"
+            if any(len(gap) > 1 for gap in gaps)
+            else "uneven data"
+        )
     if any(len(set(mine)) < len(mine) for mine in seen.batches):
         return "data seen again"
     if seen.layout == "tensor parallel":
-        return "equal seeds" if len(set(seen.weight_norms)) == 1 else "healthy"
+        return (
+            "equal seeds" if len(set(seen.weight_norms)) == 1 else "healthy"
+        )
     if seen.sharded:
         half = 4 * seen.parameters / len(seen.state_bytes)
-        return "unsharded parameter" if max(seen.state_bytes) > 1.2 * half else "healthy"
+        return (
+            "unsharded parameter"
+            if max(seen.state_bytes) > 1.2 * half
+            else "healthy"
+        )
     reduced = [size for op, size in seen.calls[0] if op == "all_reduce"]
     if len(reduced) > len(seen.losses[0]):
         return "accumulation that communicates"
@@ -54,7 +66,11 @@ def diagnose(seen):
     if max(work) > 1.5 * min(work):
         return "slow rank"
     later = zip(seen.norms[0], seen.expected["norms"], strict=True)
-    return "forgotten zero_grad" if any(abs(a - b) > 1e-2 * b for a, b in later) else "healthy"
+    return (
+        "forgotten zero_grad"
+        if any(abs(a - b) > 1e-2 * b for a, b in later)
+        else "healthy"
+    )
 
 
 def audit_mfu(report):
@@ -74,10 +90,14 @@ def audit_mfu(report):
         "sparse peak": mfu(weights + scores, peak=report["sparse_peak"]),
     }
     if report["padding"]:
-        claims["padding counted"] = mfu(weights + scores, tokens=report["positions"])
+        claims["padding counted"] = mfu(
+            weights + scores, tokens=report["positions"]
+        )
     if report["recompute"] == "full":
         claims["recomputation counted"] = 4 / 3 * right
-    return right, min(claims, key=lambda name: abs(claims[name] - report["mfu"]))
+    return right, min(
+        claims, key=lambda name: abs(claims[name] - report["mfu"])
+    )
 
 
 def observe_scaling(alone, ranks, scaling):
@@ -87,7 +107,10 @@ def observe_scaling(alone, ranks, scaling):
     share = 1 if scaling == "weak" else 1 / n
     ideal = share * alone["seconds"]
     transfer = min(rank["communication"] for rank in ranks)
-    waited = [rank["communication"] - transfer + step - rank["seconds"] for rank in ranks]
+    waited = [
+        rank["communication"] - transfer + step - rank["seconds"]
+        for rank in ranks
+    ]
     lost = {"communication": transfer, "imbalance": fmean(waited)}
     for part in ("data", "compute"):
         lost[part] = fmean(rank[part] for rank in ranks) - share * alone[part]
