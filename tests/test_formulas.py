@@ -56,6 +56,7 @@ def test_an_example_is_computed_for_the_chosen_model(rung, formula):
     assert re.search(r"\d", small)
     assert re.search(r"\d", large)
     assert formula.symbols
+    assert "$" not in formula.name + formula.symbols + small  # an explorer shows them without MathJax
 
 
 def test_no_formula_stands_twice():

@@ -39,7 +39,7 @@ EXPLORER = Explorer(
     name="formulas",
     title="The formulas of the course for your model",
     controls=(
-        Control(name="model", label="Model", options=model_options(MODELS), first="llama-3-8b"),
+        Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
         Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
     ),
     compute=explore,

@@ -84,7 +84,7 @@ FORMULAS = (
         example=lambda job: f"{_break_even(job):,.0f} tokens at {REACHED:.0%} of the peak and {NIC / GB:.0f} GB/s",
     ),
     Formula(
-        name="Exposed time with $k$ equal buckets",
+        name="Exposed time with k equal buckets",
         tex=r"\max\!\Big(\frac{T_{\text{comm}}}{k},\; T_{\text{comm}} - \frac{k-1}{k}\,T_{\text{backward}}\Big)",
         symbols="T_comm: seconds of the all-reduce; T_backward: seconds of backward; k: buckets",
         label="eq-02-exposed",

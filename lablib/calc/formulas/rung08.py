@@ -28,7 +28,7 @@ def _window(_: object) -> str:
 
 FORMULAS = (
     Formula(
-        name="Gap between neighbours at $x$",
+        name="Gap between neighbours at x",
         tex=r"\text{ulp}(x) = 2^{\lfloor \log_2 \lvert x \rvert \rfloor - M}",
         symbols="M: mantissa bits",
         label="eq-08-ulp",
@@ -52,7 +52,7 @@ FORMULAS = (
         example=lambda job: f"{least_update(BF16, 1.0):g} for a bf16 weight of 1",
     ),
     Formula(
-        name="Error of a sum over $n$ ranks on a ring",
+        name="Error of a sum over n ranks on a ring",
         tex=r"u\,\sqrt{\frac{2 + 3 + \dots + n}{n}} \approx u\,\sqrt{\frac{n}{2}}",
         symbols="n: ranks; u: error of one rounding, 0.21 epsilon",
         label="eq-08-sum",

@@ -70,7 +70,7 @@ FORMULAS = (
         example=lambda job: _block(job, recompute="selective"),
     ),
     Formula(
-        name="The same, on each of $t$ ranks",
+        name="The same, on each of t ranks",
         tex=r"\frac{34sbh}{t}",
         symbols="t: ranks of tensor parallelism, with sequence parallelism",
         label="eq-09-selective-ranks",

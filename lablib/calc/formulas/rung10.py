@@ -109,7 +109,7 @@ FORMULAS = (
         example=lambda job: f"{in_switch_all_reduce_bytes(_gradients(job), _GPUS) / GB:.1f} GB on {_GPUS} GPUs",
     ),
     Formula(
-        name="Chance that one of $n$ is late",
+        name="Chance that one of n is late",
         tex=r"1 - (1 - p)^n",
         symbols="n; p: chance of a given rank",
         label="eq-10-chance",
@@ -117,7 +117,7 @@ FORMULAS = (
         example=lambda job: f"{chance_of_any(job.ranks, 1e-3):.1%} for p = 0.001",
     ),
     Formula(
-        name="Mean of the slowest of $n$",
+        name="Mean of the slowest of n",
         tex=r"T + j\left(1 + \frac12 + \dots + \frac1n\right)",
         symbols="T: seconds of a step; j: mean of a rank's own exponential delay; n",
         label="eq-10-slowest",
