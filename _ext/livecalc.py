@@ -132,7 +132,7 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
 </form>
 <p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
 The call gives the same numbers in Python.</noscript></p>
-<figure class="house-figure livecalc-figure">
+<figure class="{"house-figure " if answer["picture"] else ""}livecalc-figure">
 <div data-part="picture">{answer["picture"]}</div>
 <figcaption data-part="caption" aria-live="polite">{answer["caption"]}</figcaption>
 </figure>

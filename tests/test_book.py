@@ -123,8 +123,13 @@ def test_no_id_is_used_twice_by_figures(page):
 def test_a_lab_ran_as_shipped(page):
     outputs = " ".join(tag.get_text() for tag in parsed(page).select(".cell_output"))
     assert len(re.findall(r": not attempted", outputs)) >= 2
-    assert "(predicted " in outputs
+    assert "no guess" in outputs
+    assert re.search(r"yours - \| lablib \S+ \| measured \S+", outputs)
     assert ": wrong" not in outputs
+    assert "Verdict(" not in outputs
+    # The column of a page has some 78 characters at the width of a desk.
+    lines = [line for tag in parsed(page).select(".cell pre") for line in tag.get_text().splitlines()]
+    assert [line for line in lines if len(line) > 78] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
