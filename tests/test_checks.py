@@ -35,12 +35,12 @@ IN_PLACE = {
 
 #: Checks that draw their cases, and how many draws are tried.
 DRAWN = {
-    "rung01": (12, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
-    "rung02": (4, ("make_buckets", "ddp_bottleneck")),
-    "rung04": (4, ("bubbles", "in_flight", "explain_1f1b")),
-    "rung05": (4, ("state_bytes", "zero_tradeoffs")),
-    "rung06": (6, ("count_collectives", "units_by_size")),
-    "rung10": (5, ("choose_algorithm", "place")),
+    "rung01": (6, ("bytes_per_parameter", "fits", "block_activations", "run_memory")),
+    "rung02": (2, ("make_buckets", "ddp_bottleneck")),
+    "rung04": (2, ("bubbles", "in_flight", "explain_1f1b")),
+    "rung05": (2, ("state_bytes", "zero_tradeoffs")),
+    "rung06": (3, ("count_collectives", "units_by_size")),
+    "rung10": (3, ("choose_algorithm", "place")),
 }
 ANY_DRAW = [(rung, name, seed) for rung, (draws, names) in DRAWN.items() for name in names for seed in range(draws)]
 
