@@ -49,7 +49,7 @@ FORMULAS = (
         symbols="w: a weight without a master copy",
         label="eq-08-stall",
         code="lablib.calc.precision.formats.least_update",
-        example=lambda job: f"{least_update(BF16, 1.0):g} for a bf16 weight of 1",
+        example=lambda job: f"{least_update(BF16, 1.0):.2g} for a bf16 weight of 1",
     ),
     Formula(
         name="Error of a sum over n ranks on a ring",
