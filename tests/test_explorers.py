@@ -18,6 +18,7 @@ from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, zero_state_bytes
 from lablib.calc.params import count_params
+from lablib.live import formulas as explore_formulas
 from lablib.live import svg
 from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
@@ -26,7 +27,8 @@ from lablib.view.style import COLORS
 from tests.scripts import load
 
 TRAINING, ZERO = explore_training.EXPLORER, explore_zero.EXPLORER
-EXPLORERS = {"lablib.live.training": TRAINING, "lablib.live.zero": ZERO}
+FORMULAS = explore_formulas.EXPLORER
+EXPLORERS = {"lablib.live.training": TRAINING, "lablib.live.zero": ZERO, "lablib.live.formulas": FORMULAS}
 
 
 def around(explorer):
@@ -127,6 +129,12 @@ def test_the_call_gives_the_numbers_of_the_page(explorer, capsys):
         if explorer is TRAINING:
             assert names["step"].peak_bytes == answer["numbers"]["total"]
             assert str(answer["numbers"]["headroom"]) in capsys.readouterr().out
+        elif explorer is FORMULAS:
+            # What the call prints of one rung stands in the table of all.
+            examples = [each.example(names["chosen"]) for each in names["FORMULAS"]["05"]]
+            assert all(example in unescape(answer["table"]) for example in examples)
+            printed = capsys.readouterr().out
+            assert all(example in printed for example in examples)
         else:
             assert sum(names["held"].values()) == answer["numbers"][f"held_{state['stage']}"]
             assert round(sum(names["sent"].values())) == answer["numbers"][f"sent_{state['stage']}"]
@@ -194,7 +202,15 @@ def test_every_control_can_be_moved_and_has_its_label(module):
         assert answer[part] in html
 
 
-def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
+MOVED = {
+    "lablib.live.training": {"device": "b200"},
+    "lablib.live.zero": {"ranks": "48", "stage": "3"},
+    "lablib.live.formulas": {"model": "llama-3-70b"},
+}
+
+
+@pytest.mark.parametrize("module", EXPLORERS)
+def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path, module):
     """The zip file in a Python that finds nothing else: what Pyodide does, without a browser."""
     archive = tmp_path / "lablib.zip"
     live = load("_ext/livecalc.py")
@@ -202,13 +218,13 @@ def test_what_the_browser_gets_runs_on_the_standard_library_alone(tmp_path):
     first = archive.read_bytes()
     live.zip_live(archive)
     assert archive.read_bytes() == first
-    state = {"ranks": "48", "stage": "3"}
+    state = MOVED[module]
     program = (
         "import sys; sys.path = [sys.argv[1], *(p for p in sys.path if 'site-packages' not in p)]\n"
         "from lablib.live.explorer import answer_json\n"
         "import lablib; assert lablib.__file__.startswith(sys.argv[1]), lablib.__file__\n"
         "print(answer_json(sys.argv[2], sys.argv[3]))"
     )
-    arguments = [sys.executable, "-I", "-S", "-c", program, str(archive), "lablib.live.zero"]
+    arguments = [sys.executable, "-I", "-S", "-c", program, str(archive), module]
     done = subprocess.run([*arguments, json.dumps(state)], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip("\n") == answer_json("lablib.live.zero", json.dumps(state))
+    assert done.stdout.rstrip("\n") == answer_json(module, json.dumps(state))

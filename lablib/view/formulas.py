@@ -25,9 +25,9 @@ def rung_card(rung: str) -> Markdown:
     )
 
 
-def formula_sheet(rung: str, model: str = "llama-3-8b") -> Markdown:
+def formula_sheet(rung: str) -> Markdown:
     """Return the formulas of a rung with their symbols, an example each, and links to derivation and code."""
-    chosen = job(model)
+    chosen = job()
     blocks = []
     for each in FORMULAS[rung]:
         blocks += [

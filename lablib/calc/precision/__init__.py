@@ -16,7 +16,6 @@ from lablib.calc.precision.formats import (
     least_update,
     peak_ratio,
     scale_window,
-    significant_bits,
     support_table,
 )
 from lablib.calc.precision.fp8 import (
@@ -25,7 +24,6 @@ from lablib.calc.precision.fp8 import (
     STATES,
     TORCHAO_LLAMA3_8B,
     achieved_flops,
-    deepseek_rate,
     gather_bytes,
     implied_share,
     largest_scale,
@@ -50,7 +48,6 @@ __all__ = [
     "Optimizer",
     "Recipe",
     "achieved_flops",
-    "deepseek_rate",
     "find_format",
     "find_optimizer",
     "format_spans",
@@ -67,7 +64,6 @@ __all__ = [
     "rounding_error",
     "scale_count",
     "scale_window",
-    "significant_bits",
     "step_speedup",
     "support_table",
 ]

@@ -316,13 +316,6 @@ def format_spans(names: Iterable[str] = ("fp32", "tf32", "bf16", "fp16", "e5m2",
     ]
 
 
-def significant_bits(fmt: Format, x: float) -> float:
-    """Return the bits that a format keeps of a number: M + 1 in its normal range, fewer below it, 0 outside."""
-    if not fmt.min_subnormal <= abs(x) <= fmt.max:
-        return 0.0
-    return math.floor(math.log2(abs(x) / fmt.ulp(x))) + 1
-
-
 def gap_at(fmt: Format, x: float) -> float:
     """Return the gap between neighbours at a number, `2^(floor(log2 |x|) - M)`: `Format.ulp`."""
     return fmt.ulp(x)

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import accelerator
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params, layer_params
 
@@ -208,14 +207,6 @@ def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
 
 # DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
 DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
-
-
-def deepseek_rate() -> dict[str, float]:
-    """Return the FLOPs of DeepSeek-V3's pre-training, its TFLOP/s a GPU, and the share of an H800's dense bf16 peak."""
-    params, tokens, hours = (DEEPSEEK_V3[name] for name in ("active_params", "tokens", "pretraining_hours"))
-    rate = achieved_flops(params, tokens, hours)
-    return {"flops": 6 * params * tokens, "tflops": rate / 1e12, "share": rate / accelerator("h800").peak("bf16")}
-
 
 # torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GB.
 TORCHAO_LLAMA3_8B = {
