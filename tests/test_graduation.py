@@ -119,8 +119,8 @@ def test_each_answer_has_its_own_fate(tmp_path):
     assert "is no notebook" in found["01"].message
     assert "does it end?" in found["03"].message
     assert "make lab" in found["04"].message
-    with pytest.raises(ValueError, match="there is no rung 12"):
-        next(examine(work, rungs=["12"]))
+    with pytest.raises(ValueError, match="there is no rung 14"):
+        next(examine(work, rungs=["14"]))
 
 
 def test_the_requirements_name_what_is_left(tmp_path):
@@ -201,16 +201,24 @@ def test_rung_11_is_passed_on_cpu_ranks_until_a_report_says_more(tmp_path, monke
 
 
 def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch):
-    def examined(status):
-        return lambda work, **_: iter([graduation.Outcome(g.rung, n, status, "Why.") for g in GOALS for n in g.checks])
+    def examined(status, above=None):
+        said = {goal.rung: above or status if goal.above else status for goal in GOALS}
+        return lambda work, **_: iter(
+            [graduation.Outcome(g.rung, n, said[g.rung], "Why.") for g in GOALS for n in g.checks]
+        )
 
     monkeypatch.setattr(runs, "gpu_report", lambda: tmp_path)
     monkeypatch.setattr(graduation, "examine", examined("passed"))
     good = CliRunner().invoke(app, ["graduate"])
     assert good.exit_code == 0, good.output
-    assert "11 of 11 rungs are done." in good.output
+    assert "11 of 11 rungs are done, and 2 above the ladder." in good.output
     assert "You can leave this course." in good.output
     assert max(map(len, good.output.splitlines())) <= 80
+    # What stands above the ladder holds nobody up.
+    monkeypatch.setattr(graduation, "examine", examined("passed", above="not attempted"))
+    good = CliRunner().invoke(app, ["graduate"])
+    assert good.exit_code == 0, good.output
+    assert "11 of 11 rungs are done." in good.output
     monkeypatch.setattr(graduation, "examine", examined("wrong"))
     bad = CliRunner().invoke(app, ["graduate"])
     assert bad.exit_code == 1

@@ -1,4 +1,4 @@
-"""The end of the course: every "Done when" of the eleven rungs, tried on the learner's own answers.
+"""The end of the course: every "Done when" of the rungs, tried on the learner's own answers.
 
     for outcome in examine(Path("work")):
         print(outcome)
@@ -42,6 +42,7 @@ class Goal:
     """One rung's "Done when" sentence and the checks that prove it, all of which must pass.
 
     If `rented`, its sentence speaks of a run on several GPUs, which a report must show.
+    A rung that stands `above` the ladder is tried like the others; graduation does not ask for it.
     """
 
     rung: str
@@ -49,6 +50,7 @@ class Goal:
     done_when: str
     checks: tuple[str, ...]
     rented: bool = False
+    above: bool = False
 
 
 GOALS = (
@@ -76,6 +78,12 @@ GOALS = (
          ("ring_all_reduce", "choose_algorithm", "place")),
     Goal("11", "A real FSDP run",
          "You have run a multi-GPU job and observed scaling behavior.", ("observe_scaling",), rented=True),
+    Goal("12", "Context parallelism",
+         "You can choose how a long sequence is split over ranks, and say what it sends, what it balances and what "
+         "changes outside of attention.", ("choose_split",), above=True),
+    Goal("13", "Expert parallelism",
+         "You can say where the experts of a mixture live, who sends which tokens where, and over which ranks each "
+         "gradient is averaged.", ("place_experts",), above=True),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`rung graduate`: every "Done when" of the eleven rungs on your own answers, and what is left."""
+"""`rung graduate`: every "Done when" on your own answers, and what is left."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def graduate(
     checks = {rung: goal.checks for rung, goal in goals.items()}
     good = {(outcome.rung, outcome.name) for outcome in outcomes if outcome.status == "passed"}
     passed = [rung for rung, names in checks.items() if all((rung, name) in good for name in names)]
+    ladder = [rung for rung, goal in goals.items() if not goal.above]
+    climbed = [rung for rung in passed if rung in ladder]
     report = gpu_report()
     left = {requirement.text: unmet(requirement, passed, report) for requirement in REQUIREMENTS}
-    ready = rungs is None and len(passed) == len(GOALS) and not any(left.values())
+    ready = rungs is None and climbed == ladder and not any(left.values())
     if as_json:
         content = {
             "outcomes": [asdict(o) for o in outcomes],
@@ -52,7 +54,10 @@ def graduate(
         }
         typer.echo(json.dumps(content, indent=1))
     else:
-        typer.echo(f"\n{len(passed)} of {len(GOALS)} rungs are done.")
+        above = len(passed) - len(climbed)
+        typer.echo(
+            f"\n{len(climbed)} of {len(ladder)} rungs are done" + (f", and {above} above the ladder." if above else ".")
+        )
         if rungs is None:
             typer.echo("\nThe least to leave with:")
             for text, wanting in left.items():
@@ -61,5 +66,6 @@ def graduate(
                     typer.echo(f"         - {phrase}")
         if ready:
             typer.echo("\nThat is all of it. You can leave this course.")
-    if any(outcome.status != "passed" for outcome in outcomes) or (rungs is None and not ready):
+    asked = [outcome for outcome in outcomes if rungs is not None or outcome.rung in ladder]
+    if any(outcome.status != "passed" for outcome in asked) or (rungs is None and not ready):
         raise typer.Exit(1)

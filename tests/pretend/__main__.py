@@ -59,7 +59,7 @@ def main() -> int:
     """Run what the command line names; return 1 if a lab failed for want of anything but a kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", nargs="*", type=int, default=[1, 2, 8])
-    parser.add_argument("--labs", nargs="*", default=[f"{n:02}" for n in range(1, 12)])
+    parser.add_argument("--labs", nargs="*", default=[f"{n:02}" for n in range(1, 14)])
     given = parser.parse_args()
     bad = 0
     for gpus in given.gpus:

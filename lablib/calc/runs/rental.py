@@ -29,6 +29,8 @@ STUDY_MINUTES = {
     "09": (60, 60),
     "10": (75, 75),
     "11": (90, 90),
+    "12": (75, 60),
+    "13": (75, 60),
 }
 
 #: The labs that a GPU is rented for. The first one writes the scaling report, which graduation asks for.
