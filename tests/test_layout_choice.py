@@ -12,10 +12,7 @@ from lablib.calc.layouts import (
     PATIENCE,
     audited_rows,
     axis_bytes,
-    causal_blocks,
-    causal_imbalance,
     choose,
-    dispatch_bytes,
     enough_microbatches,
     mesh,
     microbatch_rule,
@@ -200,14 +197,6 @@ def test_experts_send_each_token_there_and_back_in_both_directions() -> None:
     count = count_params(mixtral)
     replicated = data_parallel_bytes((count.total - count.by_component["experts"]) * 2, 8)
     assert whole.bytes_sent - replicated == pytest.approx(32 * dispatch_bytes(4096, 2, 4096, 8))
-
-
-def test_causal_work_is_uneven_for_parts_and_even_for_two_ends() -> None:
-    for cp in (1, 2, 3, 8):
-        parts, ends = causal_blocks(cp), causal_blocks(cp, both_ends=True)
-        assert sum(parts) == pytest.approx(sum(ends)) == pytest.approx(cp * cp / 2)
-        assert max(ends) == min(ends)
-        assert causal_imbalance(cp) == pytest.approx(2 - 1 / cp)
 
 
 def test_tp_goes_first_and_between_pp_and_dp_the_bytes_decide() -> None:

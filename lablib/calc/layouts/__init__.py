@@ -15,7 +15,7 @@
 Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
-from lablib.calc.layouts.axes import axis_bytes, causal_blocks, causal_imbalance, dispatch_bytes
+from lablib.calc.layouts.axes import axis_bytes
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
 from lablib.calc.layouts.export import export_job, export_layout
@@ -45,11 +45,8 @@ __all__ = [
     "Score",
     "audited_rows",
     "axis_bytes",
-    "causal_blocks",
-    "causal_imbalance",
     "choose",
     "counting_for",
-    "dispatch_bytes",
     "enough_microbatches",
     "exchange_cost",
     "export_job",

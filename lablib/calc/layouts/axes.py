@@ -1,4 +1,4 @@
-"""Bytes that a rank sends over each axis of a layout in a step, and how causal attention divides over cp ranks.
+"""Bytes that a rank sends over each axis of a layout in a step.
 
 Two layers on one rank, one sequence of 4 tokens, width 2, two tensor-parallel ranks: a layer has four all-reduces of
 4 x 2 = 8 values, a ring of two sends each once, so 2 x 4 x 8 = 64 values a step. Chapter 07 has the formulas of
@@ -6,7 +6,8 @@ Two layers on one rank, one sequence of 4 tokens, width 2, two tensor-parallel r
 
     tp   8 bsh/c (t-1)/t L/p m        cp   4 bsk/t (c-1)/c L/p m
     pp   2 bsh/(ct) m v               dp   2 ψ/(tp) (dc-1)/(dc)         values
-    ep   4 T k h (e-1)/e              of T tokens of a rank and k experts a token, one layer
+
+Tokens that go to experts are `lablib.calc.parallel.dispatch_bytes`.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2.
 """
@@ -14,7 +15,6 @@ Sources: Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al.
 from __future__ import annotations
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
-from lablib.calc.errors import check_whole
 from lablib.calc.layouts.planner import Layout
 from lablib.calc.memory import resolve_model
 from lablib.calc.models import ModelConfig
@@ -48,37 +48,3 @@ def axis_bytes(
         "pp": 2 * m * layout.virtual_stages * tokens * config.hidden / (c * t) if p > 1 else 0.0,
         "dp": ring_all_reduce_bytes(held, d * c),
     }
-
-
-def dispatch_bytes(tokens: int, experts_per_token: int, hidden: int, ep: int, *, value: int = 2) -> float:
-    """Return the bytes that a rank sends for one layer of experts, forward and backward: `4 T k h (e-1)/e` values.
-
-    Each token goes to its k experts and comes back, in both directions of training; experts are chosen evenly.
-
-    Args:
-        tokens: T, of one rank.
-        value: Bytes of a number on the wire.
-    """
-    for name, number in (("tokens", tokens), ("experts_per_token", experts_per_token), ("hidden", hidden), ("ep", ep)):
-        check_whole(name, number, 1)
-    return 4 * ring_all_gather_bytes(tokens * experts_per_token * hidden * value, ep)
-
-
-def causal_blocks(cp: int, *, both_ends: bool = False) -> list[float]:
-    """Return the blocks of scores that each cp rank computes under a causal mask; a block on the diagonal is half.
-
-    A block is the product of two parts of 1/cp of the sequence.
-
-    Args:
-        both_ends: Whether rank i has the chunks i and 2 cp - 1 - i of 2 cp, in place of the i-th part of cp.
-    """
-    check_whole("cp", cp, 1)
-    if both_ends:
-        return [sum(chunk + 0.5 for chunk in (i, 2 * cp - 1 - i)) / 4 for i in range(cp)]
-    return [i + 0.5 for i in range(cp)]
-
-
-def causal_imbalance(cp: int) -> float:
-    """Return the work of the last cp rank over the mean where each has one contiguous part: `2 - 1/c`."""
-    blocks = causal_blocks(cp)
-    return blocks[-1] / (sum(blocks) / cp)

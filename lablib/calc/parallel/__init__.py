@@ -3,6 +3,9 @@
     traffic      bytes that each axis sends in one training step
     data         unequal shares, buckets, what backward hides of them          chapter 02
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
+    context      traffic, memory and balance of context parallelism            chapter 12
+    experts      traffic of tokens, groups and gradients of experts         chapter 13
+    expert_load  capacity, drops and imbalance of experts                   chapter 13
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
     fsdp         what FSDP sends and holds, and its step                       chapter 06
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
@@ -12,6 +15,21 @@
 Read `zero` first: its formulas are the shortest.
 """
 
+from lablib.calc.parallel.context import (
+    ORDERS,
+    WAYS,
+    ContextTraffic,
+    busy_share,
+    causal_blocks,
+    causal_imbalance,
+    context_buffers,
+    context_degrees,
+    context_traffic,
+    rank_chunks,
+    ring_hiding_tokens,
+    ring_work,
+    ulysses_crossover,
+)
 from lablib.calc.parallel.data import (
     DDPStep,
     backward_transfers,
@@ -26,6 +44,25 @@ from lablib.calc.parallel.deepspeed import (
     persistent_params,
     zero2_estimate,
     zero3_estimate,
+)
+from lablib.calc.parallel.expert_load import (
+    dropped_share,
+    expert_capacity,
+    imbalance,
+    random_dropped_share,
+    random_loads,
+    rank_loads,
+)
+from lablib.calc.parallel.experts import (
+    DISPATCH_WAYS,
+    DispatchBytes,
+    dispatch_bytes,
+    dispatch_ratio,
+    expert_gradient_factor,
+    expert_groups,
+    expert_hiding_tokens,
+    held_params,
+    routed_bytes,
 )
 from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_traffic
 from lablib.calc.parallel.fsdp_units import (
@@ -71,8 +108,13 @@ from lablib.calc.parallel.zero import (
 
 __all__ = [
     "CPU_ADAM_BYTES",
+    "DISPATCH_WAYS",
+    "ORDERS",
     "VARIANTS",
+    "WAYS",
+    "ContextTraffic",
     "DDPStep",
+    "DispatchBytes",
     "FSDPTraffic",
     "Shape",
     "StageChoice",
@@ -83,14 +125,29 @@ __all__ = [
     "as_deepspeed_json",
     "backward_transfers",
     "bucket_sizes",
+    "busy_share",
+    "causal_blocks",
+    "causal_imbalance",
     "check_reshard",
+    "context_buffers",
+    "context_degrees",
+    "context_traffic",
     "ddp_step_time",
     "deal_whole",
     "deepspeed_settings",
+    "dispatch_bytes",
+    "dispatch_ratio",
+    "dropped_share",
+    "expert_capacity",
+    "expert_gradient_factor",
+    "expert_groups",
+    "expert_hiding_tokens",
     "exposed_time",
     "fsdp_step",
     "fsdp_traffic",
     "gathered_timeline",
+    "held_params",
+    "imbalance",
     "layer_collectives",
     "layer_elements",
     "layer_times",
@@ -103,13 +160,21 @@ __all__ = [
     "peak_held_bytes",
     "peak_unsharded_bytes",
     "persistent_params",
+    "random_dropped_share",
+    "random_loads",
+    "rank_chunks",
+    "rank_loads",
     "rank_params",
+    "ring_hiding_tokens",
+    "ring_work",
+    "routed_bytes",
     "shard_size",
     "split_heads",
     "state_terms",
     "swap_seconds",
     "token_factor",
     "tp_degrees",
+    "ulysses_crossover",
     "variant",
     "zero2_estimate",
     "zero3_estimate",
