@@ -24,6 +24,7 @@ from lablib.calc.layouts.choice import family
 from lablib.calc.layouts.planner import Layout, check_layout, cluster, layout_peak, plan
 from lablib.calc.layouts.rules import MODELS, ORDERS
 from lablib.calc.models import preset
+from lablib.calc.parallel import dispatch_bytes
 from lablib.calc.parallel.traffic import data_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from tests.processes import new_seed
