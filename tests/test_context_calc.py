@@ -9,12 +9,12 @@ from lablib.calc.layouts.planner import Layout
 from lablib.calc.parallel import (
     ORDERS,
     WAYS,
+    attention_traffic,
     busy_share,
     causal_blocks,
     causal_imbalance,
     context_buffers,
     context_degrees,
-    context_traffic,
     rank_chunks,
     ring_hiding_tokens,
     ring_work,
@@ -67,7 +67,7 @@ def test_traffic_is_what_leaves_a_rank_value_by_value() -> None:
     """Two sequences of 24 tokens on 4 ranks: 12 tokens a rank, queries of 12 and keys of 6 values, 2 bytes each."""
     block = 12 * (6 + 6) * 2
     ring, gathered, again = (
-        context_traffic(way, **{**SMALL, "kv_heads": 2}, cp=4, regather=regather)
+        attention_traffic(way, **{**SMALL, "kv_heads": 2}, cp=4, regather=regather)
         for way, regather in (("ring", False), ("gathered", False), ("gathered", True))
     )
     assert (ring.forward, ring.backward) == (3 * block, 6 * block)
@@ -77,28 +77,28 @@ def test_traffic_is_what_leaves_a_rank_value_by_value() -> None:
     assert ring.backward_calls == {"send": 6}
     assert again.backward_calls == {"all_gather": 1, "reduce_scatter": 1}
     # Each of 4 ranks gets one query head and the key head that it reads: 3 + 3 + 3 + 3 values of 12 tokens.
-    ulysses = context_traffic("ulysses", **SMALL, cp=4)
+    ulysses = attention_traffic("ulysses", **SMALL, cp=4)
     assert ulysses.forward == ulysses.backward == 3 * 12 * (3 + 3 + 3 + 3) * 2
     assert ulysses.messages == 8 * 3
 
 
 def test_one_rank_sends_and_buffers_nothing() -> None:
     for way in WAYS:
-        alone = context_traffic(way, **SMALL, cp=1)
+        alone = attention_traffic(way, **SMALL, cp=1)
         assert (alone.total, alone.messages) == (0, 0)
         assert alone.forward_calls == alone.backward_calls == {}
         assert context_buffers(way, **SMALL, cp=1) == 0
 
 
 def test_gradients_in_fp32_cost_only_their_way_home() -> None:
-    half, full = (context_traffic("ring", **SMALL, cp=4, gradient_value=size) for size in (2, 4))
+    half, full = (attention_traffic("ring", **SMALL, cp=4, gradient_value=size) for size in (2, 4))
     assert full.total == half.total * 4 / 3
     assert full.forward == half.forward
 
 
 def test_the_gather_is_what_a_layout_counts_for_cp() -> None:
     layout = Layout(tp=2, cp=4)
-    one = context_traffic("gathered", batch=1, seq=8192, heads=16, kv_heads=4, head_dim=128, cp=4)
+    one = attention_traffic("gathered", batch=1, seq=8192, heads=16, kv_heads=4, head_dim=128, cp=4)
     assert axis_bytes("llama-3-8b", layout, seq=8192, global_batch=1)["cp"] == pytest.approx(32 * one.total)
 
 
@@ -117,7 +117,7 @@ def test_ulysses_sends_less_exactly_beyond_the_crossover(heads: int, kv_heads: i
     sizes = {"batch": 1, "seq": 4096, "heads": heads, "kv_heads": kv_heads, "head_dim": 8}
     cross = ulysses_crossover(heads, kv_heads, way)
     for cp in (2, 4, 8):
-        less = context_traffic("ulysses", **sizes, cp=cp).total < context_traffic(way, **sizes, cp=cp).total
+        less = attention_traffic("ulysses", **sizes, cp=cp).total < attention_traffic(way, **sizes, cp=cp).total
         assert less == (cp > cross)
 
 
@@ -135,7 +135,7 @@ def test_at_the_hiding_size_a_step_computes_as_long_as_it_sends() -> None:
     seq = 2 * cp * round(tokens / 2)
     pairs = ring_work(cp, "zigzag", seq)[1][0]
     compute = 4 * pairs * 32 * 128 / flops  # two products, a multiplication and an addition each
-    sent = context_traffic("ring", batch=1, seq=seq, heads=32, kv_heads=8, head_dim=128, cp=cp).forward / (cp - 1)
+    sent = attention_traffic("ring", batch=1, seq=seq, heads=32, kv_heads=8, head_dim=128, cp=cp).forward / (cp - 1)
     assert compute == pytest.approx(sent / bandwidth, rel=1e-3)  # seq is rounded to whole chunks
 
 
@@ -151,10 +151,10 @@ def test_degrees_that_each_way_allows() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: context_traffic("ringg", **SMALL, cp=2), "unknown way 'ringg'"),
-        (lambda: context_traffic("ring", **SMALL, cp=5), "cp=5 does not divide seq=24"),
-        (lambda: context_traffic("ulysses", **SMALL, cp=3), "cp=3 does not divide heads=4"),
-        (lambda: context_traffic("ulysses", **{**SMALL, "heads": 12, "kv_heads": 6}, cp=4), "divide kv_heads=6"),
+        (lambda: attention_traffic("ringg", **SMALL, cp=2), "unknown way 'ringg'"),
+        (lambda: attention_traffic("ring", **SMALL, cp=5), "cp=5 does not divide seq=24"),
+        (lambda: attention_traffic("ulysses", **SMALL, cp=3), "cp=3 does not divide heads=4"),
+        (lambda: attention_traffic("ulysses", **{**SMALL, "heads": 12, "kv_heads": 6}, cp=4), "divide kv_heads=6"),
         (lambda: context_buffers("ring", **{**SMALL, "kv_heads": 3}, cp=2), "kv_heads=3 does not divide heads=4"),
         (lambda: context_degrees("ring", seq=8, heads=4, kv_heads=4, tp=3), "tp=3 does not divide kv_heads=4"),
         (lambda: ring_work(3, "zigzag", 9), "2 cp=6 does not divide seq=9"),

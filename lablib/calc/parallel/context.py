@@ -33,7 +33,7 @@ ORDERS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
-class ContextTraffic:
+class AttentionTraffic:
     """What one rank sends for one attention.
 
     Attributes:
@@ -57,7 +57,7 @@ class ContextTraffic:
         return self.forward + self.backward
 
 
-def context_traffic(
+def attention_traffic(
     way: str,
     *,
     batch: int,
@@ -69,7 +69,7 @@ def context_traffic(
     value: int = 2,
     gradient_value: int | None = None,
     regather: bool = False,
-) -> ContextTraffic:
+) -> AttentionTraffic:
     """Return the bytes and messages that a rank sends for one attention, forward and backward.
 
     Ulysses with more ranks than key heads sends each rank the one key head that its queries read.
@@ -93,16 +93,16 @@ def context_traffic(
     if way == "ulysses":
         exchanged = ring_all_gather_bytes(batch * seq * (2 * q + 2 * k) / cp, cp) * value
         calls = {"all_to_all": 4} if rounds else {}
-        return ContextTraffic(exchanged, exchanged, calls, dict(calls), 8 * rounds)
+        return AttentionTraffic(exchanged, exchanged, calls, dict(calls), 8 * rounds)
     forward, home = around * value, around * gradient_value
     if way == "ring":
         sends = {"send": rounds} if rounds else {}
-        return ContextTraffic(
+        return AttentionTraffic(
             forward, forward + home, sends, {op: 2 * number for op, number in sends.items()}, 3 * rounds
         )
     again = {"all_gather": 1} if regather else {}
     calls = ({"all_gather": 1}, {**again, "reduce_scatter": 1}) if rounds else ({}, {})
-    return ContextTraffic(forward, regather * forward + home, *calls, (2 + regather) * rounds)
+    return AttentionTraffic(forward, regather * forward + home, *calls, (2 + regather) * rounds)
 
 
 def context_buffers(
