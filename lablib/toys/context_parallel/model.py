@@ -1,0 +1,167 @@
+"""The transformer on a cut sequence: attention is one of three ways, and five things around it change too.
+
+    model = ContextParallelTransformer(config, cp_group, way="ring")     # on every rank of the group
+    model.load_state_dict(whole.state_dict())                            # the names are those of Transformer
+    loss = model.loss(tokens_BT)                                         # the full windows, the same on every cp rank
+    loss.backward()
+    average_gradients(model, cp_group)
+
+1. Positions: a rank's tokens are not 0 ... s - 1, but `token_positions`.
+2. Labels: shifted by one in the full sequence, *before* it is cut; the label of a part's last token is elsewhere.
+3. Mask: documents in a packed sequence go on across the cuts.
+4. Mean: over all tokens of all ranks that have a label, not of the means of ranks, which may have more or fewer.
+5. Gradients: every rank has all weights and saw other tokens, so they are averaged over cp as they are over dp.
+
+Embedding, norms, projections, MLP and head work on each token alone, and stay as they are.
+
+    B  sequences    S  tokens of a full sequence    s  tokens of this rank    T  S + 1    H  hidden width
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lablib.calc.errors import one_of
+from lablib.calc.models import ModelConfig
+from lablib.toys.context_parallel.gathered import gathered_attention
+from lablib.toys.context_parallel.ring import ring_attention
+from lablib.toys.context_parallel.softmax import wide
+from lablib.toys.context_parallel.split import ORDERS, check_split, shard, token_positions
+from lablib.toys.context_parallel.ulysses import check_heads, ulysses_attention
+from lablib.toys.transformer import Transformer, rotary
+
+WAYS = {"ring": ring_attention, "gathered": gathered_attention, "ulysses": ulysses_attention}
+
+IGNORED = -100  # the label of a token that is asked for nothing: PyTorch's default
+
+
+class ContextParallelTransformer(Transformer):
+    """The course's transformer, on this rank's tokens of every sequence.
+
+    Args:
+        config: As for `Transformer`. Every rank must have the same weights.
+        group: The ranks that share a sequence.
+        way: "ring", "gathered" or "ulysses".
+        order: "contiguous", "zigzag" or "striped".
+        loss_group: The ranks whose tokens make one mean: those of cp and dp together. None: `group`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: dist.ProcessGroup,
+        way: str = "ring",
+        order: str = "zigzag",
+        *,
+        loss_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        one_of("way", way, WAYS)
+        one_of("order", order, ORDERS)
+        if way == "ulysses":
+            check_heads(config.num_heads, config.num_kv_heads, group.size())
+        super().__init__(config)
+        self.group, self.way, self.order = group, way, order
+        self.loss_group = group if loss_group is None else loss_group
+        self.documents_BS: Tensor | None = None
+        for block in self.blocks:
+            block.attention.core = self.core  # the part of attention where tokens meet; all else stays
+
+    def core(self, q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor) -> Tensor:
+        """Mix the values of all ranks' tokens."""
+        return WAYS[self.way](q_BNsD, k_BKsD, v_BKsD, self.group, order=self.order, documents=self.documents_BS)
+
+    def forward(self, tokens_Bs: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        """Return the scores of every next token of this rank, logits_BsV.
+
+        Args:
+            tokens_Bs: This rank's tokens: `shard(tokens_BS, 1, group, order)`.
+            documents_BS: The number of the document of every token of the full sequences, (S,) or (B, S).
+        """
+        seq = tokens_Bs.shape[1] * self.group.size()
+        check_split(seq, self.group.size(), self.order)
+        if self.positions is not None and seq > self.config.max_positions:
+            raise ValueError(
+                f"cp={self.group.size()} ranks with {tokens_Bs.shape[1]} tokens have a sequence of {seq}, but "
+                f"max_positions={self.config.max_positions}"
+            )
+        position_s = self.token_positions(seq, tokens_Bs.device)
+        x_BsH, rope_2sD = self.embed(tokens_Bs), None
+        if self.positions is None:
+            rope_2sD = rotary(seq, self.config.head_dim, device=x_BsH.device, dtype=x_BsH.dtype)[:, position_s]
+        else:
+            x_BsH = x_BsH + self.positions(position_s)
+        self.documents_BS = documents_BS
+        for block in self.blocks:
+            x_BsH = block(x_BsH, rope_2sD)
+        return self.head(self.norm(x_BsH))
+
+    def loss(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, labels_BS: Tensor | None = None) -> Tensor:
+        """Return the mean loss over all tokens with a label, of all ranks of `loss_group`; the same on each of them.
+
+        Its backward leaves gradients whose *average* over `loss_group` is the gradient, as DDP and FSDP expect.
+
+        Args:
+            tokens_BT: Full windows of S + 1 tokens, the same on every rank of `group`.
+            documents_BT: The number of the document of every token, (T,) or (B, T). A token sees its own document
+                only, and is not asked for the first token of the next one.
+            labels_BS: What to predict in place of the next tokens; `IGNORED` asks for nothing.
+        """
+        labels_BS = next_tokens(tokens_BT, documents_BT) if labels_BS is None else labels_BS
+        tokens_Bs, labels_Bs = self.cut(tokens_BT[:, :-1], labels_BS)
+        logits_BsV = self(tokens_Bs, None if documents_BT is None else documents_BT[..., :-1])
+        logits_BVs = logits_BsV.to(wide(logits_BsV)).transpose(1, 2)
+        losses_Bs = F.cross_entropy(logits_BVs, labels_Bs, ignore_index=IGNORED, reduction="none")
+        return self.mean(losses_Bs, labels_Bs != IGNORED)
+
+    def token_positions(self, seq: int, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in the full sequence."""
+        return token_positions(seq, self.group.size(), self.group.rank(), self.order, device)
+
+    def cut(self, tokens_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's tokens and their labels, which were shifted before."""
+        return shard(tokens_BS, 1, self.group, self.order), shard(labels_BS, 1, self.group, self.order)
+
+    def mean(self, losses_Bs: Tensor, counts_Bs: Tensor) -> Tensor:
+        """Return the mean of the losses that count, over all tokens of all ranks."""
+        return _MeanOverRanks.apply(losses_Bs.sum(), counts_Bs.sum(), self.loss_group)
+
+
+def next_tokens(tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    """Return the label of each of the first S tokens: the next one, or `IGNORED` if that begins another document."""
+    labels_BS = tokens_BT[:, 1:]
+    if documents_BT is None:
+        return labels_BS
+    return labels_BS.masked_fill(documents_BT[..., 1:] != documents_BT[..., :-1], IGNORED)
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Sum over count, both of all n ranks; backward gives n / count, since gradients are averaged over n later."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, total: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
+        both = torch.stack((total.double(), count.double()))  # one message, and exact counts
+        dist.all_reduce(both, group=group)
+        ctx.scale, ctx.dtype = group.size() / both[1], total.dtype
+        return (both[0] / both[1]).to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (grad * ctx.scale).to(ctx.dtype), None, None
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Replace every gradient by its mean over the ranks of a group: all that hold these weights, cp and dp together.
+
+    Args:
+        group: `loss_group` of the model.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= group.size()
+            dist.all_reduce(parameter.grad, group=group)
