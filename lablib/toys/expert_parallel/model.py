@@ -1,0 +1,126 @@
+"""The course's transformer with experts in place of MLPs, in one process or over the ranks of an ep group.
+
+    config = tiny_mixture()                        8 experts, 2 a token
+    model = MoETransformer(config, ep_group)       every rank brings its own sequences
+    loss = model.loss(tokens_BT) + 0.01 * model.balance_loss(dp_group)
+    loss.backward()
+    average_gradients(model, dp_group, edp_group)
+
+Attention, norms, embedding and head are on every rank, as in data parallelism. Parameters have the names of the model in
+one process, and this rank's part of the experts is a slice of theirs.
+
+Shapes: B sequences, S tokens in each, T = S + 1, H hidden width, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lablib.calc.models import ModelConfig
+from lablib.toys.expert_parallel.balance import count_choices, load_balancing_loss, update_bias, z_loss
+from lablib.toys.expert_parallel.experts import INIT_STD, Experts
+from lablib.toys.expert_parallel.layer import MoE, check_mixture
+from lablib.toys.transformer import Transformer, tiny_config
+
+
+class MoETransformer(Transformer):
+    """A transformer whose layers from `num_dense_layers` on have experts.
+
+    Args:
+        config: Of the llama family, with experts; see `tiny_mixture`.
+        group: The ep ranks; None is one process.
+        attention: "fused" or "plain", as in `Transformer`.
+        **options: Of every `MoE`: capacity_factor, products, hops.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        attention: str = "fused",
+        **options: object,
+    ) -> None:
+        check_mixture(config)
+        super().__init__(dense_twin(config), attention=attention)
+        self.config = config
+        for layer, block in enumerate(self.blocks):
+            if config.has_experts(layer):
+                block.mlp = MoE(config, group, **options)
+        self.init_experts()
+
+    @torch.no_grad()
+    def init_experts(self) -> None:
+        """Draw less for what adds to the stream, as `Transformer.init_weights` does, and shared experts like MLPs."""
+        shrink = math.sqrt(2 * self.config.num_layers)
+        for moe in self.mixtures:
+            moe.experts.down /= shrink
+            if moe.shared is not None:
+                for linear in (moe.shared.up, moe.shared.gate, moe.shared.down):
+                    nn.init.normal_(linear.weight, std=INIT_STD)
+                moe.shared.down.weight /= shrink
+
+    @property
+    def mixtures(self) -> list[MoE]:
+        """The layers of experts, the first one first."""
+        return [block.mlp for block in self.blocks if isinstance(block.mlp, MoE)]
+
+    def balance_loss(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Return the mean of `load_balancing_loss` over the layers, for the last batch.
+
+        Args:
+            group: Ranks over which choices are counted, normally those of dp; None is this rank's batch alone.
+        """
+        seen = [moe.routing for moe in self.mixtures]
+        return torch.stack([load_balancing_loss(r.scores_TE, r.chosen_Tk, group) for r in seen]).mean()
+
+    def z_loss(self) -> Tensor:
+        """Return the mean of `z_loss` over the layers, for the last batch."""
+        return torch.stack([z_loss(moe.routing.logits_TE) for moe in self.mixtures]).mean()
+
+    def counts(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Return how many tokens of the last batch chose each expert, a line for each layer, counts_LE."""
+        of_layer = [count_choices(moe.routing.chosen_Tk, self.config.num_experts) for moe in self.mixtures]
+        counts_LE = torch.stack(of_layer)
+        if group is not None:
+            dist.all_reduce(counts_LE, group=group)
+        return counts_LE
+
+    def update_biases(self, counts_LE: Tensor, speed: float) -> None:
+        """Move the bias of every layer's router; see `update_bias`."""
+        for moe, counts_E in zip(self.mixtures, counts_LE, strict=True):
+            update_bias(moe.router, counts_E, speed)
+
+    @torch.no_grad()
+    def load_whole(self, state: dict[str, Tensor]) -> None:
+        """Copy this rank's part out of the state dict of the model in one process."""
+        parts = {
+            f"{name}.{leaf}": module
+            for name, module in self.named_modules()
+            if isinstance(module, Experts)
+            for leaf, _ in module.named_parameters()
+        }
+        self.load_state_dict({n: parts[n].mine(whole) if n in parts else whole for n, whole in state.items()})
+
+
+def dense_twin(config: ModelConfig) -> ModelConfig:
+    """Return the same model without experts."""
+    none = dict.fromkeys(
+        ("num_experts", "experts_per_token", "expert_ffn", "num_shared_experts", "num_dense_layers"), 0
+    )
+    return dataclasses.replace(config, **none, router=None)
+
+
+def tiny_mixture(**overrides: object) -> ModelConfig:
+    """Return a small config for a laptop: the tiny Llama with 2 layers of width 64, 8 experts of which a token visits 2.
+
+    Args:
+        **overrides: Fields of ModelConfig to change.
+    """
+    fields = {"num_layers": 2, "hidden": 64, "num_experts": 8, "experts_per_token": 2, "expert_ffn": 64}
+    return tiny_config("llama", **(fields | {"name": "tiny-mixture"} | overrides))

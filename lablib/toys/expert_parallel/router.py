@@ -1,0 +1,109 @@
+"""The router: which k of E experts a token visits, and how much of each it takes.
+
+    scores_TE = softmax(x_TH W^T)                  or sigmoid, each expert judged alone (DeepSeek-V3)
+    chosen_Tk = the k highest of scores_TE (+ a bias of each expert, where one balances the load)
+    weights_Tk = their scores, without the bias    and divided by their sum, if they are normalized
+
+The bias chooses and does not weigh: it moves tokens from a full expert to an empty one and leaves what they take of it.
+No gradient goes through the choice. The router learns from the weights alone, so that with k = 1 and normalized
+weights, which are all 1, the loss of the model teaches it nothing.
+
+Shapes: T tokens, H hidden width, E experts, k experts of a token, N nodes.
+
+Papers: Jiang et al. 2024 (Mixtral, 2401.04088), section 2.1; Qwen3's and DeepSeek-V3's classes of Hugging Face have the
+two settings of `normalized`; DeepSeek-AI 2024 (2412.19437), section 2.1.2, for sigmoid, bias and nodes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lablib.calc.errors import check_whole, must_divide, one_of
+from lablib.calc.models import Router
+
+INIT_STD = 0.02
+TINY = 1e-20  # sigmoids can all be 0
+
+
+class TopKRouter(nn.Module):
+    """Score every expert, keep the k best.
+
+    Args:
+        hidden: Width of a token, H.
+        experts: E.
+        k: Experts of a token.
+        rules: Score, normalization, scale, bias, and `group_topk` of `groups` of experts that a token may visit, a
+            group being the experts of a node. None is Mixtral's: softmax, weights that sum to one.
+    """
+
+    def __init__(self, hidden: int, experts: int, k: int, rules: Router | None = None) -> None:
+        super().__init__()
+        check_whole("hidden", hidden, 1)
+        check_whole("experts", experts, 1)
+        check_whole("k", k, 1)
+        if k > experts:
+            raise ValueError(f"k={k} experts of a token, but experts={experts}; use 1 to {experts}")
+        self.k, self.rules = k, rules or Router()
+        one_of("score", self.rules.score, ("softmax", "sigmoid"))
+        if self.rules.groups:
+            check_nodes(experts, k, self.rules.groups, self.rules.group_topk)
+        self.weight = nn.Parameter(torch.empty(experts, hidden).normal_(std=INIT_STD))
+        # A buffer: saved with the weights, and out of the optimizer's sight.
+        self.register_buffer("bias_E", torch.zeros(experts) if self.rules.bias else None)
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of the chosen experts, weights_Tk and chosen_Tk, the best one first."""
+        return self.choose(self.scores(self.logits(x_TH)))
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """Return a number for every expert, logits_TE."""
+        return F.linear(x_TH, self.weight)
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores, at least in fp32: differences between experts are small, and bf16 makes them ties."""
+        full_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        return full_TE.softmax(dim=-1) if self.rules.score == "softmax" else full_TE.sigmoid()
+
+    def choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights_Tk and chosen_Tk of given scores."""
+        ranked_TE = scores_TE.detach()
+        if self.bias_E is not None:
+            ranked_TE = ranked_TE + self.bias_E
+        if self.rules.groups:
+            ranked_TE = limit_nodes(ranked_TE, self.rules.groups, self.rules.group_topk, self.k)
+        chosen_Tk = ranked_TE.topk(self.k, dim=-1).indices
+        weights_Tk = scores_TE.gather(-1, chosen_Tk)
+        if self.rules.normalized:
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + TINY)
+        return weights_Tk * self.rules.scale, chosen_Tk
+
+
+def check_nodes(experts: int, k: int, nodes: int, most: int) -> None:
+    """Raise a ValueError unless a token finds its k experts on `most` of the nodes."""
+    must_divide("nodes", nodes, "experts", experts)
+    check_whole("nodes of a token", most, 1, nodes)
+    must_divide("nodes of a token", most, "k", k)
+    if k // most > experts // nodes:
+        raise ValueError(
+            f"k={k} experts on {most} nodes are {k // most} on each, but experts={experts} on nodes={nodes} are "
+            f"{experts // nodes} on each; let a token visit {math.ceil(k * nodes / experts)} or more"
+        )
+
+
+def limit_nodes(ranked_TE: Tensor, nodes: int, most: int, k: int) -> Tensor:
+    """Return the scores with -inf for experts on nodes that a token does not visit.
+
+    A node is worth the sum of its k/M best scores, and a token visits the M best nodes (DeepSeek-V3, section 2.1.2).
+
+    Args:
+        nodes: N; node i has the i-th part of the experts.
+        most: M, nodes that a token visits.
+    """
+    by_node_TNe = ranked_TE.unflatten(-1, (nodes, -1))
+    worth_TN = by_node_TNe.topk(k // most, dim=-1).values.sum(dim=-1)
+    visited_TN = torch.zeros_like(worth_TN, dtype=torch.bool).scatter(-1, worth_TN.topk(most, dim=-1).indices, True)
+    return by_node_TNe.masked_fill(~visited_TN.unsqueeze(-1), -math.inf).flatten(-2)
