@@ -1,0 +1,637 @@
+"""The checks of rung 13: a route, counts for an all-to-all, a capacity, bytes of a layer, and experts on a mesh."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lablib.calc.layouts import Mesh, mesh
+from lablib.calc.parallel import expert_capacity, routed_bytes
+from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+
+__all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
+
+#: For each rank, for each of its tokens, the experts that it goes to, the first choice first.
+Chosen = Sequence[Sequence[Sequence[int]]]
+
+
+# --- a route ------------------------------------------------------------------------------------------------
+
+#: Scores of three tokens by hand. The bias moves the first, not if it is added to the logits; with these it moves the
+#: second, and the third if its sign is wrong.
+_SCORES = ((0.4, 0.3, 0.2, 0.1), (0.42, 0.21, 0.19, 0.18), (0.4, 0.2, 0.22, 0.18))
+_BIAS = (0.0, 0.0, 0.15, 0.0)
+
+
+@check(
+    idea="The router's softmax gives each expert a score; the bias says who is busy, and is nothing that the model learns.",
+    section="The router: scores, top-k, and a gradient through the chosen weights",
+    line="Take the k largest of score + bias, then divide the scores of the chosen, without bias, by their sum.",
+)
+def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
+    """Judge `route(logits, bias, k)` by its experts and by their weights: three tokens by hand first."""
+    dice = torch.Generator().manual_seed(seed)
+    cases = [(torch.tensor(_SCORES).log(), torch.tensor(_BIAS), 2)]
+    for tokens, experts, k in ((3, 4, 1), (5, 4, 2), (7, 8, 3), (1, 6, 6), (16, 32, 4)):
+        bias = 0.1 * torch.randn(experts, generator=dice)
+        cases.append((2 * torch.randn(tokens, experts, generator=dice), bias, k))
+    for logits, bias, k in cases:
+        _judge_route(ask(answer, logits.clone(), bias.clone(), k), logits, bias, k)
+    return f"{len(cases)} routers: the bias chooses, and the scores weigh."
+
+
+def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
+    tokens, experts = logits.shape
+    case = f"{tokens} tokens, {experts} experts, k = {k}"
+    weights, chosen = _pair_of_rows(got, tokens, k, case)
+    if not all(w.is_integer() for row in chosen for w in row) and all(e.is_integer() for row in weights for e in row):
+        raise Wrong("The weights come first, then the experts: return weights, chosen.")
+    chosen = [[whole(expert, "A chosen expert") for expert in row] for row in chosen]
+    for token, row in enumerate(chosen):
+        if not all(0 <= expert < experts for expert in row):
+            raise Wrong(f"Token {token} goes to {row}: experts are counted from 0 to {experts - 1} ({case}).")
+        if len(set(row)) < k:
+            raise Wrong(f"Token {token} goes to one expert twice: k experts are {k} different ones ({case}).")
+    scores = logits.softmax(-1)
+    right = _best(scores + bias, k)
+    found = [set(row) for row in chosen]
+    if found != right:
+        _explain_choice(found, right, logits, scores, bias, k, case)
+    for token, (row, shares) in enumerate(zip(chosen, weights, strict=True)):
+        truth = scores[token, row] / scores[token, row].sum()
+        if not _alike(shares, truth):
+            _explain_weights(shares, truth, row, token, logits, scores, bias, case)
+
+
+def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Return both halves of a route as lists of numbers."""
+    pair = list(got) if isinstance(got, tuple | list) else []
+    if len(pair) != 2:
+        raise Wrong("Return a pair, weights and chosen, each with a row for each token.")
+    halves = []
+    for name, half in zip(("weights", "chosen"), pair, strict=True):
+        rows = numbers(half, f"`{name}`")
+        found = [numbers(row, f"A row of `{name}`") for row in rows]
+        if len(found) != tokens or any(len(row) != k for row in found):
+            raise Wrong(f"`{name}` has a row for each of {tokens} tokens, with {k} numbers in it ({case}).")
+        if any(isinstance(value, str | Mapping) or not hasattr(value, "__float__") for row in found for value in row):
+            raise Wrong(f"`{name}` holds something that is no number ({case}).")
+        halves.append([[float(value) for value in row] for row in found])
+    return halves[0], halves[1]
+
+
+def _best(values: Tensor, k: int) -> list[set[int]]:
+    return [set(row) for row in values.topk(k, dim=-1).indices.tolist()]
+
+
+def _alike(a: Sequence[float], b: Tensor) -> bool:
+    """Scores in bf16 or fp32 are good to one percent or better; the slips differ by more in the cases here."""
+    return torch.allclose(torch.tensor(a, dtype=torch.float64), b.double(), rtol=2e-3, atol=1e-4)
+
+
+def _explain_choice(
+    found: list[set[int]], right: list[set[int]], logits: Tensor, scores: Tensor, bias: Tensor, k: int, case: str
+) -> None:
+    slips = {
+        "These are the largest scores, whatever the bias: it is added before the choice.": scores,
+        "The bias is added to the logits here: add it to the scores, which are the softmax of the logits.": logits
+        + bias,
+        "The bias is taken away here: an expert with a positive bias is to get more tokens.": scores - bias,
+        "These are the experts with the smallest numbers.": -(scores + bias),
+        "The softmax runs over the tokens here: it runs over the experts of each token.": logits.softmax(0) + bias,
+        "The bias alone decides here.": bias.expand_as(scores),
+    }
+    for sentence, values in slips.items():
+        if found == _best(values, k):
+            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
+    token = next(i for i, (a, b) in enumerate(zip(found, right, strict=True)) if a != b)
+    raise Wrong(f"Token {token} goes to experts {sorted(right[token])}, whose score + bias is largest, and here to "
+                f"{sorted(found[token])} ({case}).")  # fmt: skip
+
+
+def _explain_weights(
+    shares: list[float], truth: Tensor, row: list[int], token: int, logits: Tensor, scores: Tensor, bias: Tensor,
+    case: str,
+) -> None:  # fmt: skip
+    helped = scores + bias
+    slips = {
+        "These are the scores as they are: divide them by the sum of the chosen ones, so that they add up to 1.": (
+            scores[token, row]
+        ),
+        "The bias is in the weights: it chooses, and the scores weigh.": helped[token, row] / helped[token, row].sum(),
+        "The bias is in the weights, and they do not add up to 1: the scores of the chosen over their sum.": (
+            helped[token, row]
+        ),
+        "The bias is in the weights, through a softmax: the softmax of the logits alone is the score.": (
+            helped[token, row].softmax(0)
+        ),
+        "The bias is in the logits of the weights: it chooses, and the scores weigh.": (
+            (logits + bias)[token, row].softmax(0)
+        ),
+        "A softmax of the scores is a second softmax: divide the chosen scores by their sum.": (
+            scores[token, row].softmax(0)
+        ),
+        "All chosen experts weigh the same here: their scores say how much each counts.": torch.full_like(
+            truth, 1 / len(row)
+        ),
+        "These are logits: the weights are their softmax over the chosen experts.": logits[token, row],
+    }
+    for sentence, values in slips.items():
+        if _alike(shares, values):
+            raise Wrong(f"The experts are right. {sentence}")
+    if _alike(sorted(shares), truth.sort().values):
+        raise Wrong(f"The weights are those of other experts: weight i belongs to chosen expert i, and one of the two is "
+                    f"sorted ({case}).")  # fmt: skip
+    told = ", ".join(f"{value:.3f}" for value in shares)
+    should = ", ".join(f"{value:.3f}" for value in truth.tolist())
+    raise Wrong(f"The experts are right. Token {token} weighs them {told}; their scores over the sum of those scores are "
+                f"{should} ({case}).")  # fmt: skip
+
+
+# --- counts for an all-to-all -------------------------------------------------------------------------------
+
+#: Two ranks of four tokens by hand, experts that are not in order; no two mistakes of `_counted` agree on it.
+_BY_HAND = ([[[0, 1], [0, 2], [3, 1], [0, 3]], [[2, 3], [0, 2], [1, 0], [2, 1]]], [1, 0, 0, 1])
+
+
+def _counted(chosen: Chosen, home: Sequence[int], *, once: bool = False, first: bool = False) -> list[list[int]]:
+    """Return the copies that each rank sends to each.
+
+    Args:
+        once: Whether a token goes to a rank once, however many of its experts are there.
+        first: Whether only the first choice is looked at.
+    """
+    counts = [[0] * len(chosen) for _ in chosen]
+    for source, tokens in enumerate(chosen):
+        for experts in tokens:
+            targets = [home[expert] for expert in experts[: 1 if first else None]]
+            for target in set(targets) if once else targets:
+                counts[source][target] += 1
+    return counts
+
+
+@check(
+    idea="Before tokens travel, each rank must know how many copies it sends to each other one, and how many come.",
+    section="Route, dispatch, compute, combine: eight tokens by hand",
+    line="For each choice of each token, add one to the row of the token's rank and the column of the expert's rank.",
+)
+def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) -> str:
+    """Judge `send_counts(chosen, home)`: two ranks by hand, then drawn ones, idle ranks among them."""
+    dice = random.Random(seed)
+    cases: list[tuple[Chosen, Sequence[int]]] = [_BY_HAND]
+    cases.append(([[[0], [0], [0]], [], [[0]]], [1, 2]))  # all to one expert; no tokens, no experts
+    cases.append(([[], [], []], [0, 1, 2]))  # nobody has a token
+    for _ in range(10):
+        ranks = dice.choice((1, 2, 3, 4, 8))
+        experts = dice.choice((2, 4, 7, 16))
+        k = dice.randint(1, min(experts, 4))
+        home = [dice.randrange(ranks) for _ in range(experts)]
+        tokens = [dice.choice((0, 1, 5, 12)) for _ in range(ranks)]
+        cases.append(([[dice.sample(range(experts), k) for _ in range(n)] for n in tokens], home))
+    for chosen, home in cases:
+        _judge_counts(ask(answer, [[list(t) for t in tokens] for tokens in chosen], list(home)), chosen, home)
+    return f"{len(cases)} all-to-alls, with ranks that send nothing and ranks that get nothing."
+
+
+def _judge_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> None:
+    ranks, experts = len(chosen), len(home)
+    case = f"{ranks} ranks, experts on ranks {list(home)}" if experts < 9 else f"{ranks} ranks, {experts} experts"
+    if isinstance(got, Mapping):
+        got = [got.get(rank, ()) for rank in range(ranks)]
+        got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
+    rows = [numbers(row, "A row of counts") for row in numbers(got, "The counts")]
+    if len(rows) == ranks and rows and all(len(row) == experts for row in rows) and experts != ranks:
+        raise Wrong(
+            f"These are counts by expert: a rank sends to ranks, and `home` says where each expert lives ({case})."
+        )
+    if len(rows) != ranks or any(len(row) != ranks for row in rows):
+        raise Wrong(f"Return {ranks} rows of {ranks} numbers: there are as many ranks as lists in `chosen`, and one that "
+                    f"sends or gets nothing has zeros ({case}).")  # fmt: skip
+    counts = [[whole(count, "A count") for count in row] for row in rows]
+    right = _counted(chosen, home)
+    if counts == right:
+        return
+    turned = [list(column) for column in zip(*right, strict=True)]
+    alone = [[0 if a == b else right[a][b] for b in range(ranks)] for a in range(ranks)]
+    blocks = [min(expert * ranks // experts, ranks - 1) for expert in range(experts)]
+    dealt = [expert % ranks for expert in range(experts)]
+    slips = [
+        (turned, "Rows and columns are exchanged: row r is what rank r sends, column r what it receives."),
+        (alone, "Copies for a rank's own experts are missing: the all-to-all has a piece for the rank itself too."),
+        (_counted(chosen, home, once=True), "A token is counted once for each rank here: each of its k choices is a copy "
+         "of its own."),
+        (_counted(chosen, home, first=True), "Only the first choice is counted: a token goes to all of its k experts."),
+        (_counted(chosen, blocks), "Experts are taken to live in blocks here: `home` says where each one is."),
+        (_counted(chosen, dealt), "Experts are taken to be dealt out to the ranks in turns: `home` says where each one is."),
+    ]  # fmt: skip
+    for slip, sentence in slips:
+        if counts == slip:
+            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
+    a, b = next((a, b) for a in range(ranks) for b in range(ranks) if counts[a][b] != right[a][b])
+    raise Wrong(f"Rank {a} sends {right[a][b]} copies to rank {b}, not {counts[a][b]}: one for each choice of its tokens "
+                f"that names an expert of rank {b} ({case}).")  # fmt: skip
+
+
+# --- a capacity ---------------------------------------------------------------------------------------------
+
+
+def _kept(
+    chosen: Sequence[Sequence[int]], experts: int, capacity: int, *, by_token: bool = False, last: bool = False
+) -> list[list[bool]]:
+    """Return which choices are kept.
+
+    Args:
+        by_token: Whether a token's choices follow each other, and not the first choices of all tokens.
+        last: Whether the last tokens are kept, and not the first.
+    """
+    k = len(chosen[0])
+    order = [(token, choice) for choice in range(k) for token in range(len(chosen))]
+    if by_token:
+        order.sort()
+    taken, kept = [0] * experts, [[False] * k for _ in chosen]
+    for token, choice in reversed(order) if last else order:
+        expert = chosen[token][choice]
+        kept[token][choice] = taken[expert] < capacity
+        taken[expert] += 1
+    return kept
+
+
+@check(
+    idea="An expert has as many places as its share of all choices, times the factor; who comes too late is dropped.",
+    section="Capacity or dropless: what a full expert drops",
+    line="Go through first choices in the order of tokens, then second ones, and keep a choice while its expert has a place.",
+)
+def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], seed: int = 13) -> str:
+    """Judge `kept_tokens(chosen, experts, factor)`: one expert that everybody wants first, then drawn choices."""
+    dice = random.Random(seed)
+    cases: list[tuple[list[list[int]], int, float]] = [
+        ([[1, 2], [0, 1], [1, 0], [0, 1], [1, 0], [0, 1], [1, 2], [1, 0]], 3, 0.75),  # 4 places
+        ([[0, 1], [1, 0], [0, 2], [0, 3], [1, 0], [2, 0], [0, 1]], 4, 1.0),  # 14 choices, 3.5 places: 4
+        ([[0], [0], [0], [1], [0]], 2, 1.0),
+        ([[3], [3], [3], [3], [3]], 4, 1.0),
+        ([[0], [1], [0], [1]], 2, 1.0),
+    ]
+    for _ in range(12):
+        experts = dice.choice((2, 4, 8))
+        k = dice.randint(1, min(3, experts))
+        favoured = [1 + 3 * (expert < 2) for expert in range(experts)]
+        tokens = dice.randint(3, 24)
+        chosen = [sorted(range(experts), key=lambda e: -favoured[e] * dice.random())[:k] for _ in range(tokens)]
+        cases.append((chosen, experts, dice.choice((0.5, 0.75, 1.0, 1.25, 1.5, 2.0, float(experts)))))
+    for chosen, experts, factor in cases:
+        _judge_kept(ask(answer, [list(row) for row in chosen], experts, factor), chosen, experts, factor)
+    return f"{len(cases)} routings: who comes first has a place."
+
+
+def _judge_kept(got: Any, chosen: list[list[int]], experts: int, factor: float) -> None:
+    tokens, k = len(chosen), len(chosen[0])
+    case = f"{tokens} tokens, k = {k}, {experts} experts, factor {factor:g}"
+    rows = numbers(got, "The answer")
+    if k == 1 and all(not hasattr(row, "__len__") for row in rows):
+        rows = [[row] for row in rows]
+    found = [[_truth_value(each) for each in numbers(row, "A row")] for row in rows]
+    if len(found) != tokens or any(len(row) != k for row in found):
+        raise Wrong(
+            f"Return a row for each of {tokens} tokens, with True or False for each of its {k} choices ({case})."
+        )
+    exact = factor * tokens * k / experts
+    capacity = expert_capacity(tokens, experts, k, factor)
+    if found == _kept(chosen, experts, capacity):
+        return
+    slips = [
+        ([[not kept for kept in row] for row in _kept(chosen, experts, capacity)],
+         "True stands for dropped here: it should stand for kept."),
+        (_kept(chosen, experts, math.floor(exact)),
+         f"A capacity of {exact:g} is rounded down here: round it up, as places are whole."),
+        (_kept(chosen, experts, math.ceil(factor * tokens / experts)),
+         f"The capacity counts tokens and not choices here: each token makes {k} of them."),
+        (_kept(chosen, experts, math.ceil(tokens * k / experts)), "The factor is missing in the capacity."),
+        (_kept(chosen, experts, capacity, by_token=True),
+         "All choices of a token come before the next token's here: first choices of all tokens go first."),
+        (_kept(chosen, experts, capacity, last=True), "The last ones are kept here: places go to who comes first."),
+        (_kept(chosen, experts, capacity + 1), "An expert takes one too many: it is full with as many as its capacity."),
+        (_kept(chosen, experts, capacity - 1), "An expert refuses one too early: it takes as many as its capacity."),
+        ([[all(row)] * k for row in _kept(chosen, experts, capacity)],
+         "A token loses all choices with one here: only the choice of the full expert is dropped."),
+        ([[True] * k] * tokens, f"Nothing is dropped: an expert has {capacity} places."),
+    ]  # fmt: skip
+    for slip, sentence in slips:
+        if found == slip:
+            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
+    right = _kept(chosen, experts, capacity)
+    token, choice = next((t, c) for c in range(k) for t in range(tokens) if found[t][c] != right[t][c])
+    before = sum(chosen[t][c] == chosen[token][choice] for c in range(choice + 1) for t in range(tokens)
+                 if (c, t) < (choice, token))  # fmt: skip
+    raise Wrong(f"Choice {choice} of token {token} is expert {chosen[token][choice]}, which {before} choices wanted before "
+                f"and which has {capacity} places: it is {'kept' if right[token][choice] else 'dropped'} ({case}).")  # fmt: skip
+
+
+def _truth_value(each: Any) -> bool:
+    """Return True or False for what may be numpy's, a tensor's or 1 and 0."""
+    if whole(each, "Each choice") not in (0, 1):
+        raise Wrong(f"Each choice is True or False, kept or dropped, and here one is {each}.")
+    return bool(each)
+
+
+# --- bytes of a layer ---------------------------------------------------------------------------------------
+
+_KEYS = ("inside", "across", "once")
+
+#: The first case: 6 nodes of 3 ranks. No two mistakes of `_slips` give the same number, which a test holds.
+FIRST = (1000, 70, 36, 3, 18, 3)
+
+
+def _true_bytes(tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> dict[str, float]:
+    layer = {"num_experts": experts, "experts_per_token": k, "ep": ep, "ranks_per_node": per_node, "value": 1}
+    every = routed_bytes(tokens, size, **layer)
+    return {
+        "inside": every.inside,
+        "across": every.across,
+        "once": routed_bytes(tokens, size, **layer, way="node").across,
+    }
+
+
+@check(
+    idea="A token goes to k experts and comes back, in forward and in backward: four ways, less what stays where it is.",
+    section="All-to-all of tokens: bytes by degree, once per node",
+    line="k (g-1)/e copies of a token go to the g ranks of its node, k (e-g)/e to the others; with one copy for a node it is "
+    "(n-1) times the chance 1 - C(E - E/n, k)/C(E, k) that a node has any of its experts.",
+)
+def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> str:
+    """Judge `expert_bytes(tokens, size, experts, k, ep, per_node)`: inside the node, over the network, and sent once."""
+    dice = random.Random(seed)
+    cases = [
+        FIRST,
+        (4096, 14336, 256, 8, 64, 8),
+        (4096, 8192, 8, 2, 8, 8),
+        (512, 2048, 4, 1, 4, 2),
+        (64, 128, 4, 4, 1, 1),
+    ]
+    while len(cases) < 20:
+        nodes, per_node = dice.choice((1, 2, 3, 4, 8)), dice.choice((1, 2, 4, 8))
+        experts = nodes * per_node * dice.choice((1, 2, 4))
+        k = dice.randint(1, min(experts, 8))
+        cases.append((dice.randint(1, 5000), 2 * dice.randint(8, 8192), experts, k, nodes * per_node, per_node))
+    for case in cases:
+        got = ask(answer, *case)
+        if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
+            raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
+        truth = _true_bytes(*case)
+        for key in _KEYS:
+            # Bytes rounded to a whole are right.
+            if not close(got[key], truth[key]) and not abs(float(got[key]) - truth[key]) < min(1, truth[key] / 100):
+                _explain_bytes(key, float(got[key]), truth[key], case)
+    return f"{len(cases)} layers: what stays in the node, what leaves it, and what is left if a node is sent one copy."
+
+
+def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> list[tuple[float, str]]:
+    """What a mistake gives, and what to say of it."""
+    nodes = ep // per_node
+    ways = "A token goes out and comes back, in forward and in backward: four ways, and here it is"
+    all_ways = 4 * tokens * size
+    right = _true_bytes(tokens, size, experts, k, ep, per_node)[key]
+    found = [
+        (right / 2, f"{ways} two"),
+        (right / 4, f"{ways} one"),
+        (3 * right / 4, f"{ways} three"),
+        (2 * right, "What a rank receives was sent by others: count what it sends, four ways"),
+        (right / 1e6, "Return bytes, not MB"),
+        (right / 1e9, "Return bytes, not GB"),
+        (right * ep, "This is what all ranks send together: one rank's bytes are asked"),
+    ]
+    copy, other = all_ways * k, "Each of the k choices is a copy of the token, and all of them travel"
+    if key == "inside":
+        found += [
+            (
+                copy * per_node / ep,
+                "A copy for one of the rank's own experts is not sent: g - 1 ranks of its node are left",
+            ),
+            (copy * (ep - 1) / ep, "This is all that leaves the rank: most of it may leave the node too"),
+            (
+                copy * (per_node - 1) / per_node,
+                "The token's experts are on all e ranks, and g - 1 of e are its neighbours",
+            ),
+            (all_ways * (per_node - 1) / ep, other),
+            (copy, "A token has copies for other nodes, and some for its own rank: they are not sent inside the node"),
+        ]
+    if key == "across":
+        found += [
+            (copy * (ep - 1) / ep, "Copies for other ranks of the same node stay inside it"),
+            (copy, "One copy in n stays in its own node"),
+            (copy * (per_node - 1) / ep, "These are the copies that stay inside the node"),
+            (copy * per_node / ep, "One part in n stays in its node; the others leave it"),
+            (all_ways * (ep - per_node) / ep, other),
+        ]
+    if key == "once":
+        missed = math.comb(experts - experts // nodes, k) / math.comb(experts, k)
+        far = math.comb(experts - experts // ep, k) / math.comb(experts, k)
+        met = "Not every expert lies on a node of its own: count the nodes that are met, by their chance"
+        found += [
+            (all_ways * (nodes - 1) * (1 - (1 - 1 / nodes) ** k), "The k experts are different ones, not drawn one by one: "
+             "of all sets of k out of E, C(E - E/n, k) miss a node"),
+            (copy * (nodes - 1) / nodes, "With one copy for each node, two experts on a node cost as much as one"),
+            (all_ways * (nodes - 1), "A token does not meet every node: none of its k experts may be there"),
+            (all_ways * nodes * (1 - missed), "The token's own node needs nothing from the network: n - 1 others can"),
+            (all_ways * (ep - per_node) * (1 - far), "This is one copy for each rank: one for each node was asked"),
+            (all_ways * (ep - 1) * (1 - far), "This is one copy for each rank: one for each node was asked"),
+            (all_ways * (nodes - 1) * missed, "This is the chance that a node is missed: its complement is asked"),
+            (all_ways * min(k, nodes - 1), met),
+        ]  # fmt: skip
+    return found
+
+
+def _explain_bytes(key: str, got: float, right: float, case: tuple[int, ...]) -> None:
+    tokens, size, experts, k, ep, per_node = case
+    shown = f"`{key}` of {tokens} tokens of {size} bytes, experts={experts}, k={k}, ep={ep}, per_node={per_node}"
+    if right == 0:
+        where = "All ranks are in one node" if ep > 1 and key != "inside" else "The rank is alone there"
+        raise Wrong(f"{where}, so nothing is sent, and here it is {got:,.0f} bytes ({shown}).")
+    for slip, sentence in _slips(key, *case):
+        if not close(slip, right) and close(got, slip, rel=1e-5):
+            raise Wrong(f"{sentence} ({shown}).")
+    raise Wrong(f"It is {right:,.0f} bytes, not {got:,.0f}, by no mistake that the check knows ({shown}).")
+
+
+# --- experts on a mesh --------------------------------------------------------------------------------------
+
+Sizes = Mapping[str, int]
+
+_PLACES = ("holds", "sends_to", "expert", "other")
+_AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+class _Place:
+    """What is right for one rank."""
+
+    def __init__(self, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
+        self.mesh: Mesh = mesh(**sizes, order=tuple(sizes))
+        self.at = self.mesh.coordinates(rank)
+        self.ep_group = self.mesh.group(rank, "ep")
+        each = experts // sizes["ep"]
+        mine = self.at["ep"]
+        self.holds = list(range(mine * each, (mine + 1) * each))
+        self.sends_to = [self.ep_group[expert // each] for expert in chosen]
+        self.other = self.mesh.group(rank, "dp", "cp")
+        self.expert = self.mesh.group(rank, "edp" if sizes["ep"] > 1 else "dp", "cp")
+        #: Each rank's loss is a mean over its own tokens, and the loss of the step is the mean of those.
+        self.divisor = sizes["dp"] * sizes["cp"]
+
+
+@check(
+    idea="An expert has a copy in each group of ep ranks, and its gradient on one rank comes from the tokens of all of that "
+    "group.",
+    section="Gradients: edp for experts, dp x cp for the rest, one divisor for both",
+    line="Sum an expert's gradient over the dp/ep times cp ranks that hold it, any other over dp times cp ranks, and divide "
+    "both by dp times cp.",
+)
+def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> str:
+    """Judge `place_experts(rank, sizes, experts, chosen)` on eight ranks first, then on drawn meshes."""
+    dice = random.Random(seed)
+    eight = {"tp": 1, "cp": 1, "ep": 4, "dp": 8, "pp": 1}
+    meshes = [eight, {"tp": 2, "cp": 1, "ep": 2, "dp": 4, "pp": 2}, {"tp": 1, "cp": 2, "ep": 2, "dp": 4, "pp": 2}]
+    meshes += [{"tp": 1, "cp": 1, "ep": 1, "dp": 4, "pp": 1}, {"tp": 1, "cp": 1, "ep": 4, "dp": 4, "pp": 2}]
+    while len(meshes) < 16:
+        ep = dice.choice((1, 2, 2, 3, 4))
+        drawn = {"tp": dice.choice((1, 2, 3)), "cp": dice.choice((1, 2)), "ep": ep, "pp": dice.choice((1, 2, 3))}
+        drawn["dp"] = ep * dice.choice((1, 2, 3))
+        order = _AXES if dice.random() < 0.5 else tuple(dice.sample(_AXES, len(_AXES)))
+        if math.prod(size for axis, size in drawn.items() if axis != "ep") <= 200:
+            meshes.append({axis: drawn[axis] for axis in order})
+    for sizes in meshes:
+        experts = sizes["ep"] * dice.choice((1, 2, 4))
+        ranks = math.prod(size for axis, size in sizes.items() if axis != "ep")
+        chosen = sorted(range(experts), key=lambda _: dice.random())[: min(experts, 4)]
+        for rank in sorted(dice.sample(range(ranks), min(ranks, 6))):
+            _judge_place(ask(answer, rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
+    return f"{len(meshes)} meshes: where experts live, who gets which token, and which ranks average what."
+
+
+def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
+    right = _Place(rank, sizes, experts, chosen)
+    case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
+    if not isinstance(got, Mapping) or not set(_PLACES) <= set(got):
+        raise Wrong(f"Return a dictionary with the keys {', '.join(_PLACES)}.")
+    _judge_holds(_whole_list(got["holds"], "`holds`"), right, rank, sizes, experts, case)
+    _judge_sends(_whole_list(got["sends_to"], "`sends_to`"), right, sizes, experts, chosen, case)
+    for name in ("other", "expert"):
+        _judge_average(name, got[name], right, rank, sizes, case)
+
+
+def _whole_list(values: Any, what: str) -> list[int]:
+    return [whole(each, f"A number in {what}") for each in numbers(values, what)]
+
+
+def _judge_holds(found: list[int], right: _Place, rank: int, sizes: Sizes, experts: int, case: str) -> None:
+    if sorted(found) == right.holds:
+        return
+    ep, each = sizes["ep"], len(right.holds)
+    mine = right.at["ep"]
+    if sorted(found) == list(range(experts)):
+        raise Wrong(f"A rank holds {each} of the experts, one part in ep={ep}, and not all of them ({case}).")
+    if sorted(found) == list(range(mine, experts, ep)):
+        raise Wrong(f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones ({case}).")
+    if len(found) == each and sorted(found) == [e + rank % ep * each - mine * each for e in right.holds]:
+        raise Wrong(f"Position on the ep axis is not rank % ep here: {_stride(right)} ({case}).")
+    if len(found) != each:
+        raise Wrong(f"A rank holds experts / ep = {each} experts, and not {len(found)} ({case}).")
+    raise Wrong(
+        f"It holds experts {right.holds}, since its position on the ep axis is {mine}: {_stride(right)} ({case})."
+    )
+
+
+def _stride(right: _Place) -> str:
+    if "edp" not in right.mesh.order:
+        return "there is one position only"
+    return f"neighbours on that axis are {right.mesh.strides['ep']} ranks apart, with dp/ep in the place of dp"
+
+
+def _judge_sends(found: list[int], right: _Place, sizes: Sizes, experts: int, chosen: Sequence[int], case: str) -> None:
+    if found == right.sends_to:
+        return
+    each = experts // sizes["ep"]
+    if len(found) != len(chosen):
+        raise Wrong(f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order ({case}).")
+    if found == [expert // each for expert in chosen]:
+        raise Wrong(f"`sends_to` has positions on the ep axis: look up which ranks of the mesh these are ({case}).")
+    if found == [right.ep_group[expert % sizes["ep"]] for expert in chosen]:
+        raise Wrong(
+            f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each} ({case})."
+        )
+    if sorted(found) == sorted(right.sends_to):
+        raise Wrong(f"`sends_to` is in another order than the chosen experts {list(chosen)} ({case}).")
+    outside = [target for target in found if target not in right.ep_group]
+    if outside:
+        raise Wrong(f"Tokens travel inside the rank's ep group {right.ep_group}, and rank {outside[0]} is not in it "
+                    f"({case}).")  # fmt: skip
+    expert, target = next((e, t) for e, t, g in zip(chosen, right.sends_to, found, strict=True) if t != g)
+    raise Wrong(f"Expert {expert} lives on rank {target} of this ep group ({case}).")
+
+
+def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes, case: str) -> None:
+    what = {"expert": "an expert's gradient", "other": "any other gradient"}[name]
+    pair = list(given) if isinstance(given, tuple | list) else []
+    if len(pair) != 2 or not hasattr(pair[0], "__iter__"):
+        raise Wrong(f"`{name}` is a pair: the ranks over which {what} is summed, and what the sum is divided by.")
+    ranks, divisor = sorted(_whole_list(pair[0], f"`{name}`")), whole(pair[1], f"The divisor of `{name}`")
+    truth = getattr(right, name)
+    if ranks != truth:
+        _explain_group(name, ranks, right, rank, sizes, case)
+    if divisor == right.divisor:
+        return
+    both = f"dp · cp = {right.divisor}"
+    if name == "expert" and divisor == len(truth):
+        raise Wrong(f"Divided by {divisor}, the ranks of its group, an expert's gradient is ep={sizes['ep']} times too large: on "
+                    f"one rank it is already a sum over the tokens of {sizes['ep']} ranks, so divide by {both} ({case}).")  # fmt: skip
+    if divisor == sizes["dp"]:
+        raise Wrong(
+            f"The cp ranks have tokens of their own, and their losses are averaged too: divide by {both} ({case})."
+        )
+    if divisor == 1:
+        raise Wrong(f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both} ({case}).")
+    if divisor == right.mesh.ranks:
+        raise Wrong(f"tp and pp ranks work on the same tokens: of the losses {both} are averaged ({case}).")
+    raise Wrong(
+        f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor} ({case})."
+    )
+
+
+def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes: Sizes, case: str) -> None:
+    grid, truth = right.mesh, getattr(right, name)
+    copies = "edp" if sizes["ep"] > 1 else "dp"
+    if rank not in found:
+        raise Wrong(f"Rank {rank} is in its own groups, and missing from `{name}` ({case}).")
+    if sizes["cp"] > 1 and found == grid.group(rank, copies if name == "expert" else "dp"):
+        raise Wrong(f"The cp ranks hold the same weights and see other tokens: `{name}` is over cp as well ({case}).")
+    if sizes["ep"] > 1:
+        if name == "expert" and found == right.other:
+            raise Wrong(f"This mixes gradients of different experts: over dp · cp ranks lie {sizes['ep']} parts of the "
+                        f"experts, and only {truth} hold these ({case}).")  # fmt: skip
+        if name == "expert" and found in (right.ep_group, grid.group(rank, "ep", "cp")):
+            raise Wrong(f"The ep group holds different experts, and their gradients have nothing in common: the copies of "
+                        f"an expert are on {truth} ({case}).")  # fmt: skip
+        if name == "other" and found in (right.expert, grid.group(rank, "edp")):
+            raise Wrong(f"Only experts have their copies there: any other weight is on every dp and cp rank, also on "
+                        f"those that hold other experts ({case}).")  # fmt: skip
+        if name == "other" and found in (right.ep_group, grid.group(rank, "ep", "cp")):
+            raise Wrong(
+                f"The ep group is a part of dp: other weights are on all of dp · cp, {len(truth)} ranks ({case})."
+            )
+    if any(grid.coordinates(each)["pp"] != right.at["pp"] for each in found if 0 <= each < grid.ranks):
+        raise Wrong(f"Ranks of other stages hold other layers: `{name}` stays inside a stage ({case}).")
+    if any(grid.coordinates(each)["tp"] != right.at["tp"] for each in found if 0 <= each < grid.ranks):
+        raise Wrong(
+            f"Ranks at another position on tp hold another part of each matrix: `{name}` leaves tp out ({case})."
+        )
+    told = "dp/ep and cp" if name == "expert" else "dp and cp"
+    raise Wrong(
+        f"`{name}` is over {_listed(truth)}, the ranks that differ in {told} only, not over {_listed(found)} ({case})."
+    )
+
+
+def _listed(group: list[int]) -> str:
+    return ", ".join(map(str, group if len(group) <= 6 else [*group[:4], "...", group[-1]]))

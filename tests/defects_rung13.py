@@ -1,0 +1,518 @@
+"""Planted defects of rung 13: each runs, keeps shapes, and is wrong in one idea."""
+
+# ruff: noqa: E731
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from lablib.calc.layouts import mesh
+from tests.planted import listed
+
+
+def _top(scores, by, k, weigh=None):
+    chosen = by.topk(k, dim=-1).indices
+    weights = (scores if weigh is None else weigh).gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+class route:
+    def bias_forgotten(logits, bias, k):
+        return _top(logits.softmax(-1), logits, k)
+
+    def bias_in_the_weights(logits, bias, k):
+        helped = logits.softmax(-1) + bias
+        return _top(helped, helped, k)
+
+    def bias_on_the_logits(logits, bias, k):
+        return _top(logits.softmax(-1), logits + bias, k)
+
+    def bias_turned_round(logits, bias, k):
+        scores = logits.softmax(-1)
+        return _top(scores, scores - bias, k)
+
+    def scores_not_divided(logits, bias, k):
+        scores = logits.softmax(-1)
+        chosen = (scores + bias).topk(k, dim=-1).indices
+        return scores.gather(-1, chosen), chosen
+
+    def divided_by_all_scores_with_the_bias(logits, bias, k):
+        helped = (logits.softmax(-1) + bias).topk(k, dim=-1)
+        return helped.values, helped.indices
+
+    def softmax_of_what_was_chosen(logits, bias, k):
+        helped = (logits.softmax(-1) + bias).topk(k, dim=-1)
+        return helped.values.softmax(-1), helped.indices
+
+    def a_second_softmax(logits, bias, k):
+        scores = logits.softmax(-1)
+        chosen = (scores + bias).topk(k, dim=-1).indices
+        return scores.gather(-1, chosen).softmax(-1), chosen
+
+    def all_alike(logits, bias, k):
+        chosen = (logits.softmax(-1) + bias).topk(k, dim=-1).indices
+        return torch.full(chosen.shape, 1 / k), chosen
+
+    def over_the_tokens(logits, bias, k):
+        scores = logits.softmax(0)
+        return _top(scores, scores + bias, k)
+
+    def one_of_the_two_is_sorted(logits, bias, k):
+        weights, chosen = _top(logits.softmax(-1), logits.softmax(-1) + bias, k)
+        return weights, chosen.sort(-1).values
+
+    def experts_first(logits, bias, k):
+        return _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
+
+    def smallest(logits, bias, k):
+        scores = logits.softmax(-1)
+        return _top(scores, -(scores + bias), k)
+
+    def right(logits, bias, k):
+        """Arrays, the chosen by their numbers, and the weights as a softmax of the chosen logits alone."""
+        x, b = logits.double().numpy(), bias.numpy()
+        scores = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+        chosen = np.sort(np.argsort(scores + b)[:, -k:])
+        picked = np.exp(np.take_along_axis(x, chosen, -1))
+        return picked / picked.sum(-1, keepdims=True), chosen
+
+    def right_2(logits, bias, k):
+        """Lists and a loop."""
+        weights, chosen = [], []
+        for row in logits.tolist():
+            powers = [math.exp(value - max(row)) for value in row]
+            scores = [power / sum(powers) for power in powers]
+            best = sorted(range(len(row)), key=lambda e: scores[e] + float(bias[e]))[-k:]
+            chosen.append(best)
+            weights.append([scores[e] / sum(scores[i] for i in best) for e in best])
+        return weights, chosen
+
+    def right_3(logits, bias, k):
+        """A mask over all experts, whose rows are read off; lists of tensors."""
+        order = (torch.softmax(logits, 1) + bias[None]).argsort(descending=True)[:, :k].flip(-1)
+        mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, True)
+        full = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        return [full.gather(1, order), order.to(torch.int32)]
+
+
+def _count(chosen, home, targets=lambda ranks: ranks):
+    ranks = len(chosen)
+    counts = [[0] * ranks for _ in range(ranks)]
+    for source, tokens in enumerate(chosen):
+        for experts in tokens:
+            for target in targets([home[expert] for expert in experts]):
+                counts[source][target] += 1
+    return counts
+
+
+class send_counts:
+    def exchanged(chosen, home):
+        return [list(column) for column in zip(*_count(chosen, home), strict=True)]
+
+    def a_token_once_a_rank(chosen, home):
+        return _count(chosen, home, targets=set)
+
+    def first_choice_only(chosen, home):
+        return _count(chosen, home, targets=lambda ranks: ranks[:1])
+
+    def experts_in_blocks(chosen, home):
+        each = max(1, len(home) // len(chosen))
+        return _count(chosen, [min(e // each, len(chosen) - 1) for e in range(len(home))])
+
+    def experts_in_turns(chosen, home):
+        return _count(chosen, [e % len(chosen) for e in range(len(home))])
+
+    def nothing_for_itself(chosen, home):
+        counts = _count(chosen, home)
+        for rank in range(len(chosen)):
+            counts[rank][rank] = 0
+        return counts
+
+    def by_expert(chosen, home):
+        return [[sum(e in experts for experts in tokens) for e in range(len(home))] for tokens in chosen]
+
+    def idle_ranks_left_out(chosen, home):
+        return [row for row, tokens in zip(_count(chosen, home), chosen, strict=True) if tokens]
+
+    def tokens_evenly_spread(chosen, home):
+        """What an all-to-all of equal pieces would send."""
+        ranks = len(chosen)
+        return [[sum(map(len, tokens)) // ranks for _ in range(ranks)] for tokens in chosen]
+
+    def right(chosen, home):
+        """Counters, and a tensor in the end."""
+        rows = [Counter(home[e] for experts in tokens for e in experts) for tokens in chosen]
+        return torch.tensor([[row[target] for target in range(len(chosen))] for row in rows])
+
+    def right_2(chosen, home):
+        """Bins of an array."""
+        n, where = len(chosen), np.array(home)
+        return np.stack([np.bincount(where[np.array(t, dtype=int).ravel()], minlength=n) for t in chosen])
+
+    def right_3(chosen, home):
+        """A dictionary of dictionaries, in which zeros are missing, built by recursion."""
+
+        def of(source, flat):
+            if not flat:
+                return {}
+            counts = of(source, flat[1:])
+            return counts | {home[flat[0]]: counts.get(home[flat[0]], 0) + 1}
+
+        return {rank: of(rank, list(itertools.chain(*tokens))) for rank, tokens in enumerate(chosen)}
+
+
+def _keep(chosen, experts, capacity, order=None):
+    k = len(chosen[0])
+    order = order or [(token, choice) for choice in range(k) for token in range(len(chosen))]
+    taken, kept = Counter(), [[False] * k for _ in chosen]
+    for token, choice in order:
+        expert = chosen[token][choice]
+        kept[token][choice] = taken[expert] < capacity
+        taken[expert] += 1
+    return kept
+
+
+def _places(chosen, experts, factor):
+    return math.ceil(factor * len(chosen) * len(chosen[0]) / experts)
+
+
+class kept_tokens:
+    def rounded_down(chosen, experts, factor):
+        return _keep(chosen, experts, int(factor * len(chosen) * len(chosen[0]) / experts))
+
+    def tokens_and_not_choices(chosen, experts, factor):
+        return _keep(chosen, experts, math.ceil(factor * len(chosen) / experts))
+
+    def factor_forgotten(chosen, experts, factor):
+        return _keep(chosen, experts, _places(chosen, experts, 1))
+
+    def one_pool_for_all(chosen, experts, factor):
+        return _keep(chosen, experts, _places(chosen, 1, factor))
+
+    def token_by_token(chosen, experts, factor):
+        k = len(chosen[0])
+        order = [(token, choice) for token in range(len(chosen)) for choice in range(k)]
+        return _keep(chosen, experts, _places(chosen, experts, factor), order)
+
+    def last_come_first_served(chosen, experts, factor):
+        order = [(token, choice) for choice in range(len(chosen[0])) for token in range(len(chosen))]
+        return _keep(chosen, experts, _places(chosen, experts, factor), order[::-1])
+
+    def one_too_many(chosen, experts, factor):
+        return _keep(chosen, experts, 1 + _places(chosen, experts, factor))
+
+    def whole_tokens(chosen, experts, factor):
+        kept = _keep(chosen, experts, _places(chosen, experts, factor))
+        return [[all(row)] * len(row) for row in kept]
+
+    def dropless(chosen, experts, factor):
+        return [[True] * len(row) for row in chosen]
+
+    def says_who_is_dropped(chosen, experts, factor):
+        return [[not kept for kept in row] for row in _keep(chosen, experts, _places(chosen, experts, factor))]
+
+    def right(chosen, experts, factor):
+        """One-hot and a running sum, as real layers do."""
+        table = torch.tensor(chosen).T.flatten()
+        hot = torch.nn.functional.one_hot(table, experts)
+        place = (hot.cumsum(0) * hot).sum(-1)
+        kept = place <= _places(chosen, experts, factor)
+        return kept.view(len(chosen[0]), -1).T
+
+    def right_2(chosen, experts, factor):
+        """By expert: who wants it, in order, and the first of them; ones and zeros."""
+        kept = np.zeros((len(chosen), len(chosen[0])), dtype=int)
+        for expert in range(experts):
+            wants = [(c, t) for t, row in enumerate(chosen) for c, e in enumerate(row) if e == expert]
+            for choice, token in sorted(wants)[: _places(chosen, experts, factor)]:
+                kept[token, choice] = 1
+        return kept
+
+    def right_3(chosen, experts, factor):
+        """Places are taken from a stock; exact fractions."""
+        capacity = -(-Fraction(factor) * len(chosen) * len(chosen[0]) // experts)
+        stock = [capacity] * experts
+        columns = []
+        for column in zip(*chosen, strict=True):
+            columns.append([])
+            for expert in column:
+                columns[-1].append(stock[expert] > 0)
+                stock[expert] -= 1
+        return tuple(zip(*columns, strict=True))
+
+
+def _bytes(tokens, size, experts, k, ep, per_node, *, ways=4, **changed):
+    nodes = ep // per_node
+    missed = math.comb(experts - experts // nodes, k) / math.comb(experts, k)
+    copies = {
+        "inside": k * (per_node - 1) / ep,
+        "across": k * (ep - per_node) / ep,
+        "once": (nodes - 1) * (1 - missed),
+    } | changed
+    return {key: ways * tokens * size * each for key, each in copies.items()}
+
+
+class expert_bytes:
+    forward_only = lambda *case: _bytes(*case, ways=2)
+
+    dispatch_forward_only = lambda *case: _bytes(*case, ways=1)
+
+    combine_has_no_backward = lambda *case: _bytes(*case, ways=3)
+
+    in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
+
+    both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
+
+    def to_itself_as_well(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, inside=k * per_node / ep)
+
+    def all_that_leaves_the_rank(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, across=k * (ep - 1) / ep)
+
+    def all_over_the_network(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, across=k)
+
+    def one_copy_of_a_token(tokens, size, experts, k, ep, per_node):
+        each = {"inside": (per_node - 1) / ep, "across": (ep - per_node) / ep}
+        return _bytes(tokens, size, experts, k, ep, per_node, **each)
+
+    def drawn_with_replacement(tokens, size, experts, k, ep, per_node):
+        nodes = ep // per_node
+        return _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * (1 - (1 - 1 / nodes) ** k))
+
+    def every_node(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, once=ep // per_node - 1)
+
+    def own_node_too(tokens, size, experts, k, ep, per_node):
+        n = ep // per_node
+        missed = math.comb(experts - experts // n, k) / math.comb(experts, k)
+        return _bytes(tokens, size, experts, k, ep, per_node, once=n * (1 - missed))
+
+    def a_copy_for_each_rank(tokens, size, experts, k, ep, per_node):
+        missed = math.comb(experts - experts // ep, k) / math.comb(experts, k)
+        return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) * (1 - missed))
+
+    def nothing_saved(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, once=k * (ep - per_node) / ep)
+
+    def right(tokens, size, experts, k, ep, per_node):
+        """Rank by rank; the chance of a miss as a product; whole bytes."""
+        ways, inside, across = 4 * tokens * size, Fraction(0), Fraction(0)
+        for rank in range(1, ep):
+            if rank < per_node:
+                inside += Fraction(k, ep)
+            else:
+                across += Fraction(k, ep)
+        elsewhere = experts - experts * per_node // ep
+        missed = math.prod((Fraction(elsewhere - i, experts - i) for i in range(k)), start=Fraction(1))
+        nodes_met = (ep // per_node - 1) * (1 - missed)
+        return {"once": round(ways * nodes_met), "inside": ways * inside, "across": float(ways * across), "nodes": ep}
+
+    def right_2(tokens, size, experts, k, ep, per_node):
+        """The chance by logarithms of factorials, in numpy."""
+        nodes = np.int64(ep // per_node)
+        rest = experts - experts // int(nodes)
+        lost = 0.0
+        if rest >= k:
+            logs = [math.lgamma(rest + 1), -math.lgamma(rest - k + 1)]
+            logs += [-math.lgamma(experts + 1), math.lgamma(experts - k + 1)]
+            lost = math.exp(math.fsum(logs))
+        if nodes == 1:
+            lost = 1.0
+        sent = np.float64(4) * tokens * size
+        there = sent * k * (1 - 1 / nodes)
+        return {"inside": sent * k * (1 - 1 / ep) - there, "across": there, "once": sent * (nodes - 1) * (1 - lost)}
+
+
+def _group(rank, sizes, *axes):
+    found = mesh(**sizes, order=tuple(sizes))
+    known = [axis if sizes["ep"] > 1 or axis != "edp" else "dp" for axis in axes]
+    return found.group(rank, *known)
+
+
+def _placed(rank, sizes, experts, chosen, **changed):
+    each, dp, cp = experts // sizes["ep"], sizes["dp"], sizes["cp"]
+    group = _group(rank, sizes, "ep")
+    mine = group.index(rank) * each
+    return {
+        "holds": list(range(mine, mine + each)),
+        "sends_to": [group[e // each] for e in chosen],
+        "expert": (_group(rank, sizes, "edp", "cp"), dp * cp),
+        "other": (_group(rank, sizes, "dp", "cp"), dp * cp),
+    } | changed
+
+
+class place_experts:
+    def mean_over_the_copies(rank, sizes, experts, chosen):
+        """An expert's gradient, ep times too large."""
+        ranks = _group(rank, sizes, "edp", "cp")
+        return _placed(rank, sizes, experts, chosen, expert=(ranks, len(ranks)))
+
+    def all_gradients_alike(rank, sizes, experts, chosen):
+        every = _placed(rank, sizes, experts, chosen)["other"]
+        return _placed(rank, sizes, experts, chosen, expert=every)
+
+    def experts_over_ep(rank, sizes, experts, chosen):
+        ranks = _group(rank, sizes, "ep")
+        return _placed(rank, sizes, experts, chosen, expert=(ranks, sizes["dp"] * sizes["cp"]))
+
+    def cp_forgotten(rank, sizes, experts, chosen):
+        return _placed(rank, sizes, experts, chosen, other=(_group(rank, sizes, "dp"), sizes["dp"]))
+
+    def cp_forgotten_in_the_divisor(rank, sizes, experts, chosen):
+        right = _placed(rank, sizes, experts, chosen)
+        return right | {"other": (right["other"][0], sizes["dp"])}
+
+    def cp_forgotten_for_experts(rank, sizes, experts, chosen):
+        ranks = _group(rank, sizes, "edp")
+        return _placed(rank, sizes, experts, chosen, expert=(ranks, sizes["dp"] * sizes["cp"]))
+
+    def all_ranks_average(rank, sizes, experts, chosen):
+        ranks = _group(rank, sizes, "tp", "cp", "dp")
+        return _placed(rank, sizes, experts, chosen, other=(ranks, sizes["dp"] * sizes["cp"]))
+
+    def all_stages_average(rank, sizes, experts, chosen):
+        ranks = _group(rank, sizes, "pp", "cp", "dp")
+        return _placed(rank, sizes, experts, chosen, other=(ranks, sizes["dp"] * sizes["cp"]))
+
+    def others_over_edp(rank, sizes, experts, chosen):
+        right = _placed(rank, sizes, experts, chosen)
+        return right | {"other": right["expert"]}
+
+    def summed_only(rank, sizes, experts, chosen):
+        right = _placed(rank, sizes, experts, chosen)
+        return right | {"expert": (right["expert"][0], 1), "other": (right["other"][0], 1)}
+
+    def dealt_in_turns(rank, sizes, experts, chosen):
+        group = _group(rank, sizes, "ep")
+        ep = len(group)
+        held = list(range(group.index(rank), experts, ep))
+        return _placed(rank, sizes, experts, chosen, holds=held, sends_to=[group[e % ep] for e in chosen])
+
+    def everything_everywhere(rank, sizes, experts, chosen):
+        return _placed(rank, sizes, experts, chosen, holds=list(range(experts)))
+
+    def rank_modulo_ep(rank, sizes, experts, chosen):
+        each, mine = experts // sizes["ep"], rank % sizes["ep"]
+        return _placed(rank, sizes, experts, chosen, holds=list(range(mine * each, mine * each + each)))
+
+    def positions_and_not_ranks(rank, sizes, experts, chosen):
+        each = experts // sizes["ep"]
+        return _placed(rank, sizes, experts, chosen, sends_to=[e // each for e in chosen])
+
+    def split_over_dp(rank, sizes, experts, chosen):
+        """Takes all of dp for ep."""
+        group = _group(rank, sizes, "dp")
+        place = group.index(rank) * experts // len(group)
+        held = list(range(place, (group.index(rank) + 1) * experts // len(group)))
+        return _placed(rank, sizes, experts, chosen, holds=held)
+
+    def right(rank, sizes, experts, chosen):
+        """All ranks' coordinates, compared with those of this one; tuples and sets."""
+        grid = {a: sizes["dp"] // sizes["ep"] if a == "dp" else n for a, n in sizes.items()}
+        every = list(itertools.product(*(range(n) for n in reversed(grid.values()))))
+        at = [dict(zip(reversed(grid), place, strict=True)) for place in every]
+
+        def alike(*free):
+            return {r for r, c in enumerate(at) if all(c[a] == at[rank][a] for a in grid if a not in free)}
+
+        each = experts // sizes["ep"]
+        home = {at[r]["ep"] * each + i: r for r in alike("ep") for i in range(each)}
+        mean = sizes["dp"] * sizes["cp"]
+        return {
+            "holds": {expert for expert, r in home.items() if r == rank},
+            "sends_to": tuple(home[expert] for expert in chosen),
+            "expert": [alike("dp", "cp"), mean],
+            "other": [alike("dp", "cp", "ep"), mean],
+        }
+
+    def right_2(rank, sizes, experts, chosen):
+        """An array of ranks, whose axes are cut out."""
+        grid = {a: sizes["dp"] // sizes["ep"] if a == "dp" else n for a, n in sizes.items()}
+        names = list(grid)[::-1]
+        ranks = np.arange(math.prod(grid.values())).reshape([grid[a] for a in names])
+        (where,) = np.argwhere(ranks == rank)
+
+        def cut(*free):
+            return ranks[tuple(slice(None) if a in free else i for a, i in zip(names, where, strict=True))].ravel()
+
+        parts = np.array_split(np.arange(experts), sizes["ep"])
+        mine = where[names.index("ep")]
+        homes = cut("ep")[np.searchsorted([part[-1] for part in parts], chosen)]
+        divisor = np.float64(len(cut("dp", "cp", "ep")))
+        return {
+            "holds": parts[mine],
+            "sends_to": homes,
+            "expert": (cut("dp", "cp"), divisor),
+            "other": (cut("ep", "dp", "cp"), divisor),
+        }
+
+
+#: What an answer must be told, by defect.
+SENTENCES = {
+    "bias_forgotten": "whatever the bias",
+    "bias_in_the_weights": "The bias is in the weights: it chooses",
+    "bias_on_the_logits": "added to the logits",
+    "bias_turned_round": "taken away",
+    "scores_not_divided": "divide them by the sum of the chosen",
+    "divided_by_all_scores_with_the_bias": "do not add up to 1",
+    "softmax_of_what_was_chosen": "through a softmax",
+    "a_second_softmax": "a second softmax",
+    "all_alike": "weigh the same",
+    "over_the_tokens": "over the tokens",
+    "one_of_the_two_is_sorted": "one of the two is sorted",
+    "experts_first": "The weights come first",
+    "smallest": "smallest",
+    "exchanged": "Rows and columns are exchanged",
+    "a_token_once_a_rank": "each of its k choices is a copy",
+    "first_choice_only": "Only the first choice",
+    "experts_in_blocks": "live in blocks",
+    "experts_in_turns": "in turns",
+    "nothing_for_itself": "a piece for the rank itself",
+    "by_expert": "counts by expert",
+    "idle_ranks_left_out": "as many ranks as lists",
+    "rounded_down": "rounded down",
+    "tokens_and_not_choices": "tokens and not choices",
+    "factor_forgotten": "factor is missing",
+    "one_pool_for_all": "Nothing is dropped",
+    "token_by_token": "first choices of all tokens go first",
+    "last_come_first_served": "who comes first",
+    "one_too_many": "one too many",
+    "whole_tokens": "only the choice of the full expert",
+    "dropless": "Nothing is dropped",
+    "says_who_is_dropped": "stand for kept",
+    "forward_only": "here it is two",
+    "dispatch_forward_only": "here it is one",
+    "combine_has_no_backward": "here it is three",
+    "in_megabytes": "not MB",
+    "both_ways_of_the_wire": "count what it sends",
+    "to_itself_as_well": "g - 1 ranks of its node",
+    "all_that_leaves_the_rank": "stay inside it",
+    "all_over_the_network": "stays in its own node",
+    "one_copy_of_a_token": "all of them travel",
+    "drawn_with_replacement": "different ones",
+    "every_node": "does not meet every node",
+    "own_node_too": "own node needs nothing",
+    "a_copy_for_each_rank": "one for each node was asked",
+    "nothing_saved": "two experts on a node cost as much as one",
+    "mean_over_the_copies": "times too large",
+    "all_gradients_alike": "mixes gradients of different experts",
+    "experts_over_ep": "The ep group holds different experts",
+    "cp_forgotten": "over cp as well",
+    "cp_forgotten_in_the_divisor": "their losses are averaged too",
+    "cp_forgotten_for_experts": "over cp as well",
+    "all_ranks_average": "leaves tp out",
+    "all_stages_average": "stays inside a stage",
+    "others_over_edp": "Only experts have their copies there",
+    "summed_only": "is not divided",
+    "dealt_in_turns": "dealt out in turns",
+    "everything_everywhere": "not all of them",
+    "rank_modulo_ep": "not rank % ep",
+    "positions_and_not_ranks": "positions on the ep axis",
+    "split_over_dp": "experts / ep",
+}
+DEFECTS, SECOND_SOLUTIONS = listed(route, send_counts, kept_tokens, expert_bytes, place_experts)
