@@ -38,6 +38,7 @@ REVIEWED = {
         "tests/test_tensor_parallel.py",
         "torch.distributed._local_tensor",
     ): "PyTorch's simulation of ranks; skipped without",
+    ("tests/test_context_parallel.py", "torch.ops.aten._scaled_dot_*"): "the kernel that the oracle's ring is given",
     ("tests/test_recorder.py", "torch.distributed._functional_collectives"): "learners' code uses it",
 }
 
@@ -127,7 +128,8 @@ def test_what_counts_as_private(code: str, names: set[str]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "clear_cublas_workspaces"])
 def test_the_installed_pytorch_has_every_name(name: str) -> None:
-    assert callable(getattr(torch_private, name))
+    found = getattr(torch_private, name)
+    assert callable(found) or name == "ring_attention_options"
 
 
 def test_a_name_that_is_gone_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

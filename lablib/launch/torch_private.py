@@ -18,20 +18,33 @@ import torch
 
 from lablib.calc.torch_versions import PINNED, SUPPORTED
 
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel"
+
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
+
 #: Our name, the module that has it, and its name there.
 NAMES = {
     "FSDPMemTracker": ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "HeadTailLoadBalancer": (f"{_CONTEXT_PARALLEL}._load_balancer", "_HeadTailLoadBalancer"),
     "MemTracker": ("torch.distributed._tools.mem_tracker", "MemTracker"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "active_fake_mode": ("torch._guards", "active_fake_mode"),
     "checkpoint_wrapper": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),
     "dispatch_has_kernel": ("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
+    "functional_collectives": ("torch.distributed", "_functional_collectives"),
     "memory_snapshot": ("torch.cuda.memory", "_snapshot"),
     "record_memory_history": ("torch.cuda.memory", "_record_memory_history"),
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    "ring_attention": (f"{_CONTEXT_PARALLEL}._attention", "_templated_ring_attention"),
+    "ring_attention_backward": (f"{_CONTEXT_PARALLEL}._attention", "_templated_ring_attention_backward"),
+    "ring_attention_options": (f"{_CONTEXT_PARALLEL}._attention", "_cp_options"),
+    "ring_rotation": (f"{_CONTEXT_PARALLEL}._attention", "set_rotate_method"),
+    "ring_attention": (_CONTEXT_PARALLEL, "_templated_ring_attention"),
+    "ring_attention_backward": (_CONTEXT_PARALLEL, "_templated_ring_attention_backward"),
+    "set_rotate_method": (_CONTEXT_PARALLEL, "set_rotate_method"),
     "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
 }
 
