@@ -17,7 +17,7 @@ The same counting goes beyond the paper: without dropout a mask is nothing and t
 (2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
 projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
 keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
-the full q, k, v. Routing is taken as balanced.
+the full q, k, v. Routing is balanced unless an imbalance is given.
 
 Two kinds of values, by what divides them:
 
@@ -102,10 +102,11 @@ def _mlp(share: Share) -> int:
 def _experts(share: Share) -> dict[str, int]:
     """Router: fp32 scores of every expert. Experts: k copies of every token, in, inside and out."""
     config = share.config
-    k, inside = config.experts_per_token, _inner_values(config, config.expert_ffn)
+    inside = _inner_values(config, config.expert_ffn)
     shared = share.inner(config.num_shared_experts * inside)
     # An expert's output is kept, since the gradient of its routing weight needs it.
-    routed = 2 * share.stream(k * config.hidden) + share.inner(k * inside)
+    copies = share.visits // (share.tp if share.sequence_parallel else 1)
+    routed = (2 * copies * config.hidden + share.visits * inside // share.tp) * share.value
     return {
         "mlp": share.stream(config.hidden) + shared + share.mask(),
         "router": share.stream(config.num_experts, FP32),

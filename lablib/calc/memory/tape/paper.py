@@ -202,10 +202,11 @@ class _PaperBlock:
     def experts(self, x: Value) -> Value:
         """Router, a copy of each token for each expert it visits, experts, and the weighted sum."""
         c, e, s = self.c, self.e, self.s
-        k, f, h = c.experts_per_token, c.expert_ffn // s.tp, c.hidden
+        f, h = c.expert_ffn // s.tp, c.hidden
+        visits = s.visits // (s.tp if s.sequence_parallel else 1)  # by copies that are split over tp, as the stream is
         router = matrix(e, x, s.stream, h, c.num_experts, name="router", kind="mlp", item=FP32)
         chosen = e.function("softmax of the router", router, kind="router", keeps_output=True)
-        copies = e.make("dispatch", [x], s.stream * k * h, s.value, label="copies of tokens")
+        copies = e.make("dispatch", [x], visits * h, s.value, label="copies of tokens")
         trained = 0 if e.frozen or e.fused_gradients else h * f * c.num_experts * e.gradient
         own = {"kind": "experts", "weight_gradient": trained}
         inner = [("gate", f), ("up", f)] if c.gated_mlp else [("up", f)]
@@ -215,7 +216,7 @@ class _PaperBlock:
             matrix(
                 e,
                 copies,
-                s.tokens * k,
+                s.visits,
                 h,
                 width,
                 name=f"{name} projection of the experts",
@@ -225,7 +226,7 @@ class _PaperBlock:
             for name, width in inner
         ]
         inner = self.inner(x, made, "experts")
-        out = matrix(e, inner, s.stream * k, f, h, name="down projection of the experts", **own)
+        out = matrix(e, inner, visits, f, h, name="down projection of the experts", **own)
         y = e.make("weighted sum", [out, chosen], s.stream * h, s.value, keeps=[out, chosen], kind="experts")
         if c.num_shared_experts:
             y = e.add(y, self.mlp(x, c.num_shared_experts * c.expert_ffn), "add shared experts")

@@ -69,6 +69,7 @@ class Operator:
         weight_gradient: Bytes of the gradients of its own parameters.
         low_gradient: Bytes of those in another dtype, in which they are made before they are cast.
         overwrites: Whether backward writes its gradient over what it kept.
+        becomes_gradient: Whether it stands for a parameter, whose gradient is what it receives and no new tensor.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Operator:
     weight_gradient: int = 0
     low_gradient: int = 0
     overwrites: bool = False
+    becomes_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ class Tape:
             gradient: NEW, SHARED or NONE, one for all inputs or one each.
             view: Whether the output is a view of the first input.
             kind: Under which term what it keeps counts.
-            **needs: As in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient, overwrites.
+            **needs: As in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient, overwrites,
+                becomes_gradient.
         """
         how = (gradient,) * len(inputs) if isinstance(gradient, str) else tuple(gradient)
         asked = any(value.needs_grad for value in inputs) or needs.get("weight_gradient", 0) > 0
@@ -406,6 +409,9 @@ class Player:
         received = [self.gradient_of.pop(value) for value in op.outputs if value in self.gradient_of]
         if op.overwrites:
             self._release_kept(op)
+        if op.becomes_gradient and received:
+            self.give(received.pop())
+            self.weight_bytes += 0 if self.accumulating else op.weight_gradient
         if received:
             passed = []
             for value, how in zip(op.inputs, op.gradients, strict=True):
