@@ -41,6 +41,7 @@ from lablib.calc.layouts.planner.rates import Rates
 from lablib.calc.layouts.planner.time import Job, Passes, Stage, Work
 from lablib.calc.memory import RESERVE, training_memory
 from lablib.calc.models import ModelConfig, preset
+from lablib.calc.parallel import WAYS, attention_traffic
 from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -155,7 +156,8 @@ def test_memory_is_that_of_training_memory() -> None:
             schedule="interleaved" if chunks > 1 else rng.choice(("1f1b", "gpipe")),
         )
         if model.is_moe and layout.dp > 1:
-            layout = replace(layout, ep=2)
+            # Out of dp, or folded over all ranks of a stage, split or not.
+            layout = replace(layout, ep=2, etp=rng.choice((None, 1, layout.tp)))
         m = pp * rng.choice((1, 2, 3))
         batch = m * layout.dp * layout.micro_batch
         dtypes = rng.choice(("mixed-bf16", "fsdp2-mixed", "mixed-bf16-fp32-accum", "megatron-fp16"))
@@ -166,7 +168,7 @@ def test_memory_is_that_of_training_memory() -> None:
         theirs = training_memory(
             model, recipe=dtypes, micro_batch=layout.micro_batch, seq=720, dp=layout.dp, zero=layout.zero,
             tp=layout.tp, sequence_parallel=split, pp=pp, schedule=layout.schedule, virtual_stages=chunks,
-            num_microbatches=m, cp=layout.cp, ep=layout.ep, recompute=layout.recompute, attention=attention,
+            num_microbatches=m, cp=layout.cp, ep=layout.ep, etp=layout.etp, recompute=layout.recompute, attention=attention,
             gradient_as_bucket_view=True, prefetch=1,
         )  # fmt: skip
         # A stage's largest layer is what runs again there; the planner takes the model's largest. With one kind of
@@ -227,6 +229,91 @@ def test_the_search_yields_what_brute_force_does() -> None:
     assert not result.dropped
     assert not result.dropped_by
     assert result.best.step == pytest.approx(best[0], rel=1e-12)
+
+
+def test_experts_are_searched_out_of_dp_and_folded() -> None:
+    """Every place of the experts that the rules allow is tried, folded ones unsplit, and none twice."""
+    model = small(num_layers=2, **SPARSE)
+    job = {"gpus": 12, "seq": 96, "global_batch": 24, "gpus_per_node": 12, "gpu": "h100", "pp": 1, "micro_batch": 1}
+    result = plan(model, **job, zero=1, recompute="none")
+    expected = set()
+    for tp, cp, ep, dp in itertools.product(range(1, 13), repeat=4):
+        for etp in (None, 1) if tp * cp > 1 and (tp, ep) != (1, 1) else (None,):
+            layout = Layout(tp=tp, cp=cp, ep=ep, dp=dp, zero=1, etp=etp)
+            try:
+                check_layout(layout, model, gpus=12, seq=96, global_batch=24)
+            except ValueError:
+                continue
+            expected.add(layout)
+    found = [candidate.layout for candidate in result.candidates]
+    assert len(set(found)) == len(found)
+    assert set(found) == expected
+    assert any(layout.etp == 1 and layout.ep > layout.dp for layout in found), "more ranks than dp has"
+    assert {c.layout.etp for c in plan(model, **job, etp=3).candidates} == {3}
+
+
+@pytest.mark.parametrize("etp", [None, 1, 2, 4])
+def test_all_ranks_of_a_stage_hold_every_expert_as_often_as_its_gradient_has_copies(etp: int | None) -> None:
+    model = preset("mixtral-8x7b")
+    layout = Layout(tp=4, cp=2, dp=8, ep=8, pp=2, zero=1, etp=etp)
+    load = Workload(model, cluster("h100", 128), 8192, 64)
+    assert layout.edp == 64 // 8 // (etp or 4)
+    held = sum(load.stage_params(layout, stage)[1] for stage in range(2))
+    assert held * layout.tp * layout.cp * layout.dp == layout.edp * count_params(model).by_component["experts"]
+
+
+def test_unsplit_experts_send_less_than_experts_split_over_tp() -> None:
+    """Split ones gather k copies of every token of their tp ranks; MoE Parallel Folding does without (2504.14960)."""
+    model, machine = preset("mixtral-8x7b"), cluster("h100", 16)
+    load = Workload(model, machine, 4096, 64)
+    split, folded = (Layout(tp=8, dp=2, ep=2, zero=1), Layout(tp=8, dp=2, ep=8, zero=1, etp=1))
+    sent = [whole_step(load, layout) for layout in (split, folded)]
+    dense = Layout(tp=8, dp=2, zero=1)
+    halves = whole_step(Workload(preset("mistral-7b-v0.1"), machine, 4096, 64), dense).tp  # the same stream
+    head = 2 * 4096 * model.hidden * 2 * 7 / 8 / machine.bandwidth(8) * 32
+    # A dense model's attention half is half of what its layers send; the experts' half grows by the copies of a token.
+    assert sent[1].tp == pytest.approx((halves - head) / 2 + head)
+    assert sent[0].tp == pytest.approx((halves - head) * (1 + 2) / 2 + head)
+    assert sent[0].matmul == pytest.approx(sent[1].matmul)
+    best = plan(model, gpus=16, seq=4096, global_batch=64, tp=8)
+    assert best.best.layout.etp == 1
+
+
+def test_the_busiest_rank_sets_the_pace_of_experts() -> None:
+    model, layout = preset("mixtral-8x7b"), Layout(ep=8, dp=8, zero=1)
+    even, uneven = (
+        whole_step(Workload(model, cluster("h100", 8), 4096, 64, imbalance=factor), layout) for factor in (1.0, 1.5)
+    )
+    assert uneven.ep == pytest.approx(1.5 * even.ep)
+    # 2 FLOPs a weight and token forward and 4 backward, of two experts a token, half as many again.
+    rate = accelerator("h100").peak() * cluster("h100", 8).achievable
+    more = 0.5 * 6 * 8 * 4096 * model.num_layers * 3 * 2 * model.hidden * model.expert_ffn / rate
+    assert uneven.matmul - even.matmul == pytest.approx(more)
+    for wrong in (0.5, 9, "much"):
+        with pytest.raises(ValueError, match=r"imbalance=.* must be between 1, which is even, and num_experts=8"):
+            plan(model, gpus=8, seq=4096, global_batch=64, imbalance=wrong)
+    with pytest.raises(ValueError, match="has no experts"):
+        plan("llama-3-8b", gpus=8, global_batch=64, imbalance=2)
+
+
+def test_each_way_of_context_parallelism_sends_what_is_counted() -> None:
+    model, machine = preset("llama-3-8b"), cluster("h100", 8)
+    layout = Layout(tp=2, cp=4, zero=1)
+    sizes = {"batch": 1, "seq": 32768, "heads": 16, "kv_heads": 4, "head_dim": 128, "cp": 4}
+    steps = {}
+    for way in WAYS:
+        load = Workload(model, machine, 32768, 4, cp_way=way)
+        bytes_sent = whole_step(load, layout).cp * machine.bandwidth(4, 2)
+        assert bytes_sent == pytest.approx(4 * 32 * attention_traffic(way, **sizes).total)
+        steps[way] = step_time(load.job(layout), FULL)["cp"]
+    # At 32,768 tokens a block of attention takes longer than its keys and values travel.
+    assert steps["ring"] == 0
+    assert 0 < steps["gathered"] < steps["ulysses"], "below five ranks, (32 / 8) + 1, a gather sends less"
+    with pytest.raises(ValueError, match="cp=8 does not divide num_kv_heads / tp=4"):
+        plan(model, gpus=16, seq=8192, global_batch=16, cp_way="ulysses", tp=2, cp=8)
+    with pytest.raises(ValueError, match="unknown cp_way 'torus'"):
+        plan(model, gpus=8, seq=8192, global_batch=8, cp_way="torus")
+    assert plan("llama-3-8b", gpus=8, seq=8192, global_batch=8, cp_way="ring").load.cp_way == "ring"
 
 
 def test_candidates_are_valid_sorted_and_fit() -> None:

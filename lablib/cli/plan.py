@@ -46,6 +46,11 @@ def plan(
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
+    etp: Annotated[
+        int | None, typer.Option(help="Fix ranks that split one expert, ep folded over tp, cp and dp.")
+    ] = None,
+    imbalance: Annotated[float, typer.Option(help="Tokens of the busiest rank's experts over the mean.")] = 1.0,
+    cp_way: Annotated[str, typer.Option(help="How cp attends: ring, gathered (Llama 3) or ulysses.")] = "ring",
     pp: Annotated[int | None, typer.Option(help="Fix pipeline stages.")] = None,
     dp: Annotated[int | None, typer.Option(help="Fix replicas.")] = None,
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
@@ -60,7 +65,7 @@ def plan(
 ) -> None:
     """Rank the layouts that fit by predicted step time, and say why the winner wins."""
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
-    layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages}
+    layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
 
     from lablib.calc.layouts import counting_for
     from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
@@ -96,6 +101,8 @@ def plan(
         attention=attention,
         sequence_parallel=sequence_parallel,
         reserve=parse_bytes(reserve),
+        imbalance=imbalance,
+        cp_way=cp_way,
         **{name: value for name, value in layout.items() if value is not None},
     )
     if not result.candidates:
@@ -212,12 +219,14 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     ]
     for candidate in result.distinct(top):
         layout = candidate.layout
+        folded = f" etp={layout.etp}" if layout.etp is not None else ""
         chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
         lines.append(
             f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
             f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
             f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
+            + folded
         )
     lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
     limits = not_modelled(load, result.best.layout)

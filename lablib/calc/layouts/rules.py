@@ -135,7 +135,9 @@ def tensor_rule(
     for tp in tps:
         if config.num_heads % tp or tp > machine.gpus:
             continue
-        passes = layer_work(config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0)
+        passes = layer_work(
+            config, machine, MicroBatch(size=micro_batch, seq=seq, tp=tp), layer=0, layout=Layout(tp=tp)
+        )
         rates = FITTED.rates(generation(machine.gpu))
         both = [pass_seconds(work, rates) for work in (passes.forward, passes.backward)]
         collectives = sum(seconds["tp"] for seconds in both)

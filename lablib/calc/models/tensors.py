@@ -9,7 +9,7 @@
 | attention output, MLP output | inputs (row-parallel); their biases are replicated |
 | norms, positions, router, projections into MLA's latents | not split |
 
-Expert parallelism gives each rank `num_experts / ep` routed experts.
+Expert parallelism gives each rank `num_experts / ep` routed experts, split over `etp` ranks where that is not tp.
 
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Narayanan et al. 2021 (arXiv 2104.04473), section 2.3.
 """
@@ -60,12 +60,16 @@ class Tensor:
         """Return how many of the equal tensors one expert-parallel rank holds."""
         return self.copies // ep if self.is_expert else self.copies
 
-    def local_params(self, tp: int = 1, ep: int = 1) -> int:
+    def local_shape(self, tp: int = 1, etp: int | None = None) -> tuple[int, int]:
+        """Return (outputs, inputs) on one rank: routed experts are split over etp ranks; None means tp."""
+        return self.shape(etp if self.is_expert and etp is not None else tp)
+
+    def local_params(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """Return the parameters that one rank holds."""
-        outputs, inputs = self.shape(tp)
+        outputs, inputs = self.local_shape(tp, etp)
         return outputs * inputs * self.local_copies(ep)
 
-    def adapter_params(self, rank: int, tp: int = 1, ep: int = 1) -> int:
+    def adapter_params(self, rank: int, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """Return the parameters of its LoRA adapter on one rank: `r (inputs + outputs)`.
 
         The adapter is `B A` with A of shape (r, inputs) and B of shape (outputs, r); each is split as the matrix is.
@@ -74,7 +78,7 @@ class Tensor:
         Args:
             rank: `r`.
         """
-        return rank * sum(self.shape(tp)) * self.local_copies(ep)
+        return rank * sum(self.local_shape(tp, etp)) * self.local_copies(ep)
 
 
 def embedding_tensors(config: ModelConfig) -> list[Tensor]:

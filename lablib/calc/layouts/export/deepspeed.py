@@ -71,7 +71,7 @@ def _refuse(job: ExportJob) -> None:
             "sequence_parallel=False (--no-sequence-parallel)"
         )
     if layout.ep > 1 and layout.tp > 1:
-        raise ValueError(f"ep={layout.ep} with tp={layout.tp}: DeepSpeed folds the two, which is not what was counted")
+        raise ValueError(f"ep={layout.ep} with tp={layout.tp}: how DeepSpeed folds the two is not counted; use tp=1")
     if layout.ep > 1 and job.model.family not in PRESETS:
         raise ValueError(
             f"ep={layout.ep}: DeepSpeed has no preset for {job.model.family!r}; {', '.join(PRESETS)} have one"

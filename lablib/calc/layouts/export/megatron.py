@@ -240,7 +240,7 @@ def _degree_arguments(job: ExportJob) -> list[str]:
         *RECIPES[job.dtypes("Megatron-LM", RECIPES)],
     ]
     if job.model.is_moe:
-        found += [f"--expert-model-parallel-size {layout.ep}", f"--expert-tensor-parallel-size {layout.tp}"]
+        found += [f"--expert-model-parallel-size {layout.ep}", f"--expert-tensor-parallel-size {layout.expert_split}"]
     if layout.tp > 1 and job.sequence_parallel:
         found.append("--sequence-parallel")
     if layout.virtual_stages > 1:

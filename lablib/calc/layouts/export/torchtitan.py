@@ -103,10 +103,10 @@ def _refuse(job: ExportJob) -> None:
     job.require_fused("torchtitan")
     if layout.pp > 1 and model.tied:
         raise ValueError(f"pp={layout.pp} with the tied output of {model.name}: torchtitan cannot cut it; use pp=1")
-    if layout.tp > 1 and model.is_moe:
+    if model.is_moe and layout.expert_split > 1:
         raise ValueError(
             f"tp={layout.tp} with experts: torchtitan splits no expert over tp, as was counted; its "
-            "expert_parallel_degree takes ranks from dp and tp; use tp=1, or Megatron-LM"
+            "expert_parallel_degree takes ranks from dp and tp; use etp=1, or Megatron-LM"
         )
     if layout.ep > 1 and layout.zero == 0:
         raise ValueError(

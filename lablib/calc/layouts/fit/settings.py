@@ -170,7 +170,8 @@ def setup(
     one_of("step", step, STEPS)
     given = frozenset(settings)
     free = gpus is not None and "dp" not in given
-    later = {"ep": 1} if free else {}  # it must divide dp times cp, which is not known yet
+    # Where experts are must divide dp times cp, which is not known yet.
+    later = {"ep": 1, "etp": None, "imbalance": 1.0} if free else {}
     run = run_config(model, **settings | later)
     if free:
         width = run.tp * run.cp * run.pp
@@ -234,20 +235,22 @@ def _peak(run: RunConfig, step: str) -> int:
 
 def rank_params(run: RunConfig) -> tuple[float, float]:
     """Return (all, trained) parameters of a rank, the mean over pipeline stages."""
-    every, adapters = _model_params(run.model, run.tp, run.ep, run.lora_rank, run.lora_targets)
+    every, adapters = _model_params(run.model, (run.tp, run.ep, run.etp), run.lora_rank, run.lora_targets)
     return every / run.pp, (every if run.tuning == "full" else adapters) / run.pp
 
 
 @lru_cache(maxsize=256)
-def _model_params(model: ModelConfig, tp: int, ep: int, lora_rank: int, lora_targets: str) -> tuple[int, int]:
-    """(All parameters, those of adapters) of a rank that has all layers."""
+def _model_params(
+    model: ModelConfig, split: tuple[int, int, int | None], lora_rank: int, lora_targets: str
+) -> tuple[int, int]:
+    """(All parameters, those of adapters) of a rank that has all layers, split over tp, ep and etp."""
     dense = model.num_dense_layers if model.is_moe else model.num_layers
     parts = [(embedding_tensors(model) + head_tensors(model), 1)]
     for first, layers in ((0, dense), (dense, model.num_layers - dense)):  # two kinds of block at most
         parts += [(layer_tensors(model, first), layers)] if layers else []
-    every = sum(times * tensor.local_params(tp, ep) for part, times in parts for tensor in part)
+    every = sum(times * tensor.local_params(*split) for part, times in parts for tensor in part)
     adapters = sum(
-        times * tensor.adapter_params(lora_rank, tp, ep)
+        times * tensor.adapter_params(lora_rank, *split)
         for part, times in parts
         for tensor in part
         if tensor.is_adapted and lora_targets in ("all", tensor.component)
@@ -295,7 +298,7 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
     run = have.run
     layout = Layout(
         tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
-        recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages,
+        recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages, etp=run.etp,
     )  # fmt: skip
     if run.layers_per_stage is not None:
         given, own = list(run.layers_per_stage), layers_per_stage(run.model.num_layers, run.pp, run.virtual_stages)
@@ -304,7 +307,7 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
     machine = _cluster(have)
     load = _workload(
         run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel,
-        FRAMEWORKS[run.implementation],
+        FRAMEWORKS[run.implementation], run.imbalance, run.cp_way,
     )  # fmt: skip
     return load, layout
 
@@ -391,14 +394,17 @@ def _workload(
     attention: str,
     sequence_parallel: bool,
     framework: Framework,
+    imbalance: float,
+    cp_way: str,
 ) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
     key = (
         model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
-        seq, sequences, dtypes, attention, sequence_parallel, framework,
+        seq, sequences, dtypes, attention, sequence_parallel, framework, imbalance, cp_way,
     )  # fmt: skip
     if key not in _WORKLOADS:
         if len(_WORKLOADS) >= 8:
             _WORKLOADS.clear()
-        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, attention, sequence_parallel, framework)
+        how = attention, sequence_parallel, framework, imbalance, cp_way
+        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, *how)
     return _WORKLOADS[key]

@@ -15,15 +15,14 @@ from lablib.calc.schedules import SCHEDULES, schedule_names
 def not_modelled(load: Workload, layout: Layout) -> list[str]:
     """Return what is taken for granted about a layout, one sentence each."""
     found = [
-        *expert_limits(load.model, ep=layout.ep, out_of=f"dp={layout.dp}", tp=layout.tp),
+        *expert_limits(
+            load.model, ep=layout.ep, out_of=_out_of(layout), tp=layout.expert_split, imbalance=load.uneven(layout)
+        ),
         *_overlap(layout),
         *_pipeline(load, layout),
     ]
     if layout.cp > 1:
-        found.append(
-            f"cp={layout.cp}: keys and values of the whole sequence are gathered, and every rank attends to as many "
-            "pairs; rings and Ulysses take other times."
-        )
+        found.append(f"cp={layout.cp}: {_CP_WAYS[load.cp_way]}; every rank attends to as many pairs.")
     card = load.cluster.gpu
     found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
     if load.recipe.activation == 4:
@@ -69,25 +68,42 @@ def model_limits(model: ModelConfig, seq: int) -> list[str]:
     return found
 
 
-def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int) -> list[str]:
+#: What the planner takes for each way, and how the others differ.
+_CP_WAYS = {
+    "gathered": "keys and values of the whole sequence are gathered before attention, and nothing hides it",
+    "ring": "keys and values travel behind attention; merging partial results takes no time",
+    "ulysses": "queries, keys, values and outputs are exchanged, and nothing hides it",
+}
+
+
+def _out_of(layout: Layout) -> str:
+    """The ranks that ep is taken from."""
+    if layout.etp is None:
+        return f"dp={layout.dp}"
+    return f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp}"
+
+
+def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int, imbalance: float = 1.0) -> list[str]:
     """Return what is taken for granted about the experts of a model; nothing where it has none.
 
     Args:
         out_of: The ranks that ep is taken from, as text: "dp=8".
+        tp: Ranks that split one expert.
+        imbalance: Tokens of the busiest rank's experts over the mean.
     """
     if not model.is_moe:
         return []
-    found = [
-        f"Tokens are spread evenly over {model.num_experts} experts, and none is dropped: the busiest rank of a real "
-        "router takes longer and needs more memory."
-    ]
+    if imbalance == 1:
+        found = [
+            f"Tokens are spread evenly over {model.num_experts} experts, and none is dropped: the busiest rank of a real "
+            "router takes longer and needs more memory."
+        ]
+    else:
+        found = [f"The busiest rank's experts get {imbalance:g} times the mean, in every layer, and all wait for it."]
     if ep == 1:
         return found
-    split = f", and an expert is split over tp={tp}" if tp > 1 else ""
-    found.append(
-        f"ep={ep} is taken out of {out_of}{split}; experts over other ranks (folding), or split over another number, are "
-        "not searched."
-    )
+    split = f", and an expert is split over {tp} ranks" if tp > 1 else ""
+    found.append(f"ep={ep} is taken out of {out_of}{split}; experts split over other numbers are not searched.")
     text = (
         f"Every one of a token's {model.experts_per_token} copies is sent to its expert and back, and no computation "
     )

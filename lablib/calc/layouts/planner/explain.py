@@ -147,6 +147,8 @@ def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
     if run.paper != LLAMA3:
         fixed["cp"] = 1
     own = {} if fitted is None else {"fitted": fitted}
+    if run.paper == LLAMA3:
+        own["cp_way"] = "gathered"  # section 3.3.2
     return plan(
         run.model,
         gpus=run.gpus,

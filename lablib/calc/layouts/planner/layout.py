@@ -1,6 +1,8 @@
 """A layout, the cluster it runs on, and whether the one can run on the other.
 
-A layout is ten numbers and names (`Layout`). Four multiply to the ranks: `tp · cp · pp · dp`; ep is taken out of dp.
+A layout is eleven numbers and names (`Layout`). Four multiply to the ranks: `tp · cp · pp · dp`. Where nothing is said
+of etp, ep is taken out of dp and an expert is split over tp. With `etp` experts are *folded*: the layers with experts
+see the `tp · cp · dp` ranks of a stage as `etp · ep · edp` (Liu et al. 2025, arXiv 2504.14960, section 3).
 The layers go into `pp · virtual_stages` equal chunks. Where they do not, the embedding and the head count as a layer
 each: the first and the last chunk hold one layer less, as Llama 3's did, 126 + 2 over 16 stages. Where that is not
 enough either, and a stage is one chunk, the first and the last stage hold what is left: 61 layers are 3 + 14 x 4 + 2.
@@ -23,7 +25,7 @@ from lablib.calc.memory import RECOMPUTE
 from lablib.calc.models import ModelConfig
 from lablib.calc.schedules import SCHEDULES
 
-FIELDS = ("tp", "cp", "ep", "dp", "pp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages")
+FIELDS = ("tp", "cp", "ep", "dp", "pp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,13 @@ class Layout:
 
     Attributes:
         tp: Tensor-parallel ranks, with sequence parallelism over the same ranks unless the plan says otherwise.
-        ep: Expert-parallel ranks, taken from dp.
+        ep: Expert-parallel ranks, taken from dp; with etp, from all ranks of a stage.
         zero: ZeRO stage over dp times cp ranks.
         micro_batch: Sequences in one forward pass of one replica.
         recompute: "none", "selective" or "full".
         schedule: "1f1b", "gpipe" or "interleaved".
         virtual_stages: Chunks of layers in each stage; more than 1 only when interleaved.
+        etp: Ranks that split one expert, where experts are folded; None: tp, not folded.
     """
 
     tp: int = 1
@@ -50,6 +53,24 @@ class Layout:
     recompute: str = "none"
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    etp: int | None = None
+
+    @property
+    def edp(self) -> int:
+        """Copies of a routed expert: the ranks that its gradient is averaged over."""
+        if self.etp is None:
+            return self.dp * self.cp // self.ep
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks that split one expert: etp, or tp where experts are not folded."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_stride(self) -> int:
+        """Distance in rank numbers between neighbours that hold other experts."""
+        return self.tp * self.cp if self.etp is None else self.etp
 
     @property
     def gpus(self) -> int:
@@ -70,9 +91,10 @@ class Layout:
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = [
-            f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep", "pp", "dp") if name != "ep" or self.ep > 1
-        ]
+        shown = [name for name in ("tp", "cp", "ep", "pp", "dp") if name != "ep" or self.ep > 1]
+        if self.etp is not None:
+            shown.insert(shown.index("pp"), "etp")
+        parts = [f"{name}={getattr(self, name)}" for name in shown]
         pipeline = f" {self.schedule}" + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
         return f"{' '.join(parts)} zero={self.zero} mb={self.micro_batch} recompute={self.recompute}" + (
             pipeline if self.pp > 1 else ""
@@ -110,8 +132,9 @@ def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[
 
 
 def check_layout(
-    layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True
-) -> None:
+    layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True,
+    cp_way: str = "gathered",
+) -> None:  # fmt: skip
     """Raise a ValueError that names every factor unless the layout can run."""
     for name in ("tp", "cp", "ep", "dp", "pp", "micro_batch", "virtual_stages"):
         check_whole(name, getattr(layout, name), 1)
@@ -125,12 +148,15 @@ def check_layout(
             f"tp={t} x cp={c} x pp={p} x dp={d} = {layout.gpus} ranks, but there are gpus={gpus}"
             + (f"; with dp={gpus // (t * c * p)} they would be {gpus}" if gpus % (t * c * p) == 0 else "")
         )
-    check_split(model, tp=t, cp=c, seq=seq, sequence_parallel=sequence_parallel)
+    check_split(model, tp=t, cp=c, seq=seq, sequence_parallel=sequence_parallel, cp_way=cp_way)
     if layout.ep > 1:
         if not model.is_moe:
             raise ValueError(f"ep={layout.ep} needs a model with experts and {model.name} has none; use ep=1")
         must_divide("ep", layout.ep, "num_experts", model.num_experts)
-        must_divide("ep", layout.ep, "dp", d)
+        if layout.etp is None:
+            must_divide("ep", layout.ep, "dp", d)
+    if layout.etp is not None:
+        check_folding(layout, model)
     must_divide("dp x micro_batch", d * layout.micro_batch, "global_batch", global_batch)
     layers_per_stage(model.num_layers, p, layout.virtual_stages)
     if layout.schedule == "interleaved":
@@ -148,15 +174,48 @@ def check_layout(
         raise ValueError(f"virtual_stages={layout.virtual_stages} needs schedule='interleaved'")
 
 
-def check_split(model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool) -> None:
-    """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence."""
+def check_folding(layout: Layout, model: ModelConfig) -> None:
+    """Raise a ValueError unless the ranks of a stage are whole groups of etp times ep."""
+    check_whole("etp", layout.etp, 1)
+    if not model.is_moe:
+        raise ValueError(f"etp={layout.etp} needs a model with experts and {model.name} has none; leave it out")
+    must_divide("etp", layout.etp, "expert_ffn", model.expert_ffn)
+    ranks = layout.tp * layout.cp * layout.dp
+    if ranks % (layout.ep * layout.etp):
+        raise ValueError(
+            f"ep={layout.ep} x etp={layout.etp} = {layout.ep * layout.etp} does not divide tp={layout.tp} x "
+            f"cp={layout.cp} x dp={layout.dp} = {ranks}, the ranks of a stage"
+        )
+
+
+def check_imbalance(imbalance: float, model: ModelConfig) -> None:
+    """Raise a ValueError unless the busiest rank has as many tokens as the mean, or more, and at most all of them."""
+    if not isinstance(imbalance, int | float) or not 1 <= imbalance <= max(1, model.num_experts):
+        raise ValueError(
+            f"imbalance={imbalance!r} must be between 1, which is even, and num_experts={model.num_experts}, which is "
+            "all tokens on one rank"
+            if model.is_moe
+            else f"imbalance={imbalance!r}: {model.name} has no experts; use 1"
+        )
+
+
+def check_split(
+    model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool, cp_way: str = "gathered"
+) -> None:
+    """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence; Ulysses' cp divides heads too."""
     widths = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn": model.ffn}
     if model.is_moe:
         widths["expert_ffn"] = model.expert_ffn
     for name, size in widths.items():
         must_divide("tp", tp, name, size)
-    # Causal attention is balanced by giving each context-parallel rank a chunk from each end of the sequence.
-    must_divide("2 x cp" if cp > 1 else "cp", 2 * cp if cp > 1 else 1, "seq", seq)
+    if cp_way == "ulysses":
+        must_divide("cp", cp, "seq", seq)
+        must_divide("cp", cp, "num_kv_heads / tp", model.num_kv_heads // tp)
+        if model.is_mla:
+            raise ValueError(f"cp_way='ulysses': {model.name} has latents and no key heads to send; use 'ring'")
+    else:
+        # Causal attention is balanced by giving each context-parallel rank a chunk from each end of the sequence.
+        must_divide("2 x cp" if cp > 1 else "cp", 2 * cp if cp > 1 else 1, "seq", seq)
     if sequence_parallel and tp > 1:
         must_divide("tp", tp, "seq / cp", seq // cp)
     if model.learned_positions and seq > model.max_positions:

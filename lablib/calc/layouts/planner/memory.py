@@ -50,7 +50,7 @@ def state_memory(load: Workload, layout: Layout, zero: int) -> list[dict[str, in
     """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`."""
     sampled = sampled_stages(layout.pp)
     cuts = load.stages(layout.pp, layout.virtual_stages)
-    key = "states", layout.tp, layout.ep, layout.dp, layout.cp, zero, layout.pp, *(cuts[i] for i in sampled)
+    key = "states", layout.tp, layout.ep, layout.etp, layout.dp, layout.cp, zero, layout.pp, *(cuts[i] for i in sampled)
     if key not in load._cache:
         load._cache[key] = [_states(load, layout, stage, zero) for stage in sampled]
     return load._cache[key]
@@ -62,14 +62,14 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
     ranks = layout.dp * layout.cp
     sharded_weights = zero == 3 or (zero == 2 and dtypes.casts_when_gathered)
     here = load.stage_params(layout, stage)
-    for params, copies in zip(here, (ranks, ranks // layout.ep), strict=True):
+    for params, copies in zip(here, (ranks, layout.edp), strict=True):
         own = shard_size(params, copies)
         terms["weights"] += (own if sharded_weights else params) * dtypes.weights
         terms["gradients"] += (own if zero >= 2 else params) * (dtypes.gradients + dtypes.accumulation)
         held = own if zero else params
         terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master + MOMENTS * dtypes.moment)
     # One rank alone gathers and sends nothing, but for a copy in another dtype.
-    shared, experts = ranks > 1, ranks > layout.ep
+    shared, experts = ranks > 1, layout.edp > 1
     casts = dtypes.casts_when_gathered
     if sharded_weights or casts:
         units = _largest_units(load, layout, stage)
@@ -86,7 +86,7 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
 
 def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]:
     """Parameters of what is gathered at a time: embedding, head, and as many blocks as can be there at once."""
-    parts = load.params(layout.tp, layout.ep)
+    parts = load.params(layout)
     dense, sparse = load.stages(layout.pp, layout.virtual_stages)[stage]
     units = [parts["first"]] * min(dense, 1 + PREFETCH) + [parts["last"]] * min(sparse, 1 + PREFETCH)
     if stage == 0:

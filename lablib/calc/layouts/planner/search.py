@@ -4,7 +4,7 @@
     result.best.layout              # tp=8 cp=... pp=16 ...
 
 The degrees are all divisors: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of
-the experts. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk. What the caller
+the experts. Experts are tried out of dp, split over tp, and folded over all ranks of a stage, unsplit. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk. What the caller
 fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
 less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits counts.
 
@@ -28,7 +28,17 @@ from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
 from lablib.calc.layouts.planner.candidates import Candidate, Candidates, Cut
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_split, chunk_layers, cluster
+from lablib.calc.layouts.planner.layout import (
+    FIELDS,
+    Cluster,
+    Layout,
+    check_folding,
+    check_imbalance,
+    check_layout,
+    check_split,
+    chunk_layers,
+    cluster,
+)
 from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
@@ -36,6 +46,7 @@ from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framew
 from lablib.calc.layouts.planner.time import Workload, product_peak
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
+from lablib.calc.parallel import WAYS
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import SCHEDULES
 
@@ -186,6 +197,8 @@ def plan(
     counting: Counting | None = None,
     framework: Framework | None = None,
     fitted: Fitted = FITTED,
+    imbalance: float = 1.0,
+    cp_way: str = "ring",
     **fixed: int | str,
 ) -> Plan:
     """Return every layout that fits, by predicted step time.
@@ -205,6 +218,8 @@ def plan(
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
+        imbalance: Tokens of the busiest rank's experts over the mean: 1 is even, 1.5 is half as many again.
+        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" (Llama 3) or "ulysses".
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
     refuse_unmodelled(recipe=recipe_, schedule=fixed.get("schedule"))
@@ -224,7 +239,9 @@ def plan(
     check_reserve(reserve, machine.gpu)
     product_peak(machine.gpu, dtypes.activation)  # a GPU without a figure for these dtypes is refused here
     how = FRAMEWORKS[counting.implementation] if framework is None else framework
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how)
+    check_imbalance(imbalance, config)
+    one_of("cp_way", cp_way, WAYS)
+    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, cp_way)
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity, counting)
     if not found.valid:
@@ -285,16 +302,15 @@ class Found:
 def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> Found:
     """Return every layout that could fit, and why the others do not."""
     found = Found()
-    for tp, cp, pp, dp, ep in shapes(load, fixed):
-        shape = Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp)
+    for shape in shapes(load, fixed):
         _search_shape(load, fixed, capacity, counting, shape, found)
     could = {cut.layout.shape for cut in found.cuts}
     found.least = {key: value for key, value in found.least.items() if key not in could}
     return found
 
 
-def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield every (tp, cp, pp, dp, ep) that multiplies to the devices and divides what it must."""
+def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
+    """Yield every (tp, cp, pp, dp, ep, etp) that multiplies to the devices and divides what it must."""
     model, machine = load.model, load.cluster
     for tp in _options(fixed, "tp", divisors(machine.gpus)):
         if machine.gpus % tp or (tp > machine.gpus_per_node and "tp" not in fixed):
@@ -308,8 +324,34 @@ def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[tuple[int, int,
                 dp = machine.gpus // (tp * cp * pp)
                 if load.global_batch % dp or pp > model.num_layers + 2 or fixed.get("dp", dp) != dp:
                     continue
-                experts = [n for n in divisors(dp) if model.num_experts % n == 0] if model.is_moe else [1]
-                yield from ((tp, cp, pp, dp, ep) for ep in _options(fixed, "ep", experts) if ep in experts)
+                yield from _with_experts(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model, fixed)
+
+
+def _with_experts(layout: Layout, model: ModelConfig, fixed: dict[str, object]) -> Iterator[Layout]:
+    """Yield a layout with its experts in every place: out of dp, or folded over all ranks of a stage."""
+    if not model.is_moe:
+        if fixed.get("ep", 1) == 1 and fixed.get("etp") is None:
+            yield layout
+        return
+    # Folded and unsplit is the same as out of dp where there is nothing to fold over.
+    folds = (None, 1) if layout.tp * layout.cp > 1 else (None,)
+    for etp in _options(fixed, "etp", folds):
+        ranks = layout.dp if etp is None else layout.tp * layout.cp * layout.dp // etp
+        ways = [n for n in divisors(ranks) if model.num_experts % n == 0]
+        for ep in _options(fixed, "ep", ways):
+            folded = replace(layout, ep=ep, etp=etp)
+            if ep in ways and _folds(folded, model) and not (etp == 1 and ep == 1 == layout.tp):
+                yield folded
+
+
+def _folds(layout: Layout, model: ModelConfig) -> bool:
+    if layout.etp is None:
+        return True
+    try:
+        check_folding(layout, model)
+    except ValueError:
+        return False
+    return True
 
 
 def divisors(n: int) -> list[int]:
@@ -328,10 +370,7 @@ def _search_shape(
         if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
             continue
         for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
-            cut = Layout(
-                tp=shape.tp, cp=shape.cp, ep=shape.ep, dp=shape.dp, pp=shape.pp,
-                micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks,
-            )  # fmt: skip
+            cut = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
             counted = _counted(load, cut, zeros, list(_options(fixed, "recompute", RECOMPUTE)), counting, found)
             ways = dict.fromkeys(how for _, hows in counted for how in hows)
             kept = {how: activation_memory(load, cut, how, counting.implementation)[0] for how in ways}
@@ -343,7 +382,7 @@ def _counted(
     load: Workload, cut: Layout, zeros: list[int], hows: list[str], counting: Counting, found: Found
 ) -> list[tuple[int, list[str]]]:
     """Return the ways to recompute that are counted by ZeRO stage, and count the others."""
-    key = "counted", tuple(n > 1 for n in cut.shape), cut.ep > 1, cut.schedule, counting, *zeros, *hows
+    key = "counted", tuple(n > 1 for n in cut.shape), cut.ep > 1, cut.etp, cut.schedule, counting, *zeros, *hows
     if key not in load._cache:
         why = {(z, how): refusal(load, replace(cut, zero=z, recompute=how), counting) for z in zeros for how in hows}
         ways = [(zero, [how for how in hows if not why[zero, how]]) for zero in zeros]
@@ -404,7 +443,9 @@ def _options(fixed: dict[str, object], name: str, found: Iterable) -> Iterable:
 
 def _splits(load: Workload, tp: int, cp: int) -> bool:
     try:
-        check_split(load.model, tp=tp, cp=cp, seq=load.seq, sequence_parallel=load.sequence_parallel)
+        check_split(
+            load.model, tp=tp, cp=cp, seq=load.seq, sequence_parallel=load.sequence_parallel, cp_way=load.cp_way
+        )
     except ValueError:
         return False
     return True
@@ -438,7 +479,7 @@ def _no_layout(load: Workload, fixed: dict[str, object]) -> str:
     try:
         check_layout(
             trial, load.model, gpus=gpus, seq=load.seq, global_batch=load.global_batch,
-            sequence_parallel=load.sequence_parallel,
+            sequence_parallel=load.sequence_parallel, cp_way=load.cp_way,
         )  # fmt: skip
     except ValueError as error:
         return f"no layout is valid; for one: {error}"

@@ -36,9 +36,17 @@ forward does; fused attention computes the scores again there, 5 products for 2 
 A hop is a step of a tree: NCCL sends small messages along trees, whose depth grows with log2 of the ranks, and large
 ones around rings, whose time is all bytes.
 
-Left out: oversubscribed switches, experts that get more tokens than others, memory so full that the allocator frees and
-asks again. Every copy of a token counts on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most
-four (arXiv 2412.19437), so that its messages are counted too large here.
+Context parallelism (`cp_way`): "gathered" waits for an all-gather of keys and values, and in backward for a
+reduce-scatter of their gradients; in a "ring" they travel block by block behind attention, twice as much in backward,
+and what is longer than attention is exposed; "ulysses" waits for queries, keys, values and outputs, 1/cp of each.
+
+Experts: a rank sends its tokens' copies to their experts in an all-to-all over ep, and where etp ranks split an expert
+they gather what each of them got, and scatter what they computed: an all-gather and a reduce-scatter of k copies
+(Megatron-Core, `MoEAlltoAllTokenDispatcher`). `imbalance` is the load of the busiest rank over the mean; all others wait for it.
+
+Left out: oversubscribed switches, memory so full that the allocator frees and asks again. Every copy of a token counts
+on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most four (arXiv 2412.19437), so that its
+messages are counted too large here.
 """
 
 from __future__ import annotations
@@ -116,6 +124,8 @@ class MicroBatch:
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits what lies between the matrices.
         stops_early: Whether recomputation stops behind the last tensor that backward needs.
+        imbalance: Tokens of the busiest rank's experts over the mean.
+        cp_way: "gathered", "ring" or "ulysses".
     """
 
     size: int
@@ -128,6 +138,8 @@ class MicroBatch:
     sequence_parallel: bool = True
     dropout: bool = False
     stops_early: bool = False
+    imbalance: float = 1.0
+    cp_way: str = "gathered"
 
     @property
     def tokens(self) -> float:
@@ -136,19 +148,21 @@ class MicroBatch:
 
 
 def layer_work(
-    model: ModelConfig, cluster: Cluster, batch: MicroBatch, *, layer: int, ep: int = 1, recompute: str = "none"
+    model: ModelConfig, cluster: Cluster, batch: MicroBatch, *, layer: int, layout: Layout, recompute: str = "none"
 ) -> Passes:
     """Return the work of one layer on one rank for one micro-batch.
 
     Args:
         layer: Which layer, from 0; it matters where some have experts.
+        layout: Where the experts are: ep, etp and the distance between neighbours.
         recompute: "none", "selective" or "full".
     """
     experts = model.has_experts(layer)
-    tokens, seq, tp, cp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.cp, batch.value, batch.gradient
+    tokens, seq, tp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.value, batch.gradient
     peak, hbm = product_peak(cluster.gpu, value), cluster.gpu.memory_bandwidth
     rate = peak * cluster.achievable
-    dense = 2 * tokens * (attention_matrices(model) + _mlp_weights(model, experts)) / tp
+    visited = _mlp_weights(model, experts) + (batch.imbalance - 1) * _routed_weights(model, experts)
+    dense = 2 * tokens * (attention_matrices(model) + visited) / tp
     scores = 2 * tokens * seq * model.num_heads * (model.head_dim + model.value_dim) / tp
     flat, square = _layer_bytes(model, batch, experts)
     fused = batch.attention == "fused"
@@ -158,23 +172,26 @@ def layer_work(
         kernel = Work(attention=scores * needed / peak)
     else:
         kernel = Work(matmul=scores / rate, memory=square * tokens * seq * model.num_heads / tp / hbm, products=2)
-    weights = _local_weights(model, experts, tp, ep)
+    weights = _local_weights(model, experts, layout)
     operands = _operand_bytes(model, batch, experts)
     matrices = Work(matmul=dense / rate, memory=operands * tokens / hbm, products=_products(model, experts))
     between = Work(memory=flat * tokens / hbm)
+    # Two all-reduces, as gathers and scatters; behind a router only shared experts take part in the second.
+    halves = 4 if not experts or model.num_shared_experts else 2
     sent = Work(
-        tp=4 * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
-        cp=_key_bytes(model, batch) * (cp - 1) / cp / cluster.bandwidth(cp, tp),
-        ep=_all_to_all_bytes(model, batch, ep) / cluster.bandwidth(ep, tp * cp) if experts else 0.0,
-        # Two all-reduces, each up a tree and down; keys gathered once; tokens to the experts and back.
-        hops=4 * log2(tp) + log2(cp) + (2 * log2(ep) if experts else 0),
+        tp=halves * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
+        hops=halves * log2(tp),  # each all-reduce goes up a tree and down
     )
-    forward = matrices + between + kernel + sent + Work(memory=value * weights / hbm, layers=1)
+    if experts:
+        sent = sent + _expert_messages(model, cluster, batch, layout)
+    context, context_back = _context_messages(model, cluster, batch)
+    forward = matrices + between + kernel + sent + context + Work(memory=value * weights / hbm, layers=1)
     backward = (
         matrices.times(2)
         + between.times(BACKWARD_BYTES)
         + kernel.times(2)._replace(memory=BACKWARD_BYTES * kernel.memory, attention=FUSED_BACKWARD * kernel.attention)
         + sent
+        + context_back
         + Work(memory=(value + 2 * gradient) * weights / hbm, layers=2)
     )
     if recompute == "full":
@@ -234,13 +251,20 @@ def _mlp_weights(model: ModelConfig, experts: bool) -> int:
     return matrices * visited * model.expert_ffn + model.hidden * model.num_experts
 
 
-def _local_weights(model: ModelConfig, experts: bool, tp: int, ep: int) -> float:
+def _routed_weights(model: ModelConfig, experts: bool) -> int:
+    """Those of them that stand in the experts of its choice."""
+    matrices = (3 if model.gated_mlp else 2) * model.hidden
+    return matrices * model.experts_per_token * model.expert_ffn if experts else 0
+
+
+def _local_weights(model: ModelConfig, experts: bool, layout: Layout) -> float:
     """Weights of a layer's matrices on a rank."""
     matrices = (3 if model.gated_mlp else 2) * model.hidden
     if not experts:
-        return (attention_matrices(model) + matrices * model.ffn) / tp
-    held = model.num_experts / ep + model.num_shared_experts
-    return (attention_matrices(model) + matrices * held * model.expert_ffn) / tp
+        return (attention_matrices(model) + matrices * model.ffn) / layout.tp
+    shared = attention_matrices(model) + matrices * model.num_shared_experts * model.expert_ffn
+    routed = matrices * model.num_experts / layout.ep * model.expert_ffn
+    return shared / layout.tp + routed / layout.expert_split
 
 
 def _layer_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> tuple[float, float]:
@@ -271,15 +295,31 @@ def _operand_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> floa
     return batch.value * (4 * model.hidden + 2 * latents + split / batch.tp)
 
 
-def _key_bytes(model: ModelConfig, batch: MicroBatch) -> float:
-    """Bytes of keys and values of full sequences on one tensor-parallel rank."""
-    width = model.kv_lora_rank + model.qk_rope_head_dim if model.is_mla else 2 * model.kv_width / batch.tp
-    return batch.size * batch.seq * width * batch.value
+def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> tuple[Work, Work]:
+    """What attention sends over cp, forward and backward; formulas and sources are in `lablib.calc.parallel.context`."""
+    cp, tokens = batch.cp, batch.size * batch.seq * batch.value
+    seconds = (cp - 1) / cp / cluster.bandwidth(cp, batch.tp)
+    # Latent attention sends its latents, which no head divides.
+    latents = model.kv_lora_rank + model.qk_rope_head_dim
+    keys = tokens * (latents if model.is_mla else 2 * model.kv_width / batch.tp) * seconds
+    if batch.cp_way == "gathered":
+        return Work(cp=keys, hops=log2(cp)), Work(cp=keys, hops=log2(cp))
+    if batch.cp_way == "ring":
+        return Work(cp=keys, hops=cp - 1), Work(cp=2 * keys, hops=2 * (cp - 1))
+    width = model.q_width + model.attn_width + 2 * model.kv_width
+    exchanged = Work(cp=tokens * width / batch.tp / cp * seconds, hops=4 * log2(cp))
+    return exchanged, exchanged
 
 
-def _all_to_all_bytes(model: ModelConfig, batch: MicroBatch, ep: int) -> float:
-    """Bytes that a rank sends to experts and back in forward."""
-    return 2 * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value * (ep - 1) / ep
+def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, layout: Layout) -> Work:
+    """Copies of tokens to the busiest rank and back over ep; over etp, a gather of what came and a scatter of results."""
+    ep, etp = layout.ep, layout.expert_split
+    copies = batch.imbalance * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value
+    return Work(
+        ep=2 * copies * (ep - 1) / ep / cluster.bandwidth(ep, layout.expert_stride),
+        tp=2 * copies * (etp - 1) / cluster.bandwidth(etp),
+        hops=2 * log2(ep) + 2 * log2(etp),
+    )
 
 
 @dataclass(frozen=True)
@@ -327,13 +367,15 @@ class Job:
     dp_hides: bool = True
     tp_hides: bool = False
     pp_hides: bool = False
+    cp_hides: bool = False
 
 
-def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False) -> dict[str, float]:
+def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: bool = False) -> dict[str, float]:
     """Return the seconds of a forward or backward pass by part.
 
     Args:
         tp_hides: Whether products hide tensor-parallel collectives.
+        cp_hides: Whether attention hides the ring of keys and values.
     """
     seconds = {
         "matmul": work.matmul / rates.matmul,
@@ -345,6 +387,8 @@ def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False) -> dict[st
     }
     if tp_hides:
         seconds["tp"] = _added(seconds["tp"], seconds["matmul"], rates)
+    if cp_hides:
+        seconds["cp"] = _added(seconds["cp"], seconds["attention"], rates)
     latency = work.products * rates.product + work.hops * rates.hop
     # The host issues kernels ahead of the GPU; where they are short the GPU waits for it.
     waits = max(0.0, work.layers * rates.layer - sum(seconds.values()) - latency)
@@ -358,7 +402,8 @@ def step_time(job: Job, rates: Rates) -> dict[str, float]:
     longest, others, slowest = -1.0, 0.0, None
     for stage in job.stages:
         forward, backward = (
-            pass_seconds(work, rates, tp_hides=job.tp_hides) for work in (stage.work.forward, stage.work.backward)
+            pass_seconds(work, rates, tp_hides=job.tp_hides, cp_hides=job.cp_hides)
+            for work in (stage.work.forward, stage.work.backward)
         )
         each = sum(forward.values()) + sum(backward.values())
         each += _added(send, each, rates) if job.pp_hides else send
@@ -408,6 +453,8 @@ class Workload:
         attention: "fused" or "plain".
         sequence_parallel: Whether tp splits norms and residuals too.
         framework: Which kernels run, and what hides behind what.
+        imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
+        cp_way: How cp ranks bring queries and keys together: "gathered", "ring" or "ulysses".
     """
 
     model: ModelConfig
@@ -418,6 +465,8 @@ class Workload:
     attention: str = "fused"
     sequence_parallel: bool = True
     framework: Framework = FRAMEWORKS["paper"]
+    imbalance: float = 1.0
+    cp_way: str = "gathered"
     _cache: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -429,9 +478,14 @@ class Workload:
         """Return the constants of this job."""
         return fitted.rates(generation(self.cluster.gpu), self.framework)
 
+    def uneven(self, layout: Layout) -> float:
+        """Return the load of the busiest rank over the mean: one rank of ep gets at most all copies, each token once."""
+        model = self.model
+        return min(self.imbalance, layout.ep, model.num_experts / model.experts_per_token) if model.is_moe else 1.0
+
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
         """Return the work of one dense layer, one layer with experts, and the head."""
-        key = "work", layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.recompute
+        key = "work", layout.tp, layout.cp, *_experts(layout), layout.micro_batch, layout.recompute
         if key not in self._cache:
             model = self.model
             batch = MicroBatch(
@@ -445,17 +499,20 @@ class Workload:
                 sequence_parallel=self.sequence_parallel,
                 dropout=self.dropout,
                 stops_early=self.framework.stops_early,
+                imbalance=self.uneven(layout),
+                cp_way=self.cp_way,
             )
             first, last = (
-                layer_work(model, self.cluster, batch, layer=i, ep=layout.ep, recompute=layout.recompute)
+                layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
                 for i in (0, model.num_layers - 1)
             )
             self._cache[key] = first, last, head_work(model, self.cluster, batch)
         return self._cache[key]
 
-    def params(self, tp: int, ep: int) -> dict[str, tuple[int, int]]:
+    def params(self, layout: Layout) -> dict[str, tuple[int, int]]:
         """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head."""
-        key = "params", tp, ep
+        split = layout.tp, layout.ep, layout.etp
+        key = "params", *split
         if key not in self._cache:
             model = self.model
             units = {
@@ -467,7 +524,7 @@ class Workload:
             }
             self._cache[key] = {
                 name: tuple(
-                    sum(t.local_params(tp, ep) for t in tensors if t.is_expert == expert) for expert in (False, True)
+                    sum(t.local_params(*split) for t in tensors if t.is_expert == expert) for expert in (False, True)
                 )
                 for name, tensors in units.items()
             }
@@ -491,7 +548,7 @@ class Workload:
 
     def stage_params(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return (shared, expert) parameters of a rank of a stage."""
-        units = self.params(layout.tp, layout.ep)
+        units = self.params(layout)
         dense, sparse = self.stages(layout.pp, layout.virtual_stages)[stage]
         parts = [(dense, "first"), (sparse, "last"), (stage == 0, "embedding")]
         if stage == layout.pp - 1:
@@ -526,6 +583,7 @@ class Workload:
             dp_hides=self.framework.dp_hides,
             tp_hides=self.framework.tp_hides,
             pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
+            cp_hides=self.cp_way == "ring",
         )
 
     def _kinds(self, pp: int, virtual_stages: int) -> tuple[tuple[tuple[int, int, bool], int], ...]:
@@ -539,7 +597,7 @@ class Workload:
 
     def _stage_work(self, layout: Layout) -> tuple[Stage, ...]:
         kinds = self._kinds(layout.pp, layout.virtual_stages)
-        key = "stage work", layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.recompute, kinds
+        key = "stage work", layout.tp, layout.cp, *_experts(layout), layout.micro_batch, layout.recompute, kinds
         if key not in self._cache:
             first, last, head = self.passes(layout)
             found = []
@@ -556,14 +614,24 @@ class Workload:
 
     def _data_parallel(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds at full rate of scattering gradients, gathering weights, and the optimizer, of the largest stage."""
-        key = ("data", layout.tp, layout.cp, layout.ep, layout.dp, layout.pp, layout.virtual_stages, layout.zero)
+        key = (
+            "data",
+            layout.tp,
+            layout.cp,
+            layout.ep,
+            layout.etp,
+            layout.dp,
+            layout.pp,
+            layout.virtual_stages,
+            layout.zero,
+        )
         if key in self._cache:
             return self._cache[key]
         sends = [self.stage_params(layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}]
         shared, expert = max(sends, key=sum)
         ranks, link = layout.dp * layout.cp, self.cluster.bandwidth(layout.dp * layout.cp, layout.tp)
-        outer = ranks // layout.ep
-        outer_link = self.cluster.bandwidth(outer, layout.tp * layout.ep)
+        outer = layout.edp
+        outer_link = self.cluster.bandwidth(outer, layout.expert_split * layout.ep)
         values = ring_all_gather_bytes(shared, ranks) / link + ring_all_gather_bytes(expert, outer) / outer_link
         own = (shared / ranks + expert / outer) if layout.zero else shared + expert
         # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
@@ -573,3 +641,8 @@ class Workload:
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
         return self._cache[key]
+
+
+def _experts(layout: Layout) -> tuple[int, int, int]:
+    """What the work of a layer with experts depends on."""
+    return layout.ep, layout.expert_split, layout.expert_stride
