@@ -102,7 +102,7 @@ FORMULAS = (
         tex=r"\frac{c - \frac{1}{2}}{c/2} = 2 - \frac{1}{c}",
         symbols="c: degree of cp; a contiguous part for each rank, causal mask",
         label="eq-07-causal",
-        code="lablib.calc.parallel.context.causal_imbalance",
+        code="lablib.calc.parallel.causal.causal_imbalance",
         example=lambda job: f"{causal_imbalance(job.pp):.2f} with c = {job.pp}",
     ),
     Formula(

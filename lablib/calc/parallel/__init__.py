@@ -3,7 +3,8 @@
     traffic      bytes that each axis sends in one training step
     data         unequal shares, buckets, what backward hides of them          chapter 02
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
-    context      traffic, memory and balance of context parallelism            chapter 12
+    context      traffic and memory of attention over context-parallel ranks   chapter 12
+    causal       causal masks over ranks: who holds, computes, waits           chapter 12
     experts      traffic of tokens, groups and gradients of experts         chapter 13
     expert_load  capacity, drops and imbalance of experts                   chapter 13
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
@@ -15,19 +16,22 @@
 Read `zero` first: its formulas are the shortest.
 """
 
-from lablib.calc.parallel.context import (
+from lablib.calc.parallel.causal import (
     ORDERS,
-    WAYS,
-    AttentionTraffic,
-    attention_traffic,
     busy_share,
     causal_blocks,
     causal_imbalance,
+    rank_chunks,
+    ring_work,
+    token_owners,
+)
+from lablib.calc.parallel.context import (
+    WAYS,
+    AttentionTraffic,
+    attention_traffic,
     context_buffers,
     context_degrees,
-    rank_chunks,
     ring_hiding_tokens,
-    ring_work,
     ulysses_crossover,
 )
 from lablib.calc.parallel.data import (
@@ -173,6 +177,7 @@ __all__ = [
     "state_terms",
     "swap_seconds",
     "token_factor",
+    "token_owners",
     "tp_degrees",
     "ulysses_crossover",
     "variant",

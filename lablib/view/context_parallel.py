@@ -1,0 +1,106 @@
+"""Pictures of context parallelism: a causal mask cut among ranks, a ring over time, bytes and memory.
+
+Every function takes numbers that `lablib.calc` computed and returns a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lablib.view.style import COLORS, figure, with_legend
+from lablib.view.timeline import Span, timeline
+
+#: One colour a rank; numbers beside the rows say the same without hue.
+_RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
+_LINES = (("weights", "-"), ("gradients", "--"), ("optimizer", "-."), ("activations", ":"))
+
+
+def mask_cut(orders: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Figure:
+    """Draw a causal mask, one panel an order of the tokens, each row in the colour of the rank that computes it.
+
+    Args:
+        orders: By name, the rank of every token and the scores that every rank computes.
+    """
+    fig, axes = figure(height=2.2, ncols=len(orders), squeeze=False)
+    for ax, (name, (owners, scores)) in zip(axes[0], orders.items(), strict=True):
+        tokens = len(owners)
+        for query, rank in enumerate(owners):
+            for key in range(tokens):
+                color = _RANKS[rank] if key <= query else "none"
+                corner = (key + 0.04, tokens - query - 0.96)
+                ax.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=color))
+            ax.text(-0.25, tokens - query - 0.5, str(rank), ha="right", va="center", fontsize=9)
+        ax.set_title(name, fontsize=10)
+        ax.text(tokens / 2, -0.7, "  ".join(map(str, scores)), ha="center", va="center", fontsize=10)
+        ax.set(xlim=(-1.0, tokens), ylim=(-1.2, tokens))
+        ax.set_aspect("equal")
+        ax.axis("off")
+    return fig
+
+
+def ring_steps(panels: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
+    """Draw a ring over time, one panel an order: whose keys a rank multiplies in a step, and when it waits.
+
+    Args:
+        panels: By title, the blocks of scores that each rank computes in each step.
+    """
+    lanes = {}
+    for title, work in panels.items():
+        ranks, now = len(work[0]), 0.0
+        spans = []
+        for step, blocks in enumerate(work):
+            end = now + max(blocks)
+            for rank, share in enumerate(blocks):
+                if share:
+                    spans.append(Span(f"rank {rank}", "forward", now, now + share, f"k{(rank - step) % ranks}"))
+                if share < 0.99 * max(blocks):
+                    spans.append(Span(f"rank {rank}", "idle", now + share, end))
+            now = end
+        lanes[title] = sorted(spans, key=lambda span: span.lane)
+    return timeline(lanes, unit="blocks of scores")
+
+
+def traffic_by_degree(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[int], Sequence[float]]]], *, unit: str
+) -> Figure:
+    """Draw what a rank sends over the degree of cp, one panel a model, one line a way.
+
+    Args:
+        panels: By model and way, the degrees and what is sent at each.
+    """
+    fig, axes = figure(height=2.3 * len(panels) + 0.5, nrows=len(panels), squeeze=False, sharex=True)
+    for ax, (title, ways) in zip(axes[:, 0], panels.items(), strict=True):
+        for (name, (degrees, sent)), (role, dash) in zip(ways.items(), _LINES, strict=False):
+            label = name if ax is axes[0, 0] else None
+            ax.plot(degrees, sent, dash, color=COLORS[role], marker="o", markersize=4, label=label)
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_xscale("log", base=2)
+        ticks = sorted({degree for degrees, _ in ways.values() for degree in degrees})
+        ax.set_xticks(ticks, labels=[str(degree) for degree in ticks])
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel(unit)
+    axes[-1, 0].set_xlabel("degree of context parallelism")
+    return with_legend(fig, 2)
+
+
+def memory_by_length(
+    lengths: Sequence[int], lines: Mapping[str, Sequence[float]], *, limit: tuple[float, str], unit: str
+) -> Figure:
+    """Draw what a GPU holds over the length of a sequence, both logarithmic, with the GPU's size as a line.
+
+    Args:
+        limit: Height of the line, in the unit of the axis, and its name.
+    """
+    fig, ax = figure(height=3.5)
+    for (name, values), (role, dash) in zip(lines.items(), _LINES, strict=False):
+        ax.plot(lengths, values, dash, color=COLORS[role], marker="o", markersize=4, label=name)
+    ax.axhline(limit[0], color=COLORS["neutral"], linewidth=1.2)
+    ax.annotate(limit[1], (lengths[0], limit[0]), (0, 3), textcoords="offset points", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(lengths, labels=[f"{length // 1024}K" for length in lengths])
+    ax.set(xlabel="tokens of the sequence", ylabel=f"{unit} on a GPU")
+    return with_legend(fig, 2)
