@@ -128,8 +128,7 @@ def test_what_counts_as_private(code: str, names: set[str]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "clear_cublas_workspaces"])
 def test_the_installed_pytorch_has_every_name(name: str) -> None:
-    found = getattr(torch_private, name)
-    assert callable(found) or name == "ring_attention_options"
+    assert getattr(torch_private, name) is not None  # most are called, but some are modules or settings
 
 
 def test_a_name_that_is_gone_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

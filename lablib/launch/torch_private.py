@@ -20,8 +20,6 @@ from lablib.calc.torch_versions import PINNED, SUPPORTED
 
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel"
 
-_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-
 #: Our name, the module that has it, and its name there.
 NAMES = {
     "FSDPMemTracker": ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"),
@@ -41,10 +39,7 @@ NAMES = {
     "ring_attention": (f"{_CONTEXT_PARALLEL}._attention", "_templated_ring_attention"),
     "ring_attention_backward": (f"{_CONTEXT_PARALLEL}._attention", "_templated_ring_attention_backward"),
     "ring_attention_options": (f"{_CONTEXT_PARALLEL}._attention", "_cp_options"),
-    "ring_rotation": (f"{_CONTEXT_PARALLEL}._attention", "set_rotate_method"),
-    "ring_attention": (_CONTEXT_PARALLEL, "_templated_ring_attention"),
-    "ring_attention_backward": (_CONTEXT_PARALLEL, "_templated_ring_attention_backward"),
-    "set_rotate_method": (_CONTEXT_PARALLEL, "set_rotate_method"),
+    "set_rotate_method": (f"{_CONTEXT_PARALLEL}._attention", "set_rotate_method"),
     "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
 }
 
