@@ -7,15 +7,12 @@ averaged, a token at the wrong expert) changes a value by a good part of itself.
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lablib.calc.models import Router
@@ -55,12 +52,6 @@ def drawn(model: torch.nn.Module, seed: int) -> torch.nn.Module:
         if name.endswith("bias_E"):
             buffer.normal_(std=0.2)
     return model
-
-
-def load_whole(part: MoE, whole: MoE) -> None:
-    """This rank's weights out of a layer that holds all experts."""
-    state = whole.state_dict()
-    part.load_state_dict({n: part.experts.mine(v) if n.startswith("experts.") else v for n, v in state.items()})
 
 
 DEEPSEEK = Router(score="sigmoid", bias=True, scale=2.5)
@@ -140,7 +131,7 @@ def compare(case: str, ep: int, way: str) -> dict[str, float]:
     part = MoE(
         mixture(experts, k, rules, **extra), groups["ep"], capacity_factor=options.get("capacity_factor"), hops=hops
     ).double()
-    load_whole(part, whole)
+    part.load_whole(whole.state_dict())
     outputs, inputs = one_process(whole, case, ranks)
     x = tokens_for(case, rank, experts).requires_grad_()
     y = part(x)

@@ -35,22 +35,26 @@ def routed_parameters(model: nn.Module) -> set[nn.Parameter]:
 def average_gradients(model: nn.Module, dp_group: dist.ProcessGroup, edp_group: dist.ProcessGroup) -> None:
     """Make every gradient that of the mean of the dp ranks' losses, whose tokens are as many on each.
 
-    Routed experts are summed over edp, all others over dp; both are divided by dp. One message a parameter, so that it
-    can be read; DDP's buckets would do.
+    Routed experts are summed over edp, all others over dp; both are divided by dp. Each kind goes in one message.
 
     Args:
         dp_group: The ranks that hold the same attention, ep included.
         edp_group: The ranks that hold the same experts.
     """
     routed = routed_parameters(model)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for group, parameters in (
+        (edp_group, [p for p in trained if p in routed]),
+        (dp_group, [p for p in trained if p not in routed]),
+    ):
+        if not parameters:
             continue
         # Every rank sends, whether it has seen a token or not: a message that one rank leaves out hangs the others.
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        message = grad.contiguous() / dp_group.size()
-        dist.all_reduce(message, group=edp_group if parameter in routed else dp_group)
-        parameter.grad = message
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message = torch.cat([grad.flatten() for grad in grads]) / dp_group.size()
+        dist.all_reduce(message, group=group)
+        for p, part in zip(parameters, message.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p).to(p.dtype, copy=True)  # cat of bf16 and fp32 is fp32
 
 
 def own_group(groups: list[list[int]]) -> dist.ProcessGroup:

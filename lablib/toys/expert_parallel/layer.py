@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -117,6 +118,12 @@ class MoE(nn.Module):
         tokens, k = chosen_Tk.shape
         experts = len(self.router.weight)
         return within_capacity(chosen_Tk, experts, expert_capacity(tokens, experts, k, self.capacity_factor))
+
+    @torch.no_grad()
+    def load_whole(self, state: dict[str, Tensor]) -> None:
+        """Copy this rank's part out of the state dict of the layer in one process."""
+        mine = {n: self.experts.mine(v) if n.startswith("experts.") else v for n, v in state.items()}
+        self.load_state_dict(mine)
 
     def __getstate__(self) -> dict:
         # A copy of the layer is one of its weights; what autograd remembers of the last batch cannot be copied.

@@ -96,16 +96,13 @@ class MoETransformer(Transformer):
         for moe, counts_E in zip(self.mixtures, counts_LE, strict=True):
             update_bias(moe.router, counts_E, speed)
 
-    @torch.no_grad()
     def load_whole(self, state: dict[str, Tensor]) -> None:
         """Copy this rank's part out of the state dict of the model in one process."""
-        parts = {
-            f"{name}.{leaf}": module
-            for name, module in self.named_modules()
-            if isinstance(module, Experts)
-            for leaf, _ in module.named_parameters()
-        }
-        self.load_state_dict({n: parts[n].mine(whole) if n in parts else whole for n, whole in state.items()})
+        mine = dict(state)
+        for name, module in self.named_modules():
+            for leaf, _ in module.named_parameters() if isinstance(module, Experts) else ():
+                mine[f"{name}.{leaf}"] = module.mine(state[f"{name}.{leaf}"])
+        self.load_state_dict(mine)
 
 
 def dense_twin(config: ModelConfig) -> ModelConfig:

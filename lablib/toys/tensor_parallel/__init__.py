@@ -7,7 +7,13 @@
 Read `functions` first, beside chapter 03.
 """
 
-from lablib.toys.tensor_parallel.functions import copy_to_tp, gathered_linears, reduce_from_tp, scatter_to_sp
+from lablib.toys.tensor_parallel.functions import (
+    copy_to_tp,
+    gathered_linears,
+    reduce_from_tp,
+    scatter_to_sp,
+    sum_gradient,
+)
 from lablib.toys.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -32,5 +38,6 @@ __all__ = [
     "parallelize",
     "reduce_from_tp",
     "scatter_to_sp",
+    "sum_gradient",
     "vocab_parallel_cross_entropy",
 ]
