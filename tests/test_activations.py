@@ -293,8 +293,8 @@ def test_the_toys_terms_vanish_with_their_causes():
         ({"bytes_per_value": 3}, "bytes_per_value=3 must be one of 2, 4"),
         ({"layer": 32}, "layer=32"),
         (
-            {"implementation": "toy", "cp": 2},
-            "implementation='toy' splits a layer by tp alone, and not by cp=2; use cp=1",
+            {"implementation": "torchtitan", "cp": 2},
+            "implementation='torchtitan' is not counted with cp=2 and cp_way='ring'; use cp=1",
         ),
     ],
 )

@@ -31,7 +31,7 @@ FACTORS: dict[str, tuple] = {
 }
 
 #: Factors whose value needs a word before it.
-WORDS = {"dp": "dp", "tensor": "tp", "pp": "pp", "accumulate": "accumulate"}
+WORDS = {"dp": "dp", "tensor": "tp", "pp": "pp", "accumulate": "accumulate", "cp": "cp"}
 
 _TINY = {"num_layers": 4, "hidden": 48, "num_heads": 8, "ffn": 100, "vocab": 211, "max_positions": 1024}
 _GPT = {"norm": "layernorm", "gated_mlp": False, "learned_positions": True, "tied": True}
@@ -84,7 +84,7 @@ _CUSTOM = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration: a value of every factor of `FACTORS`.
+    """One configuration: a value of every factor of `FACTORS`, and of context parallelism, which stands apart.
 
     Attributes:
         implementation: Whose implementation: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
@@ -104,6 +104,8 @@ class Case:
         accumulate: Micro-batches whose gradients add up before the optimizer's step, one after the other.
         attention: "fused" or "plain".
         tuning: "full" or "lora" (rank 16, all matrices of a block).
+        cp: Ranks that share each sequence; the first one is judged.
+        cp_way: "ring", "gathered" or "ulysses".
     """
 
     implementation: str = "toy"
@@ -122,6 +124,8 @@ class Case:
     accumulate: int = 1
     attention: str = "fused"
     tuning: str = "full"
+    cp: int = 1
+    cp_way: str = "ring"
 
     @property
     def model(self) -> ModelConfig:
@@ -195,6 +199,8 @@ class Case:
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "pp": self.pp,
+            "cp": self.cp,
+            "cp_way": self.cp_way,
             "stage": 0,
             "num_microbatches": self.micro_batches if self.micro_batches > 1 else None,
             "recompute": self.recompute,

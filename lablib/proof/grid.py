@@ -22,7 +22,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
@@ -405,7 +405,8 @@ FAMILIES: tuple[Case, ...] = tuple(
 @cache
 def grid() -> tuple[Case, ...]:
     """Return the cases: the landmarks, what shows every other allowed pair of values, and everyday ones."""
-    rows = choose(FACTORS, RULES, [asdict(case) for case in LANDMARKS], cheap_first=("size",))
+    landmarks = [{factor: getattr(case, factor) for factor in FACTORS} for case in LANDMARKS]
+    rows = choose(FACTORS, RULES, landmarks, cheap_first=("size",))
     return (*(Case(**row) for row in rows), *EVERYDAY, *FAMILIES)
 
 

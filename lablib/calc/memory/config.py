@@ -10,6 +10,7 @@ from os import PathLike
 from lablib.calc.errors import check_flag, check_whole, either, must_divide, one_of
 from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, preset
+from lablib.calc.parallel import WAYS
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES
 from lablib.calc.torch_versions import PINNED, release
@@ -95,6 +96,14 @@ class RunConfig:
         default=1,
         metadata=_about("Context-parallel ranks, which split every sequence and hold the same weights.", least=1),
     )
+    cp_way: str = field(
+        default="ring",
+        metadata=_about(
+            "How queries meet the keys of all cp ranks: ring (keys and values travel from rank to rank), gathered (all are "
+            "gathered) or ulysses (ranks exchange heads for tokens).",
+            choices=WAYS,
+        ),
+    )
     ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
     recompute: str = field(
         default="none",
@@ -159,6 +168,7 @@ class RunConfig:
         self._check_ranges()
         self._check_split()
         self._check_tensor_parallel()
+        self._check_context_parallel()
         self._check_adapters()
         self._check_schedule()
         self._check_sharding()
@@ -245,6 +255,34 @@ class RunConfig:
                 f"{how} is not known with recipe={self.recipe.name!r}, which has a master copy; use 'fsdp2-mixed', "
                 "'autocast-bf16', 'pure-bf16' or 'fp32', or implementation='paper'"
             )
+
+    def _check_context_parallel(self) -> None:
+        """With eager classes `cp` is a real ring's; what it was not measured with is refused."""
+        if self.cp == 1:
+            return
+        m, how = self.model, f"implementation={self.implementation!r} with cp={self.cp}"
+        ways = self.implementation.context_ways
+        if self.cp_way not in ways:
+            known = either(ways) if ways else "cp=1, or implementation='paper'"
+            raise ValueError(f"{how} is not known with cp_way={self.cp_way!r}; use {known}")
+        if not self.implementation.eager:
+            return
+        paper = "or implementation='paper'"
+        if m.family not in ("llama", "qwen2", "qwen3", "mistral") or self.implementation.masks_window(m, self.seq):
+            raise ValueError(
+                f"{how} does not know {m.name}: family {m.family!r} or its sliding window was not measured with it; use a "
+                f"model of family 'llama', 'qwen2', 'qwen3' or 'mistral' without a window, {paper}"
+            )
+        for name, only in (("pp", 1), ("tuning", "full"), ("attention", "fused"), ("dropout", 0.0)):
+            if (getattr(self, name) or only) != only:
+                raise ValueError(f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, {paper}")
+        if self.recipe.casts:
+            raise ValueError(
+                f"{how} is not known with recipe={self.recipe.name!r}: autocast does not reach into its attention; use "
+                f"'fsdp2-mixed', 'pure-bf16' or 'fp32', {paper}"
+            )
+        if self.cp_way != "ulysses":
+            must_divide("2 cp", 2 * self.cp, "seq", self.seq)
 
     def _check_adapters(self) -> None:
         """`lablib.launch.training.add_lora` puts adapters beside matrices with Llama's names."""

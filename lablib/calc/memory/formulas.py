@@ -231,7 +231,8 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     if not first:
         tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
         embedding = {"positions": tables}
-    if run.implementation.checkpoints_positions and run.recompute == "full" and not run.model.learned_positions:
+    own_positions = run.implementation.checkpoints_positions and run.cp == 1  # else the batch has them
+    if own_positions and run.recompute == "full" and not run.model.learned_positions:
         embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
     if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
         wide = run.implementation.wide_tables(run.model)
@@ -266,6 +267,7 @@ def _shape(run: RunConfig) -> dict[str, object]:
         "tp": run.tp,
         "sequence_parallel": run.sequence_parallel and run.tp > 1,
         "cp": run.cp,
+        "cp_way": run.cp_way,
     }
 
 

@@ -29,6 +29,7 @@ class Implementation(str):
         accumulates_in_kernel: Whether matrices add their gradients to a buffer that is always there, so that no gradient
             of theirs is made, and whoever asks gets a dummy; one for each shape.
         fused_norms: Whether it is torchtitan's model, in eager PyTorch with norms of one operator.
+        context_ways: Ways of context parallelism that are counted.
         keeps_stage_outputs: Whether a pipeline's runtime holds a stage's output until its backward.
         keeps_logits: Whether the loss keeps the logits and writes their gradient over them, and no fp32 probabilities.
     """
@@ -37,6 +38,7 @@ class Implementation(str):
     eager = keeps_stage_outputs = True
     splits_stream = accumulates_in_kernel = keeps_logits = fused_norms = False
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
+    context_ways: tuple[str, ...] = ()
 
     def default_dropout(self, config: ModelConfig) -> float:
         """Return the probability of dropout where none was given."""
@@ -87,6 +89,7 @@ class _Paper(Implementation):
     __slots__ = ()
     eager = False
     splits_stream = True
+    context_ways = ("ring",)
 
     def default_dropout(self, config: ModelConfig) -> float:
         return 0.1 if config.family == "gpt2" else 0.0
@@ -95,6 +98,7 @@ class _Paper(Implementation):
 class _HuggingFace(Implementation):
     __slots__ = ()
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
+    context_ways = ("ring", "gathered")
 
     def joins_qkv(self, config: ModelConfig) -> bool:
         return config.family in ("gpt2", "phi3", "gpt-neox")

@@ -10,7 +10,7 @@ Kernels are those of the CPU, and what an allocator rounds up and caches is in n
 
 The trackers see every operator, count each storage once, say of what kind it is, and keep one peak. Here the fullest
 instant of every *moment* is kept too: forward of block 3, the loss, backward of block 3, the optimizer's step. They are
-private parts of PyTorch, found by `lablib.launch.torch_private`. Three functions change PyTorch so that it can be
+private parts of PyTorch, found by `lablib.launch.torch_private`. Four functions change PyTorch so that it can be
 measured at all; a real run makes neither the mask nor the copies that they avoid.
 """
 
@@ -44,6 +44,7 @@ from lablib.launch.torch_private import (
 )
 from lablib.proof import verdict
 from lablib.proof.cases import Case
+from lablib.proof.oracles.context import waits_without_copies
 from lablib.proof.oracles.models import (
     Master,
     Subject,
@@ -213,6 +214,12 @@ def fused_sgd_without_values() -> Iterator[None]:
 
 
 @contextmanager
+def _without_values() -> Iterator[None]:
+    with fused_sgd_without_values(), waits_without_copies():
+        yield
+
+
+@contextmanager
 def nothing_packed() -> Iterator[None]:
     """Tell transformers that a batch holds no packed sequences.
 
@@ -295,6 +302,8 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
         # True of every linear layer with a batch and a sequence, and harmless without in-place operations.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         group = None if mesh is None else mesh["tp"].get_group()
+        if case.cp > 1:  # ranks that share sequences are neighbours
+            group = dist.new_group(list(range(case.cp)))
         with fake:
             subject = build_model(case, group)
         model = subject.model
@@ -305,7 +314,7 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
             precision = POLICIES.get(case.recipe, "fp32")
             keep = case.sharding == "fsdp2-keep"
             shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
-        with fake, nullcontext() if real else fused_sgd_without_values():
+        with fake, nullcontext() if real else _without_values():
             working = build_model(case, group, working=True).model if case.recipe == "mixed-bf16" else None
             return _play(case, subject, working)
 
@@ -315,13 +324,14 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
     """Pretend to be one of all ranks of data and tensor parallelism: rank 0, if they are alike."""
     if dist.is_initialized():
         raise ValueError("a process group is there already: call measure outside of run_ranks and torchrun")
-    if case.implementation != "paper" and case.dp * case.tp == 1:
+    replicas = case.dp * case.cp  # all of them hold the same weights, which FSDP2 and DDP take for data parallelism
+    if case.implementation != "paper" and replicas * case.tp == 1:
         yield None
         return
     # Of ranks that hold different numbers of bytes, the fullest is asked.
     rank = fullest_rank(build_model(case).model, case.dp) if case.sharding == "zero1" else 0
-    with pretended(rank, case.dp * case.tp):
-        yield init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
+    with pretended(rank, replicas * case.tp):
+        yield init_device_mesh("cpu", (replicas, case.tp), mesh_dim_names=("dp", "tp"))
 
 
 def _hooks_can_tell(case: Case) -> bool:

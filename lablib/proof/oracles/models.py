@@ -31,6 +31,7 @@ from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
 from lablib.launch.training import add_lora
 from lablib.proof.cases import Case
+from lablib.proof.oracles.context import local_batch, local_loss, use_torch_ring
 from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
@@ -68,11 +69,12 @@ class Master(MasterWeights):
         self.master, self.model = master, working
 
 
-def build_model(case: Case, tp_group: dist.ProcessGroup | None = None, *, working: bool = False) -> Subject:
+def build_model(case: Case, group: dist.ProcessGroup | None = None, *, working: bool = False) -> Subject:
     """Build what a case names, with random weights; under FakeTensorMode it costs no memory.
 
     Args:
-        tp_group: The tensor-parallel ranks; implementation="paper" needs it, with one rank too.
+        group: The tensor-parallel ranks; implementation="paper" needs it, with one rank too. With cp the ranks that
+            share a sequence.
         working: Build the 16-bit copy that a recipe with master weights computes with.
     """
     low = working or case.recipe == "pure-bf16"
@@ -80,12 +82,15 @@ def build_model(case: Case, tp_group: dist.ProcessGroup | None = None, *, workin
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if low else before)
     try:
-        make = {"toy": _toy, "hf": _hugging_face, "paper": partial(_paper, group=tp_group)}[case.implementation]
+        make = {"toy": _toy, "hf": _hugging_face, "paper": partial(_paper, group=group)}[case.implementation]
         model = make(case)
     finally:
         torch.set_default_dtype(before)
     if case.tuning == "lora":
         add_lora(model, rank=LORA_RANK)
+    if case.cp > 1:
+        use_torch_ring(model, group, case.cp_way)
+        return Subject(model, partial(local_batch, case.micro_batch, case.seq // case.cp), local_loss)
     hugging_face = case.implementation == "hf"
     length = case.seq if hugging_face else case.seq + 1
     forward = _hugging_face_loss if hugging_face else _stage if case.pp > 1 else _loss

@@ -45,6 +45,8 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
         kinds["attention"] += sum(norm(share, w, size // w) for w, size in zip(widths, sizes, strict=True))
     kinds["norms"] = own
     repeats = config.num_kv_heads < config.num_heads
+    if share.cp > 1:  # the ring's output, and the same in another layout
+        kinds["attention"] += n * config.q_width * value
     windowed = attention == "fused" and whose.masks_window(config, share.seq)
     if windowed:
         # The kernel's own copy of the mask, in the dtype of q; and it takes a key and a value for every query head.
@@ -79,8 +81,14 @@ def norm(share: Share, width: int, count: int = 1) -> int:
 
 
 def embedding(share: Share) -> dict[str, int]:
-    """Return the bytes before the first layer: token ids, and position ids or rotary tables."""
+    """Return the bytes before the first layer: token ids, and position ids or rotary tables.
+
+    With context parallelism a batch has shifted labels and positions beside its tokens, and tables for each sequence.
+    """
     config = share.config
+    if share.cp > 1:
+        tables = 2 * share.tokens * config.turned_dim * share.value
+        return toy.embedding(share) | {"tokens": 3 * share.tokens * INT64, "positions": tables}
     kinds = toy.embedding(share) | {"tokens": share.tokens * INT64}
     if not config.learned_positions:
         wide = share.implementation.wide_tables(config)
@@ -90,4 +98,5 @@ def embedding(share: Share) -> dict[str, int]:
 
 def head(share: Share) -> dict[str, int]:
     """Return the bytes of final norm, head and loss."""
-    return toy.head(share) | {"norms": norm(share, share.config.hidden), "loss": share.tokens * INT64 + FP32}
+    targets = share.tokens * INT64 if share.cp == 1 else 0  # else the batch has them
+    return toy.head(share) | {"norms": norm(share, share.config.hidden), "loss": targets + FP32}

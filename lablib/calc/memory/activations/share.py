@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lablib.calc.errors import check_whole, must_divide
+from lablib.calc.errors import check_whole, either, must_divide
 from lablib.calc.memory.implementation import Implementation, find_implementation
 from lablib.calc.models import ModelConfig
 
@@ -27,6 +27,7 @@ class Share:
         bytes_per_value: 2 for bf16 and fp16, 4 for fp32.
         sequence_parallel: Whether norms, dropout and the stream are split over the tensor-parallel ranks too.
         cp: Context-parallel ranks; each holds `s / cp` tokens and sees every key.
+        cp_way: How: "ring", "gathered" or "ulysses".
         dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
             GPT blocks and none in later families; none with the toy and Hugging Face's classes.
 
@@ -42,6 +43,7 @@ class Share:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    cp_way: str = "ring"
     dropout: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,13 +60,14 @@ class Share:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
         if whose.eager:
             CHECKS[whose](config)
-            if cp > 1 or self.sequence_parallel:
+            if self.sequence_parallel:
                 raise ValueError(
-                    f"implementation={whose!r} splits a layer by tp alone, and not "
-                    + (f"by cp={cp}" if cp > 1 else "with sequence_parallel=True")
-                    + ("; use cp=1" if cp > 1 else "; use sequence_parallel=False")
-                    + ", or implementation='paper'"
+                    f"implementation={whose!r} splits a layer by tp alone, and not with sequence_parallel=True; use "
+                    "sequence_parallel=False, or implementation='paper'"
                 )
+        if cp > 1 and self.cp_way not in whose.context_ways:
+            known = f"use {either(whose.context_ways)}" if whose.context_ways else "use cp=1, or implementation='paper'"
+            raise ValueError(f"implementation={whose!r} is not counted with cp={cp} and cp_way={self.cp_way!r}; {known}")
         must_divide("tp", tp, "num_heads", config.num_heads)
         must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
         must_divide("tp", tp, "ffn", config.ffn)

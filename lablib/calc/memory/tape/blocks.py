@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from lablib.calc.memory.config import RunConfig
 from lablib.calc.memory.implementation import Implementation
+from lablib.calc.memory.tape.context import context_attention
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 from lablib.calc.models import ModelConfig
@@ -49,6 +50,7 @@ class BlockSetting:
         tp: Tensor parallel ranks.
         sequence_parallel: Whether the stream is split over them.
         cp: Context parallel ranks.
+        cp_way: "ring", "gathered" or "ulysses".
         layer: Number of the layer.
         input_needs_grad: Whether the block's input gets a gradient: not behind a frozen embedding.
         lora_rank: Rank of adapters; 0 without.
@@ -68,6 +70,7 @@ class BlockSetting:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    cp_way: str = "ring"
     layer: int = 0
     input_needs_grad: bool = True
     lora_rank: int = 0
@@ -110,6 +113,7 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
         tp=run.tp,
         sequence_parallel=run.sequence_parallel,
         cp=run.cp,
+        cp_way=run.cp_way,
         # One layer stands for all that are like it, so that its tape is written once.
         layer=run.model.num_layers - 1 if run.model.has_experts(layer) else 0,
         # Hugging Face's recomputation asks for the gradient of a frozen embedding's output, as a leaf.
@@ -248,7 +252,7 @@ class _EagerBlock:
         if not c.learned_positions:
             item = FP32 if self.s.low or whose.wide_tables(c) else self.s.value
             tables = [
-                e.input(name, self.s.seq * c.turned_dim, item, needs_grad=False, given=True)
+                e.input(name, self.s.seq // self.s.cp * c.turned_dim, item, needs_grad=False, given=True)
                 for name in ("cosines", "sines")
             ]
             q, k = self.rotated(q, tables), self.rotated(k, tables)
@@ -274,6 +278,8 @@ class _EagerBlock:
     def fused(self, q: Value, k: Value, v: Value) -> Value:
         c, e, s = self.c, self.e, self.s
         rows, wide = s.tokens * c.num_heads // s.tp, e.numbers(q)
+        if s.cp > 1:
+            return context_attention(e, q, k, v, rows, cp=s.cp, way=s.cp_way)
         masks: list[Value] = []
         if s.implementation.masks_window(c, s.seq):
             # With a mask the kernel takes a key and a value for every query head, and makes a mask of numbers of the bools.

@@ -62,11 +62,13 @@ def eager_head(s: BlockSetting) -> Tape:
         logits = gathered_logits(e, s, own, words)
     e.tape.hold(logits)
     full = e.cast(logits, FP32, "logits in fp32")
-    if s.implementation.holds_variables:
+    shifts = s.implementation.holds_variables and s.cp == 1  # with context parallelism the batch has shifted targets
+    if shifts:
         # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
         e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
     scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
-    targets = s.tokens * INT64 if s.implementation.holds_variables or (s.batch > 1 and s.seq > 1) else 0
+    ours = not s.implementation.holds_variables and s.batch > 1 and s.seq > 1
+    targets = s.tokens * INT64 if shifts or ours else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
     return e.tape
 

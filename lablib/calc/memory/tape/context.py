@@ -1,0 +1,81 @@
+"""Attention under context parallelism as one operator of a tape: what PyTorch's ring keeps, and what it holds while it runs.
+
+`torch.distributed.tensor.experimental.context_parallel` replaces fused attention by a loop over the ranks' keys. Its
+autograd keeps what fused attention keeps, of this rank's tokens: q, k, v, the output and an fp32 number a row. Two ways
+to bring the keys of the others (`set_rotate_method`):
+
+    ring        "alltoall": one message of keys and values at a time, to the next rank
+    gathered    "allgather", PyTorch's default: all messages at once, which stay until the loop ends
+
+Tokens lie in zigzag order, so that with keys of a later rank only the second half of the queries has work. Then the
+output so far is cut, and put together again, in the order of heads: for the projection behind it, which reads tokens one
+after the other, it is copied. That is so on all ranks but the last, which meets no keys of later ranks.
+
+Counted is the first rank, which meets such keys only. `ring_temporaries` lists the instants of its two loops that can be
+the fullest; each is a sum of tensors that Python's variables hold then.
+
+Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`,
+`_templated_ring_attention_backward` and `_SDPAMerger`.
+"""
+
+from __future__ import annotations
+
+from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.tape import Value
+
+
+def context_attention(e: Eager, q: Value, k: Value, v: Value, rows: int, *, cp: int, way: str) -> Value:
+    """Return attention of this rank's queries over the keys of all ranks, in PyTorch's ring, and its copy.
+
+    Args:
+        rows: Of scores: tokens of this rank times query heads.
+        way: "ring" or "gathered".
+    """
+    forward, backward = ring_temporaries(e.numbers(q), e.numbers(k), rows, e.item[q], cp, way)
+    mixed = e.make(
+        f"{'ring' if way == 'ring' else 'gathered'} attention",
+        [q, k, v],
+        e.numbers(q),
+        e.item[q],
+        keeps=[q, k, v],
+        keeps_output=True,
+        extra=rows * FP32,
+        temporary=forward,
+        backward_temporary=backward,
+        kind="attention",
+        label="output of the ring",
+    )
+    return e.copy(mixed, label="attention output")
+
+
+def ring_temporaries(queries: int, keys: int, rows: int, value: int, cp: int, way: str) -> tuple[int, int]:
+    """Return the bytes that the first rank's forward and backward hold beside what they keep and return.
+
+    Args:
+        queries: Numbers of q; its output and its gradient have as many.
+        keys: Numbers of k, or of v, of this rank.
+        value: Bytes of a number.
+    """
+    ring = way == "ring"
+    full, part = FP32 * queries, value * queries  # an output in fp32, and as the kernel made it
+    message, gradients, statistics = 2 * value * keys, 2 * FP32 * keys, FP32 * rows
+    low = value < FP32  # else a block's output in fp32 is the kernel's own
+    forward = [
+        # Merging: the output so far, joined anew, and twice a half of it; the messages at work and under way.
+        3 * full + low * part // 2 + 2 * statistics + (min(2, cp - 1) if ring else cp) * message,
+        # Sending the first time: copies of keys and values one behind the other, the message made of them, what arrives.
+        (3 if ring else cp + 2) * message,
+    ]
+    if cp > 2:  # the second time: the output so far, and the block's
+        forward.append(full + low * part + statistics + (4 if ring else cp + 2) * message)
+    if cp > 3:  # and later: the block's was half of the queries
+        forward.append(full + part // 2 + 3 * statistics // 2 + (4 if ring else cp + 1) * message)
+    # Sums of the gradients of q, and of keys and values, which arrive, are added to and leave; the last kernel's for half of q.
+    sums = full + part // 2 + statistics // 2 + 3 * gradients + (min(3, cp) if ring else cp + 1) * message
+    backward = [
+        sums + part + 2 * message,  # the kernel runs, and what it made before is still there
+        sums + full + message,  # the gradient of q is joined anew
+    ]
+    if cp > 2 and not ring:  # a message is made that nobody reads: all have been gathered
+        backward.append(full + part + 3 * gradients + (cp + 4) * message)
+    return max(forward) - part - statistics, max(backward) - part - message
