@@ -60,6 +60,7 @@ from lablib.calc.parallel.expert_load import (
 from lablib.calc.parallel.experts import (
     DISPATCH_WAYS,
     DispatchBytes,
+    chance_met,
     dispatch_bytes,
     dispatch_ratio,
     expert_gradient_factor,
@@ -133,6 +134,7 @@ __all__ = [
     "busy_share",
     "causal_blocks",
     "causal_imbalance",
+    "chance_met",
     "check_reshard",
     "context_buffers",
     "context_degrees",

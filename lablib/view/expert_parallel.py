@@ -1,0 +1,121 @@
+"""Pictures of expert parallelism: tokens by hand, parameters, bytes by degree, what is dropped, and the experts' load.
+
+Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
+
+#: One colour for each expert; the letters say the same for readers who see no hue.
+_EXPERTS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
+LETTERS = "ABCD"
+_LINES = ("communication", "forward", "gradients", "activations", "optimizer")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def _cell(ax: Axes, x: float, y: float, text: str, color: str, width: float = 1.0) -> None:
+    ax.add_patch(Rectangle((x + 0.04, y + 0.04), width - 0.08, 0.92, facecolor=color))
+    ax.text(x + width / 2, y + 0.48, text, ha="center", va="center", fontsize=9, color="white")
+
+
+def route_by_hand(chosen: Sequence[Sequence[int]], *, ranks: int, experts: int) -> Figure:
+    """Draw tokens on their ranks, their copies at the experts, and the tokens again.
+
+    Args:
+        chosen: The experts of every token, in order; the first tokens are those of rank 0.
+    """
+    each, held = len(chosen) // ranks, experts // ranks
+    copies = [[token for token, picks in enumerate(chosen) if expert in picks] for expert in range(experts)]
+    arrived = [sum(len(copies[e]) for e in range(r * held, (r + 1) * held)) for r in range(ranks)]
+    wide = max(*arrived, len(chosen[0]) * each) + 0.3 * held
+    fig, axes = figure(height=2.3 * ranks + 0.2, nrows=ranks)
+    for rank, ax in enumerate(axes):
+        for i in range(each):
+            token = rank * each + i
+            for j, expert in enumerate(chosen[token]):
+                _cell(ax, 2 * i + j, 4, LETTERS[expert], _EXPERTS[expert])
+            for row in (5, 0):
+                _cell(ax, 2 * i, row, str(token), COLORS["idle"], 2)
+        x = 0.0
+        for expert in range(rank * held, (rank + 1) * held):
+            for token in copies[expert]:
+                _cell(ax, x, 2, str(token), _EXPERTS[expert])
+                x += 1
+            x += 0.3
+        holds = " and ".join(LETTERS[rank * held : (rank + 1) * held])
+        for y, text in ((5.5, "tokens"), (4.5, "choose"), (2.5, f"{holds} get"), (0.5, "sums")):
+            ax.text(-0.3, y, text, ha="right", va="center", fontsize=9)
+        ax.text(0, 3.45, "dispatch", va="center", fontsize=9, style="italic")
+        ax.text(0, 1.45, "combine", va="center", fontsize=9, style="italic")
+        ax.set_title(f"rank {rank}: {arrived[rank]} copies to compute", loc="left", fontsize=10)
+        ax.set(xlim=(-2.6, wide), ylim=(-0.1, 6.1))
+        ax.axis("off")
+    return fig
+
+
+def parameter_shares(models: Mapping[str, tuple[float, float, float, str]]) -> Figure:
+    """Draw each model's parameters as one bar: what every token visits, the chosen experts, and the experts it skips.
+
+    Args:
+        models: Name to the three parts, and the text at the end of the bar.
+    """
+    parts = (
+        ("attention and all else", "weights", None),
+        ("experts of a token", "gradients", None),
+        ("experts that it skips", "idle", HATCHES["idle"]),
+    )
+    fig, ax = figure(height=1.2 + 0.42 * len(models))
+    rows, left = range(len(models)), [0.0] * len(models)
+    for i, (name, role, hatch) in enumerate(parts):
+        widths = [100 * values[i] / sum(values[:3]) for values in models.values()]
+        ax.barh(rows, widths, 0.66, left=left, color=COLORS[role], hatch=hatch, edgecolor="white", label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, (*_, text) in enumerate(models.values()):
+        ax.text(101.5, row, text, va="center", fontsize=9)
+    name_rows(ax, models)
+    ax.set(xlim=(0, 128), xlabel="share of all parameters (%)")
+    ax.set_xticks([0, 25, 50, 75, 100])
+    return with_legend(fig, 2)
+
+
+def bytes_by_degree(
+    degrees: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str
+) -> Figure:
+    """Draw what a rank sends over the degree of expert parallelism, one panel a kind of link, one line a way to send."""
+    fig, axes = figure(height=2.1 * len(panels) + 0.9, nrows=len(panels), sharex=True, squeeze=False)
+    for ax, (title, lines) in zip(axes[:, 0], panels.items(), strict=True):
+        for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
+            ax.plot(degrees, values, linestyle=dash, color=COLORS[role], label=name if ax is axes[0, 0] else None)
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel(ylabel)
+    axes[-1, 0].set_xscale("log", base=2)
+    axes[-1, 0].set_xticks(degrees, labels=[f"{e}" for e in degrees])
+    axes[-1, 0].set_xlabel("ranks that share the experts, ep")
+    return with_legend(fig, 2)
+
+
+def balance_runs(violations: Mapping[str, Sequence[float]], loads: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw the busiest expert over the mean, step by step, and below it the load of every expert at the end."""
+    fig, (top, bottom) = figure(height=4.8, nrows=2)
+    for (name, values), role, dash in zip(violations.items(), _LINES, _DASHES, strict=False):
+        top.plot(range(1, len(values) + 1), values, linestyle=dash, color=COLORS[role], label=name)
+    top.set(xlabel="optimizer steps", ylabel="busiest over mean")
+    top.set_ylim(bottom=0)
+    experts = len(next(iter(loads.values())))
+    width = 0.8 / len(loads)
+    for i, (shares, role, hatch) in enumerate(zip(loads.values(), _LINES, ("///", None, "..."), strict=False)):
+        places = [expert + (i - (len(loads) - 1) / 2) * width for expert in range(experts)]
+        bottom.bar(places, [100 * share for share in shares], width, color=COLORS[role], hatch=hatch, edgecolor="white")
+    bottom.axhline(100 / experts, color=COLORS["neutral"], linewidth=1.2)
+    bottom.set_xticks(range(experts))
+    bottom.grid(axis="x", visible=False)
+    bottom.set(xlabel="expert", ylabel="share of choices (%)")
+    return with_legend(fig, 3)
