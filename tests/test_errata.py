@@ -49,6 +49,13 @@ OTHERS = {
     "active 2/N": ("25%",),
     "first rank attends to all": ("0.5, 1.5, 2.5 and 3.5",),
     "contiguous slice of the sequence": ("7",),
+    # Keys and values of 131,072 tokens are 2 x 131,072 x 1,024 x 2 bytes = 537 MB; 7/8 of them travel.
+    "point to point, in a ring": ("1,409 MB", "940 MB", "587 MB"),
+    "every rank gathers all keys": ("294 MB", "470 MB"),
+    "does not depend on the length": ("37 MB", "587 MB"),
+    "hide more of a ring": ("3,958",),  # 2 x 396 TFLOP/s over 50 GB/s, over 4 queries a key head
+    "has no overhead": ("53%",),
+    "square of the sequence": ("16.0",),
     "DeepSeek-V3 would have cost": ("5.6M",),
     "E4M3 is fp16 minus": ("5", "57,344", "65,504", "448", "12.5%", "6.25%"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lablib.calc.formulas.formula import Formula, Job
 from lablib.calc.layouts import axis_bytes, enough_microbatches, exchange_cost, mesh
 from lablib.calc.layouts.planner import Layout, Workload, cluster, step_time
-from lablib.calc.parallel import causal_imbalance, dispatch_bytes
+from lablib.calc.parallel import dispatch_bytes
 from lablib.calc.units import GB, MB
 
 
@@ -96,14 +96,6 @@ FORMULAS = (
         label="eq-07-ep-sent",
         code="lablib.calc.parallel.experts.dispatch_bytes",
         example=lambda job: f"{dispatch_bytes(job.seq * job.micro_batch, 2, job.config.hidden, 8) / MB:,.0f} MB",
-    ),
-    Formula(
-        name="Last cp rank over the mean",
-        tex=r"\frac{c - \frac{1}{2}}{c/2} = 2 - \frac{1}{c}",
-        symbols="c: degree of cp; a contiguous part for each rank, causal mask",
-        label="eq-07-causal",
-        code="lablib.calc.parallel.causal.causal_imbalance",
-        example=lambda job: f"{causal_imbalance(job.pp):.2f} with c = {job.pp}",
     ),
     Formula(
         name="Time of a step",
