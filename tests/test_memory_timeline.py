@@ -525,7 +525,7 @@ def test_settings_that_cannot_be() -> None:
         lambda: memory_timeline("phi-3-mini", tuning="lora", implementation="hf", seq=64),
     )
     raises("family 'olmo2'", lambda: memory_timeline("olmo-2-7b", implementation="hf", tp=2, seq=64))
-    raises("implementation='hf' knows gpt2", lambda: memory_timeline("mixtral-8x7b", implementation="hf", seq=64))
+    raises("implementation='hf' knows gpt2", lambda: memory_timeline("deepseek-v3", implementation="hf", seq=64))
     raises(
         "is not known with cp=2",
         lambda: memory_timeline("llama-3-8b", implementation="hf", recipe="fp32", tp=2, cp=2, seq=64),

@@ -44,6 +44,13 @@ _TINY_FAMILY = {
     "qwen2": {"num_kv_heads": 4, "qkv_bias": True, "tied": True},
     "mistral": {"num_kv_heads": 4},
     "mixtral": {"num_kv_heads": 4, "expert_ffn": 100, **_EXPERTS},
+    # Hugging Face's experts; grouped_mm wants rows that are multiples of 16 bytes.
+    "mixtral-grouped": {"family": "mixtral", "num_kv_heads": 4, "ffn": 104, "expert_ffn": 104, **_EXPERTS},
+    "mixtral-loop": {"family": "mixtral", "num_kv_heads": 4, "expert_ffn": 100, **_EXPERTS},
+    "qwen3-moe": {"num_kv_heads": 4, "head_dim": 10, "qk_norm": True, "expert_ffn": 40, "num_experts": 8}
+    | {"experts_per_token": 3},
+    "qwen3-moe-loop": {"family": "qwen3-moe", "num_kv_heads": 4, "head_dim": 10, "qk_norm": True, "expert_ffn": 36}
+    | {"num_experts": 8, "experts_per_token": 3},
     # Families beside the factors' own, and a window that is shorter than every sequence.
     "mistral-window": {"family": "mistral", "num_kv_heads": 4, "window": 40, "window_layers": (0, 1, 2, 3)},
     "qwen3": {"num_kv_heads": 4, "head_dim": 10, "qk_norm": True},
@@ -71,6 +78,8 @@ _PRESETS = {
     ("olmo2", "8b"): "olmo-2-7b",
     ("phi3", "small"): "phi-3-mini",
     ("gpt-neox", "small"): "pythia-410m",
+    ("mixtral-grouped", "8b"): "mixtral-8x7b",
+    ("qwen3-moe", "8b"): "qwen3-30b-a3b",
 }
 _CUSTOM = {
     ("mistral", "small"): _BILLION | {"name": "mistral-1b", "family": "mistral", "ffn": 7168},
@@ -148,6 +157,11 @@ class Case:
         return self.sharding.startswith("fsdp2")
 
     @property
+    def experts(self) -> str:
+        """How Hugging Face's classes run their experts: "grouped", as they do by themselves, or "loop"."""
+        return "loop" if self.family.endswith("-loop") else "grouped"
+
+    @property
     def unsharded(self) -> bool:
         """Whether every rank has all of the states."""
         return self.sharding in ("none", "ddp")
@@ -206,6 +220,7 @@ class Case:
             "recompute": self.recompute,
             "attention": self.attention,
             "implementation": self.implementation,
+            "experts": self.experts,
             "dropout": None if self.implementation == "paper" else 0.0,
         }
 

@@ -129,6 +129,18 @@ class RunConfig:
         metadata=_about(
             "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
             "(all states; weights are gathered unit by unit).",
+    experts: str = field(
+        default="grouped",
+        metadata=_about(
+            "How Hugging Face's classes run experts: grouped (grouped_mm, their default) or loop (their eager one: one "
+            "expert after the other).",
+            choices=("grouped", "loop"),
+        ),
+    )
+    imbalance: float = field(
+        default=1.0,
+        metadata=_about("Tokens that the fullest expert-parallel rank gets, over the average; with ep above 1."),
+    )
             choices=OFFLOADS,
         ),
     )
@@ -173,6 +185,7 @@ class RunConfig:
         self._check_schedule()
         self._check_sharding()
 
+        self._check_experts()
     @property
     def ranks(self) -> int:
         """Ranks of the run: dp, cp, tp and pp multiply; ep lives inside dp times cp."""

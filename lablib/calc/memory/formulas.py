@@ -268,6 +268,8 @@ def _shape(run: RunConfig) -> dict[str, object]:
         "sequence_parallel": run.sequence_parallel and run.tp > 1,
         "cp": run.cp,
         "cp_way": run.cp_way,
+        "experts": run.experts,
+        "imbalance": run.imbalance,
     }
 
 
@@ -277,7 +279,8 @@ def _adapter_values(run: RunConfig, layer: int) -> int:
     visits = 0
     for tensor in layer_tensors(run.model, layer):
         if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            visits += tensor.copies * (run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1)
+            share = run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
+            visits += tensor.copies * share * (run.imbalance if tensor.is_expert else 1)
     return round(tokens * visits) * run.lora_rank
 
 

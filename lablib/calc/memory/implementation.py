@@ -84,6 +84,18 @@ class Implementation(str):
         """Return whether a block registers its norms behind attention and MLP."""
         return False
 
+    def joins_experts(self, config: ModelConfig) -> bool:
+        """Return whether all experts of a layer are two tensors of three dims: gate and up, and down."""
+        return False
+
+    def routes_last(self, config: ModelConfig) -> bool:
+        """Return whether a block registers its router behind its experts."""
+        return False
+
+    def wide_routing(self, config: ModelConfig) -> bool:
+        """Return whether the weights of the chosen experts stay fp32, so that what experts made becomes fp32 too."""
+        return False
+
 
 class _Paper(Implementation):
     __slots__ = ()
@@ -129,6 +141,15 @@ class _HuggingFace(Implementation):
 
     def norms_last(self, config: ModelConfig) -> bool:
         return config.family not in ("gpt2", "gpt-neox")
+
+    def joins_experts(self, config: ModelConfig) -> bool:
+        return config.is_moe
+
+    def routes_last(self, config: ModelConfig) -> bool:
+        return config.family == "qwen3-moe"
+
+    def wide_routing(self, config: ModelConfig) -> bool:
+        return config.family == "mixtral"
 
 
 class _Torchtitan(Implementation):

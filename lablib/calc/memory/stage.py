@@ -28,7 +28,8 @@ from lablib.calc.schedules import in_flight, layers_of_stage
 def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     """Return the shapes of a rank's tensors, one entry for each copy, before data parallelism shards them.
 
-    Some of Hugging Face's classes keep q, k and v in one tensor, or gate and up; GPT-2's have inputs first.
+    Some of Hugging Face's classes keep q, k and v in one tensor, or gate and up; GPT-2's have inputs first. Experts are
+    the rows of two tensors of three dims, whose first is the number of experts.
     """
     shapes: list[Shape] = []
     whose, model = run.implementation, run.model
@@ -41,6 +42,9 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
             outputs += 2 * model.kv_width // run.tp
         elif of == "mlp" and tensor.split == "outputs" and whose.joins_gate(model):
             outputs, copies = outputs * copies, 1
+        elif tensor.is_expert and whose.joins_experts(model):
+            shapes.append((model.num_experts, outputs * copies // model.num_experts, inputs))
+            continue
         shape = (outputs, inputs) if tensor.inputs > 1 else (outputs,)
         turned = of in ("attention", "mlp") and whose.inputs_first(model)
         shapes += [shape[::-1] if turned else shape] * copies
@@ -93,6 +97,8 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     norms = unit_shapes(run, [t for t in tensors if "norm" in t.component])[0]
     attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
     others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
+    if run.implementation.routes_last(run.model):
+        others.sort(key=lambda tensor: tensor.component == "router")
     rest = _with_biases(unit_shapes(run, others)[0])
     if run.implementation.norms_last(run.model):
         return attention + rest + norms

@@ -14,6 +14,7 @@ The blocks are those of `lablib.calc.memory.activations.toy`, operator by operat
 | norms on q and k (Qwen 3, OLMo 2) | none | as the others, over a head or all of them |
 | q, k, v in one matrix (Phi-3, Pythia) | three matrices | v is a view of all three; q, k and the output are copies |
 | Pythia's block | one half after the other | both norms read the same stream |
+| experts (Mixtral, Qwen3-MoE) | none | for each pair of token and expert `2 h + 4 f` values, in a loop `3 h + 4 f`; indices |
 
 RMSNorm in fp32, rotary positions in four products, and SiLU and product as two operators are the same, so a Llama
 block with fused attention keeps the same bytes in both, and more than the papers' kernels count.
@@ -28,6 +29,8 @@ from dataclasses import replace
 
 from lablib.calc.memory.activations import toy
 from lablib.calc.memory.activations.share import FP32, INT64, Share
+
+INT32 = 4
 
 
 def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dict[str, int]:
@@ -47,6 +50,8 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
     repeats = config.num_kv_heads < config.num_heads
     if share.cp > 1:  # the ring's output, and the same in another layout
         kinds["attention"] += n * config.q_width * value
+    if experts:
+        kinds |= _experts(share)
     windowed = attention == "fused" and whose.masks_window(config, share.seq)
     if windowed:
         # The kernel's own copy of the mask, in the dtype of q; and it takes a key and a value for every query head.
@@ -66,6 +71,22 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
         # The softmax in fp32; its copy in the model's dtype is kept too, unless dropout reads it and makes another.
         kinds["scores"] += config.num_heads * n * share.seq * (FP32 - (value if share.drops else 0))
     return kinds
+
+
+def _experts(share: Share) -> dict[str, int]:
+    """Return what router and experts keep, in the way of `lablib.calc.memory.tape.experts`."""
+    config, n, k = share.config, share.tokens, share.config.experts_per_token
+    pairs = n * k
+    # Shares of all experts, the numbers of the chosen, and what the division in place needs: chosen shares and sums.
+    normalized = config.router is None or config.router.normalized
+    router = n * config.num_experts * FP32 + pairs * INT64 + (n * (k + 1) * FP32 if normalized else 0)
+    weight = FP32 if share.implementation.wide_routing(config) else share.value
+    loop = share.experts == "loop"
+    # Copy, gate and up, SiLU, product and output; in the loop what is added to the tokens, too.
+    inside = pairs * (((3 if loop else 2) * config.hidden + 4 * config.expert_ffn) * share.value + weight)
+    # Rows and columns of each expert's pairs; or rows, the order of the pairs and the way back, and where groups end.
+    indices = 2 * pairs * INT64 if loop else 3 * pairs * INT64 + config.num_experts * INT32
+    return {"mlp": n * config.hidden * share.value, "router": router, "experts": inside + indices}
 
 
 def norm(share: Share, width: int, count: int = 1) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 
 from lablib.calc.errors import check_whole, either, must_divide
 from lablib.calc.memory.implementation import Implementation, find_implementation
@@ -13,7 +14,11 @@ MASK = 1  # bytes of one value of a dropout mask on a GPU
 FP32 = 4
 INT64 = 8
 #: Families that Hugging Face's classes are counted of, the plainest first.
-FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "qwen3", "starcoder2", "gemma", "olmo2", "phi3", "gpt-neox")
+FAMILIES = (
+    *("gpt2", "llama", "qwen2", "mistral", "qwen3", "starcoder2", "gemma", "olmo2", "phi3", "gpt-neox"),
+    *("mixtral", "qwen3-moe"),
+)
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Share:
         cp_way: How: "ring", "gathered" or "ulysses".
         dropout: Probability; only whether it is 0 matters. None: as published, which is dropout in the paper's
             GPT blocks and none in later families; none with the toy and Hugging Face's classes.
+        experts: How Hugging Face's classes multiply with experts: "grouped" or "loop".
+        imbalance: Tokens that the fullest expert-parallel rank gets, over the average.
 
     Raises:
         ValueError: If a size is not positive, factors do not divide each other, or the implementation has no such model.
@@ -45,6 +52,8 @@ class Share:
     cp: int = 1
     cp_way: str = "ring"
     dropout: float | None = None
+    experts: str = "grouped"
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         config, tp, cp = self.config, self.tp, self.cp
@@ -67,7 +76,9 @@ class Share:
                 )
         if cp > 1 and self.cp_way not in whose.context_ways:
             known = f"use {either(whose.context_ways)}" if whose.context_ways else "use cp=1, or implementation='paper'"
-            raise ValueError(f"implementation={whose!r} is not counted with cp={cp} and cp_way={self.cp_way!r}; {known}")
+            raise ValueError(
+                f"implementation={whose!r} is not counted with cp={cp} and cp_way={self.cp_way!r}; {known}"
+            )
         must_divide("tp", tp, "num_heads", config.num_heads)
         must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
         must_divide("tp", tp, "ffn", config.ffn)
@@ -81,6 +92,11 @@ class Share:
     def tokens(self) -> int:
         """Tokens of this rank, `b s / cp`."""
         return self.batch * self.seq // self.cp
+
+    @property
+    def visits(self) -> int:
+        """Copies of tokens that this rank's experts get: `k n` if all ranks get as many, more by the imbalance."""
+        return ceil(self.tokens * self.config.experts_per_token * self.imbalance)
 
     @property
     def value(self) -> int:
@@ -165,11 +181,13 @@ def check_hugging_face(config: ModelConfig) -> None:
         "norm": "layernorm" if plain else "rmsnorm",
         "learned_positions": gpt,
         "gated_mlp": not plain,
-        "qk_norm": family in ("qwen3", "olmo2"),
+        "qk_norm": family in ("qwen3", "olmo2", "qwen3-moe"),
         "qk_norm_shared": family != "olmo2",
         "post_norm": family == "olmo2",
         "norms_per_layer": 2,
-        "is_moe": False,
+        "is_moe": family in WITH_EXPERTS,
+        "num_shared_experts": 0,
+        "router_bias": False,
         "is_mla": False,
         "attention_sinks": False,
         "parallel_block": config.parallel_block and family == "gpt-neox",

@@ -23,10 +23,12 @@ of the stream of its own, and sums it up over the ranks before it meets the othe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from lablib.calc.memory.config import RunConfig
 from lablib.calc.memory.implementation import Implementation
 from lablib.calc.memory.tape.context import context_attention
+from lablib.calc.memory.tape.experts import routed_experts
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 from lablib.calc.models import ModelConfig
@@ -55,6 +57,8 @@ class BlockSetting:
         input_needs_grad: Whether the block's input gets a gradient: not behind a frozen embedding.
         lora_rank: Rank of adapters; 0 without.
         lora_targets: "all" or "attention".
+        experts: "grouped" or "loop".
+        imbalance: Tokens of the fullest expert-parallel rank over the average.
     """
 
     config: ModelConfig
@@ -75,11 +79,18 @@ class BlockSetting:
     input_needs_grad: bool = True
     lora_rank: int = 0
     lora_targets: str = "all"
+    experts: str = "grouped"
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
         """Tokens of this rank where no sequence parallelism is."""
         return self.batch * self.seq // self.cp
+
+    @property
+    def visits(self) -> int:
+        """Copies of tokens that this rank's experts get."""
+        return ceil(self.tokens * self.config.experts_per_token * self.imbalance)
 
     @property
     def stream(self) -> int:
@@ -121,6 +132,8 @@ def block_setting(run: RunConfig, layer: int, gradient: int, *, behind_embedding
         or (run.implementation.checkpoints_positions and run.recompute == "full"),
         lora_rank=run.lora_rank if lora else 0,
         lora_targets=run.lora_targets,
+        experts=run.experts,
+        imbalance=run.imbalance,
     )
 
 
@@ -338,6 +351,10 @@ class _EagerBlock:
 
     def mlp(self, x: Value) -> Value:
         c, e = self.c, self.e
+        if c.has_experts(self.s.layer):
+            y = routed_experts(e, self.s, x)
+            self.tape.use(x)
+            return y
         f = c.ffn // self.s.tp
         if self.s.implementation.joins_gate(c):
             together = self.column(x, 2 * f, "mlp", "gate and up projection", c.mlp_bias, label="output of gate and up")

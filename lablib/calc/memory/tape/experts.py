@@ -86,8 +86,14 @@ def _index(e: Eager, name: str, x: Value, rows: Value, numbers: int, kind: str, 
 
 
 def _weighted(e: Eager, y: Value, weights: Value) -> Value:
-    """Return y times one number a pair. Backward makes both products whole, and casts and sums them when it has them."""
+    """Return y times one number a pair. Backward makes both products whole, casts the one and then sums the other.
+
+    What it kept is there until then, unless a replay made it: a checkpoint hands a tensor out, and forgets it.
+    """
     item = max(e.item[y], e.item[weights])
+    temporary = e.numbers(y) * item
+    if e.item[y] < item:
+        temporary += e.numbers(y) * item - weights.bytes - (y.bytes if e.tape.recomputing else 0)
     return e.make(
         "weights of the experts",
         [y, weights],
@@ -95,7 +101,7 @@ def _weighted(e: Eager, y: Value, weights: Value) -> Value:
         item,
         keeps=[y, weights],
         kind="experts",
-        backward_temporary=2 * e.numbers(y) * item - y.bytes - weights.bytes,
+        backward_temporary=temporary,
         label="weighted outputs",
     )
 
