@@ -105,6 +105,12 @@ class RunConfig:
         ),
     )
     ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
+    etp: int | None = field(
+        default=None,
+        metadata=_about(
+            "Ranks that split one expert, with ep folded over tp, cp and dp together; default: tp, not folded.", least=1
+        ),
+    )
     recompute: str = field(
         default="none",
         metadata=_about(
@@ -123,12 +129,6 @@ class RunConfig:
             "fused loss)."
         ),
     )
-    dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
-    offload: str = field(
-        default="none",
-        metadata=_about(
-            "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
-            "(all states; weights are gathered unit by unit).",
     experts: str = field(
         default="grouped",
         metadata=_about(
@@ -141,6 +141,12 @@ class RunConfig:
         default=1.0,
         metadata=_about("Tokens that the fullest expert-parallel rank gets, over the average; with ep above 1."),
     )
+    dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
+    offload: str = field(
+        default="none",
+        metadata=_about(
+            "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
+            "(all states; weights are gathered unit by unit).",
             choices=OFFLOADS,
         ),
     )
@@ -179,13 +185,13 @@ class RunConfig:
             object.__setattr__(self, name, value)
         self._check_ranges()
         self._check_split()
+        self._check_experts()
         self._check_tensor_parallel()
         self._check_context_parallel()
         self._check_adapters()
         self._check_schedule()
         self._check_sharding()
 
-        self._check_experts()
     @property
     def ranks(self) -> int:
         """Ranks of the run: dp, cp, tp and pp multiply; ep lives inside dp times cp."""
@@ -194,9 +200,13 @@ class RunConfig:
     def replicas(self, expert: bool) -> int:
         """Return over how many ranks ZeRO can shard a parameter: dp times cp, divided by ep for routed experts.
 
+        Folded experts divide all ranks of a stage: tp times cp times dp, over ep times etp.
+
         Args:
             expert: Whether it belongs to a routed expert.
         """
+        if expert and self.etp is not None:
+            return self.tp * self.cp * self.dp // (self.ep * self.etp)
         return self.dp * self.cp // (self.ep if expert else 1)
 
     def _check_ranges(self) -> None:
@@ -238,7 +248,35 @@ class RunConfig:
             raise ValueError(f"ep={self.ep} needs a model with experts and {m.name} has none; use ep=1")
         if self.ep > 1:
             must_divide("ep", self.ep, "num_experts", m.num_experts)
+        if self.etp is None:
             must_divide("ep", self.ep, "dp * cp", self.dp * self.cp)
+            return
+        if not m.is_moe:
+            raise ValueError(f"etp={self.etp} needs a model with experts and {m.name} has none; leave it out")
+        must_divide("etp", self.etp, "expert_ffn", m.expert_ffn)
+        must_divide("ep * etp", self.ep * self.etp, "tp * cp * dp", self.tp * self.cp * self.dp)
+
+    def _check_experts(self) -> None:
+        """Uneven tokens need ranks among which they are uneven; of real classes experts were measured on one rank each."""
+        m, number = self.model, isinstance(self.imbalance, int | float) and not isinstance(self.imbalance, bool)
+        most = min(self.ep, m.num_experts / m.experts_per_token) if m.is_moe else 1
+        if not number or not 1 <= self.imbalance <= most:
+            raise ValueError(
+                f"imbalance={self.imbalance!r} must be from 1 to {most:g}: with ep={self.ep} the fullest rank gets at most "
+                "so many times the average of the tokens"
+            )
+        real = self.implementation.joins_experts(m)
+        if self.experts != "grouped" and not real:
+            raise ValueError(
+                f"experts={self.experts!r} is a way of Hugging Face's classes with experts, not of {m.name} with "
+                f"implementation={self.implementation!r}; use 'grouped'"
+            )
+        for name, only in (("ep", 1), ("etp", None), ("tuning", "full")):
+            if real and getattr(self, name) != only:
+                raise ValueError(
+                    f"implementation={self.implementation!r} is not known with {name}={getattr(self, name)!r} and the experts "
+                    f"of {m.name}; use {only!r}, or implementation='paper'"
+                )
 
     def _check_tensor_parallel(self) -> None:
         """With eager classes `tp` is PyTorch's, with Hugging Face's plan; what it was not measured with is refused."""
@@ -294,7 +332,10 @@ class RunConfig:
                 f"{how} is not known with recipe={self.recipe.name!r}: autocast does not reach into its attention; use "
                 f"'fsdp2-mixed', 'pure-bf16' or 'fp32', {paper}"
             )
-        if self.cp_way != "ulysses":
+        if self.cp_way == "ulysses":
+            must_divide("cp", self.cp, "num_heads", m.num_heads)
+            must_divide("cp", self.cp, "num_kv_heads", m.num_kv_heads)
+        else:
             must_divide("2 cp", 2 * self.cp, "seq", self.seq)
 
     def _check_adapters(self) -> None:

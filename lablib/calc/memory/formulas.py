@@ -315,10 +315,10 @@ def rank_buffers(stage: Stage) -> dict[str, int]:
     for kind, tensors in stage.tensors.items():
         for tensor in tensors:
             if run.tuning == "qlora" and tensor.is_adapted:
-                outputs, inputs = tensor.shape(run.tp)
+                outputs, inputs = tensor.local_shape(run.tp, run.etp)
                 quantized = max(quantized, outputs * inputs)
             elif tensor.inputs > 1 and tensor.component not in ("embedding", "positions"):
-                casts += stage.count[kind] * tensor.local_params(run.tp, run.ep)
+                casts += stage.count[kind] * tensor.local_params(run.tp, run.ep, run.etp)
     if run.model.tied and stage.is_last:  # the token table multiplies here, as the head
         own = "head" if run.pp > 1 else "embedding"
         table = next(tensor for tensor in stage.tensors[own] if tensor.component == "embedding")

@@ -34,7 +34,7 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     shapes: list[Shape] = []
     whose, model = run.implementation, run.model
     for tensor in tensors:
-        outputs, inputs = tensor.shape(run.tp)
+        outputs, inputs = tensor.local_shape(run.tp, run.etp)
         copies, of = tensor.local_copies(run.ep), tensor.component
         if of == "attention" and tensor.split == "outputs" and whose.joins_qkv(model):
             if copies == 2:
@@ -58,7 +58,7 @@ def adapter_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     shapes: list[Shape] = []
     for tensor in tensors:
         if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            outputs, inputs = tensor.shape(run.tp)
+            outputs, inputs = tensor.local_shape(run.tp, run.etp)
             shapes += [(run.lora_rank, inputs), (outputs, run.lora_rank)] * tensor.local_copies(run.ep)
     return shapes
 
@@ -75,7 +75,7 @@ def joined_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> set[Shape]:
     for number, tensor in enumerate(tensors):
         if tensor.inputs == 1 or tensor.component == "router":
             continue
-        outputs, inputs = tensor.shape(run.tp)
+        outputs, inputs = tensor.local_shape(run.tp, run.etp)
         own = 0 if tensor.split == "outputs" else number  # a latent's matrices stay apart
         copies = tensor.copies // (run.model.num_experts if tensor.is_expert else 1)
         rows[tensor.component, inputs, own] += outputs * copies
@@ -234,12 +234,12 @@ class Stage:
 def _params(run: RunConfig, tensors: tuple[Tensor, ...]) -> Params:
     params: Counter[tuple[str, bool]] = Counter()
     for tensor in tensors:
-        number = tensor.local_params(run.tp, run.ep)
+        number = tensor.local_params(run.tp, run.ep, run.etp)
         if run.tuning == "full":
             params["trained", tensor.is_expert] += number
             continue
         kind = "quantized" if run.tuning == "qlora" and tensor.is_adapted else "frozen"
         params[kind, tensor.is_expert] += number
         if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            params["trained", tensor.is_expert] += tensor.adapter_params(run.lora_rank, run.tp, run.ep)
+            params["trained", tensor.is_expert] += tensor.adapter_params(run.lora_rank, run.tp, run.ep, run.etp)
     return MappingProxyType(params)
