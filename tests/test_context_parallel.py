@@ -13,12 +13,13 @@ import math
 import os
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.parallel import attention_traffic, context_degrees, ring_work
 from lablib.launch.measure import record_comms
@@ -136,8 +137,14 @@ def test_autograd_through_a_query_that_sees_nothing():
 class Group:
     """Stands for a process group where nothing may be sent: whatever asks for more fails."""
 
-    def __init__(self, size: int, rank: int = 0) -> None:
-        self.size, self.rank = (lambda: size), (lambda: rank)
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.fixture
+def as_rank_0(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -374,6 +381,7 @@ def draw_batch(seed: int, batch: int, seq: int):
     tokens, documents = torch.randint(0, 61, (batch, seq + 1)), packed(batch, seq + 1)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(batch, seq) < torch.linspace(0.1, 0.9, seq)] = IGNORED
+    labels[:, seq // 4 : seq // 2] = IGNORED  # all that a rank has, if the order is contiguous
     return tokens, documents, labels
 
 
@@ -432,6 +440,11 @@ def whole_model(seed: int) -> dict[tuple, float]:
         mine.backward()
         average_gradients(model, world)
         found[case] = max(far(mine, loss), *(far(p.grad, grads[n]) for n, p in model.named_parameters()))
+    model = cut_model(wholes[1], world).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = model.loss(*batch)
+    mine.backward()
+    found["autocast"] = far(mine, alone(wholes[1], *batch)[0])
     return found
 
 
@@ -449,6 +462,8 @@ def rows(batch: tuple, row: int) -> list:
 
 def test_the_model_is_that_of_one_process(seed):
     for found in on_ranks(whole_model, 4, seed):
+        # 8 bits of weights of about 1 and of what is made of them; a loss of about 4.
+        assert found.pop("autocast") < 0.1
         assert len(found) == 18
         limits = [TOLERANCE, TOLERANCE, FP32_NORM]
         assert {case: distance for case, distance in found.items() if not distance < limits[case[0]]} == {}
@@ -524,6 +539,14 @@ def composed(seed: int) -> dict[str, float]:
     def note(name: str, mine: torch.Tensor, ours: dict[str, torch.Tensor]) -> None:
         found[name] = max([far(mine, loss), *(far(grad, grads[n]) for n, grad in ours.items())])
 
+    model = cut_model(whole, inner)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    mine = model.loss(*rows(batch, row))
+    mine.backward()
+    average_gradients(model, dist.group.WORLD)
+    note("activation checkpointing", mine, {n: p.grad for n, p in model.named_parameters()})
+
     for way in WAYS:
         # dp=2 x cp=2, weights sharded over all four: FSDP2 averages over them, as the loss expects.
         model = cut_model(whole, inner, way)
@@ -573,7 +596,7 @@ def composed(seed: int) -> dict[str, float]:
 
 def test_it_goes_with_fsdp2_and_tensor_parallelism(seed):
     for found in on_ranks(composed, 4, seed):
-        assert len(found) == 9
+        assert len(found) == 10
         assert {name: distance for name, distance in found.items() if not distance < TOLERANCE} == {}
 
 
@@ -599,14 +622,12 @@ def parts(batch=1, heads=4, kv_heads=2, tokens=4, width=6):
         ({}, {"documents": torch.zeros(2, 16)}, r"documents has shape \(2, 16\)"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named_before_anything_is_sent(way, sizes, options, message, monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+def test_sizes_that_do_not_fit_are_named_before_anything_is_sent(way, sizes, options, message, as_rank_0):
     with pytest.raises(ValueError, match=message):
         WAYS[way](*parts(**sizes), Group(4), **options)
 
 
-def test_parts_that_do_not_belong_together_are_named(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+def test_parts_that_do_not_belong_together_are_named(as_rank_0, monkeypatch):
     q, k, v = parts()
     for wrong, message in (
         ((q, k, v[:, :, :2]), r"q has shape \(1, 4, 4, 6\), k \(1, 2, 4, 6\), v \(1, 2, 2, 6\)"),
@@ -617,12 +638,18 @@ def test_parts_that_do_not_belong_together_are_named(monkeypatch):
         with pytest.raises(ValueError, match=message):
             ring_attention(*wrong, Group(2))
     monkeypatch.setattr(dist, "get_rank", lambda group=None: -1)
-    with pytest.raises(ValueError, match=r"is not in the group"):
-        ring_attention(q, k, v, Group(2))
+    for call in (
+        lambda: ring_attention(q, k, v, Group(2)),
+        lambda: shard(q, 2, Group(2)),
+        lambda: unshard(q, 2, Group(2)),
+        lambda: ContextParallelTransformer(tiny_config("gpt2"), Group(2)),
+        lambda: average_gradients(torch.nn.Linear(1, 1), Group(2)),
+    ):
+        with pytest.raises(ValueError, match=r"is not in the group; call only on the group's ranks"):
+            call()
 
 
-def test_ulysses_allows_the_degrees_that_were_predicted(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+def test_ulysses_allows_the_degrees_that_were_predicted(as_rank_0):
     for heads, kv_heads in ((4, 4), (4, 2), (4, 1), (12, 6), (6, 2)):
         sizes = {"seq": math.lcm(*range(1, 13)), "heads": heads, "kv_heads": kv_heads, "most": 12}
         allowed = context_degrees("ulysses", **sizes, replicate_kv=True)
@@ -633,8 +660,7 @@ def test_ulysses_allows_the_degrees_that_were_predicted(monkeypatch):
                 ulysses_attention(*parts(heads=heads, kv_heads=kv_heads, tokens=2), Group(cp))
 
 
-def test_the_model_refuses_what_it_cannot_cut(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+def test_the_model_refuses_what_it_cannot_cut(as_rank_0):
     config = tiny_config("gpt2", num_layers=1, hidden=12, num_heads=4, max_positions=16)
     with pytest.raises(ValueError, match=r"cp=3 does not divide num_heads=4"):
         ContextParallelTransformer(config, Group(3), "ulysses")
@@ -647,6 +673,14 @@ def test_the_model_refuses_what_it_cannot_cut(monkeypatch):
         model.loss(torch.zeros(2, 13, dtype=torch.long))
     with pytest.raises(ValueError, match=r"cp=4 ranks with 6 tokens .* 24, but max_positions=16"):
         model.loss(torch.zeros(2, 25, dtype=torch.long))
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    for wrong, message in (
+        ((tokens[0],), r"tokens have shape \(9,\); they must be \(B, T\)"),
+        ((tokens, tokens[:, :8]), r"documents has shape \(2, 8\), but tokens \(2, 9\): .* \(9,\) or \(2, 9\)"),
+        ((tokens, None, tokens), r"labels have shape \(2, 9\), but tokens \(2, 9\): .* first 8 tokens, \(2, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.loss(*wrong)
     with pytest.raises(ValueError, match=r"rank=4 is not one of cp=4 ranks; use 0 to 3"):
         token_positions(8, 4, 4)
     with pytest.raises(ValueError, match=r"unknown thing to forget 'all'"):

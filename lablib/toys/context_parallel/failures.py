@@ -24,7 +24,7 @@ from lablib.toys.context_parallel.split import shard
 
 class _Positions(ContextParallelTransformer):
     def token_positions(self, seq: int, device: torch.device) -> Tensor:
-        return torch.arange(seq // self.group.size(), device=device)
+        return torch.arange(seq // self.cp, device=device)
 
 
 class _Labels(ContextParallelTransformer):

@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lablib.toys import torch_names as collective_names
 from lablib.toys.context_parallel.softmax import attend, wide
-from lablib.toys.context_parallel.split import all_positions, check_parts, token_positions, visible
+from lablib.toys.context_parallel.split import all_positions, check_parts, size_and_rank, token_positions, visible
 
 
 def gathered_attention(
@@ -42,7 +42,8 @@ def gathered_attention(
             rank; a query sees only its own document.
     """
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
-    cp, rank, seq = group.size(), group.rank(), q_BNsD.shape[2] * group.size()
+    cp, rank = size_and_rank(group)
+    seq = q_BNsD.shape[2] * cp
     k_BKSD, v_BKSD = _GatherTokens.apply(torch.stack((k_BKsD, v_BKsD)), group)
     # Gathered tokens lie in the order of the ranks. A softmax does not care; the mask has to know.
     query_s, key_S = token_positions(seq, cp, rank, order, q_BNsD.device), all_positions(seq, cp, order, q_BNsD.device)
@@ -55,8 +56,8 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, kv_2BKsD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        cp = group.size()
-        ctx.group, ctx.dtype = group, kv_2BKsD.dtype
+        cp, _ = size_and_rank(group)
+        ctx.group, ctx.cp, ctx.dtype = group, cp, kv_2BKsD.dtype
         parts = kv_2BKsD.new_empty(cp * 2, *kv_2BKsD.shape[1:])  # one after the other in dim 0
         if cp > 1:
             collective_names.all_gather(parts, kv_2BKsD.contiguous(), group=group)
@@ -67,9 +68,9 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_2BKSD: Tensor) -> tuple[Tensor, None]:
-        parts = torch.cat(grad_2BKSD.chunk(ctx.group.size(), dim=3))
+        parts = torch.cat(grad_2BKSD.chunk(ctx.cp, dim=3))
         mine_2BKsD = parts
-        if ctx.group.size() > 1:
+        if ctx.cp > 1:
             mine_2BKsD = parts.new_empty(2, *parts.shape[1:])
             collective_names.reduce_scatter(mine_2BKsD, parts, group=ctx.group)
         return mine_2BKsD.to(ctx.dtype), None

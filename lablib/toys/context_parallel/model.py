@@ -30,7 +30,7 @@ from lablib.calc.models import ModelConfig
 from lablib.toys.context_parallel.gathered import gathered_attention
 from lablib.toys.context_parallel.ring import ring_attention
 from lablib.toys.context_parallel.softmax import wide
-from lablib.toys.context_parallel.split import ORDERS, check_split, shard, token_positions
+from lablib.toys.context_parallel.split import ORDERS, check_split, shard, size_and_rank, token_positions
 from lablib.toys.context_parallel.ulysses import check_heads, ulysses_attention
 from lablib.toys.transformer import Transformer, rotary
 
@@ -61,10 +61,12 @@ class ContextParallelTransformer(Transformer):
     ) -> None:
         one_of("way", way, WAYS)
         one_of("order", order, ORDERS)
+        cp, rank = size_and_rank(group)
         if way == "ulysses":
-            check_heads(config.num_heads, config.num_kv_heads, group.size())
+            check_heads(config.num_heads, config.num_kv_heads, cp)
         super().__init__(config)
-        self.group, self.way, self.order = group, way, order
+        self.group, self.cp, self.rank = group, cp, rank
+        self.way, self.order = way, order
         self.loss_group = group if loss_group is None else loss_group
         self.documents_BS: Tensor | None = None
         for block in self.blocks:
@@ -72,7 +74,10 @@ class ContextParallelTransformer(Transformer):
 
     def core(self, q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor) -> Tensor:
         """Mix the values of all ranks' tokens."""
-        return WAYS[self.way](q_BNsD, k_BKsD, v_BKsD, self.group, order=self.order, documents=self.documents_BS)
+        options = {"order": self.order, "documents": self.documents_BS}
+        # Under autocast rotated q and k come in fp32, v does not; sums of pieces stay wide.
+        with torch.autocast(v_BKsD.device.type, enabled=False):
+            return WAYS[self.way](q_BNsD.to(v_BKsD.dtype), k_BKsD.to(v_BKsD.dtype), v_BKsD, self.group, **options)
 
     def forward(self, tokens_Bs: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         """Return the scores of every next token of this rank, logits_BsV.
@@ -81,11 +86,11 @@ class ContextParallelTransformer(Transformer):
             tokens_Bs: This rank's tokens: `shard(tokens_BS, 1, group, order)`.
             documents_BS: The number of the document of every token of the full sequences, (S,) or (B, S).
         """
-        seq = tokens_Bs.shape[1] * self.group.size()
-        check_split(seq, self.group.size(), self.order)
+        seq = tokens_Bs.shape[1] * self.cp
+        check_split(seq, self.cp, self.order)
         if self.positions is not None and seq > self.config.max_positions:
             raise ValueError(
-                f"cp={self.group.size()} ranks with {tokens_Bs.shape[1]} tokens have a sequence of {seq}, but "
+                f"cp={self.cp} ranks with {tokens_Bs.shape[1]} tokens have a sequence of {seq}, but "
                 f"max_positions={self.config.max_positions}"
             )
         position_s = self.token_positions(seq, tokens_Bs.device)
@@ -110,6 +115,7 @@ class ContextParallelTransformer(Transformer):
                 only, and is not asked for the first token of the next one.
             labels_BS: What to predict in place of the next tokens; `IGNORED` asks for nothing.
         """
+        check_batch(tokens_BT, documents_BT, labels_BS)
         labels_BS = next_tokens(tokens_BT, documents_BT) if labels_BS is None else labels_BS
         tokens_Bs, labels_Bs = self.cut(tokens_BT[:, :-1], labels_BS)
         logits_BsV = self(tokens_Bs, None if documents_BT is None else documents_BT[..., :-1])
@@ -119,7 +125,7 @@ class ContextParallelTransformer(Transformer):
 
     def token_positions(self, seq: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in the full sequence."""
-        return token_positions(seq, self.group.size(), self.group.rank(), self.order, device)
+        return token_positions(seq, self.cp, self.rank, self.order, device)
 
     def cut(self, tokens_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and their labels, which were shifted before."""
@@ -128,6 +134,25 @@ class ContextParallelTransformer(Transformer):
     def mean(self, losses_Bs: Tensor, counts_Bs: Tensor) -> Tensor:
         """Return the mean of the losses that count, over all tokens of all ranks."""
         return _MeanOverRanks.apply(losses_Bs.sum(), counts_Bs.sum(), self.loss_group)
+
+
+def check_batch(tokens_BT: Tensor, documents_BT: Tensor | None, labels_BS: Tensor | None) -> None:
+    """Raise a ValueError unless documents and labels belong to the tokens."""
+    if tokens_BT.dim() != 2:
+        raise ValueError(
+            f"tokens have shape {tuple(tokens_BT.shape)}; they must be (B, T), windows of T = S + 1 tokens"
+        )
+    batch, window = tokens_BT.shape
+    if documents_BT is not None and tuple(documents_BT.shape) not in {(window,), (1, window), (batch, window)}:
+        raise ValueError(
+            f"documents has shape {tuple(documents_BT.shape)}, but tokens {(batch, window)}: pass the document of every "
+            f"token of the windows, ({window},) or ({batch}, {window})"
+        )
+    if labels_BS is not None and labels_BS.shape != (batch, window - 1):
+        raise ValueError(
+            f"labels have shape {tuple(labels_BS.shape)}, but tokens {(batch, window)}: pass one label for each of the "
+            f"first {window - 1} tokens, {(batch, window - 1)}, already shifted"
+        )
 
 
 def next_tokens(tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
@@ -145,7 +170,7 @@ class _MeanOverRanks(torch.autograd.Function):
     def forward(ctx: FunctionCtx, total: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
         both = torch.stack((total.double(), count.double()))  # one message, and exact counts
         dist.all_reduce(both, group=group)
-        ctx.scale, ctx.dtype = group.size() / both[1], total.dtype
+        ctx.scale, ctx.dtype = dist.get_world_size(group) / both[1], total.dtype
         return (both[0] / both[1]).to(total.dtype)
 
     @staticmethod
@@ -161,7 +186,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     Args:
         group: `loss_group` of the model.
     """
+    ranks, _ = size_and_rank(group)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad /= group.size()
+            parameter.grad /= ranks
             dist.all_reduce(parameter.grad, group=group)

@@ -26,7 +26,14 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lablib.toys.context_parallel.softmax import Partial, attend, attend_backward, merge, nothing_seen, wide
-from lablib.toys.context_parallel.split import check_parts, chunks_of, needed_blocks, token_positions, visible
+from lablib.toys.context_parallel.split import (
+    check_parts,
+    chunks_of,
+    needed_blocks,
+    size_and_rank,
+    token_positions,
+    visible,
+)
 
 
 def ring_attention(
@@ -58,21 +65,22 @@ class _Masks:
     def __init__(
         self, tokens: int, group: dist.ProcessGroup, order: str, causal: bool, documents: Tensor | None
     ) -> None:
-        self.seq, self.group, self.order = tokens * group.size(), group, order
+        self.cp, self.rank = size_and_rank(group)
+        self.seq, self.group, self.order = tokens * self.cp, group, order
         self.causal, self.documents = causal, documents
 
     def blocks(self, source: int, device: torch.device) -> list[tuple[slice, slice, Tensor]]:
         """Return what to compute with another rank's keys: (queries, keys, mask) of every block that is needed."""
-        cp, rank = self.group.size(), self.group.rank()
-        mine, theirs = (token_positions(self.seq, cp, r, self.order, device) for r in (rank, source))
+        mine, theirs = (token_positions(self.seq, self.cp, r, self.order, device) for r in (self.rank, source))
         mask = visible(mine, theirs, self.causal, self.documents)
-        return [(rows, cols, mask[..., rows, cols]) for rows, cols in needed_blocks(mask, chunks_of(self.order, cp))]
+        needed = needed_blocks(mask, chunks_of(self.order, self.cp))
+        return [(rows, cols, mask[..., rows, cols]) for rows, cols in needed]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, masks: _Masks) -> Tensor:
-        cp, rank = masks.group.size(), masks.group.rank()
+        cp, rank = masks.cp, masks.rank
         seen = nothing_seen(q_BNsD)
         kv = torch.stack((k_BKsD, v_BKsD))  # one message
         for step in range(cp):
@@ -93,7 +101,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_BNsD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_BNsD, k_BKsD, v_BKsD, out_BNsD, lse_BNs = ctx.saved_tensors
         masks = ctx.masks
-        cp, rank = masks.group.size(), masks.group.rank()
+        cp, rank = masks.cp, masks.rank
         grad_q = torch.zeros_like(q_BNsD, dtype=wide(q_BNsD))
         kv = torch.stack((k_BKsD, v_BKsD))
         own = sums = None
@@ -111,7 +119,8 @@ class _Ring(torch.autograd.Function):
             if step == 0:
                 own = grad_kv
             else:
-                # The sum for the block that this rank has just used; at the last step the block of the next rank.
+                # What arrives is the sum, so far, for the block just used. After the last step it goes home, since
+                # that block is the next rank's.
                 sums = Passing(grad_kv if sums is None else grad_kv + sums.wait(), masks.group)
             if coming:
                 kv = coming.wait()
@@ -126,7 +135,7 @@ class Passing:
     """
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        rank, cp = group.rank(), group.size()
+        cp, rank = size_and_rank(group)
         self.sent, self.received = tensor, torch.empty_like(tensor)  # `sent` must live until it has left
         # Started together: if all ranks sent first, none would receive.
         self.works = dist.batch_isend_irecv(

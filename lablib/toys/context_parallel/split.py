@@ -44,6 +44,14 @@ def check_split(seq: int, cp: int, order: str) -> None:
         )
 
 
+def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return cp, the ranks of a group, and this rank's number among them."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; call only on the group's ranks")
+    return dist.get_world_size(group), rank
+
+
 def token_positions(seq: int, cp: int, rank: int, order: str = "zigzag", device: torch.device | None = None) -> Tensor:
     """Return the positions in the full sequence of the tokens that a rank holds, in the order in which it holds them.
 
@@ -76,7 +84,7 @@ def shard(x: Tensor, dim: int, group: dist.ProcessGroup, order: str = "zigzag") 
     Args:
         dim: Of the sequence.
     """
-    return x.index_select(dim, token_positions(x.shape[dim], group.size(), group.rank(), order, x.device))
+    return x.index_select(dim, token_positions(x.shape[dim], *size_and_rank(group), order, x.device))
 
 
 @torch.no_grad()
@@ -86,7 +94,7 @@ def unshard(x: Tensor, dim: int, group: dist.ProcessGroup, order: str = "zigzag"
     Args:
         dim: Of the sequence; it has the same size on every rank.
     """
-    cp = group.size()
+    cp, _ = size_and_rank(group)
     seq = x.shape[dim] * cp
     check_split(seq, cp, order)
     part = x.movedim(dim, 0).contiguous()
@@ -137,8 +145,7 @@ def check_parts(
     q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, group: dist.ProcessGroup, order: str, documents: Tensor | None
 ) -> None:
     """Raise a ValueError for parts that make no sequence, before anything is sent."""
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; call only on the group's ranks")
+    cp, _ = size_and_rank(group)
     shapes = f"q has shape {tuple(q_BNsD.shape)}, k {tuple(k_BKsD.shape)}, v {tuple(v_BKsD.shape)}"
     if q_BNsD.dim() != 4 or k_BKsD.dim() != 4 or k_BKsD.shape != v_BKsD.shape:
         raise ValueError(f"{shapes}: they must be (B, N, s, D), (B, K, s, D) and (B, K, s, D)")
@@ -149,10 +156,10 @@ def check_parts(
         raise ValueError(f"q, k and v must have one dtype, not {q_BNsD.dtype}, {k_BKsD.dtype} and {v_BKsD.dtype}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={heads}: each serves equally many queries")
-    seq = tokens * group.size()
-    check_split(seq, group.size(), order)
+    seq = tokens * cp
+    check_split(seq, cp, order)
     if documents is not None and tuple(documents.shape) not in {(seq,), (1, seq), (batch, seq)}:
         raise ValueError(
-            f"documents has shape {tuple(documents.shape)}, but {tokens} tokens on each of cp={group.size()} ranks are "
+            f"documents has shape {tuple(documents.shape)}, but {tokens} tokens on each of cp={cp} ranks are "
             f"a sequence of {seq}: pass the documents of the full sequence, ({seq},) or ({batch}, {seq})"
         )

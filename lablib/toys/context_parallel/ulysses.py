@@ -25,7 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lablib.calc.errors import either
 from lablib.toys.context_parallel.softmax import attend
-from lablib.toys.context_parallel.split import all_positions, check_parts, visible
+from lablib.toys.context_parallel.split import all_positions, check_parts, size_and_rank, visible
 
 HEADS, TOKENS = 1, 2  # dims of q_BNsD
 
@@ -51,7 +51,7 @@ def ulysses_attention(
             rank; a query sees only its own document.
     """
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
-    cp, heads, kv_heads = group.size(), q_BNsD.shape[1], k_BKsD.shape[1]
+    (cp, _), heads, kv_heads = size_and_rank(group), q_BNsD.shape[HEADS], k_BKsD.shape[HEADS]
     check_heads(heads, kv_heads, cp)
     if cp > kv_heads:
         k_BKsD, v_BKsD = (x.repeat_interleave(cp // kv_heads, dim=HEADS) for x in (k_BKsD, v_BKsD))
@@ -91,9 +91,10 @@ class _Swap(torch.autograd.Function):
 
 def swap(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
     """Return this rank's part in dim `cut` of all ranks' tensors, one after the other in dim `join`."""
-    if group.size() == 1:
+    cp, _ = size_and_rank(group)
+    if cp == 1:
         return x.clone()
-    parts = torch.stack(x.chunk(group.size(), dim=cut))  # part i goes to rank i
+    parts = torch.stack(x.chunk(cp, dim=cut))  # part i goes to rank i
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return torch.cat(received.unbind(), dim=join)
