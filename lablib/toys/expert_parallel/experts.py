@@ -35,8 +35,8 @@ def grouped_product(rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor) -> Te
     ends_e = counts_e.cumsum(0).to(torch.int32)
     rows_RO = F.grouped_mm(rows_RI, weight_eOI.transpose(1, 2), offs=ends_e)
     if rows_RO.requires_grad:
-        # Its backward refuses a gradient that is one number repeated (stride 0), such as that of a sum.
-        rows_RO.register_hook(lambda grad_RO: grad_RO.contiguous())
+        # Its backward refuses a gradient that is one number repeated (stride 0), such as that of a sum: write it out.
+        rows_RO.register_hook(lambda grad_RO: grad_RO.clone(memory_format=torch.contiguous_format))
     return rows_RO
 
 

@@ -49,6 +49,8 @@ def fold(whole: MoETransformer, tp_group: dist.ProcessGroup, ep_group: dist.Proc
         moe = MoE(config, ep_group).to(dtype)
         moe.load_whole({n.removeprefix(name): v for n, v in state.items() if n.startswith(name)})
         split.get_submodule(name.removesuffix(".mlp.")).mlp = moe
-        for parameter in set(moe.parameters()) - routed_parameters(moe):
-            sum_gradient(parameter, tp_group)
+        routed = set(routed_parameters(moe))
+        for parameter in moe.parameters():
+            if parameter not in routed:
+                sum_gradient(parameter, tp_group)
     return split

@@ -26,9 +26,12 @@ from torch import nn
 from lablib.toys.expert_parallel.experts import Experts
 
 
-def routed_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of the routed experts, which differ between the ranks of an ep group."""
-    return {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+def routed_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the routed experts, which differ between the ranks of an ep group.
+
+    In the order of the model, so that ranks which send them one by one send the same one.
+    """
+    return [p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()]
 
 
 @torch.no_grad()
@@ -41,7 +44,7 @@ def average_gradients(model: nn.Module, dp_group: dist.ProcessGroup, edp_group: 
         dp_group: The ranks that hold the same attention, ep included.
         edp_group: The ranks that hold the same experts.
     """
-    routed = routed_parameters(model)
+    routed = set(routed_parameters(model))
     trained = [p for p in model.parameters() if p.requires_grad]
     for group, parameters in (
         (edp_group, [p for p in trained if p in routed]),
@@ -63,9 +66,8 @@ def own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     Args:
         groups: As from `lablib.calc.parallel.expert_groups`.
     """
-    rank = dist.get_rank()
+    named = [rank for ranks in groups for rank in ranks]
+    if sorted(named) != list(range(dist.get_world_size())):
+        raise ValueError(f"the groups {groups} must name each of the {dist.get_world_size()} ranks once")
     made = [dist.new_group(ranks) for ranks in groups]  # every rank makes all, in the same order
-    mine = [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
-    if len(mine) != 1:
-        raise ValueError(f"rank {rank} is in {len(mine)} of the groups {groups}, not in one")
-    return mine[0]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
