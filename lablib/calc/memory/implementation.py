@@ -110,7 +110,7 @@ class _Paper(Implementation):
 class _HuggingFace(Implementation):
     __slots__ = ()
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
-    context_ways = ("ring", "gathered")
+    context_ways = ("ring", "gathered", "ulysses")
 
     def joins_qkv(self, config: ModelConfig) -> bool:
         return config.family in ("gpt2", "phi3", "gpt-neox")

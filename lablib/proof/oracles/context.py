@@ -1,9 +1,9 @@
-"""Context parallelism of the cases with cp: Hugging Face's classes over PyTorch's ring, on one rank of many.
+"""Context parallelism of the cases with cp: Hugging Face's classes over PyTorch's ring or an exchange, on one rank of many.
 
 transformers lets any function stand for attention (`AttentionInterface`). Here it is the loop that PyTorch's own
 `context_parallel` puts in the place of `scaled_dot_product_attention`, forward and backward, kept as its operators keep
 it: q, k, v, the output and the log-sum-exps. Around that loop PyTorch uses DTensors, and takes a GPU's kernels only; the
-loop itself takes the CPU's.
+loop itself takes the CPU's. PyTorch has no Ulysses; the exchange is that of this course, around fused attention.
 
 A rank's batch is what transformers' Trainer gives it: tokens, labels that were shifted before they were cut, and
 positions, all of this rank's tokens.
@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.functional import scaled_dot_product_attention
 
 from lablib.launch import torch_private
+from lablib.toys.context_parallel import swap
 
 NAME = "context_parallel"
 #: How PyTorch calls the ways.
 METHODS = {"ring": "alltoall", "gathered": "allgather"}
 
 _HOW = {"is_causal": True, "dropout_p": 0.0, "scale": None}
-_TOKENS = 2  # the dim of a tensor of heads, (B, N, s, D)
+_HEADS, _TOKENS = 1, 2  # dims of a tensor of heads, (B, N, s, D)
 
 
 class _TorchRing(torch.autograd.Function):
@@ -52,15 +54,37 @@ class _TorchRing(torch.autograd.Function):
         return *grads, None
 
 
-def use_torch_ring(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
+class _Exchange(torch.autograd.Function):
+    """Heads for tokens, or tokens for heads, by the exchange of this course's Ulysses."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.how = group, join, cut  # of the way back
+        return swap(x, group, cut, join)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return swap(grad, *ctx.how), None, None, None
+
+
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return fused attention over all tokens of this rank's heads, exchanged before and after."""
+    q, k, v = (_Exchange.apply(x, group, _HEADS, _TOKENS) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return _Exchange.apply(out, group, _TOKENS, _HEADS)
+
+
+def split_attention(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
     """Let a model of Hugging Face's attend over the tokens of all ranks of a group."""
     from transformers import AttentionInterface
 
-    torch_private.set_rotate_method(METHODS[way])
+    core = exchanged_attention if way == "ulysses" else _TorchRing.apply
+    if way != "ulysses":
+        torch_private.set_rotate_method(METHODS[way])
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **how: Any) -> tuple[Tensor, None]:
         # As transformers' own function ends: tokens one after the other.
-        return _TorchRing.apply(q, k, v, group).transpose(1, 2).contiguous(), None
+        return core(q, k, v, group).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(NAME, attend)
     model.config._attn_implementation = NAME

@@ -31,7 +31,7 @@ from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
 from lablib.launch.training import add_lora
 from lablib.proof.cases import Case
-from lablib.proof.oracles.context import local_batch, local_loss, use_torch_ring
+from lablib.proof.oracles.context import local_batch, local_loss, split_attention
 from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
@@ -89,7 +89,7 @@ def build_model(case: Case, group: dist.ProcessGroup | None = None, *, working: 
     if case.tuning == "lora":
         add_lora(model, rank=LORA_RANK)
     if case.cp > 1:
-        use_torch_ring(model, group, case.cp_way)
+        split_attention(model, group, case.cp_way)
         return Subject(model, partial(local_batch, case.micro_batch, case.seq // case.cp), local_loss)
     hugging_face = case.implementation == "hf"
     length = case.seq if hugging_face else case.seq + 1

@@ -48,7 +48,7 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
         kinds["attention"] += sum(norm(share, w, size // w) for w, size in zip(widths, sizes, strict=True))
     kinds["norms"] = own
     repeats = config.num_kv_heads < config.num_heads
-    if share.cp > 1:  # the ring's output, and the same in another layout
+    if share.cp > 1:  # attention's output, and the same in another layout
         kinds["attention"] += n * config.q_width * value
     if experts:
         kinds |= _experts(share)

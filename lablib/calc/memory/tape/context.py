@@ -1,4 +1,4 @@
-"""Attention under context parallelism as one operator of a tape: what PyTorch's ring keeps, and what it holds while it runs.
+"""Attention under context parallelism on a tape: what PyTorch's ring or an exchange keeps, and what it holds while it runs.
 
 `torch.distributed.tensor.experimental.context_parallel` replaces fused attention by a loop over the ranks' keys. Its
 autograd keeps what fused attention keeps, of this rank's tokens: q, k, v, the output and an fp32 number a row. Two ways
@@ -14,6 +14,9 @@ after the other, it is copied. That is so on all ranks but the last, which meets
 Counted is the first rank, which meets such keys only. `ring_temporaries` lists the instants of its two loops that can be
 the fullest; each is a sum of tensors that Python's variables hold then.
 
+Ulysses exchanges heads for tokens before fused attention, and back behind it. What fused attention keeps has the sizes
+that it had, of fewer heads and more tokens; the output is kept a second time, as this rank's tokens.
+
 Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`,
 `_templated_ring_attention_backward` and `_SDPAMerger`.
 """
@@ -25,12 +28,16 @@ from lablib.calc.memory.tape.tape import Value
 
 
 def context_attention(e: Eager, q: Value, k: Value, v: Value, rows: int, *, cp: int, way: str) -> Value:
-    """Return attention of this rank's queries over the keys of all ranks, in PyTorch's ring, and its copy.
+    """Return attention of this rank's queries over the keys of all ranks, and its copy.
 
     Args:
         rows: Of scores: tokens of this rank times query heads.
-        way: "ring" or "gathered".
+        way: "ring", "gathered" or "ulysses".
     """
+    if way == "ulysses":
+        q, k, v = (exchanged(e, x, name) for name, x in (("q", q), ("k", k), ("v", v)))
+        mixed = e.fused_attention(q, k, v, rows, e.numbers(q), kind="attention")
+        return e.copy(exchanged(e, mixed, "the output"), label="attention output")
     forward, backward = ring_temporaries(e.numbers(q), e.numbers(k), rows, e.item[q], cp, way)
     mixed = e.make(
         f"{'ring' if way == 'ring' else 'gathered'} attention",
@@ -46,6 +53,12 @@ def context_attention(e: Eager, q: Value, k: Value, v: Value, rows: int, *, cp: 
         label="output of the ring",
     )
     return e.copy(mixed, label="attention output")
+
+
+def exchanged(e: Eager, x: Value, name: str) -> Value:
+    """Return as many numbers of other ranks' tokens or heads: what is sent and what arrives are there beside it."""
+    how = {"temporary": 2 * x.bytes, "backward_temporary": 2 * x.bytes, "label": f"exchanged {name}"}
+    return e.make(f"exchange of {name}", [x], e.numbers(x), e.item[x], **how)
 
 
 def ring_temporaries(queries: int, keys: int, rows: int, value: int, cp: int, way: str) -> tuple[int, int]:
