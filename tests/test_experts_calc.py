@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -13,6 +15,7 @@ from lablib.calc.layouts import mesh
 from lablib.calc.models import preset
 from lablib.calc.parallel import (
     DISPATCH_WAYS,
+    chance_met,
     dispatch_bytes,
     dispatch_ratio,
     dropped_share,
@@ -75,6 +78,17 @@ def test_once_per_node_sends_less_and_never_more_than_the_nodes_allow() -> None:
     assert sent["node"].across == pytest.approx(4 * 4096 * 7168 * 2 * dispatch_nodes(8, 8), rel=0.02)
 
 
+def test_vectors_of_a_published_benchmark_are_predicted() -> None:
+    """Its rate times its time; rates are whole GB/s, and 18 of them are known to one in 36."""
+    uccl = json.loads((Path(__file__).parent.parent / "book" / "data" / "uccl_ep.json").read_text(encoding="utf-8"))
+    for ep, *published in uccl["H200"] + uccl["B200"]:
+        places, experts = (8, 256) if ep == 8 else (ep // 8, 288)
+        vectors = 4096 * places * chance_met(experts // places, experts, 8)
+        for i, size in ((0, 7168 * (1 + 4 / 128)), (2, 7168 * 2)):
+            rate, microseconds = published[i : i + 2]
+            assert vectors * size == pytest.approx(rate * microseconds * 1e3, rel=0.01 + 0.5 / rate)
+
+
 def test_dispatch_against_compute_does_not_know_tokens_experts_or_width() -> None:
     flops, bandwidth, ep = 400e12, 50e9, 8
     for tokens, k, hidden, ffn in ((4096, 8, 7168, 2048), (512, 2, 4096, 14336)):
@@ -96,7 +110,7 @@ def test_a_mixture_needs_e_over_k_times_the_tokens() -> None:
 
 
 def test_parameters_of_published_mixtures() -> None:
-    """Mixtral (2401.04088) 47B and 13B active, Qwen3-30B-A3B (2505.09388) 30.5B and 3.3B, DeepSeek-V3 671B and 37B."""
+    """Mixtral (2401.04088), Qwen3-30B-A3B (its model card) and DeepSeek-V3 (2412.19437), in total and active."""
     published = {"mixtral-8x7b": (47, 13), "qwen3-30b-a3b": (30.5, 3.3), "deepseek-v3": (671, 37)}
     for name, (total, active) in published.items():
         count = count_params(preset(name))
