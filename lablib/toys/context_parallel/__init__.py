@@ -25,7 +25,7 @@ from lablib.toys.context_parallel.split import (
     unshard,
     visible,
 )
-from lablib.toys.context_parallel.ulysses import ulysses_attention
+from lablib.toys.context_parallel.ulysses import swap, ulysses_attention
 
 __all__ = [
     "IGNORED",
@@ -44,6 +44,7 @@ __all__ = [
     "next_tokens",
     "ring_attention",
     "shard",
+    "swap",
     "token_positions",
     "ulysses_attention",
     "unshard",
