@@ -72,9 +72,11 @@ def traffic_by_degree(
         panels: By model and way, the degrees and what is sent at each.
     """
     fig, axes = figure(height=2.3 * len(panels) + 0.5, nrows=len(panels), squeeze=False, sharex=True)
+    named: set[str] = set()
     for ax, (title, ways) in zip(axes[:, 0], panels.items(), strict=True):
         for (name, (degrees, sent)), (role, dash) in zip(ways.items(), _LINES, strict=False):
-            label = name if ax is axes[0, 0] else None
+            label = None if name in named else name
+            named.add(name)
             ax.plot(degrees, sent, dash, color=COLORS[role], marker="o", markersize=4, label=label)
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_xscale("log", base=2)
