@@ -56,6 +56,12 @@ OTHERS = {
     "hide more of a ring": ("3,958",),  # 2 x 396 TFLOP/s over 50 GB/s, over 4 queries a key head
     "has no overhead": ("53%",),
     "square of the sequence": ("16.0",),
+    # 30.53B x 16; 128 x (15/16)^4096; 4 x 8 x 63/64 over 2; 4 x 32; 1 x 16 x 2.
+    "the others can stay on disk": ("30.5B", "489 GB", "2e-113"),
+    "eight experts of 7B": ("46.7B", "12.9B"),
+    "2 x B x S x H": ("15.8",),
+    "64 all-to-alls": ("128",),
+    "at most that of data parallelism": ("32",),
     "DeepSeek-V3 would have cost": ("5.6M",),
     "E4M3 is fp16 minus": ("5", "57,344", "65,504", "448", "12.5%", "6.25%"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lablib.calc.formulas.formula import Formula, Job
 from lablib.calc.layouts import axis_bytes, enough_microbatches, exchange_cost, mesh
 from lablib.calc.layouts.planner import Layout, Workload, cluster, step_time
-from lablib.calc.parallel import dispatch_bytes
 from lablib.calc.units import GB, MB
 
 
@@ -88,14 +87,6 @@ FORMULAS = (
         label="eq-07-dp-sent",
         code="lablib.calc.layouts.axes.axis_bytes",
         example=lambda job: _sent(job, "dp"),
-    ),
-    Formula(
-        name="Values sent over ep, a layer",
-        tex=r"4\,T k h\,\frac{e-1}{e}",
-        symbols="T: tokens of a rank; k: experts of a token (two in the example); e: degree of ep (8); forward and backward",
-        label="eq-07-ep-sent",
-        code="lablib.calc.parallel.experts.dispatch_bytes",
-        example=lambda job: f"{dispatch_bytes(job.seq * job.micro_batch, 2, job.config.hidden, 8) / MB:,.0f} MB",
     ),
     Formula(
         name="Time of a step",

@@ -16,8 +16,8 @@ Ranks of a node are neighbours, so the fastest axes stay inside nodes. Axes that
 Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses tp, cp, pp, dp (arXiv 2407.21783, 3.3.2).
 
 Experts are sharded over ep ranks *out of* the dp replicas: tp x cp x dp x pp are all ranks, and ep divides dp. On the grid
-dp is then two axes, ep and edp = dp / ep. Gradients of what is no routed expert are averaged over `groups("dp", "cp")`,
-those of a routed expert over `groups("edp", "cp")`: the ranks that hold the same expert.
+dp is then two axes, ep and edp = dp / ep. Gradients of what is no routed expert are summed over `groups("dp", "cp")`,
+those of a routed expert over `groups("edp", "cp")`, the ranks that hold the same expert; all are divided by dp cp.
 """
 
 from __future__ import annotations
