@@ -52,7 +52,7 @@ from lablib.toys.expert_parallel import (
 )
 
 LIMIT = 1e-12
-HIDDEN, FFN = 16, 12
+HIDDEN, FFN = 16, 8
 WAYS = ("expert", "rank", "node")
 
 
@@ -200,6 +200,71 @@ def test_equal_to_one_process(ranks, ep):
             assert not {n: d for n, d in differences.items() if not d < LIMIT}, (case, differences)
 
 
+# Other habits: dtypes, autocast, recomputation, frozen parts
+
+
+def odd() -> dict[str, object]:
+    """What a rank sees where a rank has no tokens, in other dtypes, and with parts that are not trained."""
+    from torch.utils.checkpoint import checkpoint
+
+    rank, world, alone = dist.get_rank(), own_groups(1, 4, 4), own_groups(4, 1, 1)["ep"]
+    inside = own_groups(1, 4, 2)
+    hops = {"expert": None, "rank": rank_hop(8, world["ep"]), "node": node_hops(8, inside["edp"], inside["ep"])}
+    found: dict[str, object] = {}
+
+    def both(dtype: torch.dtype, group: dist.ProcessGroup, **options) -> tuple[MoE, MoE]:
+        config = mixture(8, 2, QWEN)
+        one, part = MoE(config).to(dtype), MoE(config, group, **options).to(dtype)
+        drawn(one.float(), 4)
+        one.to(dtype)
+        part.load_whole(one.state_dict())
+        return one, part
+
+    for dtype, way, auto in itertools.product((torch.float32, torch.bfloat16), WAYS, (False, True)):
+        products = "grouped" if hasattr(F, "grouped_mm") and not auto and FFN % 8 == 0 else "loop"
+        one, part = both(dtype, world["ep"], hops=hops[way], products=products)
+        x = torch.randn(0 if rank == 1 else 6, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        x.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=auto):
+            y, expected = part(x), one(x.detach())
+        y.sum().backward()  # a gradient that is one number repeated
+        assert x.grad is not None
+        assert y.dtype == expected.dtype
+        found[f"{dtype}, {way}, autocast={auto}"] = far(y, expected) / torch.finfo(y.dtype).eps
+    for which in ("experts", "router"):
+        _, part = both(torch.float32, world["ep"])
+        getattr(part, which).requires_grad_(False)
+        part(torch.randn(3, HIDDEN)).sum().backward()
+        average_gradients(part, world["dp"], world["edp"])
+        found[f"frozen {which}"] = [name for name, p in part.named_parameters() if p.grad is not None]
+    one, part = both(torch.float32, alone)
+    x = torch.randn(3, HIDDEN)
+    with torch.no_grad():
+        found["a group of one"] = far(part(x), one(x))
+    assert part.routing.weights_Tk.grad_fn is None
+
+    _, part = both(torch.float32, world["ep"])
+    grads = []
+    for run in (part, lambda x: checkpoint(part, x, use_reentrant=False)):
+        part.zero_grad()
+        for _ in range(2):  # two micro-batches add up
+            run(x).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in part.parameters()]))
+    found["recomputed"] = far(*grads)
+    return found
+
+
+def test_other_habits():
+    """The same products in the same dtype: weighted sums of two rows, whatever the way, differ by some roundings."""
+    for found in (all_of["odd"] for all_of in on_ranks(four, 4)):
+        assert found.pop("frozen experts") == ["router.weight"]
+        assert found.pop("frozen router") == ["experts.gate", "experts.up", "experts.down"]
+        assert found.pop("a group of one") < 1e-5
+        assert found.pop("recomputed") == 0
+        assert len(found) == 12
+        assert max(found.values()) < 100, found
+
+
 # The router: the choices and weights of Hugging Face's classes
 
 
@@ -301,6 +366,8 @@ def test_the_bias_moves_towards_the_mean():
     assert router.bias_E.tolist() == [-0.5, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"Router\(bias=True\)"):
         update_bias(TopKRouter(HIDDEN, 4, 1), torch.tensor([6, 2, 4, 4]), speed=0.5)
+    with pytest.raises(ValueError, match=r"bias_E = router\.bias_E\.float"):
+        update_bias(router.bfloat16(), torch.tensor([6, 2, 4, 4]), speed=0.5)
 
 
 # Sorting and products
@@ -670,7 +737,7 @@ def test_one_process_trains_as_four():
         (lambda: TopKRouter(16, 8, 4, Router(groups=4, group_topk=5)), "nodes of a token=5"),
         (lambda: Experts(8, 16, 0), "ffn=0 must be"),
         (lambda: Experts(8, 16, 4, products="fast"), "unknown products 'fast'"),
-        (lambda: MoE(mixture(), capacity_factor=0), "capacity_factor=0 must be above 0"),
+        (lambda: MoE(mixture(), capacity_factor=0), "capacity_factor=0 must be a number above 0"),
         (lambda: MoE(mixture(), hops=[None]), "give the group"),
         (lambda: MoE(tiny_mixture(num_experts=0, experts_per_token=0, expert_ffn=0)), "has no experts"),
         (lambda: MoE(mixture(gated_mlp=False)), "use gated_mlp=True"),
@@ -679,6 +746,8 @@ def test_one_process_trains_as_four():
         (lambda: permute(torch.zeros(3, 2), torch.zeros(4, 2, dtype=torch.int64), 4), r"\(4, 2\) choices do not fit 3"),
         (lambda: Experts(4, 16, 8)(torch.zeros(3, 16), torch.tensor([1, 1, 0, 0])), "do not fit 3 rows"),
         (lambda: grouped_product(torch.zeros(3, 6), torch.zeros(2, 8, 6), torch.tensor([1, 2])), "use inputs=8 or"),
+        (lambda: MoETransformer(mixture(num_dense_layers=2)), "leaves none of num_layers=2"),
+        (lambda: MoETransformer(mixture()).balance_loss(), "run the model first"),
         (lambda: train_mixture("prayer"), "unknown cure 'prayer'"),
     ],
 )
@@ -736,6 +805,7 @@ def four() -> dict[str, object]:
         "sent": sent(),
         "trained": trained(),
         "refused": refused(),
+        "odd": odd(),
     }
 
 

@@ -10,9 +10,9 @@ all ranks, and the mean of the ranks' losses is the loss of the whole batch: P e
 
 Shapes: T tokens, E experts, k experts of a token.
 
-Papers: Lepikhin et al. 2020 (GShard, 2006.16668), section 2.2; Fedus et al. 2021 (Switch, 2101.03961), equations 4 to
-6, for k = 1; Zoph et al. 2022 (ST-MoE, 2202.08906), equation 5; DeepSeek-AI 2024 (2412.19437), section 2.1.2; Wang et
-al. 2024 (2408.15664) for `max_violation`.
+Papers: Lepikhin et al. 2020 (GShard, 2006.16668); Fedus et al. 2021 (Switch, 2101.03961), equations 4 to 6, for k = 1;
+Zoph et al. 2022 (ST-MoE, 2202.08906); DeepSeek-AI 2024 (2412.19437), section 2.1.2; Wang et al. 2024 (2408.15664) for
+`max_violation`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lablib.toys.expert_parallel.router import TopKRouter
+from lablib.toys.expert_parallel.router import TINY, TopKRouter
 
 
 def count_choices(chosen_Tk: Tensor, experts: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def load_balancing_loss(scores_TE: Tensor, chosen_Tk: Tensor, group: dist.Proces
     experts = scores_TE.shape[-1]
     counts_E = count_choices(chosen_Tk, experts, group)
     f_E = counts_E / counts_E.sum().clamp(min=1)
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
     p_E = share_TE.sum(dim=0) / max(1, len(share_TE))  # a rank without tokens has no mean
     return experts * (f_E.to(p_E.dtype) * p_E).sum()
 
@@ -65,6 +65,11 @@ def update_bias(router: TopKRouter, counts_E: Tensor, speed: float) -> None:
     """
     if router.bias_E is None:
         raise ValueError("this router has no bias; make it with Router(bias=True)")
+    if router.bias_E.dtype.itemsize < 4:
+        raise ValueError(
+            f"bias_E is {router.bias_E.dtype}, in which small steps are lost beside a bias that has grown; "
+            "use router.bias_E = router.bias_E.float()"
+        )
     load_E = counts_E.to(router.bias_E.dtype)
     router.bias_E += speed * torch.sign(load_E.mean() - load_E)
 

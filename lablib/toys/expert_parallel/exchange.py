@@ -10,7 +10,7 @@ sorted by expert once more.
 
 Shapes: R rows (other ones before and after), H hidden width, E experts, e = E/n of them on this rank, n ranks.
 
-Paper: Lepikhin et al. 2020 (GShard, 2006.16668), section 3.3.
+Paper: Lepikhin et al. 2020 (GShard, 2006.16668).
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def dispatch(rows_RH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> tup
     """
     ranks, experts = group.size(), len(counts_E)
     must_divide("ep", ranks, "experts", experts)
+    if int(counts_E.sum()) != len(rows_RH):
+        raise ValueError(f"counts {counts_E.tolist()} do not fit {len(rows_RH)} rows")
     offered_ne = exchange_counts(counts_E.view(ranks, -1), group)
     sent = counts_E.view(ranks, -1).sum(dim=1).tolist()
     received = offered_ne.sum(dim=1).tolist()

@@ -31,13 +31,16 @@ from lablib.toys.tensor_parallel import ParallelTransformer, parallelize, sum_gr
 from lablib.toys.transformer import Transformer
 
 
-def fold(whole: MoETransformer, tp_group: dist.ProcessGroup, ep_group: dist.ProcessGroup) -> ParallelTransformer:
+def fold(
+    whole: MoETransformer, tp_group: dist.ProcessGroup, ep_group: dist.ProcessGroup, **options: object
+) -> ParallelTransformer:
     """Return the model with attention split over tp and experts over ep, with copies of its weights.
 
     Args:
         whole: In one process, with the same weights on every rank.
         tp_group: The ranks that split attention, which get the same tokens.
         ep_group: The ranks that share the experts, all tp ranks of a replica among them.
+        **options: Of every `MoE`: capacity_factor, products, hops.
     """
     config, state = whole.config, whole.state_dict()
     names = [f"blocks.{layer}.mlp." for layer in range(config.num_layers) if config.has_experts(layer)]
@@ -46,7 +49,7 @@ def fold(whole: MoETransformer, tp_group: dist.ProcessGroup, ep_group: dist.Proc
     outside.load_state_dict({n: v for n, v in state.items() if not n.startswith(tuple(names))}, strict=False)
     split = parallelize(outside, tp_group, sequence_parallel="keep")
     for name in names:
-        moe = MoE(config, ep_group).to(dtype)
+        moe = MoE(config, ep_group, **options).to(dtype)
         moe.load_whole({n.removeprefix(name): v for n, v in state.items() if n.startswith(name)})
         split.get_submodule(name.removesuffix(".mlp.")).mlp = moe
         routed = set(routed_parameters(moe))

@@ -110,4 +110,4 @@ def send_once(
     )
     y_RH = send_once(arrived_RH, arrived_weights_Rk, arrived_chosen_Rk, None, experts, further)
     back_RH = all_to_all(y_RH, receive, send, hop.group)
-    return torch.zeros_like(x_TH).index_add(0, token_R, back_RH)
+    return back_RH.new_zeros(x_TH.shape).index_add(0, token_R, back_RH)

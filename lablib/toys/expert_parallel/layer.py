@@ -16,6 +16,7 @@ section 2.1.2, for shared experts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class MoE(nn.Module):
         config: hidden, num_experts, experts_per_token, expert_ffn, num_shared_experts and router are used.
         group: The ep ranks, among which the experts are divided; None keeps them all here.
         capacity_factor: φ: an expert takes ⌈φ T k / E⌉ of the choices of each rank, the first ones. None drops nothing.
-            Every rank counts its own T tokens alone (GShard's local groups), so that nobody has to ask.
+            Every rank counts its own T tokens alone, as GShard's groups do, so that nobody has to ask.
         products: "loop" or "grouped"; see `experts`.
         hops: To send a token once to each rank or node, in place of once to each expert; see `hops`.
     """
@@ -76,8 +77,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_mixture(config)
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"capacity_factor={capacity_factor} must be above 0; None drops nothing")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor={capacity_factor} must be a number above 0; None drops nothing")
         if hops and group is None:
             raise ValueError("hops send between ranks: give the group of the experts too")
         self.group, self.capacity_factor, self.hops = group, capacity_factor, hops

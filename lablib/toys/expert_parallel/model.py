@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lablib.calc.models import ModelConfig
 from lablib.toys.expert_parallel.balance import count_choices, load_balancing_loss, update_bias, z_loss
 from lablib.toys.expert_parallel.experts import INIT_STD, Experts
-from lablib.toys.expert_parallel.layer import MoE, check_mixture
+from lablib.toys.expert_parallel.layer import MoE, Routing, check_mixture
 from lablib.toys.transformer import Transformer, tiny_config
 
 
@@ -52,6 +52,9 @@ class MoETransformer(Transformer):
         for layer, block in enumerate(self.blocks):
             if config.has_experts(layer):
                 block.mlp = MoE(config, group, **options)
+        if not self.mixtures:
+            dense, layers = config.num_dense_layers, config.num_layers
+            raise ValueError(f"num_dense_layers={dense} leaves none of num_layers={layers} to have experts")
         self.init_experts()
 
     @torch.no_grad()
@@ -70,23 +73,30 @@ class MoETransformer(Transformer):
         """The layers of experts, the first one first."""
         return [block.mlp for block in self.blocks if isinstance(block.mlp, MoE)]
 
+    @property
+    def routings(self) -> list[Routing]:
+        """What the routers did with the last batch, layer by layer."""
+        seen = [moe.routing for moe in self.mixtures]
+        if None in seen:
+            raise ValueError("no router has seen a batch yet; run the model first")
+        return seen
+
     def balance_loss(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Return the mean of `load_balancing_loss` over the layers, for the last batch.
 
         Args:
             group: Ranks over which choices are counted, normally those of dp; None is this rank's batch alone.
         """
-        seen = [moe.routing for moe in self.mixtures]
-        return torch.stack([load_balancing_loss(r.scores_TE, r.chosen_Tk, group) for r in seen]).mean()
+        losses = [load_balancing_loss(seen.scores_TE, seen.chosen_Tk, group) for seen in self.routings]
+        return torch.stack(losses).mean()
 
     def z_loss(self) -> Tensor:
         """Return the mean of `z_loss` over the layers, for the last batch."""
-        return torch.stack([z_loss(moe.routing.logits_TE) for moe in self.mixtures]).mean()
+        return torch.stack([z_loss(seen.logits_TE) for seen in self.routings]).mean()
 
     def counts(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Return how many tokens of the last batch chose each expert, a line for each layer, counts_LE."""
-        of_layer = [count_choices(moe.routing.chosen_Tk, self.config.num_experts) for moe in self.mixtures]
-        counts_LE = torch.stack(of_layer)
+        counts_LE = torch.stack([count_choices(seen.chosen_Tk, self.config.num_experts) for seen in self.routings])
         if group is not None:
             dist.all_reduce(counts_LE, group=group)
         return counts_LE

@@ -10,8 +10,8 @@ weights, which are all 1, the loss of the model teaches it nothing.
 
 Shapes: T tokens, H hidden width, E experts, k experts of a token, N nodes.
 
-Papers: Jiang et al. 2024 (Mixtral, 2401.04088), section 2.1; Qwen3's and DeepSeek-V3's classes of Hugging Face have the
-two settings of `normalized`; DeepSeek-AI 2024 (2412.19437), section 2.1.2, for sigmoid, bias and nodes.
+Sources: Jiang et al. 2024 (Mixtral, 2401.04088), whose softmax over the k highest logits is `normalized`; Qwen3-MoE in
+Hugging Face, which has both settings; DeepSeek-AI 2024 (2412.19437), section 2.1.2, for sigmoid, bias and nodes.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ all of its choices gets zeros from this layer, so that only the residual stream 
 
 Shapes: T tokens, k experts of a token, E experts, R rows (T k, or less with a capacity), H hidden width.
 
-Papers: Lepikhin et al. 2020 (GShard, 2006.16668), algorithm 1, for who comes first; Fedus et al. 2021 (Switch,
-2101.03961), section 2.2; Gale et al. 2022 (MegaBlocks, 2211.15841) for layers that drop nothing.
+Papers: Lepikhin et al. 2020 (GShard, 2006.16668) and Fedus et al. 2021 (Switch, 2101.03961) for capacities; Gale et al.
+2022 (MegaBlocks, 2211.15841) for layers that drop nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def unpermute(rows_RH: Tensor, order_R: Tensor, weights_Tk: Tensor) -> Tensor:
 def within_capacity(chosen_Tk: Tensor, experts: int, capacity: int, weights_Tk: Tensor | None = None) -> Tensor:
     """Return which choices find room, kept_Tk.
 
-    Everybody's first choice comes before anybody's second, and among these the earlier token (GShard, algorithm 1).
-    So the last tokens of a batch are dropped, whatever they are. With weights the highest weight comes first.
+    Everybody's first choice comes before anybody's second, and among these the earlier token, as in DeepSpeed's
+    `top2gating`. So the last tokens of a batch are dropped, whatever they are. With weights the highest comes first.
 
     Args:
         capacity: C, rows that an expert takes.
