@@ -517,7 +517,8 @@ def test_each_thing_forgotten_shows(seed):
                 assert max(loss, gradient) < TOLERANCE, what
             else:
                 assert gradient > WRONG, what
-                assert (loss > WRONG) == (what != "gradients"), what
+                # One number can be right by chance to a few digits, but not to eight; the last slip leaves it right.
+                assert (loss > 1e-8) == (what != "gradients"), what
 
 
 # --- with FSDP2 and tensor parallelism ----------------------------------------------------------------------

@@ -4,7 +4,7 @@
     model.load_state_dict(whole.state_dict())                            # the names are those of Transformer
     loss = model.loss(tokens_BT)                                         # the full windows, the same on every cp rank
     loss.backward()
-    average_gradients(model, cp_group)
+    average_gradients(model, cp_group)                                   # DDP and FSDP2 do it themselves
 
 1. Positions: a rank's tokens are not 0 ... s - 1, but `token_positions`.
 2. Labels: shifted by one in the full sequence, *before* it is cut; the label of a part's last token is elsewhere.
@@ -112,7 +112,7 @@ class ContextParallelTransformer(Transformer):
         Args:
             tokens_BT: Full windows of S + 1 tokens, the same on every rank of `group`.
             documents_BT: The number of the document of every token, (T,) or (B, T). A token sees its own document
-                only, and is not asked for the first token of the next one.
+                only, and is not asked for the first token of the next one. Positions go on from one to the next.
             labels_BS: What to predict in place of the next tokens; `IGNORED` asks for nothing.
         """
         check_batch(tokens_BT, documents_BT, labels_BS)
@@ -145,8 +145,8 @@ def check_batch(tokens_BT: Tensor, documents_BT: Tensor | None, labels_BS: Tenso
     batch, window = tokens_BT.shape
     if documents_BT is not None and tuple(documents_BT.shape) not in {(window,), (1, window), (batch, window)}:
         raise ValueError(
-            f"documents has shape {tuple(documents_BT.shape)}, but tokens {(batch, window)}: pass the document of every "
-            f"token of the windows, ({window},) or ({batch}, {window})"
+            f"documents has shape {tuple(documents_BT.shape)}, but tokens {(batch, window)}: pass the document of "
+            f"every token of the windows, ({window},) or ({batch}, {window})"
         )
     if labels_BS is not None and labels_BS.shape != (batch, window - 1):
         raise ValueError(
