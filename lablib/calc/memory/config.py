@@ -319,10 +319,11 @@ class RunConfig:
         if not self.implementation.eager:
             return
         paper = "or implementation='paper'"
-        if m.family not in ("llama", "qwen2", "qwen3", "mistral") or self.implementation.masks_window(m, self.seq):
+        families = ("llama", "qwen2", "qwen3", "mistral") if self.implementation.holds_variables else ("llama", "gpt2")
+        if m.family not in families or self.implementation.masks_window(m, self.seq):
             raise ValueError(
                 f"{how} does not know {m.name}: family {m.family!r} or its sliding window was not measured with it; use a "
-                f"model of family 'llama', 'qwen2', 'qwen3' or 'mistral' without a window, {paper}"
+                f"model of family {either(families)} without a window, {paper}"
             )
         for name, only in (("pp", 1), ("tuning", "full"), ("attention", "fused"), ("dropout", 0.0)):
             if (getattr(self, name) or only) != only:

@@ -38,7 +38,7 @@ class Implementation(str):
     eager = keeps_stage_outputs = True
     splits_stream = accumulates_in_kernel = keeps_logits = fused_norms = False
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
-    context_ways: tuple[str, ...] = ()
+    context_ways: tuple[str, ...] = ("ring",)
 
     def default_dropout(self, config: ModelConfig) -> float:
         """Return the probability of dropout where none was given."""
@@ -157,6 +157,7 @@ class _Torchtitan(Implementation):
 
     __slots__ = ()
     fused_norms = True
+    context_ways = ()
 
 
 class _Megatron(_Paper):

@@ -53,7 +53,7 @@ class AppliedStrategy:
         self.units = units
         self.host_bytes = 0
         self.tracker: LiveBytes | None = None
-        self._changed: list[tuple[nn.Module, str]] = []
+        self._changed: list[tuple[nn.Module, str, Callable | None]] = []
 
     def __enter__(self) -> AppliedStrategy:
         return self
@@ -64,13 +64,16 @@ class AppliedStrategy:
     def remove(self) -> None:
         """Give every module its own methods back."""
         while self._changed:
-            module, name = self._changed.pop()
-            delattr(module, name)
+            module, name, before = self._changed.pop()
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
 
     def change(self, module: nn.Module, name: str, function: Callable) -> None:
         """Put a function in place of a method of a module."""
+        self._changed.append((module, name, vars(module).get(name)))  # a model may have put a method of its own there
         setattr(module, name, function)
-        self._changed.append((module, name))
 
     def notice(self, function: Callable) -> Callable:
         """Return the function, telling the tracker when it runs again in backward."""
@@ -147,7 +150,7 @@ def apply_strategy(
         raise ValueError(f"implementation={implementation!r} must be one of 'torch', 'torch-reentrant', 'toy'")
     if implementation != "torch" and strategy == "matmuls":
         raise ValueError(f"strategy='matmuls' needs implementation='torch', not {implementation!r}: it has policies")
-    if any("forward" in vars(block) or "core" in vars(block.attention) for block in model.blocks):
+    if any("forward" in vars(block) or isinstance(block.attention.core, partial) for block in model.blocks):
         raise ValueError("a strategy is on already; remove it first")
     applied = AppliedStrategy(units)
     for unit in units:

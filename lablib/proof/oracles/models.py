@@ -33,6 +33,7 @@ from lablib.launch.training import add_lora
 from lablib.proof.cases import Case
 from lablib.proof.oracles.context import local_batch, local_loss, split_attention
 from lablib.proof.oracles.paper import PaperTransformer
+from lablib.toys.context_parallel import ContextParallelTransformer
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
 
@@ -82,13 +83,13 @@ def build_model(case: Case, group: dist.ProcessGroup | None = None, *, working: 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if low else before)
     try:
-        make = {"toy": _toy, "hf": _hugging_face, "paper": partial(_paper, group=group)}[case.implementation]
+        make = {"toy": partial(_toy, group=group), "hf": _hugging_face, "paper": partial(_paper, group=group)}[case.implementation]
         model = make(case)
     finally:
         torch.set_default_dtype(before)
     if case.tuning == "lora":
         add_lora(model, rank=LORA_RANK)
-    if case.cp > 1:
+    if case.cp > 1 and case.implementation == "hf":
         split_attention(model, group, case.cp_way)
         return Subject(model, partial(local_batch, case.micro_batch, case.seq // case.cp), local_loss)
     hugging_face = case.implementation == "hf"
@@ -113,7 +114,7 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 def _loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     # Through forward, which is where DDP and FSDP hook in.
     inner = getattr(model, "module", model)
-    if isinstance(inner, PaperTransformer):
+    if isinstance(inner, PaperTransformer | ContextParallelTransformer):
         return inner.loss(tokens_BT)
     from lablib.toys.transformer import loss
 
@@ -132,9 +133,12 @@ def _own_layers(case: Case) -> int:
     return case.model.num_layers // case.pp
 
 
-def _toy(case: Case) -> Transformer:
+def _toy(case: Case, group: dist.ProcessGroup | None) -> Transformer:
     config = replace(case.settings()["model"], num_layers=_own_layers(case))
-    model = Transformer(config, attention=case.attention)
+    if case.cp > 1:
+        model = ContextParallelTransformer(config, group, case.cp_way)
+    else:
+        model = Transformer(config, attention=case.attention)
     if case.pp > 1:  # the first stage ends with the stream
         model.norm, model.head = nn.Identity(), nn.Identity()
     if case.recompute != "none":

@@ -99,6 +99,11 @@ class Share:
         return ceil(self.tokens * self.config.experts_per_token * self.imbalance)
 
     @property
+    def rings(self) -> bool:
+        """Whether attention is the ring of this course."""
+        return self.implementation == "toy" and self.cp_way == "ring"
+
+    @property
     def value(self) -> int:
         """Bytes of a value."""
         return self.bytes_per_value

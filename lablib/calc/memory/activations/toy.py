@@ -38,9 +38,11 @@ def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dic
         return {"input": stream}
     mask = stream if share.drops else 0
     plain = attention == "plain" and recompute == "none"
+    # The ring of `lablib.toys.context_parallel` keeps its output in fp32, beside the one in the dtype of the stream.
+    wide = n * config.q_width * FP32 if share.cp > 1 and share.rings and value < FP32 and recompute == "none" else 0
     return {
         "norms": 2 * norm(config, n, value),
-        "attention": stream + _core(config, n, value, recompute, attention) + mask,
+        "attention": stream + _core(config, n, value, recompute, attention) + wide + mask,
         # The softmax output `a b s²`; with dropout its mask and its output too.
         "scores": config.num_heads * n * share.seq * value * (3 if share.drops else 1) if plain else 0,
         "mlp": stream + n * config.ffn * value * (4 if config.gated_mlp else 2) + mask,
@@ -67,10 +69,14 @@ def embedding(share: Share) -> dict[str, int]:
 
     The model reads a view of windows of s + 1 tokens, and a view keeps the whole storage.
     """
-    config, seq, value = share.config, share.seq, share.value
+    config, value = share.config, share.value
+    seq = share.seq // share.cp
+    positions = seq * INT64 if config.learned_positions else 2 * seq * config.head_dim * value
+    if share.cp > 1:
+        positions += share.tokens * INT64  # this rank's tokens are a copy of the window's
     return {
-        "tokens": share.batch * (seq + 1) * INT64,
-        "positions": seq * INT64 if config.learned_positions else 2 * seq * config.head_dim * value,
+        "tokens": share.batch * (share.seq + 1) * INT64,
+        "positions": positions,
         "dropout": share.tokens * config.hidden * value if share.drops else 0,
     }
 
@@ -79,7 +85,7 @@ def head(share: Share) -> dict[str, int]:
     """Return the bytes of final norm, head and loss: tying changes nothing, as weights are no activations."""
     config, n, value = share.config, share.tokens, share.value
     # The targets are flattened: a copy, except where one row or one column can be a view of the windows.
-    targets = n * INT64 if share.batch > 1 and share.seq > 1 else 0
+    targets = n * INT64 if (share.batch > 1 and share.seq > 1) or share.cp > 1 else 0
     return {
         "norms": norm(config, n, value),
         "head": n * config.hidden * value,

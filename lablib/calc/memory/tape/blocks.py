@@ -27,7 +27,7 @@ from math import ceil
 
 from lablib.calc.memory.config import RunConfig
 from lablib.calc.memory.implementation import Implementation
-from lablib.calc.memory.tape.context import context_attention
+from lablib.calc.memory.tape.context import context_attention, own_ring
 from lablib.calc.memory.tape.experts import routed_experts
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
@@ -292,6 +292,8 @@ class _EagerBlock:
         c, e, s = self.c, self.e, self.s
         rows, wide = s.tokens * c.num_heads // s.tp, e.numbers(q)
         if s.cp > 1:
+            if not self.hf:
+                return own_ring(e, q, k, v, s.batch * c.num_heads, s.seq // s.cp, cp=s.cp)
             return context_attention(e, q, k, v, rows, cp=s.cp, way=s.cp_way)
         masks: list[Value] = []
         if s.implementation.masks_window(c, s.seq):

@@ -92,3 +92,62 @@ def ring_temporaries(queries: int, keys: int, rows: int, value: int, cp: int, wa
     if cp > 2 and not ring:  # a message is made that nobody reads: all have been gathered
         backward.append(full + part + 3 * gradients + (cp + 4) * message)
     return max(forward) - part - statistics, max(backward) - part - message
+
+
+def own_ring(e: Eager, q: Value, k: Value, v: Value, heads: int, tokens: int, *, cp: int) -> Value:
+    """Return attention in the ring of `lablib.toys.context_parallel`: keeps q, k, v, its output and log-sum-exps in fp32.
+
+    Its blocks are products written out, so that scores of half of a rank's tokens with half of another's are there
+    several times, in fp32.
+
+    Args:
+        heads: Sequences times query heads.
+        tokens: Of a sequence on this rank.
+    """
+    low, numbers, rows = e.item[q] < FP32, e.numbers(q), heads * tokens
+    forward, backward = own_temporaries(numbers, e.numbers(k), rows, heads, tokens, e.item[q], cp)
+    return e.make(
+        "ring attention",
+        [q, k, v],
+        numbers,
+        e.item[q],
+        keeps=[q, k, v],
+        keeps_output=not low,  # else it is cast from the one that is kept
+        extra=(numbers * low + rows) * FP32,
+        temporary=forward,
+        backward_temporary=backward,
+        kind="attention",
+        label="attention output",
+    )
+
+
+def own_temporaries(
+    queries: int, keys: int, rows: int, heads: int, tokens: int, value: int, cp: int
+) -> tuple[int, int]:
+    """Return the bytes that forward and backward of this course's ring hold beside what they keep and return.
+
+    Source: `lablib.toys.context_parallel.ring` and `softmax`.
+    """
+    full, statistics, message = FP32 * queries, FP32 * rows, 2 * value * keys
+    scores = FP32 * heads * (tokens // 2) ** 2  # of a block
+    mask = tokens**2
+    low = value < FP32
+    forward = [
+        # A block at work, with the output so far, what the last block was merged from, and their log-sum-exps.
+        2 * full + 5 * statistics // 2 + 3 * scores,  # weights are made of scores
+        3 * full + 5 * statistics // 2 + 2 * scores,  # they meet the values, copied for every query head
+        7 * full // 2 + 7 * statistics // 2,  # the block is merged
+    ]
+    if cp > 2:  # the next message leaves
+        forward.append(2 * full + 2 * statistics + message)
+    arriving = 2 * message + mask
+    kept = full + statistics + (value * queries if low else 0)
+    # In flight: gradients of own keys, sums that leave and arrive, those of this block, and pieces, in fp32.
+    flight = (24 if cp == 2 else 40) * keys + (1 if cp < 4 else 2) * message + mask
+    casts = full if low else 0  # of half of q and of half of the gradient
+    backward = [
+        7 * full // 2 + casts + flight + statistics // 2 + 3 * scores,
+        3 * full // 2 + casts + flight - FP32 * keys + statistics // 2 + 4 * scores,
+        3 * full // 2 + (44 if cp == 2 else 52) * keys + min(cp - 2, 2) * message + mask,
+    ]
+    return max(forward) + arriving - kept, max(backward) - value * (queries + 2 * keys)

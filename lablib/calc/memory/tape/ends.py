@@ -67,7 +67,7 @@ def eager_head(s: BlockSetting) -> Tape:
         # Each sequence's targets are padded by one and cut anew, and a variable holds the padded ones.
         e.tape.hold(e.tape.op("pad", [], (s.tokens + s.batch) * INT64, label="padded targets"))
     scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
-    ours = not s.implementation.holds_variables and s.batch > 1 and s.seq > 1
+    ours = not s.implementation.holds_variables and ((s.batch > 1 and s.seq > 1) or s.cp > 1)
     targets = s.tokens * INT64 if shifts or ours else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
     return e.tape
