@@ -43,6 +43,7 @@ from lablib.toys.expert_parallel import (
     permute,
     rank_hop,
     routed_parameters,
+    send_once,
     tiny_mixture,
     train_mixture,
     unpermute,
@@ -725,6 +726,11 @@ def test_one_process_trains_as_four():
 # What is refused
 
 
+def stray() -> tuple[Tensor, Tensor, Tensor]:
+    """A token, its weights and its experts, of which one is elsewhere."""
+    return torch.zeros(1, HIDDEN), torch.ones(1, 2), torch.tensor([[3, 5]])
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -746,6 +752,10 @@ def test_one_process_trains_as_four():
         (lambda: permute(torch.zeros(3, 2), torch.zeros(4, 2, dtype=torch.int64), 4), r"\(4, 2\) choices do not fit 3"),
         (lambda: Experts(4, 16, 8)(torch.zeros(3, 16), torch.tensor([1, 1, 0, 0])), "do not fit 3 rows"),
         (lambda: grouped_product(torch.zeros(3, 6), torch.zeros(2, 8, 6), torch.tensor([1, 2])), "use inputs=8 or"),
+        (
+            lambda: send_once(*stray(), None, Experts(4, HIDDEN, 8), []),
+            "other experts than 0 to 3: number the ep ranks",
+        ),
         (lambda: MoETransformer(mixture(num_dense_layers=2)), "leaves none of num_layers=2"),
         (lambda: MoETransformer(mixture()).balance_loss(), "run the model first"),
         (lambda: train_mixture("prayer"), "unknown cure 'prayer'"),

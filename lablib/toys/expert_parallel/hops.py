@@ -44,8 +44,8 @@ class Hop:
 
     Attributes:
         group: The ranks that this step sends between.
-        experts_behind: Experts that each of them leads to; rank i of the group leads to the i-th such part, counted
-            again from the first for every further group of parts.
+        experts_behind: Experts that each of them leads to, in the order of the ranks. Inside a node only that node's
+            experts are asked for, and they are counted from its first.
     """
 
     group: dist.ProcessGroup
@@ -91,8 +91,13 @@ def send_once(
     if kept_Tk is not None:
         chosen_Tk = chosen_Tk.masked_fill(~kept_Tk, NOBODY)
     if not hops:
-        mine_Tk = chosen_Tk - experts.first
-        rows_RH, counts_e, order_R = permute(x_TH, mine_Tk.clamp(min=0), experts.count, chosen_Tk != NOBODY)
+        asked_Tk, mine_Tk = chosen_Tk != NOBODY, chosen_Tk - experts.first
+        if (asked_Tk & ((mine_Tk < 0) | (mine_Tk >= experts.count))).any():
+            raise ValueError(
+                f"the hops brought tokens for other experts than {experts.first} to {experts.first + experts.count - 1}: "
+                "number the ep ranks node by node"
+            )
+        rows_RH, counts_e, order_R = permute(x_TH, mine_Tk.clamp(min=0), experts.count, asked_Tk)
         return unpermute(experts(rows_RH, counts_e), order_R, weights_Tk)
     hop, *further = hops
     ranks = hop.group.size()
