@@ -1,8 +1,9 @@
 """A router left alone, and two cures: training on the course's text, with the load of every expert at every step.
 
-Early in training all tokens look alike, and a router that prefers two experts for one token prefers them for all.
-These two are trained, the others are not, so that nothing speaks for the others later. The loss does not tell: over the
-few steps here the three runs end close together, and what is lost is the work of the ranks whose experts nobody chose.
+After a few steps all tokens look alike to a router, and one that prefers two experts for one token prefers them for all.
+These two are trained and the others are not; whether anything brings the others back is left to chance. The loss does
+not tell: over the steps here the three runs end close together, and what is lost is the work of the ranks whose experts
+nobody chose.
 
     "nothing"   the router follows the loss of the model
     "loss"      plus coefficient times the balance loss, counted over all ranks

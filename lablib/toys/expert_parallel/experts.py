@@ -3,7 +3,8 @@
     rows of expert 0 | rows of expert 1 | ...        times        weight 0, weight 1, ...
 
 Groups have different sizes, and some are empty. A loop multiplies one after the other; a grouped product
-(`torch.nn.functional.grouped_mm`) takes all groups in one call, with the row at which each of them ends.
+(`torch.nn.functional.grouped_mm`) takes all groups in one call, with the row at which each of them ends. On a CPU it
+takes fp32, bf16 and fp16; for GPUs its documentation names bf16.
 
 Shapes: R rows in the order of the experts, H hidden width, F inner width, e experts of this rank, I inputs, O outputs.
 """

@@ -5,7 +5,8 @@
     y_BSH = moe(x_BSH)                    what the layer adds to the stream
     moe.routing                           what the router did with the last batch, for the losses of `balance`
 
-The router is on every rank and decides about this rank's tokens. Their experts may be anywhere.
+The router is on every rank and decides about this rank's tokens. Their experts may be anywhere, so all ranks of the
+group call the layer equally often, in forward and in backward, a rank without tokens too.
 
 Shapes: B sequences of S tokens, T = B S tokens of this rank, H hidden width, E experts, k experts of a token, R rows.
 
