@@ -79,8 +79,8 @@ FORMULAS = (
     ),
     Formula(
         name="Share that a random router drops",
-        tex=r"\frac{E}{T k} \sum_{n > C} (n - C) \binom{T}{n} q^n (1-q)^{T-n}",
-        symbols="q = k/E: chance that a token chooses an expert",
+        tex=r"\frac{E}{T k} \sum_{n > C} (n - C)\,\beta_n",
+        symbols="beta_n: chance that n of T tokens choose an expert, binomial with q = k/E; C: its capacity",
         label="eq-13-dropped",
         code="lablib.calc.parallel.expert_load.random_dropped_share",
         example=lambda job: f"{random_dropped_share(job.seq * job.micro_batch, E, K, 1.0):.2%} with a factor of 1",
@@ -104,9 +104,9 @@ FORMULAS = (
         example=lambda job: f"{dispatch_bytes(job.seq * job.micro_batch, K, job.config.hidden, 8) / MB:,.0f} MB",
     ),
     Formula(
-        name="Values across nodes, once to each of M",
-        tex=r"4\,T h\,(m-1)\,\frac{M}{m} \left(1 - \binom{P - E/m}{k} \Big/ \binom{P}{k}\right)",
-        symbols="m: nodes of an ep group; M: nodes that a token may visit; P = E M/m: experts on them",
+        name="Values across nodes, once to each",
+        tex=r"4\,T h\,(m-1)\,\pi",
+        symbols="m: nodes of an ep group; M: nodes that a token may visit; pi: chance that one of them has an expert of it",
         label="eq-13-once",
         code="lablib.calc.parallel.experts.routed_bytes",
         example=_across,
