@@ -1,12 +1,12 @@
 """Five ways to forget that the sequence is cut. All of them run, and all are wrong.
 
-| forgotten  | what then happens                                                                                  |
-|------------|----------------------------------------------------------------------------------------------------|
-| positions  | every rank calls its tokens 0 ... s - 1: tokens of different ranks get the same angle              |
-| labels     | shifted after the cut: a part's last token has no label, and in other orders neighbours are wrong  |
-| documents  | the mask is causal and no more: tokens look into other documents                                   |
-| mean       | every rank takes its own mean: a token counts more on a rank that has fewer                        |
-| gradients  | averaged over dp alone: the ranks of a sequence, equal at first, drift apart                       |
+| forgotten | what then happens                                                                                  |
+|-----------|----------------------------------------------------------------------------------------------------|
+| positions | every rank calls its tokens 0 ... s - 1: tokens of different ranks get the same angle              |
+| labels    | shifted after the cut: a part's last token has no label, and in other orders neighbours are wrong  |
+| documents | the mask is causal and no more: tokens look into other documents                                   |
+| mean      | every rank takes its own mean: a token counts more on a rank that has fewer; with none it is 0 / 0 |
+| gradients | averaged over dp alone: the ranks of a sequence, equal at first, drift apart                       |
 
 `forgetful("positions")` is a class like `ContextParallelTransformer`; the last one is no matter of the model:
 `average_gradients(model, dp_group)`.
