@@ -113,8 +113,8 @@ FORMULAS = (
     ),
     Formula(
         name="Dispatch and combine over the experts' products",
-        tex=r"\frac{2\,v\,F\,(e-1)}{9\,f\,W\,e}",
-        symbols="v: bytes of a value on the wire; f: inner width of an expert with a gate; F: FLOP/s; W: bytes per second",
+        tex=r"\frac{2\,u\,F\,(e-1)}{9\,f\,W\,e}",
+        symbols="u: bytes of a value on the wire; f: inner width of an expert with a gate; F: FLOP/s; W: bytes per second",
         label="eq-13-ratio",
         code="lablib.calc.parallel.experts.dispatch_ratio",
         example=lambda job: f"{dispatch_ratio(job.config.ffn, 8, **_rates(job)):.2f} over one NIC with e = 8",

@@ -123,7 +123,7 @@ def routed_bytes(
 def dispatch_ratio(
     expert_ffn: int, ep: int, *, flops: float, bandwidth: float, value: float = 2, gated: bool = True
 ) -> float:
-    """Return the time of dispatch and combine over that of the experts' products: `2 v F (e-1) / (9 f W e)`.
+    """Return the time of dispatch and combine over that of the experts' products: `2 u F (e-1) / (9 f W e)`.
 
     4 T k h (e-1)/e values are sent and 6 · 3 T k h f FLOPs computed, so tokens, k and h cancel. Without a gate an
     expert has two matrices, and 9 becomes 6.
@@ -132,7 +132,7 @@ def dispatch_ratio(
         expert_ffn: f, the inner width of an expert.
         flops: F, that a rank reaches, in FLOP/s.
         bandwidth: W, what a rank sends in bytes per second, per direction.
-        value: Bytes of a number on the wire.
+        value: u, bytes of a number on the wire.
     """
     check_whole("expert_ffn", expert_ffn, 1)
     check_link(ep, flops=flops, bandwidth=bandwidth, value=value)
