@@ -38,6 +38,7 @@ GPT = ModelConfig(
     name="gpt", family="gpt2", num_layers=4, hidden=48, num_heads=4, ffn=192, vocab=211, max_positions=64,
     learned_positions=True, tied=True, norm="layernorm", gated_mlp=False, qkv_bias=True, attn_out_bias=True, mlp_bias=True,
 )  # fmt: skip
+EXPERTS = replace(TINY, num_experts=4, experts_per_token=2, expert_ffn=100, family="mixtral")
 TIMELINE = ("gpt2", "qwen2.5-0.5b")
 
 
@@ -162,7 +163,8 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
         (TINY, {"seq": 64, "zero": 3}),
         (GPT, {"recompute": "full"}),
         (GPT, {"implementation": "toy", "recompute": "full"}),
-        (replace(TINY, num_experts=4, experts_per_token=2, expert_ffn=100, family="mixtral"), {"seq": 64}),
+        (EXPERTS, {"seq": 64}),
+        (EXPERTS, {"seq": 64, "implementation": "hf", "sharding": "fsdp2", "zero": 3}),
     ):
         alone = setup(model, gpu=card(10**12), reserve=0, **given).memory
         for share in (0.5, 0.2):

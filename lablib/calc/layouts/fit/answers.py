@@ -11,7 +11,7 @@ term is a number of values that grows with them, or does not depend on them; so 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -131,7 +131,8 @@ def fewest_gpus(model: Model, **settings: object) -> Answer:
     any multiple of what was given where that does not divide a node. More GPUs are not always better: 16 have a layout
     with tp=2 and cp=8, and 20 have none. But for one (tp, cp, pp, zero) more replicas never need more memory, from two on
     (and from two for each expert-parallel group): shards get smaller, and nothing else changes. So each shape is halved
-    down to its own fewest, and the answer is the least of them. Of the layouts of that number that fit it takes the one
+    down to its own fewest, and the answer is the least of them. Only experts that are rows of one tensor are tried number
+    by number: FSDP2 pads them. Of the layouts of that number that fit it takes the one
     with the shortest predicted step for each sequence.
 
     Args:
@@ -270,6 +271,11 @@ def _fewest(have: Setup, shape: _Shape, limit: int) -> int:
     numbers = _numbers(have, width, limit)
     numbers = numbers[bisect_left(numbers, states / have.budget) :]
     few = bisect_left(numbers, 2 * width * run.ep)
+    if run.sharding == "fsdp2" and run.implementation.joins_experts(run.model):
+        # FSDP2 cuts these tensors by the number of experts: behind as many replicas shards get no smaller, and what is
+        # gathered is padded; before, it is padded where they do not divide.
+        numbers = numbers[: bisect_right(numbers, width * run.model.num_experts)]
+        few = len(numbers)
     for number in numbers[:few]:
         if fits(number):
             return number
