@@ -16,6 +16,7 @@ from lablib.calc.schedules.generators import dualpipe_v
 from lablib.view import communication, fsdp, memory, precision, recompute, zero
 from lablib.view import communication as fabric
 from lablib.view import data_parallel as ddp
+from lablib.view import expert_parallel as mixture
 from lablib.view import layouts as layout
 from lablib.view import layouts as mesh_view
 from lablib.view import layouts as parallelism
@@ -118,6 +119,23 @@ FIGURES = {
     "unit_size": (
         lambda: fsdp.unit_size([1, 8, 64], [3, 2, 4], [16, 2, 0.3], computing=1.5, names={1: "none", 8: "block"}),
         {"y": [[3, 2, 4], [1.5, 1.5], [16, 2, 0.3]], "texts": {"none", "block"}},
+    ),
+    "route_by_hand": (
+        lambda: mixture.route_by_hand([(0, 1), (2, 0), (3, 0), (0, 1)], ranks=2, experts=4),
+        {"patches": [2 * 2 + 4 + 6, 2 * 2 + 4 + 2], "texts": {"A", "D", "A and B get"},
+         "titles": ["rank 0: 6 copies to compute", "rank 1: 2 copies to compute"]},
+    ),
+    "parameter_shares": (
+        lambda: mixture.parameter_shares({"one": (1, 2, 7, "10B"), "two": (1, 1, 2, "4B")}),
+        {"widths": [10, 25, 20, 25, 70, 50], "texts": {"10B", "4B"}, "rows": ["one", "two"]},
+    ),
+    "bytes_by_degree": (
+        lambda: mixture.bytes_by_degree([2, 4], {"far": {"a": [0, 1], "b": [0, 2]}, "near": {"a": [3, 4]}}, ylabel="MB"),
+        {"y": [[0, 1], [0, 2], [3, 4]], "titles": ["far", "near"], "legend": ["a", "b"], "labels": {"MB"}},
+    ),
+    "balance_runs": (
+        lambda: mixture.balance_runs({"none": [1, 2, 2], "bias": [1, 2, 1]}, {"none": [0.9, 0.1], "bias": [0.5, 0.5]}),
+        {"y": [[1, 2, 2], [1, 2, 1]], "patches": [0, 4], "legend": ["none", "bias"]},
     ),
     "fsdp mesh": (
         lambda: fsdp.mesh([[0, 1], [0, 1]], rows="shard", columns="replicate"),
