@@ -330,7 +330,7 @@ def beside_pytorch(seed: int) -> dict[tuple, float]:
     """How far PyTorch's ring is from ours; theirs works in fp64 when it is told not to go through fp32."""
     from lablib.launch import torch_private as theirs
 
-    aten, of_size, found = torch.ops.aten, groups(), {}
+    of_size, found = groups(), {}
     for cp, (order, causal), rotation in itertools.product(
         (2, 4), (("contiguous", True), ("contiguous", False), ("zigzag", True)), ("allgather", "alltoall")
     ):
@@ -341,12 +341,12 @@ def beside_pytorch(seed: int) -> dict[tuple, float]:
         torch.manual_seed(seed)
         *parts, grad = (shard(x, 2, group, order) for x in inputs(2, 4, 4, 8 * cp))
         out, lse = theirs.ring_attention(
-            group, 2, aten._scaled_dot_product_flash_attention_for_cpu, *parts, is_causal=causal
+            group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, *parts, is_causal=causal
         )
         out_grads = theirs.ring_attention_backward(
             group,
             2,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
             grad,
             "grad_out",
             *parts,
