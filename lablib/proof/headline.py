@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lablib.proof.cases import Case
+from lablib.proof.cases import FACTORS, Case
 from lablib.proof.grid import Pair, pairs_of
 from lablib.proof.verdict import Comparison, compare
 
@@ -219,7 +219,7 @@ def pairs_shown(rows: Iterable[Mapping[str, Any]]) -> int:
     """Return how many pairs of values of two factors occur together in some configuration."""
     shown: set[Pair] = set()
     for row in rows:
-        shown |= pairs_of(row["case"])
+        shown |= pairs_of({factor: row["case"][factor] for factor in FACTORS})
     return len(shown)
 
 

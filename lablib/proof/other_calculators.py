@@ -77,6 +77,8 @@ class Calculator:
 
     def refuses(self, case: Case) -> str:
         """Return "" or the reason why the calculator does not claim to cover a case."""
+        if case.cp > 1 and self.name != OWN:
+            return "it was not asked about context parallelism"
         return next((reason for reason, holds in self.limits if holds(case)), "")
 
     def predict(self, case: Case) -> int:

@@ -54,6 +54,11 @@ class _TorchRing(torch.autograd.Function):
         return *grads, None
 
 
+def torch_ring(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return attention in PyTorch's ring, as `set_rotate_method` has it."""
+    return _TorchRing.apply(q, k, v, group)
+
+
 class _Exchange(torch.autograd.Function):
     """Heads for tokens, or tokens for heads, by the exchange of this course's Ulysses."""
 
@@ -78,7 +83,7 @@ def split_attention(model: nn.Module, group: dist.ProcessGroup, way: str) -> Non
     """Let a model of Hugging Face's attend over the tokens of all ranks of a group."""
     from transformers import AttentionInterface
 
-    core = exchanged_attention if way == "ulysses" else _TorchRing.apply
+    core = exchanged_attention if way == "ulysses" else torch_ring
     if way != "ulysses":
         torch_private.set_rotate_method(METHODS[way])
 

@@ -221,7 +221,7 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
         "qlora": run.tuning == "qlora",
         "offload": run.offload != "none",
         "flat ZeRO": run.zero > 0 and run.sharding == "flat" and run.dp * run.cp > 1,
-        "cp": run.cp > 1,
+        "cp": run.cp > 1 and not run.implementation.eager,
         "ep": run.ep > 1,
         "interleaved": run.schedule == "interleaved",
     }

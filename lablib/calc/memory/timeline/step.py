@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from lablib.calc.memory.activations import INT64
 from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.tape import (
@@ -407,7 +408,12 @@ class Step:
         return plus(total, self.held_mask)
 
     def variables(self, number: int) -> int:
-        """Bytes of embeddings that variables of Hugging Face's model hold while block `number` goes forward."""
+        """Bytes that variables of a model hold while block `number` goes forward: Hugging Face's embeddings, our labels."""
+        run = self.run
+        if run.cp > 1 and run.implementation.eager and not run.implementation.holds_variables:
+            # Labels are cut before, and positions for the rotary tables; learned ones are kept.
+            positions = 0 if run.model.learned_positions else run.seq // run.cp
+            return (run.micro_batch * run.seq // run.cp + positions) * INT64
         if not self.run.implementation.holds_variables or not self.stage.is_first:
             return 0
         x = self.blocks[0].tape.inputs[0]
