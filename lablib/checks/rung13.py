@@ -22,9 +22,9 @@ Chosen = Sequence[Sequence[Sequence[int]]]
 
 # --- a route ------------------------------------------------------------------------------------------------
 
-#: Scores of three tokens by hand. The bias moves the first, not if it is added to the logits; with these it moves the
-#: second, and the third if its sign is wrong.
-_SCORES = ((0.4, 0.3, 0.2, 0.1), (0.42, 0.21, 0.19, 0.18), (0.4, 0.2, 0.22, 0.18))
+#: Scores of four tokens by hand. The bias moves the first, not if it is added to the logits; with these it moves the
+#: second, and the third if its sign is wrong. The last one's experts are 2 and 3, which are no numbers counted from 1.
+_SCORES = ((0.4, 0.3, 0.2, 0.1), (0.42, 0.21, 0.19, 0.18), (0.4, 0.2, 0.22, 0.18), (0.1, 0.2, 0.3, 0.4))
 _BIAS = (0.0, 0.0, 0.15, 0.0)
 
 
@@ -34,7 +34,7 @@ _BIAS = (0.0, 0.0, 0.15, 0.0)
     line="Take the k largest of score + bias, then divide the scores of the chosen, without bias, by their sum.",
 )
 def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
-    """Judge `route(logits, bias, k)` by its experts and by their weights: three tokens by hand first."""
+    """Judge `route(logits, bias, k)` by its experts and by their weights: four tokens by hand first."""
     dice = torch.Generator().manual_seed(seed)
     cases = [(torch.tensor(_SCORES).log(), torch.tensor(_BIAS), 2)]
     for tokens, experts, k in ((3, 4, 1), (5, 4, 2), (7, 8, 3), (1, 6, 6), (16, 32, 4)):
@@ -70,7 +70,9 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
 
 def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
     """Return both halves of a route as lists of numbers."""
-    pair = list(got) if isinstance(got, tuple | list) else []
+    if isinstance(got, Mapping) and {"weights", "chosen"} <= set(got):
+        got = got["weights"], got["chosen"]
+    pair = list(got) if hasattr(got, "__iter__") and not isinstance(got, str | Mapping) else []
     if len(pair) != 2:
         raise Wrong("Return a pair, weights and chosen, each with a row for each token.")
     halves = []
@@ -90,8 +92,8 @@ def _best(values: Tensor, k: int) -> list[set[int]]:
 
 
 def _alike(a: Sequence[float], b: Tensor) -> bool:
-    """Scores in bf16 or fp32 are good to one percent or better; the slips differ by more in the cases here."""
-    return torch.allclose(torch.tensor(a, dtype=torch.float64), b.double(), rtol=2e-3, atol=1e-4)
+    """A score in bf16 has two digits and a half; by hand the slips differ by more."""
+    return torch.allclose(torch.tensor(a, dtype=torch.float64), b.double(), rtol=1e-2, atol=1e-3)
 
 
 def _explain_choice(
@@ -136,6 +138,7 @@ def _explain_weights(
         "A softmax of the scores is a second softmax: divide the chosen scores by their sum.": (
             scores[token, row].softmax(0)
         ),
+        "These are percent: they should add up to 1.": 100 * truth,
         "All chosen experts weigh the same here: their scores say how much each counts.": torch.full_like(
             truth, 1 / len(row)
         ),
@@ -201,10 +204,9 @@ def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) 
 def _judge_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> None:
     ranks, experts = len(chosen), len(home)
     case = f"{ranks} ranks, experts on ranks {list(home)}" if experts < 9 else f"{ranks} ranks, {experts} experts"
-    if isinstance(got, Mapping):
-        got = [got.get(rank, ()) for rank in range(ranks)]
-        got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
-    rows = [numbers(row, "A row of counts") for row in numbers(got, "The counts")]
+    got = [got.get(rank, ()) for rank in range(ranks)] if isinstance(got, Mapping) else numbers(got, "The counts")
+    got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
+    rows = [numbers(row, "A row of counts") for row in got]
     if len(rows) == ranks and rows and all(len(row) == experts for row in rows) and experts != ranks:
         raise Wrong(
             f"These are counts by expert: a rank sends to ranks, and `home` says where each expert lives ({case})."
@@ -342,7 +344,7 @@ def _truth_value(each: Any) -> bool:
 
 _KEYS = ("inside", "across", "once")
 
-#: The first case: 6 nodes of 3 ranks. No two mistakes of `_slips` give the same number, which a test holds.
+#: The first case: 6 nodes of 3 ranks. No two mistakes of `_slips` give the same number.
 FIRST = (1000, 70, 36, 3, 18, 3)
 
 
@@ -400,6 +402,7 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
         (right / 4, f"{ways} one"),
         (3 * right / 4, f"{ways} three"),
         (2 * right, "What a rank receives was sent by others: count what it sends, four ways"),
+        (right / tokens, "This is one token's part: a rank has `tokens` of them"),
         (right / 1e6, "Return bytes, not MB"),
         (right / 1e9, "Return bytes, not GB"),
         (right * ep, "This is what all ranks send together: one rank's bytes are asked"),
@@ -412,6 +415,7 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
                 "A copy for one of the rank's own experts is not sent: g - 1 ranks of its node are left",
             ),
             (copy * (ep - 1) / ep, "This is all that leaves the rank: most of it may leave the node too"),
+            (copy * (ep - per_node) / ep, "These are the copies that leave the node"),
             (
                 copy * (per_node - 1) / per_node,
                 "The token's experts are on all e ranks, and g - 1 of e are its neighbours",
@@ -516,8 +520,13 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
     case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
     if not isinstance(got, Mapping) or not set(_PLACES) <= set(got):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_PLACES)}.")
-    _judge_holds(_whole_list(got["holds"], "`holds`"), right, rank, sizes, experts, case)
-    _judge_sends(_whole_list(got["sends_to"], "`sends_to`"), right, sizes, experts, chosen, case)
+    holds, sends_to = got["holds"], got["sends_to"]
+    if isinstance(holds, slice):
+        holds = range(*holds.indices(experts))
+    if isinstance(sends_to, Mapping) and set(chosen) <= set(sends_to):
+        sends_to = [sends_to[expert] for expert in chosen]
+    _judge_holds(_whole_list(holds, "`holds`"), right, rank, sizes, experts, case)
+    _judge_sends(_whole_list(sends_to, "`sends_to`"), right, sizes, experts, chosen, case)
     for name in ("other", "expert"):
         _judge_average(name, got[name], right, rank, sizes, case)
 
@@ -537,6 +546,8 @@ def _judge_holds(found: list[int], right: _Place, rank: int, sizes: Sizes, exper
         raise Wrong(f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones ({case}).")
     if len(found) == each and sorted(found) == [e + rank % ep * each - mine * each for e in right.holds]:
         raise Wrong(f"Position on the ep axis is not rank % ep here: {_stride(right)} ({case}).")
+    if found == [right.holds[0], right.holds[-1] + 1]:
+        raise Wrong(f"This looks like (start, stop): return the experts themselves, as range(start, stop) ({case}).")
     if len(found) != each:
         raise Wrong(f"A rank holds experts / ep = {each} experts, and not {len(found)} ({case}).")
     raise Wrong(
@@ -603,6 +614,8 @@ def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes
 def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes: Sizes, case: str) -> None:
     grid, truth = right.mesh, getattr(right, name)
     copies = "edp" if sizes["ep"] > 1 else "dp"
+    if len(set(found)) < len(found):
+        raise Wrong(f"`{name}` names a rank twice, and its gradient would be counted twice ({case}).")
     if rank not in found:
         raise Wrong(f"Rank {rank} is in its own groups, and missing from `{name}` ({case}).")
     if sizes["cp"] > 1 and found == grid.group(rank, copies if name == "expert" else "dp"):
