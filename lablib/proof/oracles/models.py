@@ -83,7 +83,9 @@ def build_model(case: Case, group: dist.ProcessGroup | None = None, *, working: 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if low else before)
     try:
-        make = {"toy": partial(_toy, group=group), "hf": _hugging_face, "paper": partial(_paper, group=group)}[case.implementation]
+        make = {"toy": partial(_toy, group=group), "hf": _hugging_face, "paper": partial(_paper, group=group)}[
+            case.implementation
+        ]
         model = make(case)
     finally:
         torch.set_default_dtype(before)
