@@ -401,13 +401,49 @@ FAMILIES: tuple[Case, ...] = tuple(
     )
 )
 
+#: Context parallelism: Hugging Face's classes in three ways, real tensors first, and the ring of this course.
+CONTEXT: tuple[Case, ...] = (
+    *(
+        Case(implementation="hf", seq=512, **how)
+        for how in (
+            {"cp": 2, "sharding": "fsdp2", "step": "foreach"},
+            {"cp": 2, "cp_way": "gathered", "sharding": "ddp", "recipe": "pure-bf16", "micro_batch": 3},
+            {"cp": 4, "sharding": "ddp", "dp": 2, "recipe": "mixed-bf16", "recompute": "full"},
+            {"cp": 4, "cp_way": "ulysses", "sharding": "fsdp2", "dp": 2, "family": "qwen2", "accumulate": 3},
+            {"cp": 8, "sharding": "fsdp2-keep", "recipe": "fsdp2-mixed", "family": "qwen3", "optimizer": "sgd"},
+        )
+    ),
+    *(
+        Case(implementation="hf", size=size, sharding="fsdp2", step="foreach", **how)
+        for size, how in (
+            ("small", {"cp": 2, "seq": 4096, "recipe": "fsdp2-mixed", "micro_batch": 3}),
+            ("small", {"cp": 4, "seq": 8192, "recipe": "pure-bf16", "cp_way": "gathered", "recompute": "full"}),
+            ("small", {"cp": 8, "seq": 8192, "recipe": "fsdp2-mixed", "cp_way": "ulysses", "dp": 2}),
+            ("small", {"cp": 4, "seq": 8192, "recipe": "fp32", "family": "mistral", "dp": 2}),
+            ("8b", {"cp": 2, "seq": 16384, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 4}),
+            ("8b", {"cp": 4, "seq": 32768, "recipe": "fsdp2-mixed", "cp_way": "ulysses", "dp": 8, "family": "qwen2"}),
+            ("8b", {"cp": 4, "seq": 32768, "recipe": "fsdp2-mixed", "cp_way": "gathered", "dp": 2, "recompute": "full"}),
+            ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 8}),
+            ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 8, "recompute": "full"}),
+            ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "cp_way": "ulysses"}),
+        )
+    ),
+    Case(seq=512, cp=2, sharding="fsdp2", step="foreach"),
+    Case(seq=512, cp=4, sharding="fsdp2", dp=2, recipe="fsdp2-mixed", micro_batch=3, recompute="full"),
+    Case(seq=512, cp=4, sharding="fsdp2", family="qwen2", recompute="selective", accumulate=3),
+    Case(seq=512, cp=8, sharding="fsdp2", family="gpt2", recipe="pure-bf16", optimizer="sgd-momentum"),
+)
+
+#: All that stands beside the factors; it comes last.
+BESIDE: tuple[Case, ...] = (*FAMILIES, *CONTEXT)
+
 
 @cache
 def grid() -> tuple[Case, ...]:
     """Return the cases: the landmarks, what shows every other allowed pair of values, and everyday ones."""
     landmarks = [{factor: getattr(case, factor) for factor in FACTORS} for case in LANDMARKS]
     rows = choose(FACTORS, RULES, landmarks, cheap_first=("size",))
-    return (*(Case(**row) for row in rows), *EVERYDAY, *FAMILIES)
+    return (*(Case(**row) for row in rows), *EVERYDAY, *BESIDE)
 
 
 # --- drawn at random ----------------------------------------------------------------------------------------

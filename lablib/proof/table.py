@@ -19,7 +19,7 @@ import torch
 from lablib.calc.torch_versions import PINNED, torch_facts
 from lablib.launch.records import write_json
 from lablib.proof.cases import Case
-from lablib.proof.grid import DRAWN, FAMILIES, SEED, grid
+from lablib.proof.grid import BESIDE, DRAWN, SEED, grid
 from lablib.proof.headline import HELD_OUT, TABLE
 from lablib.proof.oracles import measure_case
 from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
@@ -129,7 +129,7 @@ def worst_by_kind(rows: Iterable[Row]) -> dict[str, tuple[str, Comparison]]:
 def representatives(count: int = 12) -> list[Case]:
     """Return cheap cases that between them show every value of every factor that cheap cases have."""
     # Real tensors with scores of 1,000 x 1,000 tokens take seconds, and so do several steps of 1,000.
-    tiny = [case for case in grid() if case.size == "tiny" and case not in FAMILIES]
+    tiny = [case for case in grid() if case.size == "tiny" and case not in BESIDE]
     cheap = [c for c in tiny if c.seq == 64 or (c.attention == "fused" and c.accumulate == 1)]
     chosen: list[Case] = []
     shown: set[tuple[str, object]] = set()
