@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 
 from lablib.proof.cases import FACTORS, Case
-from lablib.proof.grid import FAMILIES, LANDMARKS, RULES, Pair, Rule, allowed_pairs, choose, grid, pairs_of
+from lablib.proof.grid import BESIDE, LANDMARKS, RULES, Pair, Rule, allowed_pairs, choose, grid, pairs_of
 
 
 def everything(factors: dict, rules: list[Rule]) -> list[dict]:
@@ -62,7 +62,7 @@ def test_given_rows_come_first_and_are_checked() -> None:
 
 def chosen() -> tuple[Case, ...]:
     """The grid without the families beside the factors'."""
-    return grid()[: -len(FAMILIES)]
+    return grid()[: -len(BESIDE)]
 
 
 def test_the_grid_shows_every_allowed_pair() -> None:

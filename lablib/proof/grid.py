@@ -422,7 +422,10 @@ CONTEXT: tuple[Case, ...] = (
             ("small", {"cp": 4, "seq": 8192, "recipe": "fp32", "family": "mistral", "dp": 2}),
             ("8b", {"cp": 2, "seq": 16384, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 4}),
             ("8b", {"cp": 4, "seq": 32768, "recipe": "fsdp2-mixed", "cp_way": "ulysses", "dp": 8, "family": "qwen2"}),
-            ("8b", {"cp": 4, "seq": 32768, "recipe": "fsdp2-mixed", "cp_way": "gathered", "dp": 2, "recompute": "full"}),
+            (
+                "8b",
+                {"cp": 4, "seq": 32768, "recipe": "fsdp2-mixed", "cp_way": "gathered", "dp": 2, "recompute": "full"},
+            ),
             ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 8}),
             ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "dp": 8, "recompute": "full"}),
             ("8b", {"cp": 8, "seq": 131072, "recipe": "fsdp2-mixed-fp32-reduce", "cp_way": "ulysses"}),
