@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lablib.cli.main import app
 from lablib.proof.cases import Case
-from lablib.proof.grid import COUNTS, DRAWN, RULES, SEED, grid, held_out
+from lablib.proof.grid import COUNTS, DRAWN, DRAWN_EXPERTS, RULES, SEED, drawn_experts, grid, held_out
 from lablib.proof.headline import CAUSES, EARLIER, HELD_OUT, NOTICEABLE, headline, noticeable, read_table, step_moments
 from lablib.proof.table import broken, drifted, measured_row, predicted_anew
 from lablib.proof.verdict import KINDS
@@ -100,11 +100,15 @@ def test_the_drawn_ones_are_drawn_and_not_chosen() -> None:
     # The draw is the seed's, and another seed draws others.
     few = {"tiny": 5}
     assert held_out(1, few) == held_out(1, few) != held_out(2, few)
+    experts = drawn_experts()
+    assert len({case.name for case in experts} - {case.name for case in grid()}) == len(experts) == DRAWN_EXPERTS
+    assert all(case.model.is_moe for case in experts)
+    assert drawn_experts(1, 5) == drawn_experts(1, 5) != drawn_experts(2, 5)
 
 
 def test_the_drawn_file_is_of_the_draw_and_no_bound_breaks() -> None:
     assert HELD["seed"] == SEED
-    assert [Case(**row["case"]) for row in HELD["rows"]] == list(held_out())
+    assert [Case(**row["case"]) for row in HELD["rows"]] == [*held_out(), *drawn_experts()]
     assert broken(HELD["rows"]) == []
     for row, anew in zip(HELD["rows"], predicted_anew(HELD["rows"]), strict=True):
         assert anew["predicted"] == row["predicted"], row["name"]

@@ -29,8 +29,8 @@ from lablib.cli.main import app
 from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
-from lablib.proof.cases import case_model
-from lablib.proof.grid import FAMILIES
+from lablib.proof.cases import Case, case_model
+from lablib.proof.grid import BESIDE
 from lablib.toys.transformer import Transformer, tiny_config
 from tests.processes import new_seed
 
@@ -314,14 +314,18 @@ def test_tapes_keep_what_the_closed_forms_count() -> None:
                 for recompute in ("none", "full"):
                     config = small("llama" if implementation == "toy" and family != "gpt2" else family)
                     compare(implementation, config, 0, 1, False, attention, 0.0, recompute)
-    for family in {case.family for case in FAMILIES}:
+    for family in {case.family for case in BESIDE if case.cp == 1}:
+        experts = Case(family=family).experts
         for attention in ("fused", "plain"):
             for recompute in ("none", "full"):
-                compare("hf", case_model(family, "tiny"), 0, 1, False, attention, 0.0, recompute)
+                compare("hf", case_model(family, "tiny"), 0, 1, False, attention, 0.0, recompute, experts=experts)
+    for split in (False, True):  # tokens of the fullest of several ranks of experts
+        compare("paper", preset("mixtral-8x7b"), 31, 4, split, "fused", 0.0, "none", imbalance=1.37)
 
 
-def compare(implementation, config, layer, tp, split, attention, dropout, recompute) -> None:
+def compare(implementation, config, layer, tp, split, attention, dropout, recompute, **of_experts) -> None:
     sizes = {"batch": 2, "seq": 64, "implementation": implementation, "tp": tp, "sequence_parallel": split}
+    sizes |= of_experts
     counted = layer_activations(config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes)
     setting = BlockSetting(
         config=config,
@@ -334,6 +338,7 @@ def compare(implementation, config, layer, tp, split, attention, dropout, recomp
         tp=tp,
         sequence_parallel=split,
         layer=layer,
+        **of_experts,
     )
     found = by_kind(write_tape("block", setting))
     assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)

@@ -79,12 +79,12 @@ def _save(rows: list[dict], path: Path, made: dict[str, str] | None = None) -> P
 
 
 def _measure(path: Path, only: str | None, *, few: bool, write: bool) -> None:
-    from lablib.proof.grid import grid
+    from lablib.proof.grid import drawn_experts, grid
     from lablib.proof.grid import held_out as drawn
     from lablib.proof.headline import HELD_OUT, read_table
     from lablib.proof.table import broken, drifted, measured_row, representatives, text, versions
 
-    chosen = drawn() if path == HELD_OUT else representatives() if few else grid()
+    chosen = (*drawn(), *drawn_experts()) if path == HELD_OUT else representatives() if few else grid()
     cases = [case for case in chosen if not only or only in case.name]
     if not cases:
         raise ValueError(f"no case has {only!r} in its name; see rung memory-table --committed")

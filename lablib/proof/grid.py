@@ -401,6 +401,35 @@ FAMILIES: tuple[Case, ...] = tuple(
     )
 )
 
+#: Experts of Hugging Face's classes: grouped, as they run by themselves, at real sizes too; and in a loop, whose answers
+#: depend on values, so that fake tensors cannot run it.
+EXPERTS: tuple[Case, ...] = tuple(
+    Case(implementation="hf", family=family, **how)
+    for family in ("mixtral-grouped", "qwen3-moe")
+    for how in (
+        {"micro_batch": 3, "seq": 1000, "recipe": "pure-bf16", "step": "foreach"},
+        {"micro_batch": 3, "recipe": "autocast-bf16", "recompute": "full", "attention": "plain"},
+        {"recipe": "mixed-bf16", "accumulate": 3, "optimizer": "sgd-momentum", "attention": "plain"},
+        {"sharding": "zero1", "dp": 2, "step": "foreach"},
+        {"recipe": "fsdp2-mixed-fp32-reduce", "sharding": "fsdp2", "dp": 8, "step": "foreach"},
+        {"size": "8b", "seq": 1000, "micro_batch": 3, "recipe": "pure-bf16", "recompute": "full"},
+        {"size": "8b", "seq": 2048, "recipe": "fsdp2-mixed", "sharding": "fsdp2", "dp": 8, "step": "fused"},
+        {"size": "8b", "seq": 2048, "recipe": "fsdp2-mixed-fp32-reduce", "sharding": "fsdp2", "dp": 64}
+        | {"step": "foreach", "recompute": "full"},
+        {"size": "8b", "seq": 2048, "recipe": "fsdp2-mixed", "sharding": "fsdp2-keep", "dp": 64, "optimizer": "sgd"}
+        | {"attention": "plain", "step": "foreach"},
+    )
+) + tuple(
+    Case(implementation="hf", family=family, **how)
+    for family in ("mixtral-loop", "qwen3-moe-loop")
+    for how in (
+        {"micro_batch": 3, "recipe": "pure-bf16", "step": "foreach", "recompute": "full"},
+        {"recipe": "autocast-bf16", "attention": "plain"},
+        {"recipe": "mixed-bf16", "accumulate": 3, "optimizer": "sgd-momentum"},
+        {"recipe": "fsdp2-mixed-fp32-reduce", "sharding": "fsdp2", "dp": 8, "step": "fused"},
+    )
+)
+
 #: Context parallelism: Hugging Face's classes in three ways, real tensors first, and the ring of this course.
 CONTEXT: tuple[Case, ...] = (
     *(
@@ -438,7 +467,7 @@ CONTEXT: tuple[Case, ...] = (
 )
 
 #: All that stands beside the factors; it comes last.
-BESIDE: tuple[Case, ...] = (*FAMILIES, *CONTEXT)
+BESIDE: tuple[Case, ...] = (*FAMILIES, *EXPERTS, *CONTEXT)
 
 
 @cache
@@ -485,6 +514,28 @@ def held_out(seed: int = SEED, counts: dict[str, int] | None = None) -> tuple[Ca
             found.append(case)
             left -= 1
     return tuple(found)
+
+
+#: How many configurations of experts are drawn.
+DRAWN_EXPERTS = 10
+
+
+def drawn_experts(seed: int = SEED, count: int = DRAWN_EXPERTS) -> tuple[Case, ...]:
+    """Return small configurations of Hugging Face's experts that are not in the grid, the same for the same seed."""
+    draw = random.Random(f"experts {seed}")
+    families = list(dict.fromkeys(case.family for case in EXPERTS))
+    found: dict[str, Case] = {case.name: case for case in EXPERTS}
+    while len(found) < len(EXPERTS) + count:
+        # What Mistral's classes can be combined with, those with experts can, but for tensor parallelism and adapters.
+        given: Row = {"implementation": "hf", "family": "mistral", "size": "tiny", "tensor": "1", "tuning": "full"}
+        given |= {factor: draw.choice(FACTORS[factor]) for factor in ("recipe", "recompute", "sharding", "seq")}
+        row = complete(FACTORS, RULES, given, lambda row, item: draw.random())
+        family = draw.choice(families)
+        if row is None or (row["seq"] > 64 and (row["attention"] == "plain" or family.endswith("-loop"))):
+            continue
+        case = Case(**{factor: row[factor] for factor in FACTORS} | {"family": family})
+        found.setdefault(case.name, case)
+    return tuple(found.values())[len(EXPERTS) :]
 
 
 def _row(draw: random.Random, size: str) -> Row | None:

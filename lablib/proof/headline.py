@@ -35,7 +35,7 @@ NOTICEABLE = 0.001
 
 #: Name of a row and what was compared -> why prediction and measurement differ.
 CAUSES: dict[tuple[str, str], str] = {
-    ("tiny-gpt2, hf, 1 x 64, fsdp2-mixed-fp32-reduce, fsdp2-keep, dp 4, plain", "peak"): (
+    ("tiny-qwen3-moe, hf, 1 x 64, fsdp2-mixed-fp32-reduce, foreach, fsdp2, dp 8", "peak"): (
         "This is bookkeeping of a tiny model: AdamW's counter of steps, 4 bytes for each tensor, and the loss."
     ),
     ("tiny-llama, hf, 1 x 1000, fp32, foreach", "saved: embedding"): (

@@ -79,6 +79,8 @@ class Calculator:
         """Return "" or the reason why the calculator does not claim to cover a case."""
         if case.cp > 1 and self.name != OWN:
             return "it was not asked about context parallelism"
+        if case.implementation == "hf" and case.model.is_moe and self.name != OWN:
+            return "it was not asked about the experts of Hugging Face's classes"
         return next((reason for reason, holds in self.limits if holds(case)), "")
 
     def predict(self, case: Case) -> int:
