@@ -152,7 +152,11 @@ def test_the_settings_are_explained() -> None:
         ("mixtral-8x7b", {"implementation": "hf"}, "does not know mixtral-8x7b"),
         ("llama-3-8b", {"implementation": "torchtitan"}, "use cp=1, or implementation='paper'"),
         ("llama-3-8b", {"implementation": "toy", "cp_way": "ulysses"}, "cp_way='ulysses'; use ring"),
-        ("llama-3-8b", {"cp_way": "gathered"}, "implementation='paper' with cp=4 is not known"),
+        (
+            "llama-3-8b",
+            {"implementation": "megatron", "cp_way": "gathered"},
+            "implementation='megatron' with cp=4 is not known",
+        ),
         ("llama-3-8b", {"implementation": "hf", "cp_way": "star"}, "unknown cp_way 'star'"),
         ("llama-3-8b", {"implementation": "hf", "attention": "plain"}, "attention='plain'; use 'fused'"),
         ("llama-3-8b", {"implementation": "hf", "recipe": "autocast-bf16"}, "autocast does not reach"),

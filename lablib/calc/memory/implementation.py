@@ -101,7 +101,7 @@ class _Paper(Implementation):
     __slots__ = ()
     eager = False
     splits_stream = True
-    context_ways = ("ring",)
+    context_ways = ("ring", "gathered", "ulysses")  # a rank's own q, k, v and output, whatever the way
 
     def default_dropout(self, config: ModelConfig) -> float:
         return 0.1 if config.family == "gpt2" else 0.0
@@ -170,6 +170,7 @@ class _Megatron(_Paper):
     __slots__ = ()
     accumulates_in_kernel = True
     keeps_stage_outputs = False
+    context_ways = ("ring",)
 
 
 class _MegatronFusedLoss(_Megatron):
