@@ -41,6 +41,8 @@ DRAWN = {
     "rung05": (2, ("state_bytes", "zero_tradeoffs")),
     "rung06": (3, ("count_collectives", "units_by_size")),
     "rung10": (3, ("choose_algorithm", "place")),
+    "rung12": (2, ("global_loss", "sent_bytes", "choose_split")),
+    "rung13": (2, ("route", "send_counts", "kept_tokens", "expert_bytes", "place_experts")),
 }
 ANY_DRAW = [(rung, name, seed) for rung, (draws, names) in DRAWN.items() for name in names for seed in range(draws)]
 
@@ -142,8 +144,12 @@ def test_an_answer_without_end_is_ended_and_a_long_import_is_none():
         # A million lines of a library are no loop of the learner's.
         return len(json.dumps([[i, [i]] for i in range(n)], indent=1, cls=type("Slow", (json.JSONEncoder,), {})))
 
-    with pytest.raises(Wrong, match="never ends for 3: a loop waits"):
-        ask(waits, 3)
+    # On one line it jumps to itself, where Python 3.11 counts no line.
+    names = {}
+    exec("def spins(n):\n    while True: pass", names)
+    for endless in (waits, names["spins"]):
+        with pytest.raises(Wrong, match="never ends for 3: a loop waits"):
+            ask(endless, 3)
     assert ask(works, 150_000) > 150_000
 
 

@@ -13,16 +13,17 @@ from lablib.calc.communication import ring_states
 from lablib.calc.layouts import mesh
 from lablib.calc.schedules import one_f_one_b, simulate, zb_h1
 from lablib.calc.schedules.generators import dualpipe_v
-from lablib.view import communication, fsdp, memory, precision, recompute, zero
+from lablib.view import communication, memory, precision, recompute
 from lablib.view import communication as fabric
-from lablib.view import data_parallel as ddp
-from lablib.view import expert_parallel as mixture
 from lablib.view import layouts as layout
 from lablib.view import layouts as mesh_view
 from lablib.view import layouts as parallelism
 from lablib.view import runs as run
 from lablib.view import runs as scaling
 from lablib.view import schedules as pipeline_chart
+from lablib.view.parallel import data as ddp
+from lablib.view.parallel import experts as mixture
+from lablib.view.parallel import fsdp, zero
 from lablib.view.schedules import pipeline
 from lablib.view.style import COLORS, figure, show, themed_svg
 from lablib.view.timeline import Span, timeline
