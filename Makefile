@@ -33,7 +33,7 @@ site check unit labs: export TQDM_DISABLE := 1
 site check unit labs: export HF_HUB_OFFLINE := 1
 
 BOOK_BUDGET := 480
-TEST_BUDGET := 600
+TEST_BUDGET := 720
 
 ##@ Read and work
 

@@ -37,7 +37,7 @@ def verdict(name: str, seconds: float, budget: float) -> str:
     Args:
         name: The command.
         seconds: What it took, installing included.
-        budget: What it may take on 2 cores when all eleven rungs exist.
+        budget: What it may take on 2 cores when every rung exists.
     """
     line = f"{name}: {seconds / 60:.1f} of at most {budget / 60:.0f} minutes on 2 cores"
     return f"{line}: OVER THE BUDGET" if seconds > budget else line
