@@ -578,6 +578,8 @@ def test_the_layout_of_a_plan_has_one_verdict(model: str, gpu: str, gpus: int, m
     best, settings = found["layouts"][0], ["--prefetch", "1", "--gradient-as-bucket-view"]
     for name in SETTINGS.keys() & best.keys():
         value = best[name]
+        if value is None:  # a setting that a layout leaves out
+            continue
         settings += [
             f"--{name.replace('_', '-')}",
             ",".join(map(str, value)) if isinstance(value, list) else str(value),

@@ -273,9 +273,10 @@ class RunConfig:
             )
         for name, only in (("ep", 1), ("etp", None), ("tuning", "full")):
             if real and getattr(self, name) != only:
+                instead = "leave it out" if only is None else f"use {only!r}"
                 raise ValueError(
                     f"implementation={self.implementation!r} is not known with {name}={getattr(self, name)!r} and the experts "
-                    f"of {m.name}; use {only!r}, or implementation='paper'"
+                    f"of {m.name}; {instead}, or use implementation='paper'"
                 )
 
     def _check_tensor_parallel(self) -> None:
