@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["choose_split", "global_loss", "held_positions", "merge", "sent_bytes
 
 def _pair(got: Any, otherwise: str) -> tuple[Any, Any]:
     """Return the two parts of an answer, whatever holds them."""
+    if is_dataclass(got) and not isinstance(got, type):
+        got = [getattr(got, field.name) for field in fields(got)]
     if isinstance(got, Mapping | str) or not hasattr(got, "__iter__") or getattr(got, "ndim", 1) == 0:
         raise Wrong(otherwise)
     parts = list(got)
@@ -385,7 +388,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
         "gathered": [*around,
             (1 / 2, "This is half: keys and values both travel, in forward and as gradients in backward, and two bytes "
              "carry each number"),
-            (3 / 2, "This is one and a half times too many: what was gathered is kept for backward, and a reduce-scatter of the "
+            (3 / 2, "This is half as much again: what was gathered is kept for backward, and a reduce-scatter of the "
              "gradients sends half of what an all-reduce does"),
             (3 / 4, "A reduce-scatter of the gradients of keys and values sends as much as the all-gather did"),
         ],
