@@ -2,7 +2,7 @@
 
     step           0      1      2      3         keys and values that a rank has, cp = 4
     rank 0         0      3      2      1
-    rank 1         1      0      3      2         after step i, rank r holds those of rank r - i
+    rank 1         1      0      3      2         in step i, rank r holds those of rank r - i
     rank 2         2      1      0      3
     rank 3         3      2      1      0
 
