@@ -50,7 +50,10 @@ def plan(
         int | None, typer.Option(help="Fix ranks that split one expert, ep folded over tp, cp and dp.")
     ] = None,
     imbalance: Annotated[float, typer.Option(help="Tokens of the busiest rank's experts over the mean.")] = 1.0,
-    cp_way: Annotated[str, typer.Option(help="How cp attends: ring, gathered (Llama 3) or ulysses.")] = "ring",
+    cp_way: Annotated[
+        str | None,
+        typer.Option(help="How cp attends: ring, gathered (Llama 3) or ulysses; default: ring, or --export's."),
+    ] = None,
     pp: Annotated[int | None, typer.Option(help="Fix pipeline stages.")] = None,
     dp: Annotated[int | None, typer.Option(help="Fix replicas.")] = None,
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,

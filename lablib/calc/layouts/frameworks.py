@@ -28,6 +28,7 @@ COUNTED = {
         recipe=EXPORTERS["accelerate"].recipe,
         replicas="autocast-bf16",
         sharding="fsdp2",
+        cp_way="gathered",  # the default of `cp_comm_strategy` in its TorchContextParallelConfig
         not_counted=(
             "Accelerate returns logits as an fp32 copy, 4 bytes for each token and word, which lives through backward "
             "if the script keeps the model's output: keep its loss alone",

@@ -29,6 +29,7 @@ class Counting:
         replicas: Dtypes of a job that shards nothing, where they are others.
         sharding: "flat", or "fsdp2", which has no ZeRO-1: it is counted as ZeRO-2.
         step: How the optimizer runs: "foreach", "for-loop" or "fused".
+        cp_way: How its cp ranks bring queries and keys together: "ring", "gathered" or "ulysses".
         accepts: Raises a ValueError for what the framework does not run; None accepts everything.
         framework: Its name; empty if the plan is for none.
         not_counted: Sentences on what its job holds beside what is counted.
@@ -39,6 +40,7 @@ class Counting:
     replicas: str = ""
     sharding: str = "flat"
     step: str = "foreach"
+    cp_way: str = "ring"
     accepts: Callable[[Layout], object] | None = None
     framework: str = ""
     not_counted: tuple[str, ...] = ()

@@ -198,7 +198,7 @@ def plan(
     framework: Framework | None = None,
     fitted: Fitted = FITTED,
     imbalance: float = 1.0,
-    cp_way: str = "ring",
+    cp_way: str | None = None,
     **fixed: int | str,
 ) -> Plan:
     """Return every layout that fits, by predicted step time.
@@ -219,7 +219,8 @@ def plan(
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even, 1.5 is half as many again.
-        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" (Llama 3) or "ulysses".
+        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" (Llama 3) or "ulysses"; None means as in
+            `counting`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
     refuse_unmodelled(recipe=recipe_, schedule=fixed.get("schedule"))
@@ -240,8 +241,8 @@ def plan(
     product_peak(machine.gpu, dtypes.activation)  # a GPU without a figure for these dtypes is refused here
     how = FRAMEWORKS[counting.implementation] if framework is None else framework
     check_imbalance(imbalance, config)
-    one_of("cp_way", cp_way, WAYS)
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, cp_way)
+    way = one_of("cp_way", cp_way or counting.cp_way, WAYS)
+    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way)
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity, counting)
     if not found.valid:
