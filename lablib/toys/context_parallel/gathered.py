@@ -53,7 +53,7 @@ def gathered_attention(
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All ranks' tokens, in fp32 or wider like the gradients that backward sums; they are sent as they are."""
+    """All ranks' tokens: sent in their own dtype, then fp32 or wider, in which backward sums and sends gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kv_2BKsD: Tensor, group: dist.ProcessGroup) -> Tensor:
