@@ -3,6 +3,7 @@
 # ruff: noqa: E731
 
 import itertools
+import types
 
 import numpy as np
 import torch
@@ -61,6 +62,25 @@ class token_losses:
     def mean_of_nothing(micro_batches, ranks, all_reduce):
         total = all_reduce(sum(map(len, micro_batches)))
         return [m.mean() * len(m) * ranks / total for m in micro_batches]
+
+    def a_plain_0_for_no_tokens(micro_batches, ranks, all_reduce):
+        """No backward starts on it, and the other ranks wait for this rank's all-reduce."""
+        total = all_reduce(sum(map(len, micro_batches)))
+        return [m.sum() * ranks / total if len(m) else 0.0 for m in micro_batches]
+
+    def divides_means_by_the_tokens(micro_batches, ranks, all_reduce):
+        total = all_reduce(sum(map(len, micro_batches)))
+        return [(m.mean() if len(m) else m.sum()) * ranks / total for m in micro_batches]
+
+    def counts_micro_batches(micro_batches, ranks, all_reduce):
+        total = all_reduce(len(micro_batches))
+        return [m.sum() * ranks / total for m in micro_batches]
+
+    def runs_backward_itself(micro_batches, ranks, all_reduce):
+        losses = token_losses.right(micro_batches, ranks, all_reduce)
+        for loss in losses:
+            loss.backward()
+        return losses
 
     def right(micro_batches, ranks, all_reduce):
         """Second solution: the mean count of a rank, which is what its sum is divided by."""
@@ -135,6 +155,25 @@ class all_reduce_mean:
                 send(rank, (rank + 1) % n, [0.0] * width)
         mean = [sum(column) / n for column in zip(*gradients, strict=True)]
         return [list(mean) for _ in gradients]
+
+    def copies_the_finished_chunks(gradients, send):
+        """Sends all that it must, and does not look at what arrives in the second half."""
+        n = len(gradients)
+        width = len(gradients[0]) // n
+        held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
+        for step in range(n - 1):
+            for rank in range(n):
+                chunk, right = (rank - step) % n, (rank + 1) % n
+                arriving = send(rank, right, held[rank][chunk])
+                held[right][chunk] = [a + b for a, b in zip(held[right][chunk], arriving, strict=True)]
+        finished = [held[(chunk - 1) % n][chunk] for chunk in range(n)]
+        for _ in range(n - 1):
+            for rank in range(n):
+                send(rank, (rank + 1) % n, finished[rank])
+        return [[value / n for chunk in finished for value in chunk] for _ in range(n)]
+
+    def divides_twice(gradients, send):
+        return [[value / len(gradients) for value in row] for row in _ring(gradients, send)]
 
     def mean_of_running_means(gradients, send):
         """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
@@ -282,6 +321,18 @@ class make_buckets:
     def an_empty_bucket_first(sizes, first, cap):
         return [[], *_fill(reversed(range(len(sizes))), sizes, first, cap)]
 
+    def counts_on_after_the_first_bucket(sizes, first, cap):
+        buckets, held = [[]], 0
+        for index in reversed(range(len(sizes))):
+            if held >= (cap if len(buckets) > 1 else first):
+                buckets.append([])
+            buckets[-1].append(index)
+            held += sizes[index]
+        return buckets
+
+    limits_swapped = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, cap, first)
+    cut_from_the_front = lambda sizes, first, cap: _fill(range(len(sizes)), sizes, first, cap)[::-1]
+
     def never_ends(sizes, first, cap):
         held = 0
         while held < sum(sizes) + cap:
@@ -356,6 +407,11 @@ class ddp_bottleneck:
     one_half_of_the_all_reduce = lambda *case: _bottleneck(*case, sent=1 / 2)
     the_whole_step_is_exposed = lambda *case: _bottleneck(*case, exposed=max)
 
+    bits_sent = lambda *case: _bottleneck(*case, sent=8)
+    counts_what_arrives_too = lambda *case: _bottleneck(*case, sent=2)
+    the_part_that_hides = lambda *case: _bottleneck(*case, exposed=min)
+    backward_minus_communication = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, b - c))
+
     def hides_the_wrong_way_round(*case):
         answer = _bottleneck(*case)
         return {**answer, "hides": not answer["hides"]}
@@ -372,6 +428,10 @@ class ddp_bottleneck:
             "exposed": np.maximum(0, backward * (enough / tokens - 1)),
             "hides": np.bool_(tokens >= enough),
         }
+
+    def right_3(*case):
+        """An object with the five names."""
+        return types.SimpleNamespace(**_bottleneck(*case))
 
     def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
         """Second solution: walk the ring step by step instead of using the closed form."""

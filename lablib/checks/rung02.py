@@ -54,7 +54,7 @@ class _Ranks(Turns):
 
     def all_reduce(self, rank: int, value: object) -> float:
         try:
-            number = float(value)  # type: ignore[arg-type]
+            number = float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):
             raise Wrong("`all_reduce` adds one number over the ranks: give it the count that all ranks need.") from None
         if len(self.given[rank]) == 1000:
@@ -94,6 +94,8 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
             raise Wrong(
                 f"Return a list with one loss for each of the {len(losses)} micro-batches: backward runs once for each."
             )
+        if any(loss.grad is not None for loss in losses):
+            raise Wrong("Backward has run already: return the losses, on which the training loop will start it.")
         for loss, start in zip(losses, got, strict=True):
             weights[rank].append(_weight(loss, start, len(batch)))
 
@@ -114,7 +116,10 @@ def _weight(loss: Tensor, start: object, ranks: int) -> float:
     """Return what one token of a micro-batch weighs in the mean over ranks of the gradients."""
     if not isinstance(start, Tensor) or not start.requires_grad:
         if not len(loss):
-            return 0.0  # a plain 0 for no tokens
+            raise Wrong(
+                "The loss of a micro-batch without tokens has no graph: backward starts on it, too, because the other "
+                "ranks wait for this rank's all-reduce. The `sum()` of no losses is 0 and has one."
+            )
         raise Wrong(
             "A loss has lost its graph, and backward cannot start there: only the count goes through `all_reduce`, "
             "the losses stay tensors."
@@ -177,6 +182,12 @@ def _judge_weights(batch: list[list[int]], weights: list[list[float]], calls: in
         ),
         "Your own count divides, and n is multiplied in: `all_reduce` returns the sum, it does not change what it gets": (
             lambda rank, n, m: 1 / own[rank]
+        ),
+        "A mean has divided by the tokens of its micro-batch already, and the count of all tokens divides once more": (
+            lambda rank, n, m: 1 / n / total
+        ),
+        "The count is that of micro-batches; what weighs the same is every token, so count tokens": (
+            lambda rank, n, m: 1 / sum(map(len, batch))
         ),
         "A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too": (
             lambda rank, n, m: 1 / total / m
@@ -286,6 +297,11 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
             )
     if len({tuple(row) for row in got}) > 1:
         raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
+    divisor = total[0] / got[0][0] if got[0][0] else 0.0
+    if all(close(v * divisor, s) for row in got for v, s in zip(row, total, strict=True)):
+        raise Wrong(
+            f"All ranks are in the sum, and it is divided by {divisor:g}; the mean divides it once, by {ranks}."
+        )
     if all(0 < v < s for row in got for v, s in zip(row, total, strict=True)):
         raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
     raise Wrong(
@@ -328,12 +344,20 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
 
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
-    """Deliver zeros: an answer that really uses what arrives can no longer be right."""
-    zeros = ask(answer, [list(row) for row in gradients], lambda source, target, values: [0.0] * len(values))
-    got = _rows(zeros, len(gradients), len(gradients[0]))
-    means = [sum(column) / len(gradients) for column in zip(*gradients, strict=True)]
-    if all(close(value, mean) for value, mean in zip(got[0], means, strict=True)):
-        raise Wrong("The answer reads other ranks' gradients directly: use only what `send` returns.")
+    """Deliver zeros: what a rank ends with may then depend on nothing but its own gradient."""
+
+    def cut_off(held: list[list[float]]) -> list[list[float]]:
+        zeros = ask(answer, [list(row) for row in held], lambda source, target, values: [0.0] * len(values))
+        return _rows(zeros, len(held), len(held[0]))
+
+    alone = cut_off(gradients)
+    for rank, row in enumerate(alone):
+        others = [own if r == rank else [-3.0 * v for v in own] for r, own in enumerate(gradients)]
+        if not all(close(value, before) for value, before in zip(cut_off(others)[rank], row, strict=True)):
+            raise Wrong(
+                f"Rank {rank} ends with numbers that nobody has sent to it: the answer reads other ranks' gradients "
+                f"directly, so use only what `send` returns."
+            )
 
 
 # --- buckets ------------------------------------------------------------------------------------------------
@@ -402,10 +426,22 @@ def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[i
         raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
     if same(bucket_sizes(sizes, first=cap, cap=cap)):
         raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
+    if same(bucket_sizes(sizes, first=cap, cap=first)):
+        raise Wrong(
+            f"The limits have changed places: `first` is that of the first bucket, `cap` of all others ({case})."
+        )
     if same(bucket_sizes(sizes, first=first, cap=first)):
         raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
     if same(bucket_sizes(sizes, first=first + 1, cap=cap + 1)):
         raise Wrong(f"A bucket that holds exactly its limit is full: at least, not more than ({case}).")
+    if len(got) > 1 and same([truth[0], *([index] for index in reversed(range(len(sizes) - len(truth[0]))))]):
+        raise Wrong(f"After the first bucket each gradient leaves by itself: a new bucket counts from zero ({case}).")
+    last = len(sizes) - 1
+    if same([[last - i for i in bucket] for bucket in reversed(bucket_sizes(sizes[::-1], first=first, cap=cap))]):
+        raise Wrong(
+            f"The buckets are cut from the first gradient on and then sent in reverse: what backward makes first fills "
+            f"the first bucket ({case})."
+        )
     closes = "A bucket starts at zero, takes gradients until it holds at least its limit, and closes then"
     if same(_closed_before(sizes, first, cap)):
         raise Wrong(
@@ -453,16 +489,23 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         )
     cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
     for case in cases:
-        _judge_bottleneck(ask(answer, *case), *case)
+        _judge_bottleneck(_ask_bottleneck(answer, *case), *case)
     return _judge_against_record(answer)
 
 
-def _judge_bottleneck(
-    got: object, params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
-) -> None:
+def _ask_bottleneck(answer: Callable[..., object], *case: float) -> Mapping[str, float]:
     keys = ("bytes_sent", "communication", "backward", "exposed", "hides")
-    if not isinstance(got, Mapping) or set(keys) - set(got):
+    got = ask(answer, *case)
+    if not isinstance(got, Mapping):  # an object with these names is as good
+        got = {key: getattr(got, key) for key in keys if hasattr(got, key)}
+    if set(keys) - set(got):
         raise Wrong(f"Return a dictionary with the keys {', '.join(keys)}.")
+    return got
+
+
+def _judge_bottleneck(
+    got: Mapping[str, float], params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
+) -> None:
     case = f"{params:.3g} parameters, {grad_bytes}-byte gradients, {tokens} tokens, {ranks} ranks"
     size = params * grad_bytes
     sent = ring_all_reduce_bytes(size, ranks)
@@ -482,6 +525,8 @@ def _judge_bottleneck(
             "Communication does not grow with the tokens: there is one gradient per parameter": sent * tokens,
             "Count bytes, not parameters": sent / grad_bytes,
             "Bytes, not GB": sent / 1e9,
+            "Bytes, not bits": sent * 8,
+            "That is what a rank sends and what it receives; count what it sends": sent * 2,
             "That is 16 bytes per parameter: the model states stay home, only gradients travel": sent / grad_bytes * 16,
         },
         "The bytes that a rank sends in a ring are 2(n-1)/n times the bytes of the gradient",
@@ -539,7 +584,11 @@ def _judge_times(
         got["exposed"],
         exposed,
         {
-            "That is all of the communication, as if nothing overlapped": communication,
+            "That is all of the communication, as if nothing overlapped"
+            if communication > backward
+            else "All of that hides behind backward; exposed is what still runs when backward has ended": communication,
+            "That is the part that hides; exposed is the other one": min(communication, backward),
+            "The other way round: exposed is what communication has more than backward": backward - communication,
             "Communication hides behind backward only: no gradient exists during forward": max(
                 0.0, communication - backward * 1.5
             ),
@@ -564,26 +613,30 @@ def _explain(answer: object, truth: float, slips: Mapping[str, float], otherwise
 
 
 def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
-    """Predict every recorded step from one calibration per number of ranks, and hold it to the measurement."""
+    """Predict the recorded steps that did not calibrate the link, and hold them to the measurement."""
     record = recorded(RECORDING)
     if record is None:
         return "Right for 35 drawn models and links. No run is recorded yet to compare with."
     rows = [row for row in medians(record.samples) if row["ranks"] > 1]
     errors = []
     for row in rows:
-        # The link is calibrated on the largest message only; the smaller models are predictions.
+        # The link is calibrated on one message of the largest model for each number of ranks.
         largest = max((r for r in rows if r["ranks"] == row["ranks"]), key=lambda r: r["params"])
+        if row is largest:
+            continue
         moved = ring_all_reduce_bytes(largest["params"] * largest["grad_bytes"], largest["ranks"])
         flops = 6 * row["params"] * row["tokens"] / row["compute"]
-        got = answer(
-            row["params"], row["grad_bytes"], row["tokens"], row["ranks"], flops, moved / largest["communication"]
-        )
+        bandwidth = moved / largest["communication"]
+        got = _ask_bottleneck(answer, row["params"], row["grad_bytes"], row["tokens"], row["ranks"], flops, bandwidth)
         step = row["compute"] + got["communication"]
         errors.append(abs(step / row["after backward"] - 1))
     error = median(errors)
     if error > 0.35:
         raise Wrong(f"Computation plus communication misses the recorded steps by {error:.0%} in the median.")
-    return f"And your formula predicts the {len(rows)} recorded steps without overlap within {error:.0%} (median)."
+    return (
+        f"And with the measured computation, your communication predicts {len(errors)} recorded steps without overlap "
+        f"within {error:.0%} (median)."
+    )
 
 
 # --- faults -------------------------------------------------------------------------------------------------
