@@ -4,7 +4,8 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict, namedtuple
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +13,19 @@ import torch
 
 from lablib.calc.layouts import mesh
 from tests.planted import listed
+
+Route = namedtuple("Route", "weights chosen")
+Bytes = namedtuple("Bytes", "inside across once")
+
+
+@dataclass
+class Place:
+    """Where an expert lives, by attributes."""
+
+    holds: object
+    sends_to: object
+    expert: object
+    other: object
 
 
 def _top(scores, by, k, weigh=None):
@@ -68,6 +82,10 @@ class route:
     def experts_first(logits, bias, k):
         return _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
 
+    def sigmoids(logits, bias, k):
+        scores = logits.sigmoid()
+        return _top(scores, scores + bias, k)
+
     def smallest(logits, bias, k):
         scores = logits.softmax(-1)
         return _top(scores, -(scores + bias), k)
@@ -97,6 +115,17 @@ class route:
         mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, True)
         full = logits.masked_fill(~mask, -torch.inf).softmax(-1)
         return [full.gather(1, order), order.to(torch.int32)]
+
+    def right_4(logits, bias, k):
+        """The largest one after the other, changing what was given; a named tuple."""
+        scores = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
+        left, chosen = scores + bias, []
+        for _ in range(k):
+            chosen.append(left.argmax(-1, keepdim=True))
+            left = left.scatter(1, chosen[-1], -torch.inf)
+        chosen = torch.cat(chosen, -1)
+        weights = scores.gather(1, chosen)
+        return Route(weights / weights.sum(-1, keepdim=True), chosen)
 
 
 def _count(chosen, home, targets=lambda ranks: ranks):
@@ -164,6 +193,14 @@ class send_counts:
 
         return {rank: of(rank, list(itertools.chain(*tokens))) for rank, tokens in enumerate(chosen)}
 
+    def right_4(chosen, home):
+        """Counters in a dictionary, in which a rank without tokens is missing."""
+        counts = defaultdict(Counter)
+        for rank, tokens in enumerate(chosen):
+            for expert in itertools.chain(*tokens):
+                counts[rank][home[expert]] += 1
+        return counts
+
 
 def _keep(chosen, experts, capacity, order=None):
     k = len(chosen[0])
@@ -186,6 +223,9 @@ class kept_tokens:
 
     def tokens_and_not_choices(chosen, experts, factor):
         return _keep(chosen, experts, math.ceil(factor * len(chosen) / experts))
+
+    def rounded_before_k(chosen, experts, factor):
+        return _keep(chosen, experts, len(chosen[0]) * math.ceil(factor * len(chosen) / experts))
 
     def factor_forgotten(chosen, experts, factor):
         return _keep(chosen, experts, _places(chosen, experts, 1))
@@ -244,6 +284,14 @@ class kept_tokens:
                 stock[expert] -= 1
         return tuple(zip(*columns, strict=True))
 
+    def right_4(chosen, experts, factor):
+        """Rows that are made when they are asked for."""
+        return ((kept for kept in row) for row in _keep(chosen, experts, _places(chosen, experts, factor)))
+
+    def right_5(chosen, experts, factor):
+        """By the number of the token."""
+        return dict(enumerate(_keep(chosen, experts, _places(chosen, experts, factor))))
+
 
 def _bytes(tokens, size, experts, k, ep, per_node, *, ways=4, **changed):
     nodes = ep // per_node
@@ -264,6 +312,8 @@ class expert_bytes:
     combine_has_no_backward = lambda *case: _bytes(*case, ways=3)
 
     in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
+
+    in_mebibytes = lambda *case: _bytes(*case, ways=4 / 2**20)
 
     both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
 
@@ -326,6 +376,13 @@ class expert_bytes:
         sent = np.float64(4) * tokens * size
         there = sent * k * (1 - 1 / nodes)
         return {"inside": sent * k * (1 - 1 / ep) - there, "across": there, "once": sent * (nodes - 1) * (1 - lost)}
+
+    def right_3(tokens, size, experts, k, ep, per_node):
+        """A named tuple; a node is met by one expert, or by two, and so on."""
+        nodes, here = ep // per_node, experts // (ep // per_node)
+        sets = sum(math.comb(here, i) * math.comb(experts - here, k - i) for i in range(1, k + 1))
+        copies = _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * sets / math.comb(experts, k))
+        return Bytes(**copies)
 
 
 def _group(rank, sizes, *axes):
@@ -404,6 +461,18 @@ class place_experts:
         each = experts // sizes["ep"]
         return _placed(rank, sizes, experts, chosen, sends_to=[e // each for e in chosen])
 
+    def in_the_order_of_ranks(rank, sizes, experts, chosen):
+        return _placed(rank, sizes, experts, chosen, sends_to=sorted(_placed(rank, sizes, experts, chosen)["sends_to"]))
+
+    def ep_beside_dp(rank, sizes, experts, chosen):
+        """Takes ep for an axis of its own, beside all of dp."""
+        return _placed(rank, sizes | {"dp": sizes["dp"] * sizes["ep"]}, experts, chosen)
+
+    def mean_over_tp_too(rank, sizes, experts, chosen):
+        right = _placed(rank, sizes, experts, chosen)
+        mean = sizes["dp"] * sizes["cp"] * sizes["tp"]
+        return right | {name: (right[name][0], mean) for name in ("expert", "other")}
+
     def split_over_dp(rank, sizes, experts, chosen):
         """Takes all of dp for ep."""
         group = _group(rank, sizes, "dp")
@@ -451,6 +520,10 @@ class place_experts:
             "other": (cut("ep", "dp", "cp"), divisor),
         }
 
+    def right_3(rank, sizes, experts, chosen):
+        """An object with attributes."""
+        return Place(**_placed(rank, sizes, experts, chosen))
+
 
 #: What an answer must be told, by defect.
 SENTENCES = {
@@ -467,6 +540,7 @@ SENTENCES = {
     "one_of_the_two_is_sorted": "one of the two is sorted",
     "experts_first": "The weights come first",
     "smallest": "smallest",
+    "sigmoids": "The scores are sigmoids here",
     "exchanged": "Rows and columns are exchanged",
     "a_token_once_a_rank": "each of its k choices is a copy",
     "first_choice_only": "Only the first choice",
@@ -477,6 +551,7 @@ SENTENCES = {
     "idle_ranks_left_out": "as many ranks as lists",
     "rounded_down": "rounded down",
     "tokens_and_not_choices": "tokens and not choices",
+    "rounded_before_k": "rounded before it is multiplied by k",
     "factor_forgotten": "factor is missing",
     "one_pool_for_all": "Nothing is dropped",
     "token_by_token": "first choices of all tokens go first",
@@ -489,6 +564,7 @@ SENTENCES = {
     "dispatch_forward_only": "here it is one",
     "combine_has_no_backward": "here it is three",
     "in_megabytes": "not MB",
+    "in_mebibytes": "not MiB",
     "both_ways_of_the_wire": "count what it sends",
     "to_itself_as_well": "g - 1 ranks of its node",
     "all_that_leaves_the_rank": "stay inside it",
@@ -513,6 +589,9 @@ SENTENCES = {
     "everything_everywhere": "not all of them",
     "rank_modulo_ep": "not rank % ep",
     "positions_and_not_ranks": "positions on the ep axis",
+    "in_the_order_of_ranks": "in another order",
+    "ep_beside_dp": "ep is taken out of dp",
+    "mean_over_tp_too": "tp and pp ranks work on the same tokens",
     "split_over_dp": "experts / ep",
 }
 DEFECTS, SECOND_SOLUTIONS = listed(route, send_counts, kept_tokens, expert_bytes, place_experts)

@@ -24,6 +24,7 @@ Chosen = Sequence[Sequence[Sequence[int]]]
 
 #: Scores of four tokens by hand. The bias moves the first, not if it is added to the logits; with these it moves the
 #: second, and the third if its sign is wrong. The last one's experts are 2 and 3, which are no numbers counted from 1.
+#: Their logits are these logarithms and 1 more, which no softmax sees and every sigmoid does.
 _SCORES = ((0.4, 0.3, 0.2, 0.1), (0.42, 0.21, 0.19, 0.18), (0.4, 0.2, 0.22, 0.18), (0.1, 0.2, 0.3, 0.4))
 _BIAS = (0.0, 0.0, 0.15, 0.0)
 
@@ -36,7 +37,7 @@ _BIAS = (0.0, 0.0, 0.15, 0.0)
 def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
     """Judge `route(logits, bias, k)` by its experts and by their weights: four tokens by hand first."""
     dice = torch.Generator().manual_seed(seed)
-    cases = [(torch.tensor(_SCORES).log(), torch.tensor(_BIAS), 2)]
+    cases = [(1 + torch.tensor(_SCORES).log(), torch.tensor(_BIAS), 2)]
     for tokens, experts, k in ((3, 4, 1), (5, 4, 2), (7, 8, 3), (1, 6, 6), (16, 32, 4)):
         bias = 0.1 * torch.randn(experts, generator=dice)
         cases.append((2 * torch.randn(tokens, experts, generator=dice), bias, k))
@@ -70,8 +71,9 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
 
 def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
     """Return both halves of a route as lists of numbers."""
-    if isinstance(got, Mapping) and {"weights", "chosen"} <= set(got):
-        got = got["weights"], got["chosen"]
+    named = _by_name(got, ("weights", "chosen"))
+    if named is not None:
+        got = named["weights"], named["chosen"]
     pair = list(got) if hasattr(got, "__iter__") and not isinstance(got, str | Mapping) else []
     if len(pair) != 2:
         raise Wrong("Return a pair, weights and chosen, each with a row for each token.")
@@ -85,6 +87,13 @@ def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[f
             raise Wrong(f"`{name}` holds something that is no number ({case}).")
         halves.append([[float(value) for value in row] for row in found])
     return halves[0], halves[1]
+
+
+def _by_name(got: Any, keys: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """Return what has these names, in a dictionary or as attributes of an object; None if one is missing."""
+    if isinstance(got, Mapping):
+        return got if set(keys) <= set(got) else None
+    return {key: getattr(got, key) for key in keys} if all(hasattr(got, key) for key in keys) else None
 
 
 def _best(values: Tensor, k: int) -> list[set[int]]:
@@ -107,6 +116,7 @@ def _explain_choice(
         "These are the experts with the smallest numbers.": -(scores + bias),
         "The softmax runs over the tokens here: it runs over the experts of each token.": logits.softmax(0) + bias,
         "The bias alone decides here.": bias.expand_as(scores),
+        "The scores are sigmoids here: they are the softmax of the logits.": logits.sigmoid() + bias,
     }
     for sentence, values in slips.items():
         if found == _best(values, k):
@@ -143,6 +153,9 @@ def _explain_weights(
             truth, 1 / len(row)
         ),
         "These are logits: the weights are their softmax over the chosen experts.": logits[token, row],
+        "The scores are sigmoids here: they are the softmax of the logits.": (
+            logits[token, row].sigmoid() / logits[token, row].sigmoid().sum()
+        ),
     }
     for sentence, values in slips.items():
         if _alike(shares, values):
@@ -204,7 +217,7 @@ def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) 
 def _judge_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> None:
     ranks, experts = len(chosen), len(home)
     case = f"{ranks} ranks, experts on ranks {list(home)}" if experts < 9 else f"{ranks} ranks, {experts} experts"
-    got = [got.get(rank, ()) for rank in range(ranks)] if isinstance(got, Mapping) else numbers(got, "The counts")
+    got = [got.get(rank, {}) for rank in range(ranks)] if isinstance(got, Mapping) else numbers(got, "The counts")
     got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
     rows = [numbers(row, "A row of counts") for row in got]
     if len(rows) == ranks and rows and all(len(row) == experts for row in rows) and experts != ranks:
@@ -274,6 +287,7 @@ def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], se
     cases: list[tuple[list[list[int]], int, float]] = [
         ([[1, 2], [0, 1], [1, 0], [0, 1], [1, 0], [0, 1], [1, 2], [1, 0]], 3, 0.75),  # 4 places
         ([[0, 1], [1, 0], [0, 2], [0, 3], [1, 0], [2, 0], [0, 1]], 4, 1.0),  # 14 choices, 3.5 places: 4
+        ([[0, 1], [0, 2], [1, 0], [0, 3], [0, 2]], 4, 1.0),  # 10 choices, 2.5 places: 3, and not twice two
         ([[0], [0], [0], [1], [0]], 2, 1.0),
         ([[3], [3], [3], [3], [3]], 4, 1.0),
         ([[0], [1], [0], [1]], 2, 1.0),
@@ -293,8 +307,10 @@ def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], se
 def _judge_kept(got: Any, chosen: list[list[int]], experts: int, factor: float) -> None:
     tokens, k = len(chosen), len(chosen[0])
     case = f"{tokens} tokens, k = {k}, {experts} experts, factor {factor:g}"
+    if isinstance(got, Mapping):
+        got = [got.get(token, ()) for token in range(tokens)]
     rows = numbers(got, "The answer")
-    if k == 1 and all(not hasattr(row, "__len__") for row in rows):
+    if k == 1 and all(not hasattr(row, "__iter__") for row in rows):
         rows = [[row] for row in rows]
     found = [[_truth_value(each) for each in numbers(row, "A row")] for row in rows]
     if len(found) != tokens or any(len(row) != k for row in found):
@@ -313,6 +329,8 @@ def _judge_kept(got: Any, chosen: list[list[int]], experts: int, factor: float) 
         (_kept(chosen, experts, math.ceil(factor * tokens / experts)),
          f"The capacity counts tokens and not choices here: each token makes {k} of them."),
         (_kept(chosen, experts, math.ceil(tokens * k / experts)), "The factor is missing in the capacity."),
+        (_kept(chosen, experts, k * math.ceil(factor * tokens / experts)),
+         f"The capacity is rounded before it is multiplied by k here: {exact:g} is rounded up, and nothing after that."),
         (_kept(chosen, experts, capacity, by_token=True),
          "All choices of a token come before the next token's here: first choices of all tokens go first."),
         (_kept(chosen, experts, capacity, last=True), "The last ones are kept here: places go to who comes first."),
@@ -381,7 +399,8 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         cases.append((dice.randint(1, 5000), 2 * dice.randint(8, 8192), experts, k, nodes * per_node, per_node))
     for case in cases:
         got = ask(answer, *case)
-        if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
+        got = _by_name(got, _KEYS)
+        if got is None:
             raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
         truth = _true_bytes(*case)
         for key in _KEYS:
@@ -405,6 +424,8 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
         (right / tokens, "This is one token's part: a rank has `tokens` of them"),
         (right / 1e6, "Return bytes, not MB"),
         (right / 1e9, "Return bytes, not GB"),
+        (right / 2**20, "Return bytes, not MiB"),
+        (right / 2**30, "Return bytes, not GiB"),
         (right * ep, "This is what all ranks send together: one rank's bytes are asked"),
     ]
     copy, other = all_ways * k, "Each of the k choices is a copy of the token, and all of them travel"
@@ -507,9 +528,11 @@ def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> s
         if math.prod(size for axis, size in drawn.items() if axis != "ep") <= 200:
             meshes.append({axis: drawn[axis] for axis in order})
     for sizes in meshes:
-        experts = sizes["ep"] * dice.choice((1, 2, 4))
+        experts = sizes["ep"] * (2 if sizes is eight else dice.choice((1, 2, 4)))
         ranks = math.prod(size for axis, size in sizes.items() if axis != "ep")
         chosen = sorted(range(experts), key=lambda _: dice.random())[: min(experts, 4)]
+        if sizes is eight:
+            chosen = [5, 0, 3]  # on ranks 2, 0, 1 of a group; dealt out in turns it would be 1, 0, 3
         for rank in sorted(dice.sample(range(ranks), min(ranks, 6))):
             _judge_place(ask(answer, rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
     return f"{len(meshes)} meshes: where experts live, who gets which token, and which ranks average what."
@@ -518,7 +541,8 @@ def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> s
 def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
     right = _Place(rank, sizes, experts, chosen)
     case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
-    if not isinstance(got, Mapping) or not set(_PLACES) <= set(got):
+    got = _by_name(got, _PLACES)
+    if got is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(_PLACES)}.")
     holds, sends_to = got["holds"], got["sends_to"]
     if isinstance(holds, slice):
@@ -604,7 +628,7 @@ def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes
         )
     if divisor == 1:
         raise Wrong(f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both} ({case}).")
-    if divisor == right.mesh.ranks:
+    if divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.mesh.ranks):
         raise Wrong(f"tp and pp ranks work on the same tokens: of the losses {both} are averaged ({case}).")
     raise Wrong(
         f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor} ({case})."
@@ -616,6 +640,9 @@ def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes:
     copies = "edp" if sizes["ep"] > 1 else "dp"
     if len(set(found)) < len(found):
         raise Wrong(f"`{name}` names a rank twice, and its gradient would be counted twice ({case}).")
+    if max(found, default=0) >= grid.ranks:
+        raise Wrong(f"There are tp · cp · pp · dp = {grid.ranks} ranks, counted from 0: ep is taken out of dp, so that dp/ep "
+                    f"stands in the place of dp ({case}).")  # fmt: skip
     if rank not in found:
         raise Wrong(f"Rank {rank} is in its own groups, and missing from `{name}` ({case}).")
     if sizes["cp"] > 1 and found == grid.group(rank, copies if name == "expert" else "dp"):
