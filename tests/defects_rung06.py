@@ -5,6 +5,7 @@
 import functools
 
 import numpy as np
+import torch
 from torch import nn
 
 from lablib.calc.parallel import fsdp_step, peak_held_bytes
@@ -50,6 +51,18 @@ class count_collectives:
         return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
 
     root_without_gradients = lambda *case: _count(*case, root_scatters=False)
+    root_not_gathered = lambda *case: _count(*case, root_passes=0)
+
+    def root_kept_over_micro_batches(root, units, reshard, micro_batches, sync_every):
+        counts = _count(root, units, reshard, micro_batches, sync_every)
+        spared = micro_batches - 1
+        return {**counts, "all_gathers": counts["all_gathers"] - spared, "gathered": counts["gathered"] - spared * root}
+
+    def waits_for_an_empty_list(root, units, reshard, micro_batches, sync_every):
+        total = 0
+        while units:
+            total += units[-1]
+        return _count(root, units, reshard, micro_batches, sync_every)
 
     def right(root, units, reshard, micro_batches, sync_every):
         """Second solution: write the messages down and count them."""
@@ -122,9 +135,44 @@ class units_by_size:
                 open_[above] = open_.get(above, 0) + count
         return tuple(units)
 
+    def right_3(model, least):
+        """Fourth solution: a generator, which hands over each name as soon as a module closes."""
+        open_ = {}
+        for name, module in reversed(list(model.named_modules())):
+            count = sum(p.numel() for p in module.parameters(recurse=False))
+            count += sum(open_[f"{name}.{child}".lstrip(".")] for child, _ in module.named_children())
+            closes = name and count >= least and not isinstance(module, nn.ModuleList)
+            open_[name] = 0 if closes else count
+            if closes:
+                yield name
+
+    def lists_swallow_what_is_open(model, least):
+        return _walk(model, least, list_keeps=True)
+
+    def own_parameters_forgotten(model, least):
+        return _walk(model, least, own=False)
+
     def any_leaf_and_its_parent(model, least):
         """Closes at the size of a unit without asking what is inside a list."""
         return [name for name in units_by_size.right(model, least) if name.count(".") < 2]
+
+
+def _walk(module, least, *, list_keeps=False, own=True):
+    """Close units by recursion; a mistake about what is handed on, or about what a module has of its own."""
+    units = []
+
+    def open_in(name, module):
+        children = list(module.named_children())
+        count = sum(p.numel() for p in module.parameters(recurse=False)) if own or not children else 0
+        count += sum(open_in(f"{name}.{child}".lstrip("."), inner) for child, inner in children)
+        listed = isinstance(module, nn.ModuleList)
+        if name and count >= least and (not listed or list_keeps):
+            units.extend([] if listed else [name])
+            return 0
+        return count
+
+    open_in("", module)
+    return units
 
 
 def _depth(item):
@@ -278,6 +326,22 @@ class choose_wrapping:
 
     fewest_messages = lambda rules, budget: _choose(rules, budget, pick=lambda rule, rules, _: len(rules[rule][1]))
     least_memory = lambda rules, budget: _choose(rules, budget, pick=lambda rule, _, peaks: peaks[rule])
+    five_units = lambda rules, budget: _choose(
+        rules, budget, held=lambda sizes, _: 2 * sizes[0] + 5 * max(sizes[1:], default=0)
+    )
+    the_budget_itself_is_too_much = lambda rules, budget: {
+        **_choose(rules, budget),
+        "best": _choose(rules, budget - 1)["best"],
+    }
+
+    def weights_of_the_step(rules, budget):
+        peaks = {rule: fsdp_step(units, reshard=reshard).peak for rule, (reshard, units) in rules.items()}
+        return {**_choose(rules, budget), "peak": peaks}
+
+    def the_whole_step(rules, budget):
+        steps = {rule: fsdp_step(units, reshard=reshard) for rule, (reshard, units) in rules.items()}
+        return {**_choose(rules, budget), "seconds": steps}
+
     ignores_the_budget = lambda rules, budget: {**_choose(rules, budget), "best": _choose(rules, 10**18)["best"]}
 
     def right(rules, budget):
@@ -313,6 +377,20 @@ class choose_wrapping:
                 found["best"] = rule
         return found
 
+    def right_3(rules, budget):
+        """Fourth solution: the three formulas of the chapter, in tensors of fp32."""
+        found = {"peak": {}, "seconds": {}}
+        for rule, (reshard, units) in rules.items():
+            root, *rest = torch.tensor([unit.bytes for unit in units], dtype=torch.float32)
+            most = 3 * root
+            for i, size in enumerate(rest):
+                before = sum(rest[:i]) if not reshard else rest[i - 1] if i else 0
+                behind = 2 * rest[i + 1] if i + 1 < len(rest) else 0
+                most = torch.stack([most, 2 * root + 2 * size + before + behind, 2 * root + 3 * size + before]).max()
+            found["peak"][rule], found["seconds"][rule] = most, torch.tensor(fsdp_step(units, reshard=reshard).seconds)
+        fits = [rule for rule, bytes_ in found["peak"].items() if bytes_ <= budget]
+        return {**found, "best": min(fits, key=found["seconds"].get) if fits else None}
+
 
 DEFECTS, SECOND_SOLUTIONS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
 
@@ -337,5 +415,9 @@ SENTENCES = {
     "computing_only": "computing alone", "gathers_the_kept_again": "is not gathered again",
     "nothing_overlaps": "leave `prefetch` as it is", "fewest_messages": "Few messages are not a short step",
     "least_memory": "The least memory is not asked for",
+    "root_not_gathered": "The root has weights too", "root_kept_over_micro_batches": "from forward to backward only",
+    "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
+    "own_parameters_forgotten": "its own and what its children leave", "five_units": "a rule of thumb",
+    "the_budget_itself_is_too_much": "that fits", "weights_of_the_step": "weights alone", "the_whole_step": "take its `.seconds`",
     "ignores_the_budget": "Nothing fits in", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
-from lablib.checks.report import Wrong, check, close, numbers, some
+from lablib.checks.report import Wrong, ask, check, close, numbers, some
 from lablib.checks.turns import Endless, Turns
 from lablib.launch.fsdp import calc_units, forecast, wrap_units
 from lablib.toys.transformer import Transformer, tiny_config
@@ -51,7 +51,7 @@ def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, syn
 
 
 @check(
-    idea="A unit that is freed after forward is gathered a second time in backward, and the root is never freed.",
+    idea="A unit that is freed after forward is gathered a second time in backward, and the root is kept until then.",
     section="Collectives of a step: 1 + 2U gathers, 1 + U scatters",
     line="Count the root once and every other unit once or twice in each micro-batch, and each of them once in every "
     "backward that reduces.",
@@ -67,18 +67,25 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
-        got, right = answer(case[0], list(case[1]), *case[2:]), _counted(*case)
+        got, right = ask(answer, case[0], list(case[1]), *case[2:]), _counted(*case)
         if not isinstance(got, Mapping) or set(got) != set(_COUNTS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
         for name in _COUNTS:
             if not close(got[name], right[name], rel=0):
-                _explain_count(name, float(got[name]), *case)
+                _explain_count(name, got, *case)
     return f"{len(cases)} steps, collective by collective."
 
 
 def _explain_count(
-    name: str, got: float, root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool
+    name: str,
+    answer: Mapping[str, Any],
+    root: int,
+    units: list[int],
+    reshard: bool,
+    micro_batches: int,
+    sync_every: bool,
 ) -> None:
+    got = float(answer[name])
     case = (f"root={root:,}, units={some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
             f"sync_every={sync_every}")  # fmt: skip
     truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
@@ -87,33 +94,43 @@ def _explain_count(
     other = partial(_counted, root, units)
     if name in ("all_gathers", "gathered"):
         once = 1 if name == "all_gathers" else root
-        last = micro_batches * (1 if name == "all_gathers" else (units or [0])[-1])
-        right = _counted(root, units, reshard, micro_batches, sync_every)[name]
+        values = other(reshard, micro_batches, sync_every)["gathered"]
+
+        def lacks(size: int) -> bool:
+            """Say whether a message of this size is missing in each micro-batch; the count alone cannot tell which."""
+            counted = name == "gathered" or got == truth - micro_batches
+            return counted and close(answer["gathered"], values - micro_batches * size, rel=0)
+
         if got == other(not reshard, micro_batches, sync_every)[name]:
             raise Wrong("A unit that was freed after forward is gathered again in backward, one that was kept is not "
                         f"({case}).")  # fmt: skip
-        if got == right + micro_batches * once:
+        if got == truth + micro_batches * once:
             raise Wrong(f"The root is not freed after forward: backward starts with it ({case}).")
-        if reshard and units and got == right - last:
+        if reshard and units and lacks(units[-1]):
             raise Wrong("The last unit is needed first in backward, but FSDP frees it like the others: only the root "
                         f"is kept ({case}).")  # fmt: skip
         if micro_batches > 1 and got == other(reshard, 1, True)[name]:
             raise Wrong("Every micro-batch gathers again: weights are freed after each backward, whether or not "
                         f"gradients are reduced ({case}).")  # fmt: skip
-        if got == right - micro_batches * once:
+        if lacks(root) or (name == "all_gathers" and not reshard and got == truth - micro_batches):
             raise Wrong(f"The root has weights too: it is gathered once in each micro-batch ({case}).")
-        raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
+        if micro_batches > 1 and got == truth - (micro_batches - 1) * once:
+            raise Wrong("The root is kept from forward to backward only: then it is freed like the others, and the next "
+                        f"micro-batch gathers it again ({case}).")  # fmt: skip
+        if name == "all_gathers" and got == truth - micro_batches:
+            raise Wrong("A message is missing in each micro-batch: the root is gathered once, and the last unit is freed "
+                        f"after forward like the others ({case}).")  # fmt: skip
+        raise Wrong(f"`{name}` is {truth:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
                     f"again in backward, one message each ({case}).")  # fmt: skip
-    right = _counted(root, units, reshard, micro_batches, sync_every)[name]
     if micro_batches > 1 and got == other(reshard, micro_batches, not sync_every)[name]:
         raise Wrong(
             f"Gradients are reduced after every backward, or, without sync_every, after the last one only ({case})."
         )
-    if got == right - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1):
+    if got == truth - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1):
         raise Wrong(f"The root has gradients too, and one reduce-scatter of its own ({case}).")
-    if got == 2 * right:
+    if got == 2 * truth:
         raise Wrong(f"Gradients exist in backward only: one reduce-scatter for each unit, not two ({case}).")
-    raise Wrong(f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
+    raise Wrong(f"`{name}` is {truth:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
                 f"that reduces ({case}).")  # fmt: skip
 
 
@@ -126,6 +143,15 @@ def _random_tree(dice: random.Random, depth: int = 0) -> nn.Module:
     return nn.Sequential(*[_random_tree(dice, depth + 1) for _ in range(dice.randint(2, 4))])
 
 
+class _Mixture(nn.Module):
+    """A parameter of its own, and a list of experts, which has no forward: what is open in it is handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(40))
+        self.experts = nn.ModuleList(nn.Linear(9, 10) for _ in range(3))
+
+
 def _config() -> ModelConfig:
     return tiny_config("llama", num_layers=3, hidden=64)
 
@@ -135,9 +161,11 @@ def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
     with torch.device("meta"):  # shapes are enough
         model = Transformer(_config())
         by_hand = nn.Sequential(nn.Sequential(nn.Linear(9, 10), nn.Linear(9, 10)), nn.Linear(9, 30))
+        mixture = nn.Sequential(_Mixture(), nn.Linear(9, 10))
         trees = [_random_tree(dice) for _ in range(12)]
     block = sum(p.numel() for p in model.blocks[0].parameters())
     cases = [("two layers of 100 and one of 300", by_hand, least) for least in (100, 150, 250, 400)]
+    cases += [("40 values beside a list of three layers of 100", mixture, least) for least in (150, 320)]
     cases += [("the Transformer of this lab", model, least) for least in (block // 8, block // 2, block, 2 * block)]
     for number, tree in enumerate(trees):
         most = sum(p.numel() for p in tree.parameters())
@@ -155,8 +183,13 @@ def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) 
     """Judge `units_by_size(model, least)` by hand, on the lab's model, and on random trees."""
     cases = _unit_cases(seed)
     for what, model, least in cases:
-        _judge_units(answer(model, least), what, model, least)
+        _judge_units(ask(lambda *case: _written_out(answer(*case)), model, least), what, model, least)
     return f"{len(cases)} models and sizes, inner units before outer ones."
+
+
+def _written_out(got: object) -> object:
+    """Return what a generator yields, as long as its lines are still counted."""
+    return list(got) if isinstance(got, Iterator) else got
 
 
 def _judge_units(original: object, what: str, model: nn.Module, least: int) -> None:
@@ -182,8 +215,9 @@ def _judge_units(original: object, what: str, model: nn.Module, least: int) -> N
                     f"already and do not count again ({case}).")  # fmt: skip
     right = [name for name, _ in wrap_units(model, f"size:{least}")] if _any_unit(model, least) else []
     if missing := [name for name in right if name not in got]:
-        raise Wrong(f"{missing[0]!r} has enough open parameters and is no unit: close a unit as soon as there are "
-                    f"{least:,}, from the inside to the outside ({case}).")  # fmt: skip
+        open_ = _own_parameters(model, right)[missing[0]]
+        raise Wrong(f"{missing[0]!r} has {open_:,} open parameters, its own and what its children leave, lists too, and is no "
+                    f"unit: close one as soon as there are {least:,}, from the inside to the outside ({case}).")  # fmt: skip
     if extra := [name for name in got if name not in right]:
         raise Wrong(f"{extra[0]!r} is a unit too early or too late: count from the inside to the outside ({case}).")
     for place, name in enumerate(got):
@@ -476,6 +510,9 @@ _HELD_SLIPS: list[tuple[Callable[[list[int], bool], float], str]] = [
     (lambda sizes, _: _gathered(sizes, True), _FORWARD),
     (lambda sizes, _: sizes[0] + 2 * max(sizes[1:], default=0), "The root and two units are weights alone. Backward holds "
                                                                 "gradients too, and the buffers of their reduce-scatters."),
+    (lambda sizes, _: 2 * sizes[0] + 5 * max(sizes[1:], default=0),
+     "Five units beside the root is a rule of thumb for equal blocks. These differ, the last one has no buffer behind it, and "
+     "the end has the root's own copy: walk through backward."),
     (lambda sizes, _: sum(sizes), "Not all weights are unsharded at a time: the root is, and the unit that runs, and the "
                                   "one gathered ahead; and there are gradients and buffers."),
     (lambda sizes, _: 2 * sum(sizes), "Not all weights and gradients are unsharded at a time: a unit's gradients are "
@@ -622,7 +659,7 @@ def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> s
 
 def _asked(answer: Callable[..., Any], rules: Mapping[str, Wrapping], budget: int) -> Any:
     """Return an answer that may take its lists apart."""
-    return answer({rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
+    return ask(answer, {rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
 
 
 def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> None:
@@ -633,7 +670,11 @@ def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> No
         mine = got[key]
         if not isinstance(mine, Mapping) or set(mine) != set(rules):
             raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
-        if not all(close(mine[rule], truth, rel=1e-9) for rule, truth in right[key].items()):
+        if any(hasattr(value, "bars") for value in mine.values()):
+            raise Wrong(
+                f"`{key}` has a number for each rule, and `fsdp_step` returns the whole step: take its `.seconds`."
+            )
+        if not all(close(mine[rule], truth) for rule, truth in right[key].items()):  # fp32 will do
             _explain_choice(key, mine, right[key], rules, slips)
     best, mine = right["best"], got["best"]
     if mine is not None and not (isinstance(mine, str) and mine in rules):
@@ -645,6 +686,8 @@ def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> No
     if mine is None or right["peak"][mine] > budget:
         what = "None" if mine is None else f"{mine!r}, which holds {right['peak'][mine]:,}"
         raise Wrong(f"In a budget of {budget:,} bytes {best[0]!r} fits, and not {what}.")
+    if all(right["peak"][rule] == budget for rule in best):
+        raise Wrong(f"{best[0]!r} holds {budget:,} bytes, as many as the budget has: that fits.")
     times = f"{mine!r} takes {right['seconds'][mine]:.3g} s and {best[0]!r}, which fits too, {right['seconds'][best[0]]:.3g} s"
     messages = {rule: len(units) for rule, (_, units) in rules.items() if right["peak"][rule] <= budget}
     if messages[mine] == min(messages.values()) < messages[best[0]]:
@@ -664,14 +707,17 @@ def _explain_choice(
     slips: Sequence[tuple[Callable[..., float], str]],
 ) -> NoReturn:
     """Name the mistake that gives all these numbers, or show the smallest rule that has a wrong one."""
+    if key == "peak" and all(close(got[rule], fsdp_step(units, reshard=r).peak) for rule, (r, units) in rules.items()):
+        raise Wrong("`.peak` of `fsdp_step` is weights alone. Backward holds gradients too, and the buffers of their "
+                    "reduce-scatters: walk through it.")  # fmt: skip
     for slip, sentence in slips:
         wrong = {
             rule: slip([unit.bytes for unit in units] if key == "peak" else units, reshard)
             for rule, (reshard, units) in rules.items()
         }
-        if all(close(got[rule], value, rel=1e-9) for rule, value in wrong.items()):
+        if all(close(got[rule], value) for rule, value in wrong.items()):
             raise Wrong(sentence)
-    failing = [rule for rule in rules if not close(got[rule], truth[rule], rel=1e-9)]
+    failing = [rule for rule in rules if not close(got[rule], truth[rule])]
     rule = min(failing, key=lambda name: len(rules[name][1]))
     reshard, units = rules[rule]
     sizes = [unit.bytes for unit in units]
