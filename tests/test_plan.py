@@ -41,7 +41,7 @@ from lablib.calc.layouts.planner.rates import Rates
 from lablib.calc.layouts.planner.time import Job, Passes, Stage, Work
 from lablib.calc.memory import RESERVE, training_memory
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.parallel import WAYS, attention_traffic
+from lablib.calc.parallel import WAYS, attention_traffic, dispatch_bytes
 from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -296,6 +296,24 @@ def test_the_busiest_rank_sets_the_pace_of_experts() -> None:
         plan("llama-3-8b", gpus=8, global_batch=64, imbalance=2)
 
 
+def test_an_all_to_all_over_nodes_gives_each_rank_its_own_card() -> None:
+    """Of a ring's bytes every card of a node carries a part; what a rank sends to each other one is its own."""
+    machine = cluster("h100", 64)
+    # 64 ranks: 56 of the 63 others are in other nodes, at one card's rate, while NVLink takes the 7.
+    assert machine.exchange(64) == pytest.approx(machine.inter * 63 / 56)
+    assert machine.bandwidth(64) == pytest.approx(8 * machine.inter)
+    assert machine.exchange(8) == machine.bandwidth(8), "in a node it is the link's rate"
+    assert machine.exchange(8, 8) == pytest.approx(machine.inter), "one rank a node"
+    assert machine.exchange(4, 4) == pytest.approx(machine.inter * 3 / 2), "two ranks in each of two nodes"
+    assert machine.exchange(1, 16) == machine.bandwidth(1, 16)
+    slow = cluster("h100", 64, intra=machine.inter / 100)
+    assert slow.exchange(64) == pytest.approx(slow.bandwidth(8) * 63 / 7), "the 7 in its node are the longer part"
+    load = Workload(preset("deepseek-v3"), machine, 4096, 64)
+    layout = Layout(ep=64, dp=64, zero=1)
+    routed = 58 * dispatch_bytes(4096, 8, 7168, 64)  # all layers but three dense ones
+    assert whole_step(load, layout).ep == pytest.approx(routed / machine.exchange(64))
+
+
 def test_each_way_of_context_parallelism_sends_what_is_counted() -> None:
     model, machine = preset("llama-3-8b"), cluster("h100", 8)
     layout = Layout(tp=2, cp=4, zero=1)
@@ -516,6 +534,7 @@ def test_most_published_layouts_are_among_the_first_five() -> None:
         where = "does not fit" if one.place is None else f"{one.place} of {one.of}, {one.slower:.1%} slower"
         print(f"{one.run.paper.split(' (')[0]:<24}{one.run.name:<24}{where}")
     assert sum(one.place is not None and one.place <= 5 for one in found) >= 0.7 * len(found)
+    assert all(one.place is not None for one in found if one.run.cp > 1), "layouts with cp are among those counted"
 
 
 def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:

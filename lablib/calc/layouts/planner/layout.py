@@ -9,7 +9,8 @@ enough either, and a stage is one chunk, the first and the last stage hold what 
 
 Two bandwidths of a `Cluster` matter: inside a node devices talk over the scale-up link; out of it each has its share of
 the node's network cards. A group of ranks runs at the first only if all of it sits in one node. Out of it the r ranks
-that a group has in a node use their r cards together, one NIC a GPU, but never faster than the link inside.
+that a group has in a node use their r cards together, one NIC a GPU, but never faster than the link inside. That is a
+ring, of which a node's r cards each carry a part; in an all-to-all every rank has its own card for what leaves its node.
 `rails=False` is a library that moves a whole group at the rate of one card, as the DeepSpeed of 2021 did in the ZeRO-3
 rows of Narayanan et al.; the rows of the FSDP paper have all cards. `nics_per_node` is a node whose GPUs share fewer.
 """
@@ -279,6 +280,14 @@ class Cluster:
         together = max(1, gcd(size * stride, self.gpus_per_node) // stride)
         inside = self._inside(together * stride).among(together) if together > 1 else self.intra
         return min(inside, (together if self.rails else 1) * self.inter)
+
+    def exchange(self, size: int, stride: int = 1) -> float:
+        """Return the bytes per second at which a rank of an all-to-all sends, to ranks of its node and out of it at once."""
+        if size == 1 or self._in_a_node(size, stride):
+            return self.bandwidth(size, stride)
+        near = max(1, gcd(size * stride, self.gpus_per_node) // stride)
+        out = self.inter * (size - 1) / (size - near)
+        return min(out, self._inside(near * stride).among(near) * (size - 1) / (near - 1)) if near > 1 else out
 
     def hop(self, size: int, stride: int = 1) -> float:
         """Return the bytes per second from one rank of a group to the next, the slowest of them."""

@@ -307,7 +307,8 @@ def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -
     if batch.cp_way == "ring":
         return Work(cp=keys, hops=cp - 1), Work(cp=2 * keys, hops=2 * (cp - 1))
     width = model.q_width + model.attn_width + 2 * model.kv_width
-    exchanged = Work(cp=tokens * width / batch.tp / cp * seconds, hops=4 * log2(cp))
+    sent = tokens * width / batch.tp / cp * (cp - 1) / cp
+    exchanged = Work(cp=sent / cluster.exchange(cp, batch.tp), hops=4 * log2(cp))
     return exchanged, exchanged
 
 
@@ -316,7 +317,7 @@ def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, la
     ep, etp = layout.ep, layout.expert_split
     copies = batch.imbalance * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value
     return Work(
-        ep=2 * copies * (ep - 1) / ep / cluster.bandwidth(ep, layout.expert_stride),
+        ep=2 * copies * (ep - 1) / ep / cluster.exchange(ep, layout.expert_stride),
         tp=2 * copies * (etp - 1) / cluster.bandwidth(etp),
         hops=2 * log2(ep) + 2 * log2(etp),
     )
