@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from lablib.calc.layouts import CASES, score
+from lablib.calc.layouts import CASES, plan_case, score
 from lablib.calc.layouts.planner import Layout
 from tests.planted import listed
 
@@ -125,6 +125,14 @@ class sketch:
         strides = {axis: math.prod(list(sizes.values())[:i]) for i, axis in enumerate(sizes)}
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: strides[axis] >= gpus_per_node)
 
+    def a_loop_without_end(sizes, gpus_per_node):
+        """Walks to the next rank of the first group, and never on from it."""
+        groups, rank = {axis: [[0]] for axis in sizes}, 0
+        while rank < math.prod(sizes.values()):
+            groups[next(iter(sizes))][0].append(rank)
+            groups[next(iter(sizes))][0].pop()
+        return {"groups": groups, "crossing": []}
+
     def one_group_of_all(sizes, gpus_per_node):
         return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
@@ -240,6 +248,12 @@ class group_traffic:
     def right_in_single_precision(*case):
         return {axis: np.float32(value) for axis, value in group_traffic.right(*case).items()}
 
+    def rounds_of_a_ring_that_never_closes(layers, stream, gradients, tp, pp, dp, micro_batches):
+        sent, at = 0, 1
+        while at != 0:
+            sent, at = sent + gradients, at % dp + 1
+        return {"tp": 0, "pp": 0, "dp": sent}
+
     in_gigabytes = lambda *case: {axis: value / 1e9 for axis, value in _with(case).items()}
 
     def right_of_numpy(layers, stream, gradients, tp, pp, dp, micro_batches):
@@ -289,6 +303,8 @@ class plan_cluster:
                 found.append((score(fields, case).points, len(found), fields))
         return max(found)[2]
 
+    right_dictionary_of_the_planner = lambda case: plan_case(case).best.layout.as_dict()
+
     def right_2(case):
         """Third solution: from the states alone, without trying: the fewest stages whose states leave half of the GPU."""
         params, layers, gpus = {
@@ -323,6 +339,8 @@ SENTENCES = {
     "tensor_parallelism_once_a_step": "for each of the 13",
     "the_pipeline_divided_by_tp": "sends the whole stream",
     "in_gigabytes": "Return bytes, not GB",
+    "a_loop_without_end": "It never ends",
+    "rounds_of_a_ring_that_never_closes": "It never ends",
     "activations_but_no_gradient_back": "their gradient back",
     "gradients_not_divided_by_tp": "tp divides them too",
     "three_tenths_too_much": "no usual mistake gives that number (tp=1, pp=1, dp=2",

@@ -35,6 +35,13 @@ def test_the_planners_best_has_all_points(name: str) -> None:
     assert all(candidate.step >= judged.step for candidate in plan_case(name).candidates[:100])
 
 
+def test_a_layout_with_split_sequences_is_timed_as_the_plan_times_it() -> None:
+    best = plan_case("llama-405b").best
+    assert best.layout.cp > 1
+    fields = {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 1, "schedule": "interleaved", "virtual_stages": 8}
+    assert score(fields, "llama-405b").to_planner > 1
+
+
 def test_what_cannot_be_says_why() -> None:
     cannot = (
         ({"tp": 16, "pp": 16, "dp": 64}, "tp=16 does not divide num_kv_heads=8"),

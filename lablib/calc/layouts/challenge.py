@@ -12,7 +12,7 @@ layout is yours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from lablib.calc.errors import one_of
@@ -38,6 +38,8 @@ from lablib.calc.layouts.planner import (
 LARGE_BUBBLE = 0.15
 #: Part of a step that a sentence is worth.
 LARGE_SHARE = 0.10
+#: How cp attends, in the answer and in the plan; the three papers' layouts have none.
+CP_WAY = "ring"
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,20 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
         ValueError: If the case is unknown. A layout that cannot be is no error: its score says so.
     """
     one = case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
-    run, load = one.run, workload_of_run(one.run)
+    run, load = one.run, replace(workload_of_run(one.run), cp_way=CP_WAY)
     capacity = load.cluster.gpu.usable_bytes
     empty = ({}, capacity, "", {}, None, None)
     try:
         given = layout if isinstance(layout, Layout) else _layout(layout)
         check_layout(
             given, run.model, gpus=run.gpus, seq=run.seq, global_batch=run.global_batch,
-            sequence_parallel=run.sequence_parallel,
+            sequence_parallel=run.sequence_parallel, cp_way=CP_WAY,
         )  # fmt: skip
+        peak = layout_peak(load, given, counting_of_run(run, given.zero))
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
-    peak, seconds = layout_peak(load, given, counting_of_run(run, given.zero)), step_time(load.job(given), load.rates())
+    seconds = step_time(load.job(given), load.rates())
     memory, total = peak.memory, peak.total
     if total > capacity:
         term = max(memory, key=memory.get)
@@ -155,8 +158,7 @@ def _planned(name: str) -> Plan:
     return plan(
         run.model, gpus=run.gpus, gpu=run.gpu, seq=run.seq, global_batch=run.global_batch, nic=run.nic,
         rails=run.rails, recipe_=run.recipe, attention=run.attention, sequence_parallel=run.sequence_parallel,
-        framework=run.framework,
-        counting=counting_of_run(run),
+        framework=run.framework, cp_way=CP_WAY, counting=counting_of_run(run),
     )  # fmt: skip
 
 

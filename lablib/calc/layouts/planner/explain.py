@@ -3,7 +3,8 @@
 `plan_reasons` says why the winner wins: against the runner-up part by part, and against the best layout with one degree
 changed. `place_of_published` gives the planner what a paper printed besides the layout (recomputation, micro-batch,
 ZeRO stage, dtypes, attention) and counts distinct (tp, cp, pp, dp). The Megatron papers had no context parallelism, so
-theirs is fixed at 1. Read `plan_reasons` first.
+theirs is fixed at 1; Llama 3's gathers, and is planned as a ring, which is what Megatron-LM's memory is known for. Read
+`plan_reasons` first.
 """
 
 from __future__ import annotations
@@ -147,8 +148,6 @@ def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
     if run.paper != LLAMA3:
         fixed["cp"] = 1
     own = {} if fitted is None else {"fitted": fitted}
-    if run.paper == LLAMA3:
-        own["cp_way"] = "gathered"  # section 3.3.2
     return plan(
         run.model,
         gpus=run.gpus,
