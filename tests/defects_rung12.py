@@ -55,6 +55,9 @@ class merge:
     the_larger_takes_all = _right_lse(
         lambda out_a, lse_a, out_b, lse_b, new: torch.where((lse_a >= lse_b)[:, None], out_a, out_b)
     )
+    larger_output = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: torch.maximum(out_a, out_b))
+    empty_is_zero = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).nan_to_num(neginf=0.0))
+    half_precision = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).bfloat16())
     adds_lse = _right_out(lambda lse_a, lse_b: lse_a + lse_b)
     keeps_the_larger_lse = _right_out(torch.maximum)
     averages_lse = _right_out(lambda lse_a, lse_b: (lse_a + lse_b) / 2)
@@ -479,6 +482,10 @@ class choose_split:
 SENTENCES = {
     "adds_outputs": "divided by its own sum already",
     "weighs_by_lse": "The weights are the lse themselves",
+    "larger_output": "The larger output is kept",
+    "the_larger_takes_all": "takes all",
+    "empty_is_zero": "merged it still is",
+    "half_precision": "keep fp32",
     "no_maximum": "Subtract the larger of both lse",
     "nothing_with_nothing": "-inf minus -inf",
     "contiguous": "the last one computes",
