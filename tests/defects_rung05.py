@@ -47,6 +47,22 @@ class state_bytes:
     gradients_in_fp32 = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(2, 4, 12))
     master_weights_with_the_weights = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(6, 2, 8))
 
+    def never_ends(params, ranks, stage):
+        left = params
+        while left:
+            left -= ranks
+        return _bytes(params, ranks, stage)
+
+    def of_the_last_rank(params, ranks, stage):
+        return _bytes(params, ranks, stage, shard=lambda p, n: p + (n - 1) * (-p // n))
+
+    of_all_ranks = lambda params, ranks, stage: {
+        name: ranks * size for name, size in _bytes(params, ranks, stage).items()
+    }
+    one_too_many = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n + 1)
+    bits = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(16, 16, 96))
+    parameters_alone = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(1, 1, 1))
+
     def right(params, ranks, stage):
         """Second solution: pad first, then cut."""
         padded = params + -params % ranks
@@ -126,6 +142,22 @@ class zero2_step:
     def gathers_momentum_too(weights, gradient, momentum, lr):
         _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, lr)
         all_gather(torch.empty_like(weights), momentum)
+
+    def moves_by_the_old_momentum(weights, gradient, momentum, lr):
+        mine = _mine(weights) - lr * momentum
+        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
+        all_gather(weights, mine)
+
+    def learning_rate_in_the_momentum(weights, gradient, momentum, lr):
+        momentum.mul_(0.9).add_(lr * _mean_shard(gradient, momentum))
+        all_gather(weights, _mine(weights) - momentum)
+
+    def single_precision_on_the_wire(weights, gradient, momentum, lr):
+        mean, full = torch.empty(len(momentum)), torch.empty(len(weights))
+        reduce_scatter(mean, gradient.float() / dist.get_world_size())
+        momentum.mul_(0.9).add_(mean)
+        all_gather(full, (_mine(weights) - lr * momentum).float())
+        weights.copy_(full)
 
     def right(weights, gradient, momentum, lr):
         """Second solution, as the paper tells it: reduce each part to its owner, who broadcasts what came of it."""
@@ -240,6 +272,21 @@ class zero3_step:
 
         return _step3(layers, x, gathered, release, forward, backward, scatter)
 
+    def never_ends(layers, x, gather, release, forward, backward, scatter):
+        k = 0
+        while k < layers:
+            x = list(x)
+        return []
+
+    def takes_the_pair_the_other_way(layers, x, gather, release, forward, backward, scatter):
+        return _step3(layers, x, gather, release, forward, lambda *task: backward(*task)[::-1], scatter)
+
+    def divides_by_the_ranks_as_well(layers, x, gather, release, forward, backward, scatter):
+        ranks = {4: 4, 3: 2, 6: 3}[layers]  # as if it knew them
+        return _step3(
+            layers, x, gather, release, forward, backward, lambda k, g: scatter(k, [value / ranks for value in g])
+        )
+
     def returns_the_gradients_again(layers, x, gather, release, forward, backward, scatter):
         shards = _step3(layers, x, gather, release, forward, backward, scatter)
         return [[value * 2 for value in row] for row in shards]
@@ -277,6 +324,19 @@ class zero3_step:
             release(k)
             shards = (np.array(scatter(k, np.array(of_weights))), *shards)
         return shards
+
+    def right_3(layers, x, gather, release, forward, backward, scatter):
+        """Fourth solution: tensors all the way, also for the numbers of the layers."""
+        inputs = [torch.tensor(x)]
+        for k in torch.arange(layers):
+            inputs.append(torch.tensor(forward(k, gather(k), inputs[-1])))
+            release(k)
+        dy, shards = torch.ones_like(inputs[0]), []
+        for k in torch.arange(layers).flip(0):
+            dy, of_weights = backward(k, gather(k), inputs[k], dy)
+            release(k)
+            shards.insert(0, torch.tensor(scatter(k, torch.tensor(of_weights))))
+        return torch.stack(shards)
 
 
 def _tradeoffs(
@@ -339,6 +399,27 @@ class zero_tradeoffs:
     no_master_weights = _other(each=(2, 2, 8))
     stage_2_without_optimizer = _other(each=(2, 2, 0))
     fractions_of_a_parameter = _other(shard=lambda p, n: p / n)
+
+    ddp_reduces_every_micro_batch = _other(units=lambda k, m: (m + 1, 2, m + 1, 3 * m)[k])
+    stage_3_all_reduces_gradients = _other(units=lambda k, m: (2, 2, m + 1, 4 * m)[k])
+    padding_sent_too = _other(unit=lambda p, n: 2 * -(-p // n) * (n - 1))
+    equal_micro_batches = _other(
+        count=lambda own, room, size: next(m for m in range(-(-own // (room // size)), own + 1) if own % m == 0)
+    )
+
+    def never_ends(params, ranks, sequences, activations, budget):
+        left = sequences // ranks
+        while left:
+            left -= min(left, max(0, (budget - 16 * params) // activations))
+        return _tradeoffs(params, ranks, sequences, activations, budget)
+
+    def activations_held_too(p, n, s, activations, b):
+        found = _tradeoffs(p, n, s, activations, b)
+        return found | {"held": [held + activations for held in found["held"]]}
+
+    def held_by_all_ranks(p, ranks, s, a, b):
+        found = _tradeoffs(p, ranks, s, a, b)
+        return found | {"held": [held * ranks for held in found["held"]]}
 
     ranks_forgotten = lambda p, n, sequences, a, b: _tradeoffs(p, n, n * sequences, a, b)
     states_forgotten = lambda p, n, s, a, budget: _tradeoffs(
@@ -404,9 +485,33 @@ class zero_tradeoffs:
         order = sorted((s, k) for k, s in enumerate(sent) if s is not None)
         return {"held": held, "micro_batches": counts, "sent": sent, "best": order[0][1] if order else None}
 
+    def right_4(params, ranks, sequences, activations, budget):
+        """Fifth solution: a tensor for each number, and NaN for what there is not."""
+        found = _tradeoffs(params, ranks, sequences, activations, budget)
+        for key in ("micro_batches", "sent"):
+            found[key] = [torch.tensor(math.nan if v is None else v, dtype=torch.float64) for v in found[key]]
+        return found | {"best": torch.tensor(math.nan if found["best"] is None else found["best"])}
+
 
 #: What the sentence about a mistake must say.
 SENTENCES = {
+    "never_ends": "It never ends",
+    "of_the_last_rank": "That is the last rank",
+    "of_all_ranks": "what all ranks hold together",
+    "one_too_many": "add no 1",
+    "bits": "not bits",
+    "parameters_alone": "Those are parameters",
+    "moves_by_the_old_momentum": "update the momentum first",
+    "learning_rate_in_the_momentum": "has the learning rate in it",
+    "single_precision_on_the_wire": "single precision only",
+    "takes_the_pair_the_other_way": "returns it first",
+    "divides_by_the_ranks_as_well": "takes the mean itself",
+    "ddp_reduces_every_micro_batch": "DDP keeps a full gradient",
+    "stage_3_all_reduces_gradients": "no all-reduce",
+    "padding_sent_too": "asked without",
+    "equal_micro_batches": "need not be equal",
+    "activations_held_too": "without activations",
+    "held_by_all_ranks": "what all ranks hold together",
     "lowest_that_fits": "not the lowest that fits is asked",
     "ddp_sends_in_every_micro_batch": "DDP keeps a full gradient",
     "stage_1_reduces_every_micro_batch": "Stage 1 keeps a full gradient",

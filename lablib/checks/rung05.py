@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
-from lablib.checks.report import Wrong, check, close, numbers, whole
+from lablib.checks.report import Wrong, ask, check, close, numbers, whole
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import RankError, run_ranks
 
@@ -35,7 +35,7 @@ def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5
     cases = [(params, 4, stage) for params in (8, 10) for stage in range(4)] + [(3, 7, 3), (9, 1, 2)]
     cases += [(dice.randint(10**6, 10**11), dice.randint(1, 600), dice.randint(0, 3)) for _ in range(40)]
     for params, ranks, stage in cases:
-        got = answer(params, ranks, stage)
+        got = ask(answer, params, ranks, stage)
         if not isinstance(got, Mapping) or set(got) != set(_EACH):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_EACH)}.")
         for name, each in _EACH.items():
@@ -49,6 +49,15 @@ def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, s
     case = f"{params:,} parameters, {ranks} ranks, stage {stage}"
     each, first = _EACH[name], _FIRST_STAGE[name]
     own, sharded = shard_size(params, ranks), stage >= first
+    last = params - (ranks - 1) * own
+    if got == each * last != right and sharded:
+        raise Wrong(f"That is the last rank, whose shard is padded: it holds as much as the others ({case}).")
+    if got == each * (params // ranks + 1) and sharded:
+        raise Wrong(f"Where the ranks divide the parameters nothing is left over: round up, add no 1 ({case}).")
+    if got == 8 * right:
+        raise Wrong(f"Return bytes, not bits: {right:,} for the {name} ({case}).")
+    if got == right / each:
+        raise Wrong(f"Those are parameters; for the {name} each has {each} bytes ({case}).")
     if got == each * params / ranks and sharded:
         raise Wrong(f"A shard is a whole number of parameters, rounded up: the padding is held too ({case}).")
     if got == each * (params // ranks) and sharded:
@@ -57,10 +66,12 @@ def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, s
         raise Wrong(f"Parameters are dealt out, not bytes: round the shard up before you weigh it ({case}).")
     if got == each * params and sharded:
         raise Wrong(f"Stage {stage} shards the {name}: a rank holds one part in {ranks} ({case}).")
+    if got == ranks * right:
+        raise Wrong(f"That is what all ranks hold together; asked is one of them ({case}).")
     if got == each * own and not sharded:
         raise Wrong(f"Stage {stage} leaves the {name} in full; stage {first} is the first to shard them ({case}).")
     for wrong, why in _OTHER_WEIGHTS[name].items():
-        if got in (wrong * own, wrong * params):
+        if got == wrong * (own if sharded else params):
             raise Wrong(f"{why} ({case}).")
     if close(got, right / 1e9) or close(got, right / 2**30):
         raise Wrong(f"Return bytes, not GB: {right:,} for the {name} ({case}).")
@@ -151,18 +162,27 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     right, moments = _one_process(gradients.mean(1))
     first = [result["weights"][0] for result in results]
     start = torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)
+    if any(each.isnan().any() for each in first):
+        raise Wrong("After the step weights are NaN.")
     if not all(torch.equal(each, first[0]) for each in first):
         own = [each.chunk(ranks)[rank] for rank, each in enumerate(first)]
         if _alike(torch.cat(own), right[0]):
             raise Wrong("Each rank updated its own shard, but nobody told the others: the all-gather is missing.")
         raise Wrong("After the step the ranks hold different weights: the replicas drift apart.")
+    if torch.equal(first[0], start) and not torch.equal(results[0]["weights"][-1], start):
+        raise Wrong("The first step moves no weight: update the momentum first, and move the weights by the new one.")
     if torch.equal(first[0], start):
         raise Wrong("The weights did not change: update the tensor that you are given, in place.")
     if not _alike(first[0], right[0]):
         _explain_step(first[0], start, right[0], gradients)
     if not _alike(results[0]["weights"][-1], right[-1]):
         raise Wrong("The first step is right and later ones are not: momentum must be kept, in place, between steps.")
-    if not _alike(torch.cat([result["momentum"] for result in results]), moments):
+    kept = torch.cat([result["momentum"] for result in results])
+    if _alike(kept, _LR * moments):
+        raise Wrong(
+            "The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves."
+        )
+    if not _alike(kept, moments):
         raise Wrong("The weights are right, but a rank's momentum is not the part of the optimizer state it owns.")
     least = 2 * (ranks - 1) / ranks * 8 * ranks * width
     most = max(sent for result in results for sent in result["sent"])
@@ -198,6 +218,10 @@ def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, g
         raise Wrong(
             f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r."
         )
+    if torch.allclose(got, right, rtol=1e-6):
+        raise Wrong(
+            "The weights are right to single precision only: they are in float64, and so must be all that is sent."
+        )
     at = int((got - right).abs().argmax())
     raise Wrong(f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and "
                 f"goes to {got[at]:.3f}. What is wrong here the check does not know.")  # fmt: skip
@@ -231,7 +255,7 @@ class _Model:
 
     def gather(self, k: int) -> list[float]:
         self._turn()
-        self._known(k)
+        k = self._known(k)
         if k in self.live:
             raise Wrong(f"Layer {k} is gathered while it is there already: those bytes are sent twice.")
         self.gathers[k] += 1
@@ -239,12 +263,15 @@ class _Model:
         self.most = max(self.most, len(self.live))
         return self.live[k]
 
-    def _known(self, k: int) -> None:
+    def _known(self, k: int) -> int:
+        k = whole(k, "The number of a layer")
         if k not in range(len(self.weights)):
             raise Wrong(f"There is no layer {k}: the layers are 0 to {len(self.weights) - 1}.")
+        return k
 
     def release(self, k: int) -> None:
         self._turn()
+        k = self._known(k)
         if k not in self.live:
             raise Wrong(f"Layer {k} is released, and was not there.")
         gone = self.live.pop(k)
@@ -252,7 +279,7 @@ class _Model:
 
     def _use(self, k: int, weights: list[float], when: str) -> None:
         self._turn()
-        self._known(k)
+        k = self._known(k)
         if k not in self.live:
             raise Wrong(f"Layer {k} runs {when} without its weights: they were released, or never gathered.")
         if weights is not self.live[k]:
@@ -270,7 +297,7 @@ class _Model:
 
     def scatter(self, k: int, gradient: list[float]) -> list[float]:
         self._turn()
-        self._known(k)
+        k = self._known(k)
         if k in self.scattered:
             raise Wrong(f"The gradient of layer {k} is reduce-scattered twice in a step.")
         self.scattered[k] = numbers(gradient, f"The gradient of layer {k}")
@@ -293,7 +320,8 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
     """Judge `zero3_step(layers, x, gather, release, forward, backward, scatter)`: values, order, and what is live."""
     for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, 3)):
         model = _Model(layers, width, ranks, seed)
-        got = answer(layers, list(model.x), model.gather, model.release, model.forward, model.backward, model.scatter)
+        calls = model.gather, model.release, model.forward, model.backward, model.scatter
+        got = ask(answer, layers, list(model.x), *calls)
         _judge_zero3(model, got, layers, width // ranks)
     return "Never more than two layers gathered, each gathered twice and scattered once: 3 psi."
 
@@ -336,6 +364,16 @@ def _explain_gradients(model: _Model, truth: list[list[float]], layers: int) -> 
     for swapped in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]):
         if all(close(a, b) for row, right in zip(swapped, truth, strict=True) for a, b in zip(row, right, strict=True)):
             raise Wrong("Right gradients are scattered under the number of another layer.")
+    if all(
+        close(model.ranks * a, b)
+        for row, right in zip(got, truth, strict=True)
+        for a, b in zip(row, right, strict=True)
+    ):
+        raise Wrong(f"Divided by the {model.ranks} ranks once too often: `scatter` takes the mean itself.")
+    if all(close(a, b) for a, b in zip(got[-1], model.weights[-1], strict=True)):
+        raise Wrong(
+            "That is the gradient of the layer's input: `backward` returns it first, and that of the weights second."
+        )
     if all(close(a, b) for a, b in zip(got[-1], truth[-1], strict=True)):
         raise Wrong("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the "
                     "input, the first of the pair that backward returns, and `x` the input of that layer.")  # fmt: skip
@@ -358,7 +396,7 @@ def zero_tradeoffs(answer: Callable[[int, int, int, int, int], dict[str, Any]], 
     """Judge `zero_tradeoffs(params, ranks, sequences, activations, budget)` by hand first, then on random jobs."""
     cases = [*_BY_HAND, *_drawn(seed)]
     for case in cases:
-        _judge_tradeoffs(answer(*case), case)
+        _judge_tradeoffs(ask(answer, *case), case)
     crossed = sum(_crossed(case) for case in cases)
     return f"{len(cases)} jobs; in {crossed} of them a stage sends less than a lower one that fits."
 
@@ -405,18 +443,21 @@ def _judge_tradeoffs(got: object, case: Job) -> None:
     choices = zero_choices(*case)
     text = (f"{params:,} parameters, {ranks} ranks, {sequences} sequences of {activations:,} bytes, "
             f"budget {budget:,}")  # fmt: skip
-    _judge_held(rows["held"], choices, params, ranks, text)
+    _judge_held(rows["held"], choices, case, text)
     for choice, count in zip(choices, rows["micro_batches"], strict=True):
         if _nothing(count) != (choice.micro_batches is None):
             _explain_fit(choice, case, text)
         if choice.micro_batches is not None and not close(count, choice.micro_batches, rel=0):
-            _explain_count(float(count), choice, case, text)
+            _explain_count(rows["micro_batches"], choice, choices, case, text)
     _judge_sent(rows["sent"], choices, case, text)
     _judge_best(got["best"], rows["sent"], choices, text)
 
 
 def _nothing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
+    try:
+        return value is None or not math.isfinite(value)
+    except TypeError:  # a text, for one
+        return False
 
 
 #: What a rank holds as mistakes have it: bytes of weights, gradients and optimizer, the stages that shard them first.
@@ -433,7 +474,8 @@ _SLIPS_OF_HELD: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 }
 
 
-def _judge_held(held: list, choices: list[StageChoice], params: int, ranks: int, text: str) -> None:
+def _judge_held(held: list, choices: list[StageChoice], case: Job, text: str) -> None:
+    params, ranks, _, activations, _ = case
     wrong = [c.stage for c in choices if not close(held[c.stage], c.held, rel=0)]
     if not wrong:
         return
@@ -444,6 +486,12 @@ def _judge_held(held: list, choices: list[StageChoice], params: int, ranks: int,
 
     if all(close(a, choice.held / 1e9, rel=1e-3) for a, choice in zip(got, choices, strict=True)):
         raise Wrong(f"Return bytes, not GB ({text}).")
+    for what, of in (
+        ("That is what all ranks hold together; asked is one rank", [ranks * c.held for c in choices]),
+        ("These are the states alone, without activations", [c.held + activations for c in choices]),
+    ):
+        if got == of:
+            raise Wrong(f"{what} (stage {first}; {text}).")  # fmt: skip
     of_parts = {
         "A shard is a whole number of parameters, rounded up: the padding is held too": params / ranks,
         "Rounded down, the last parameters belong to nobody: a shard is rounded up": params // ranks,
@@ -467,10 +515,17 @@ def _explain_fit(choice: StageChoice, case: Job, text: str) -> None:
                 f"has ({text}).")  # fmt: skip
 
 
-def _explain_count(got: float, choice: StageChoice, case: Job, text: str) -> None:
+def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], case: Job, text: str) -> None:
     _, ranks, sequences, activations, budget = case
-    room, own = budget - choice.held, sequences // ranks
+    got, room, own = float(row[choice.stage]), budget - choice.held, sequences // ranks
     fit = room // activations
+    even = {
+        c.stage: next(m for m in range(c.micro_batches, own + 1) if own % m == 0) for c in choices if c.micro_batches
+    }
+    if all(not _nothing(row[k]) and float(row[k]) == m for k, m in even.items()):
+        raise Wrong(
+            f"Micro-batches need not be equal: the last one of a step may be smaller (stage {choice.stage}; {text})."
+        )
     for wrong, why in (
         (own // fit, "The sequences that are left over need a micro-batch too: round up"),
         (own / fit, "The sequences that are left over need a micro-batch too: round up"),
@@ -496,6 +551,8 @@ def _explain_count(got: float, choice: StageChoice, case: Job, text: str) -> Non
 _SLIPS: dict[str, Callable[[int, int], float]] = {
     "DDP keeps a full gradient (`no_sync`) and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
         2 * m if k == 0 else _units(k, m)),
+    "DDP keeps a full gradient and reduces it once a step: its all-gather is one of gradients, and as rare": lambda k, m: (
+        m + 1 if k == 0 else _units(k, m)),
     "Stage 1 keeps a full gradient and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
         m + 1 if k == 1 else _units(k, m)),
     "Stage 1 reduces its gradient and gathers its weights once a step, not in every micro-batch": lambda k, m: (
@@ -510,6 +567,8 @@ _SLIPS: dict[str, Callable[[int, int], float]] = {
         2 * m if k == 3 else _units(k, m)),
     "Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up": lambda k, m: (
         2 * m + 1 if k == 3 else _units(k, m)),
+    "Stage 3 has three transfers: a rank gets its shard of the gradient from a reduce-scatter, no all-reduce": lambda k, m: (
+        4 * m if k == 3 else _units(k, m)),
     "Stage 3 releases the weights after use, and gathers them again in every micro-batch": lambda k, m: (
         3 if k == 3 else _units(k, m)),
     "Stage 3 gathers in every micro-batch, not once a step": lambda k, m: m + 2 if k == 3 else _units(k, m),
@@ -521,11 +580,14 @@ _SLIPS: dict[str, Callable[[int, int], float]] = {
         (2, 3, 3, 4)[k]),
     "After a step of stage 3 nothing is gathered: the next forward does it anyway": lambda k, m: _units(k, m) + (k == 3),
     "An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4": lambda k, m: _units(k, m) + 2 * (k == 0),
-    "Gradients and weights have 2 bytes here, not 4": lambda k, m: 2 * _units(k, m),
-    "Gradients are sent in 16 bits: 2 bytes a value, not 4": lambda k, m: (
-        (4, 3, 2 * m + 1, 4 * m)[k]),
-    "These are values; each has 2 bytes": lambda k, m: _units(k, m) / 2,
 }  # fmt: skip
+
+#: Those that no stage escapes; of one stage alone such a number says nothing.
+_SLIPS_OF_ALL: dict[str, Callable[[int, int], float]] = {
+    "Gradients and weights have 2 bytes here, not 4": lambda k, m: 2 * _units(k, m),
+    "Gradients are sent in 16 bits: 2 bytes a value, not 4": lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k],
+    "These are values; each has 2 bytes": lambda k, m: _units(k, m) / 2,
+}
 
 
 def _units(stage: int, m: int) -> int:
@@ -556,12 +618,15 @@ def _judge_sent(sent: list, choices: list[StageChoice], case: Job, text: str) ->
         ranks: "That is what all ranks send together; asked is one rank",
         1 / unit: "Those are units of psi (N-1)/N values; asked are bytes",
         1e-9: "Those are GB; asked are bytes",
+        shard_size(params, ranks)
+        * ranks
+        / params: "The padding counts in what a rank holds; what it sends is asked without",
     }.items():
         if all(_same(got[k], part * _units(k, m)) for k, m in fits.items()):
             raise Wrong(f"{why} ({case_}).")
     # A mistake explains all stages, or failing that the first that is wrong.
-    for stages in (list(fits), [first]):
-        for why, units in _SLIPS.items():
+    for stages, slips in ((list(fits), _SLIPS | _SLIPS_OF_ALL), ([first], _SLIPS)):
+        for why, units in slips.items():
             if all(_same(got[k], units(k, fits[k])) for k in stages):
                 raise Wrong(f"{why} ({case_}).")
     raise Wrong(f"In stage {first} a rank sends {choices[first].sent:,.0f} bytes in {fits[first]} micro-batches, not "
@@ -575,6 +640,7 @@ def _same(a: float, b: float) -> bool:
 def _judge_best(got: object, sent: list, choices: list[StageChoice], text: str) -> None:
     best = least_sent(choices)
     fits = {choice.stage: choice for choice in choices if choice.sent is not None}
+    got = None if _nothing(got) else got
     if got is None and best is None:
         return
     if best is None:
