@@ -160,7 +160,8 @@ def _zero(model: ModelConfig, stage: int) -> list[Setting]:
     found += [
         Setting(z + "contiguous_gradients", True, "Copies gradients into one buffer as they are made, so that they do not "
                 "leave holes among activations that are being freed."),
-        Setting(z + "overlap_comm", True, "Reduces a bucket while backward goes on, at the price of a second bucket."),
+        Setting(z + "overlap_comm", True, "Reduces a bucket while backward goes on"
+                + (", at the price of a second bucket." if stage < 3 else ".")),
         Setting(z + "reduce_bucket_size", h * h, f"Elements, not bytes, in one reduction: h² with h = {h}."),
     ]  # fmt: skip
     if stage < 3:
@@ -178,12 +179,12 @@ def _zero(model: ModelConfig, stage: int) -> list[Setting]:
         *found,
         Setting(z + "stage3_prefetch_bucket_size", int(0.9 * h * h), "Elements that may be gathered ahead of their use: 0.9 h²."),
         Setting(z + "stage3_param_persistence_threshold", threshold,
-                f"Tensors with fewer elements stay gathered, 10 h: here {kept:,} parameters. Small messages "
+                f"Tensors of at most so many elements stay gathered, 10 h: here {kept:,} parameters. Small messages "
                 "cost latency and save little."),
-        Setting(z + "stage3_max_live_parameters", 10**9, "Gathered parameters before the oldest are released."),
-        Setting(z + "stage3_max_reuse_distance", 10**9, "Not released if needed again within so many parameters. This and "
-                "the limit above are 1e9 by default, so a smaller model is never released at all between forward and "
-                "backward; lower them when memory is short."),
+        Setting(z + "stage3_max_live_parameters", 10**9, "Nothing is gathered ahead of its use beyond so many parameters."),
+        Setting(z + "stage3_max_reuse_distance", 10**9, "Not released if needed again within so many parameters. Between "
+                "forward and backward of the first layer all others are used twice, so with 1e9, the default, a model of "
+                "less than half as many is not released at all there; lower it when memory is short."),
         Setting(z + "stage3_gather_16bit_weights_on_model_save", True, "Puts whole tensors into a saved model; otherwise a "
                 "rank saves its shards only."),
     ]  # fmt: skip
@@ -220,14 +221,14 @@ def as_deepspeed_json(found: list[Setting]) -> dict[str, Any]:
 
 
 def persistent_params(model: ModelConfig, threshold: int) -> int:
-    """Return how many parameters stage 3 keeps gathered: those of tensors with fewer elements than the threshold.
+    """Return how many parameters stage 3 keeps gathered: those of tensors with at most so many elements.
 
     Args:
         threshold: `stage3_param_persistence_threshold`, in elements.
     """
     layers = [tensor for layer in range(model.num_layers) for tensor in layer_tensors(model, layer)]
     tensors = [*embedding_tensors(model), *layers, *head_tensors(model)]
-    return sum(t.outputs * t.inputs * t.copies for t in tensors if t.outputs * t.inputs < threshold)
+    return sum(t.outputs * t.inputs * t.copies for t in tensors if t.outputs * t.inputs <= threshold)
 
 
 @dataclass(frozen=True)
