@@ -1,5 +1,7 @@
 """A router left alone, and two cures: training on the course's text, with the load of every expert at every step.
 
+Chapter 13 draws its figure of balance from these runs.
+
 After a few steps all tokens look alike to a router, and one that prefers two experts for one token prefers them for all.
 These two are trained and the others are not; whether anything brings the others back is left to chance. The loss does
 not tell: over the steps here the three runs end close together, and what is lost is the work of the ranks whose experts

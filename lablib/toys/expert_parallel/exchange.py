@@ -81,7 +81,7 @@ class Trip:
 def dispatch(rows_RH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Trip]:
     """Return all ranks' rows for the experts of this rank, in the order of the experts, and the way back.
 
-    Sends 8 E bytes of counts, and H values for each row whose expert is on another rank. Backward sends as many values.
+    Sends 8 E (n-1)/n bytes of counts, and H values for each row whose expert is on another rank. Backward sends as many values.
 
     Args:
         rows_RH: In the order of the experts, as from `permute`.

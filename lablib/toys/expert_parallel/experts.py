@@ -68,18 +68,10 @@ class Experts(nn.Module):
         ffn: F, of one expert.
         group: The ep ranks; rank i keeps the i-th part of the experts. None keeps all.
         products: "loop" or "grouped".
-        down_std: Standard deviation of the drawn `down`, which adds to the stream; None is that of the others.
     """
 
     def __init__(
-        self,
-        experts: int,
-        hidden: int,
-        ffn: int,
-        group: dist.ProcessGroup | None = None,
-        *,
-        products: str = "loop",
-        down_std: float | None = None,
+        self, experts: int, hidden: int, ffn: int, group: dist.ProcessGroup | None = None, *, products: str = "loop"
     ) -> None:
         super().__init__()
         for name, size in (("experts", experts), ("hidden", hidden), ("ffn", ffn)):
@@ -90,12 +82,11 @@ class Experts(nn.Module):
         self.products = products
         self.first, self.count = experts // ranks * rank, experts // ranks
 
-        def draw(outputs: int, inputs: int, std: float = INIT_STD) -> nn.Parameter:
-            whole_EOI = torch.empty(experts, outputs, inputs).normal_(std=std)
+        def draw(outputs: int, inputs: int) -> nn.Parameter:
+            whole_EOI = torch.empty(experts, outputs, inputs).normal_(std=INIT_STD)
             return nn.Parameter(self.mine(whole_EOI).clone())
 
-        self.gate, self.up = draw(ffn, hidden), draw(ffn, hidden)
-        self.down = draw(hidden, ffn, INIT_STD if down_std is None else down_std)
+        self.gate, self.up, self.down = draw(ffn, hidden), draw(ffn, hidden), draw(hidden, ffn)
 
     def mine(self, whole: Tensor) -> Tensor:
         """Return this rank's part of what all experts have, expert by expert."""
