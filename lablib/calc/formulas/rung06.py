@@ -96,7 +96,7 @@ FORMULAS = (
         example=_gather,
     ),
     Formula(
-        name="Bytes that a rank sends out of its node",
+        name="Bytes that a rank sends out of its node, as the FSDP paper counts",
         tex=r"\text{full: } 3M\,\frac{N-1}{N},\; \text{hybrid: } 2M\,\frac{N-G}{NG}",
         symbols="M: bytes of the weights; N: ranks; G: ranks of a node, which share the model",
         label="eq-06-hybrid",
