@@ -384,3 +384,15 @@ def test_bad_input_names_every_factor(how, message) -> None:
         setup("llama-3-8b", **{"gpu": "h100", "seq": 4096} | how)
     with pytest.raises(ValueError, match="a Setup has all settings: leave out gpus"):
         longest_sequence(setup("gpt2", gpu="h100"), gpus=3)
+
+
+def test_real_classes_get_context_parallelism_where_a_sequence_is_long() -> None:
+    """Their ring is counted, so it is searched; a length is then a multiple of two chunks a rank."""
+    job = {"gpu": "h100", "gpus": 16, "implementation": "hf", "sharding": "fsdp2", "recipe": "fsdp2-mixed", "zero": 3}
+    have = setup("llama-3-8b", seq=131072, recompute="full", attention="fused", **job)
+    assert not have.within_budget
+    assert any(change.settings.get("cp", 1) > 1 for change in cheapest_change(have))
+    cut = have.having(cp=8, dp=2)
+    assert longest_sequence(cut).value % 16 == 0
+    torchtitan = setup("llama-3-8b", seq=131072, **job | {"implementation": "torchtitan"})
+    assert not any(change.settings.get("cp", 1) > 1 for change in cheapest_change(torchtitan))

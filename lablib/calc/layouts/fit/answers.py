@@ -91,8 +91,8 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 def longest_sequence(model: Model, **settings: object) -> Answer:
     """Return the longest sequence that fits, everything else as given, in steps that cp and tp can divide.
 
-    With context parallelism every sequence is cut into cp parts, and with sequence parallelism each of them into tp, so
-    lengths are multiples of cp, or of cp times tp. Learned positions end at the table's last row.
+    With context parallelism every sequence is cut into cp parts, two cp in the ring of real classes, and with sequence
+    parallelism each of them into tp, so lengths are multiples of these. Learned positions end at the table's last row.
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
@@ -100,7 +100,9 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     """
     have = as_setup(model, settings)
     run = have.run
-    grain = run.cp * (run.tp if run.sequence_parallel else 1)
+    # A real ring cuts two chunks a rank, one from each end.
+    chunks = 2 if run.cp > 1 and run.implementation.eager and run.cp_way != "ulysses" else 1
+    grain = chunks * run.cp * (run.tp if run.sequence_parallel else 1)
     positions = run.model.max_positions
     most = positions if run.model.learned_positions else None
 
@@ -247,11 +249,12 @@ class _Shape:
 
 def _shapes(have: Setup) -> Iterator[_Shape]:
     run, given = have.run, have.given
-    one_process = run.implementation.eager  # the other two count no tensor or context parallelism
+    one_width = run.implementation.eager or "tp" in given  # of the other two tensor parallelism is counted where given
+    one_length = run.cp_way not in run.implementation.context_ways or "cp" in given
     stages = [n for n in range(1, MOST_STAGES + 1) if run.model.num_layers % n == 0]
     widths = divisors(gcd(have.gpus_per_node, run.model.num_kv_heads))  # tp divides both
-    for tp in [run.tp] if one_process or "tp" in given else widths:
-        for cp in [run.cp] if one_process or "cp" in given else CONTEXT:
+    for tp in [run.tp] if one_width else widths:
+        for cp in [run.cp] if one_length else CONTEXT:
             for pp in [run.pp] if {"pp", "layers_per_stage", "schedule"} & given else stages:
                 for zero in [run.zero] if "zero" in given else range(4):
                     yield _Shape(tp, cp, pp, zero)
@@ -327,7 +330,7 @@ def _limits(have: Setup) -> Iterator[str]:
     """Limits of the search: larger degrees may fit where they are given."""
     if not have.run.implementation.eager and "tp" not in have.given:
         yield "tp within a node"
-    if not have.run.implementation.eager and "cp" not in have.given:
+    if have.run.cp_way in have.run.implementation.context_ways and "cp" not in have.given:
         yield f"cp up to {max(CONTEXT)}"
     if not {"pp", "layers_per_stage", "schedule"} & have.given:
         yield f"pp up to {MOST_STAGES}"

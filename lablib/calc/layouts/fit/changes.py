@@ -162,8 +162,7 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
     """Return what can be set otherwise without another training: for each name its settings, mildest first."""
     run = have.run
     layers, most = run.model.num_layers, gcd(have.gpus_per_node, run.model.num_kv_heads)  # tp divides both
-    one_process = run.implementation.eager  # the other two count no tensor or context parallelism
-    widths = [] if one_process else [n for n in divisors(most) if n > run.tp]
+    widths = [] if run.implementation.eager else [n for n in divisors(most) if n > run.tp]
     stages = [n for n in range(run.pp + 1, MOST_STAGES + 1) if layers % n == 0]
     values: dict[str, list[dict[str, object]]] = {
         "gradient_as_bucket_view": [{"gradient_as_bucket_view": True}],
@@ -173,7 +172,7 @@ def knobs(have: Setup) -> dict[str, list[dict[str, object]]]:
         "recompute": [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(run.recompute) + 1 :]],
         "micro_batch": [{"micro_batch": n} for n in _fewer(run.micro_batch)],
         "tp": [{"tp": n, "sequence_parallel": run.seq % (n * run.cp) == 0} for n in widths],
-        "cp": [] if one_process else [{"cp": n} for n in CONTEXT if n > run.cp],
+        "cp": [{"cp": n} for n in CONTEXT if n > run.cp] if run.cp_way in run.implementation.context_ways else [],
         "pp": [{"pp": n} for n in stages] if run.layers_per_stage is None else [],
     }
     if run.gradient_as_bucket_view or run.zero:
