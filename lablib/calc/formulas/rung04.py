@@ -95,7 +95,7 @@ FORMULAS = (
     Formula(
         name="Wait of a rank, ZB-H1",
         tex=r"(p-1)(t_F + t_I - t_W)",
-        symbols="p; t_F, t_I, t_W: forward, input half and weight half of one micro-batch on a rank",
+        symbols="p; t_F, t_I, t_W: forward, input half and weight half of one micro-batch on a rank, W the shortest",
         label="eq-04-zb-h1",
         code="lablib.calc.schedules.generators.zb_h1",
         example=_wait,

@@ -9,7 +9,7 @@
 | naive | `naive` | nothing: one rank in p works |
 | gpipe | `gpipe` | memory of m micro-batches for a bubble of (p - 1)/m |
 | 1f1b | `one_f_one_b` | the same bubble with the memory of at most p |
-| interleaved | `interleaved` | v times the messages for 1/v of the bubble |
+| interleaved | `interleaved` | about v times the messages for 1/v of the bubble |
 | zb-h1 | `zb_h1` | a later weight half for a smaller bubble |
 | zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
