@@ -97,7 +97,8 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
         if any(loss.grad is not None for loss in losses):
             raise Wrong("Backward has run already: return the losses, on which the training loop will start it.")
         for loss, start in zip(losses, got, strict=True):
-            weights[rank].append(_weight(loss, start, len(batch)))
+            _backward(loss, start)
+        weights[rank] = [_weight(loss, len(batch)) for loss in losses]  # after all: any order of the list is right
 
     try:
         ended = world.play(act)
@@ -112,8 +113,8 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
     return weights, len(world.given[0])
 
 
-def _weight(loss: Tensor, start: object, ranks: int) -> float:
-    """Return what one token of a micro-batch weighs in the mean over ranks of the gradients."""
+def _backward(loss: Tensor, start: object) -> None:
+    """Start backward on what was returned in the place of a micro-batch's losses."""
     if not isinstance(start, Tensor) or not start.requires_grad:
         if not len(loss):
             raise Wrong(
@@ -135,14 +136,16 @@ def _weight(loss: Tensor, start: object, ranks: int) -> float:
             "The losses of two micro-batches hang together in one graph, which the first backward frees: make each "
             "from its own micro-batch."
         ) from None
-    grad = torch.zeros(0) if loss.grad is None else loss.grad
-    if not len(loss):
-        if not bool(torch.isfinite(start.detach()).all()):
-            raise Wrong(
-                "A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, "
-                "the sum of nothing is 0."
-            )
-        return 0.0
+    if not len(loss) and not bool(torch.isfinite(start.detach()).all()):
+        raise Wrong(
+            "A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, the sum "
+            "of nothing is 0."
+        )
+
+
+def _weight(loss: Tensor, ranks: int) -> float:
+    """Return what one token of a micro-batch weighs in the mean over ranks of the gradients."""
+    grad = loss.new_zeros(len(loss)) if loss.grad is None else loss.grad
     if len(grad) and float(grad.max() - grad.min()) > 1e-9 * float(grad.abs().max()):
         raise Wrong("Tokens of one micro-batch weigh differently: each loss enters the sum once.")
     return float(grad[0]) / ranks if len(grad) else 0.0
@@ -277,6 +280,8 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
         return
     if all(close(value, s) for row in got for value, s in zip(row, total, strict=True)):
         raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
+    if all(close(v, g) for row, own in zip(got, gradients, strict=True) for v, g in zip(row, own, strict=True)):
+        raise Wrong("Every rank ends with its own gradient, and nothing of what the others have.")
     finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
     divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
     if all(any(row) and not all(row) for row in finished):
