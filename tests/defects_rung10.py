@@ -4,8 +4,11 @@
 
 import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -143,6 +146,42 @@ class ring_all_reduce:
         while ranks > 1:
             _ring(row, rank, ranks, exchange)
 
+    def room_in_float32(row, rank, ranks, exchange):
+        """`torch.empty` without a type; on real processes the bytes would not fit."""
+        chunks = row.tensor_split(ranks)
+        for step in range(2 * (ranks - 1)):
+            comes = chunks[(rank - step - 1) % ranks]
+            room = torch.empty(len(comes))
+            exchange(chunks[(rank - step) % ranks], (rank + 1) % ranks, room, (rank - 1) % ranks)
+            comes.copy_(comes + room if step < ranks - 1 else room)
+
+    def adds_up_in_float32(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange)
+        row.copy_(row.float())
+
+    def lands_on_what_it_adds_to(row, rank, ranks, exchange):
+        chunks = row.tensor_split(ranks)
+        for step in range(2 * (ranks - 1)):
+            comes = chunks[(rank - step - 1) % ranks]
+            exchange(chunks[(rank - step) % ranks], (rank + 1) % ranks, comes, (rank - 1) % ranks)
+            comes.mul_(1 + (step < ranks - 1))
+
+    def one_step_too_many(row, rank, ranks, exchange):
+        _ring(row, rank, ranks, exchange)
+        chunks = row.tensor_split(ranks)
+        if ranks > 1:
+            exchange(chunks[rank].clone(), (rank + 1) % ranks, chunks[rank - 1], (rank - 1) % ranks)
+
+    def right_3(row, rank, ranks, exchange):
+        """Every n-th element makes a chunk, and the ring visits the even ranks first."""
+        ring = [*range(0, ranks, 2), *range(1, ranks, 2)]
+        place, chunks = ring.index(rank), [row[first::ranks] for first in range(ranks)]
+        for step in range(2 * (ranks - 1)):
+            comes = chunks[(place - step - 1) % ranks]
+            room = torch.empty(len(comes), dtype=row.dtype)
+            exchange(chunks[(place - step) % ranks], ring[(place + 1) % ranks], room, ring[place - 1])
+            comes.copy_(comes + room if step < ranks - 1 else room)
+
     def right_2(row, rank, ranks, exchange):
         """Copies in place of views, one loop over both halves, and numpy's numbers."""
         pieces = [piece.clone() for piece in row.tensor_split(ranks)]
@@ -212,6 +251,23 @@ class choose_algorithm:
             bound += 1
         return bound
 
+    def names_exchanged(size, ranks, bandwidth, latency):
+        right = _choose(size, ranks, bandwidth, latency)
+        return {**right, "ring": right["tree"], "tree": right["ring"]}
+
+    def no_crossover(size, ranks, bandwidth, latency):
+        right = _choose(size, ranks, bandwidth, latency)
+        return {**right, "crossover": right["crossover"] or None}
+
+    def best_in_a_list(size, ranks, bandwidth, latency):
+        return _choose(size, ranks, bandwidth, latency, best=["ring"])
+
+    def right_3(size, ranks, bandwidth, latency):
+        """An object, and the first whole byte from which the ring is faster."""
+        right = _choose(size, ranks, bandwidth, latency)
+        cross = right.pop("crossover")
+        return SimpleNamespace(crossover=math.floor(cross) + 1 if cross else 0, **right)
+
     def right_2(size, ranks, bandwidth, latency):
         """Exact fractions, in numpy's numbers; the crossover is a whole number of bytes."""
         alpha, beta, levels = Fraction(latency), 1 / Fraction(bandwidth), (ranks - 1).bit_length()
@@ -274,6 +330,12 @@ def _best(axes, per_host, choose=None, count=None):
     return order, (count or _leaving)(order, axes, per_host)
 
 
+@dataclass
+class Placement:
+    order: Iterator[str]
+    leaving: torch.Tensor
+
+
 class place:
     def tensor_parallel_always_inside(axes, ranks_per_host):
         rank = ("tp", "pp", "dp")
@@ -317,6 +379,46 @@ class place:
 
     def bytes_before_the_order(axes, ranks_per_host):
         return _best(axes, ranks_per_host)[::-1]
+
+    def counts_what_arrives(axes, ranks_per_host):
+        order, count = _best(axes, ranks_per_host)
+        return order, 2 * count
+
+    def n_of_all_ranks(axes, ranks_per_host):
+        ranks = math.prod(size for size, _, _ in axes.values())
+        return _best(
+            axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda _: 2 * (ranks - 1) / ranks)
+        )
+
+    def stages_in_a_ring(axes, ranks_per_host):
+        """The last stage sends to the first, and the first to the last."""
+
+        def leaving(order, axes, per_host):
+            out, stride = {}, 1
+            ranks = math.prod(axes[name][0] for name in order)
+            for name in order:
+                size, kind, payload = axes[name]
+                links = [(1, payload), (-1, payload)] if kind == "stages" else [(1, payload * 2 * (size - 1) / size)]
+                for rank, (step, count) in itertools.product(range(ranks), links):
+                    at = rank // stride % size
+                    there = (rank + ((at + step) % size - at) * stride) // per_host
+                    out[rank // per_host] = out.get(rank // per_host, 0) + count * (there != rank // per_host)
+                stride *= size
+            return max(out.values())
+
+        return _best(axes, ranks_per_host, count=leaving)
+
+    def what_one_rank_sends(axes, ranks_per_host):
+        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g) / g)
+
+    def names_in_a_set(axes, ranks_per_host):
+        order, count = _best(axes, ranks_per_host)
+        return set(order), count
+
+    def right_3(axes, ranks_per_host):
+        """A dataclass, with the names one after the other."""
+        order, count = _best(axes, ranks_per_host)
+        return Placement(iter(order), torch.tensor(count, dtype=torch.float64))
 
     def right_2(axes, ranks_per_host):
         """As arrays: the hosts of both ends of every link, in a list of two."""
@@ -389,5 +491,11 @@ SENTENCES = {
     "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
     "crossover_below_zero": "the crossover is 0", "waits_for_the_times_to_meet": "It never ends",
     "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice",
+    "room_in_float32": "receive is float32", "adds_up_in_float32": "The sums are rounded",
+    "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
+    "names_exchanged": "`ring` has the time of the tree", "no_crossover": "0 where the ring is always faster",
+    "best_in_a_list": "the word 'ring' or 'tree'", "counts_what_arrives": "only what leaves is asked",
+    "n_of_all_ranks": "not the number of all ranks", "stages_in_a_ring": "but the first and the last stage have one",
+    "what_one_rank_sends": "but this is what one rank sends", "names_in_a_set": "A set has no order",
     "outermost_first": "comes first", "bytes_before_the_order": "The order of the axes comes first",
 }  # fmt: skip

@@ -13,7 +13,8 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,11 @@ __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
 
 
 def _near(answer: object, truth: float) -> bool:
-    """Say whether a number of bytes is right; one that is rounded to a whole byte is."""
+    """Say whether a number of bytes is right; the whole bytes beside it are: rounded, or the first beyond it."""
     if close(answer, truth):
         return True
     number = float(answer)  # type: ignore[arg-type]
-    return number.is_integer() and abs(number - truth) < 1
+    return number.is_integer() and abs(number - truth) <= (truth > 0)
 
 
 # --- a ring from exchanges ----------------------------------------------------------------------------------
@@ -81,6 +82,9 @@ class World(Turns):
         for name, array in (("send", send), ("receive", receive)):
             if not isinstance(array, Tensor):
                 raise Wrong(f"exchange takes tensors, and {name} is of type {type(array).__name__}.")
+            if array.dtype != torch.float64:
+                raise Wrong(f"`row` holds float64, and {name} is {str(array.dtype).removeprefix('torch.')}: what is sent and "
+                            "the room for what comes have the type of `row`, as empty_like makes them.")  # fmt: skip
         to, source = operator.index(to), operator.index(source)
         for name, other in (("to", to), ("source", source)):
             if other not in range(self.ranks) or other == rank:
@@ -128,8 +132,10 @@ def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel:
     units = torch.arange(1, numel + 1, dtype=torch.float64)
     shares = [(row / units).tolist() for row in rows]
     whole = sum(_BASE**rank for rank in range(ranks))
-    if all(close(value, whole) for row in shares for value in row):
+    if all(close(value, whole, rel=1e-14) for row in shares for value in row):
         return
+    if all(close(value, whole, rel=1e-5) for row in shares for value in row):
+        raise Wrong(f"The sums are rounded: `row` holds float64, and is to be added up in it ({case}).")
     if all(close(value, _BASE**rank) for rank, row in enumerate(shares) for value in row):
         how = "Nothing was exchanged" if not messages else "Messages went round, and `row` is unchanged on every rank"
         raise Wrong(f"{how}: add what arrives to `row` itself; a returned tensor is not looked at ({case}).")
@@ -137,14 +143,15 @@ def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel:
         raise Wrong(f"These are the means over the ranks; the sums are asked ({case}).")
     for rank, row in enumerate(shares):
         for element, value in enumerate(row):
-            if not math.isfinite(value) or value < 0 or abs(value - round(value)) > 1e-6 or value > ranks * whole:
+            if not math.isfinite(value) or value < 0 or abs(value - round(value)) > 1e-6 or value >= _BASE * whole:
                 raise Wrong(f"Element {element} of rank {rank} is {value * (element + 1):g}, which is no sum of the ranks' "
-                            f"numbers: it holds room that no message filled, or numbers that were divided ({case}).")  # fmt: skip
+                            f"numbers for it: another chunk was added, or room that no message filled, or something was "
+                            f"divided ({case}).")  # fmt: skip
     # counts[rank][element][r]: how often rank r's number is in it.
     counts = [[_digits(value, ranks) for value in row] for row in shares]
     if any(max(each) > 1 for row in counts for each in row):
-        raise Wrong(f"Some numbers are added twice: in the all-gather the chunk that arrives is complete and replaces "
-                    f"what is there ({case}).")  # fmt: skip
+        raise Wrong(f"Some numbers are added twice: what is to be added needs room of its own to arrive in, and in the "
+                    f"all-gather the chunk that arrives is complete and replaces what is there ({case}).")  # fmt: skip
     done = [[set(each) == {1} for each in row] for row in counts]
     complete = {element for row in done for element, whole_sum in enumerate(row) if whole_sum}
     if complete == set(range(numel)):
@@ -161,8 +168,8 @@ def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel:
                     f"needed, n - 1 to add up and n - 1 to pass on ({case}).")  # fmt: skip
     if all(sum(each) == 1 for row in counts for each in row):
         if not any(m.summed for m in messages):
-            raise Wrong("No two numbers were added: in the first n - 1 steps what arrives is added to what is there "
-                        f"({case}).")  # fmt: skip
+            raise Wrong("No sum of two numbers was ever sent: in the first n - 1 steps what arrives is added to what is "
+                        f"there, and the next step passes it on ({case}).")  # fmt: skip
         raise Wrong("Sums were made, and then overwritten: after the reduce-scatter of a ring one chunk is complete on each "
                     f"rank, and just that one must leave first in the all-gather ({case}).")  # fmt: skip
     found = [rank for rank, there in enumerate(counts[0][element]) if there]
@@ -184,8 +191,12 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
     if any(len({m.target for m in mine}) > 1 for mine in sent):
         raise Wrong(f"The sums are right, but a rank sends to several others: on a ring it has one right neighbour "
                     f"({case}).")  # fmt: skip
+    steps = max(map(len, sent))
+    if steps > 2 * (ranks - 1) and elements > right and max(m.elements for m in messages) <= max(sizes):
+        raise Wrong(f"The sums are right, but a rank takes {steps} steps and sends more than it must: 2(n-1) = "
+                    f"{2 * (ranks - 1)} steps are enough ({case}).")  # fmt: skip
     if elements > right:
-        if {m.elements for m in messages} == {max(sizes)}:
+        if {m.elements for m in messages} == {max(sizes)} != set(sizes):
             raise Wrong(f"The sums are right, but every chunk is padded to {max(sizes)} elements, so {elements} travel "
                         f"where {right} do: let some chunks be one element shorter, as tensor_split does ({case}).")  # fmt: skip
         raise Wrong(f"The sums are right, but the ranks send {elements} elements where {right} do: only a chunk "
@@ -224,24 +235,37 @@ def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -
         near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
         cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
     for case in cases:
-        _judge_choice(ask(answer, *case), *case)
+        _judge_choice(_by_name(ask(answer, *case)), *case)
     return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
 
 
-def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
+def _by_name(got: Any) -> Mapping[str, Any]:
+    """Return what has the four names, in a dictionary or as attributes of an object."""
+    if not isinstance(got, Mapping) and all(hasattr(got, key) for key in _KEYS):
+        return {key: getattr(got, key) for key in _KEYS}
     if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
+    return got
+
+
+def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
     link = {"bandwidth": bandwidth, "latency": latency}
     case = f"{size:,} bytes, {ranks} ranks, {bandwidth:.4g} bytes/s, α = {latency:.4g} s"
     truth = {name: collective_time(full, size, ranks, **link) for name, full in _ALGORITHM.items()}
+    if close(got["ring"], truth["tree"]) and close(got["tree"], truth["ring"]) and not close(*truth.values()):
+        raise Wrong(f"`ring` has the time of the tree, and `tree` that of the ring ({case}).")
     for name, right in truth.items():
         if not close(got[name], right):
             _explain_time(name, float(got[name]), right, size, ranks, bandwidth, latency, case)
     cross = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link)
+    if got["crossover"] is None:
+        raise Wrong(
+            f"`crossover` is a number of bytes, 0 where the ring is always faster, and here it is None ({case})."
+        )
     if not _near(got["crossover"], cross):
         _explain_crossover(float(got["crossover"]), cross, ranks, bandwidth, latency, case)
     best = min(truth, key=truth.get)
-    if got["best"] not in truth:
+    if not isinstance(got["best"], str) or got["best"] not in truth:
         raise Wrong(f"`best` is the word 'ring' or 'tree', and here it is {got['best']!r}.")
     if got["best"] != best and not close(truth["ring"], truth["tree"]):
         raise Wrong(f"The {best} takes less time here, so `best` is {best!r} ({case}).")
@@ -309,6 +333,9 @@ def _explain_time(
 
 Axes = Mapping[str, tuple[int, str, float]]
 
+#: An order of axes, and the case that it is for.
+Placed = tuple[tuple[str, ...], Axes, int]
+
 #: What a rank of an all-reduce sends of its payload.
 _Share = Callable[[int], float]
 
@@ -326,6 +353,8 @@ def _by_host(
     back: bool = True,
     crossing_only: bool = True,
     dealt: bool = False,
+    ends: bool = True,
+    each_rank: bool = False,
 ) -> list[float]:
     """Return the bytes that leave each host in a step.
 
@@ -334,13 +363,16 @@ def _by_host(
         back: Whether stages send gradients back as well.
         crossing_only: Whether only what leaves a host counts.
         dealt: Whether ranks go to the hosts in turns, and not in blocks.
+        ends: Whether the first and the last stage have one neighbour only.
+        each_rank: Whether the bytes of each rank are returned, and not those of each host.
     """
     sizes = [axes[name][0] for name in order]
     ranks = math.prod(sizes)
-    out = [0.0] * (ranks // per_host)
+    hosts = ranks // per_host
+    out = [0.0] * (ranks if each_rank else hosts)
 
     def host(rank: int) -> int:
-        return rank % len(out) if dealt else rank // per_host
+        return rank % hosts if dealt else rank // per_host
 
     for i, name in enumerate(order):
         stride = math.prod(sizes[:i])
@@ -350,10 +382,11 @@ def _by_host(
             right, left = (rank + ((place + step) % size - place) * stride for step in (1, -1))
             sends = [(right, share(size) * payload)] if kind == "all_reduce" else []
             if kind == "stages":
-                sends = [(right, payload)] * (place < size - 1) + [(left, payload)] * (place > 0 and back)
+                forth, comes_back = not ends or place < size - 1, back and (not ends or place > 0)
+                sends = [(right, payload)] * forth + [(left, payload)] * comes_back
             for target, count in sends:
                 if host(target) != host(rank) or not crossing_only:
-                    out[host(rank)] += count
+                    out[rank if each_rank else host(rank)] += count
     return out
 
 
@@ -384,23 +417,29 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
         hosts = [g for g in (2, 3, 4, 6, 8) if ranks % g == 0 and g < ranks]
         if len(axes) > 1 and hosts:
             cases.append((axes, dice.choice(hosts)))
+    passed: list[Placed] = []
     for axes, per_host in cases:
         case = ", ".join(
             f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
         )
         case += f", {per_host} ranks a host"
-        _judge_place(ask(answer, dict(axes), per_host), axes, per_host, case)
+        passed.append(_judge_place(ask(answer, dict(axes), per_host), axes, per_host, case, passed))
     return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
 
 
-def _judge_place(got: Any, axes: Axes, per_host: int, case: str) -> None:
+def _judge_place(got: Any, axes: Axes, per_host: int, case: str, passed: Sequence[Placed]) -> Placed:
+    if is_dataclass(got) and not isinstance(got, type):
+        got = [getattr(got, field.name) for field in fields(got)]
     pair = numbers(got, "The answer") if not isinstance(got, str | Mapping) else []
-    if len(pair) == 2 and isinstance(pair[0], int | float) and not isinstance(pair[1], int | float):
+    if len(pair) == 2 and hasattr(pair[0], "__float__") and getattr(pair[0], "ndim", 0) == 0:
         raise Wrong("The order of the axes comes first, and then the bytes that leave the busiest host.")
     names = pair[0] if len(pair) == 2 else None
-    if isinstance(names, str) or not hasattr(names, "__iter__") or sorted(map(str, names)) != sorted(axes):
+    if isinstance(names, Set) and not isinstance(names, KeysView):
+        raise Wrong("A set has no order: return the names of the axes in a tuple or a list, innermost first.")
+    order = tuple(map(str, names)) if hasattr(names, "__iter__") and not isinstance(names, str) else ()
+    if sorted(order) != sorted(axes):
         raise Wrong("Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host.")
-    order, count = tuple(map(str, pair[0])), pair[1]
+    count = pair[1]
     every = {names: max(_by_host(names, axes, per_host)) for names in itertools.permutations(axes)}
     best = min(every, key=every.get)
     mine = every[order]
@@ -414,12 +453,15 @@ def _judge_place(got: Any, axes: Axes, per_host: int, case: str) -> None:
         raise Wrong(f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} "
                     f"{every[best] / 1e6:.0f} MB: count the bytes of every order ({case}).")  # fmt: skip
     if not _near(count, mine):
-        _explain_bytes(float(count), order, axes, per_host, case)
+        _explain_bytes(float(count), (order, axes, per_host), passed, case)
+    return order, axes, per_host
 
 
-def _explain_bytes(got: float, order: tuple[str, ...], axes: Axes, per_host: int, case: str) -> None:
+def _slips(order: tuple[str, ...], axes: Axes, per_host: int) -> dict[str, float]:
+    """Return what each mistake makes of the bytes."""
     hosts = _by_host(order, axes, per_host)
-    slips = {
+    ranks = math.prod(size for size, _, _ in axes.values())
+    return {
         "messages that stay inside a host do not leave it": max(_by_host(order, axes, per_host, crossing_only=False)),
         "stages send activations forward and gradients back": max(_by_host(order, axes, per_host, back=False)),
         "this is what all hosts send together: each has a link of its own": sum(hosts),
@@ -437,10 +479,31 @@ def _explain_bytes(got: float, order: tuple[str, ...], axes: Axes, per_host: int
         "an all-reduce has two halves, 2(n-1)/n of the payload in all": max(
             _by_host(order, axes, per_host, share=lambda size: (size - 1) / size)
         ),
+        "the n of 2(n-1)/n is the size of the axis, not the number of all ranks": max(
+            _by_host(order, axes, per_host, share=lambda size: _ring_share(ranks))
+        ),
+        "the first and the last stage have one neighbour only: a pipeline is no ring": max(
+            _by_host(order, axes, per_host, ends=False)
+        ),
+        "this is what one rank sends: the ranks of a host share its link": max(
+            _by_host(order, axes, per_host, each_rank=True)
+        ),
+        "what arrives at a host is counted as well, and only what leaves is asked": 2 * max(hosts),
         "the bytes are asked, and these are MB": max(hosts) / 1e6,
+        "the bytes are asked, and these are MiB": max(hosts) / 2**20,
+        "the bytes are asked, and these are GB": max(hosts) / 1e9,
     }
-    for sentence, value in slips.items():
-        if close(got, value):
-            raise Wrong(f"The order is right, but {sentence} ({case}).")
-    raise Wrong(f"The order is right, but {max(hosts) / 1e6:.1f} MB leave the busiest host and not {got / 1e6:.1f}, by no "
-                f"mistake that the check knows ({case}).")  # fmt: skip
+
+
+def _explain_bytes(got: float, case: Placed, passed: Sequence[Placed], text: str) -> None:
+    if not math.isfinite(got):
+        raise Wrong(f"The order is right, but the bytes should be a number, and are {got} ({text}).")
+    found = [sentence for sentence, value in _slips(*case).items() if close(got, value)]
+    # A mistake that would have shown in an earlier case is not made; of those left several may give the same number.
+    for earlier in passed if len(found) > 1 else ():
+        right, slips = max(_by_host(*earlier)), _slips(*earlier)
+        found = [sentence for sentence in found if close(slips[sentence], right)]
+    if found:
+        raise Wrong(f"The order is right, but {', or '.join(found)} ({text}).")
+    raise Wrong(f"The order is right, but {max(_by_host(*case)) / 1e6:.1f} MB leave the busiest host and not "
+                f"{got / 1e6:.1f}, by no mistake that the check knows ({text}).")  # fmt: skip
