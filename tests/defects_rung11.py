@@ -7,6 +7,7 @@ from itertools import cycle, islice, pairwise
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from tests.planted import listed
 
@@ -23,6 +24,16 @@ class next_samples:
             found += epoch_order(epoch)
             epoch += 1
         return found
+
+    def waits_for_samples(epoch_order, count, taken, batch, rank, ranks):
+        """Asks for no epoch, and waits for what nobody adds."""
+        found = []
+        while len(found) < batch // ranks:
+            pass
+        return found
+
+    def one_order_for_all_epochs(epoch_order, count, taken, batch, rank, ranks):
+        return [epoch_order(0)[p % count] for p in _places(taken, batch)][rank::ranks]
 
     def its_own_seed(epoch_order, count, taken, batch, rank, ranks):
         """Every rank shuffles for itself: it takes the order of another epoch."""
@@ -106,6 +117,14 @@ class noise_scale:
     def first_step_only(small, big, batch_small, batch_big):
         return _answer(*_solved(small[0], big[0], batch_small, batch_big))
 
+    def squares_again(small, big, batch_small, batch_big):
+        return _answer(*_solved(fmean(s * s for s in small), fmean(b * b for b in big), batch_small, batch_big))
+
+    def geometric_means(small, big, batch_small, batch_big):
+        """The noise of a step moves this mean by a ten-thousandth, which is more than rounding."""
+        means = [math.exp(fmean(map(math.log, norms))) for norms in (small, big)]
+        return _answer(*_solved(*means, batch_small, batch_big))
+
     def forgets_batch_sizes(small, big, batch_small, batch_big):
         """Takes b = 1, and the big batch for so many times one example."""
         return _answer(*_solved(fmean(small), fmean(big), 1, batch_big // batch_small))
@@ -123,6 +142,11 @@ class noise_scale:
         signal, noise = np.linalg.solve(rows, [np.mean(small), np.mean(big)])
         return {"examples": noise / signal, "signal": signal, "noise": noise}
 
+    def right_in_tensors(small, big, batch_small, batch_big):
+        """Torch's usual 32-bit floats."""
+        means = (torch.tensor(norms).float().mean() for norms in (small, big))
+        return _answer(*_solved(*means, batch_small, batch_big))
+
     def right_step_by_step(small, big, batch_small, batch_big):
         """Each step solved by itself; the means of both are taken before the ratio."""
         each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
@@ -137,6 +161,16 @@ class checkpoint_every:
     as_if_one_gpu_failed_the_job = lambda step, save, hours, gpus: _young(3600 * hours, save, step)
     hours_for_seconds = lambda step, save, hours, gpus: _young(hours / gpus, save, step)
     seconds_for_steps = lambda step, save, hours, gpus: _young(3600 * hours / gpus, save, 1)
+
+    more_gpus_fail_less = lambda step, save, hours, gpus: _young(3600 * hours * gpus, save, step)
+    forgets_the_root = lambda step, save, hours, gpus: max(1, round(2 * save * 3600 * hours / gpus / step))
+
+    def climbs_for_ever(step, save, hours, gpus):
+        """Looks for the first interval that is worse, and never takes a step."""
+        k = 1
+        while save / (k * step) >= 0:
+            k = max(1, k)
+        return k
 
     def loses_the_whole_interval(step, save, hours, gpus):
         return max(1, round(math.sqrt(save * 3600 * hours / gpus) / step))
@@ -219,6 +253,27 @@ class observe_scaling:
         return {**found, "lost": right, "limit": max(right, key=right.get)}
 
     names_the_smallest = lambda *case: _observed(*case, limit=min)
+
+    def lost_is_no_number(alone, ranks, scaling):
+        found = _observed(alone, ranks, scaling)
+        return {**found, "lost": found["lost"] | {"data": math.nan}}
+
+    def right_in_tensors(alone, ranks, scaling):
+        """32-bit floats all the way, and each number an array of one."""
+        keys = ("seconds", "data", "compute", "communication")
+        table = torch.tensor([[rank[key] for key in keys] for rank in ranks], dtype=torch.float32)
+        ideal = torch.tensor([alone[key] for key in keys], dtype=torch.float32)
+        ideal = ideal / (1 if scaling == "weak" else len(ranks))
+        step, moved = table[:, 0].max(), table[:, 3].min()
+        lost = dict(zip(("data", "compute"), table[:, 1:3].mean(0) - ideal[1:3], strict=True))
+        lost |= {"communication": moved, "imbalance": (step - table[:, 0] + table[:, 3] - moved).mean()}
+        share = (ideal[0] / step).numpy().reshape(1)
+        return {
+            "speedup": len(ranks) * share,
+            "efficiency": share,
+            "lost": {part: value.numpy().reshape(1) for part, value in lost.items()},
+            "limit": max(lost, key=lost.get),
+        }
 
     def right(alone, ranks, scaling):
         """Second solution: imbalance is what the other parts leave of the step."""
@@ -475,6 +530,12 @@ DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, c
 #: What the learner reads of some of them.
 SENTENCES = {
     "never_ends": "your loop does not end",
+    "waits_for_samples": "It never ends",
+    "climbs_for_ever": "It never ends",
+    "one_order_for_all_epochs": "Every epoch has the order of the first",
+    "more_gpus_fail_less": "not multiplied",
+    "forgets_the_root": "square root",
+    "squares_again": "squared norms already",
     "in_percent": "That is in percent",
     "of_one_gpu": "divide by the peak of all of them",
     "forward_alone": "Backward takes twice the FLOPs of forward",

@@ -7,6 +7,7 @@ real model on GPUs or, where there is none, a small job on CPU ranks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import tempfile
@@ -18,13 +19,18 @@ from typing import Any
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
-from lablib.checks.report import Wrong, check, close, numbers, whole
+from lablib.checks.report import Wrong, ask, check, close, numbers, whole
 from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import gpu_report, read_run, scaling_records, where_of
 from lablib.launch.training import TrainConfig, Trainer
 
 __all__ = ["audit_mfu", "checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
+
+
+def _float(value: Any) -> float:
+    """Return a number for a sentence; `float` alone refuses an array of one number."""
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 # --- which samples a rank trains on -------------------------------------------------------------------------
@@ -75,9 +81,10 @@ def _judge_step(
     answer: Callable[..., list[int]], order: Order, count: int, taken: int, batch: int, ranks: int, step: int
 ) -> None:
     case = f"count={count}, taken={taken}, batch={batch}, {ranks} ranks"
+    of_order = functools.partial(answer, order)  # so that `ask` shows the numbers of a case, and no function
     got = []
     for rank in range(ranks):
-        share = numbers(answer(order, count, taken, batch, rank, ranks), f"What rank {rank} takes")
+        share = numbers(ask(of_order, count, taken, batch, rank, ranks), f"What rank {rank} takes")
         got.append([whole(sample, f"A sample of rank {rank}") for sample in share])
     places = [divmod(place, count) for place in range(taken, taken + batch)]
     right = [order(epoch)[position] for epoch, position in places]
@@ -86,7 +93,7 @@ def _judge_step(
         _explain_samples(got, together, right, order, count, taken, batch, case)
     sizes = {len(share) for share in got}
     if sizes != {batch // ranks}:
-        raise Wrong(f"Every rank takes {batch // ranks} samples, and these take {sorted(sizes)}: a rank with fewer "
+        raise Wrong(f"Every rank takes {batch // ranks} of the {batch} samples, and these take {sorted(sizes)}: a rank with fewer "
                     f"waits in a collective that the others never call ({case}).")  # fmt: skip
 
 
@@ -103,10 +110,10 @@ def _explain_samples(
     if len(got) > 1 and all(sorted(share) == sorted(right) for share in got):
         raise Wrong(f"Every rank takes the whole batch: they would compute the same gradient ({case}).")
     epoch, position = divmod(taken, count)
-    if taken and together == sorted(order(p // count)[p % count] for p in range(batch)):
-        raise Wrong(f"The run begins again at its first sample: what was taken before does not count ({case}).")
     if epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch]):
         raise Wrong(f"Every epoch has the order of the first; ask epoch_order for each of them ({case}).")
+    if taken and together == sorted(order(p // count)[p % count] for p in range(batch)):
+        raise Wrong(f"The run begins again at its first sample: what was taken before does not count ({case}).")
     if len(together) < batch and position + batch > count:
         raise Wrong(f"A batch that reaches the end of an epoch goes on in the next one: epochs follow each other "
                     f"without a gap ({case}).")  # fmt: skip
@@ -142,7 +149,7 @@ def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
         cases.append((dice.uniform(0.2, 20), save, hours, gpus))
     for case in cases:
         step, save, hours, gpus = case
-        returned = answer(*case)
+        returned = ask(answer, *case)
         told = f"step {step:.3g} s, save {save:.3g} s, {hours:.3g} GPU-hours between failures, {gpus:,} GPUs"
         steps = whole(returned, f"The number of steps between checkpoints ({told})")
         if steps < 1:
@@ -178,14 +185,20 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
     one_gpu = 3600 * hours
     if gpus > 1 and near((2 * save * one_gpu) ** 0.5):
         raise Wrong(f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told}).")
-    if near((2 * save * hours / gpus) ** 0.5):
+    if gpus > 1 and near((2 * save * one_gpu * gpus) ** 0.5):
+        raise Wrong(f"More GPUs fail more often: the job's time between failures is that of one GPU divided by {gpus:,}, "
+                    f"not multiplied ({told}).")  # fmt: skip
+    if near((2 * save * hours / gpus) ** 0.5) or near((2 * save * 60 * hours / gpus) ** 0.5):
         raise Wrong(f"The time between failures is in hours, all else in seconds ({told}).")
+    if near(2 * save * one_gpu / gpus):
+        raise Wrong(f"The interval is the square root of that: seconds times seconds are no seconds ({told}).")
     if near((2 * save * one_gpu / gpus) ** 0.5 * step) and step != 1:
         raise Wrong(f"That is seconds; the answer is in steps, and a step takes {step:.3g} s ({told}).")
     if near((save * one_gpu / gpus) ** 0.5):
         raise Wrong(f"A failure destroys half an interval on average, not a whole one: that is where the 2 comes from "
                     f"({told}).")  # fmt: skip
-    raise Wrong(f"Saving every {steps:,} steps loses more time than every {best:,}: weigh the seconds of saving in each "
+    every = "every step" if steps == 1 else f"every {steps:,} steps"
+    raise Wrong(f"Saving {every} loses more time than every {best:,}: weigh the seconds of saving in each "
                 f"interval against half an interval of work per failure ({told}).")  # fmt: skip
 
 
@@ -212,16 +225,31 @@ def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> st
         if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
             cases.append((small, big, b, b * times))
     for case in cases:
-        got = answer(list(case[0]), list(case[1]), *case[2:])
+        got = ask(answer, list(case[0]), list(case[1]), *case[2:])
         if not isinstance(got, dict) or set(got) != set(_NOISE_KEYS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_NOISE_KEYS)}.")
         truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
         right = {"signal": truth.signal, "noise": truth.noise, "examples": truth.examples}
-        # Differences of numbers that agree in up to two digits: 1e-9 is far above rounding.
-        wrong = [key for key in _NOISE_KEYS if not close(got[key], right[key], rel=1e-9)]
+        off = _rounding(*case)
+        wrong = [key for key in _NOISE_KEYS if not close(got[key], right[key], rel=off[key] / abs(right[key]))]
         if wrong:
-            _explain_noise({key: float(got[key]) for key in _NOISE_KEYS}, right, *case)
+            _explain_noise({key: _float(got[key]) for key in _NOISE_KEYS}, right, *case)
     return f"{len(cases)} series of norms, solved for signal and noise."
+
+
+def _rounding(small: Sequence[float], big: Sequence[float], batch_small: int, batch_big: int) -> dict[str, float]:
+    """Return how far 32-bit floats may be off: a mean by 1e-6 of itself, and the differences of two by more."""
+    mean = 1e-6 * fmean(small)
+    signal, noise = (
+        mean * (batch_big + batch_small) / (batch_big - batch_small),
+        2 * mean / (1 / batch_small - 1 / batch_big),
+    )
+    truth = solve(small, big, batch_small=batch_small, batch_big=batch_big)
+    return {"signal": signal, "noise": noise, "examples": noise / truth.signal + truth.examples * signal / truth.signal}
+
+
+def _squares(norms: Sequence[float]) -> list[float]:
+    return [norm * norm for norm in norms]
 
 
 def _explain_noise(
@@ -234,22 +262,25 @@ def _explain_noise(
 ) -> None:
     told = f"batches {batch_small} and {batch_big}, {len(small)} steps"
     each = [solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)]
-    near = {key: close(got[key], right[key], rel=1e-9) for key in _NOISE_KEYS}
+    off = _rounding(small, big, batch_small, batch_big)
+    near = {key: close(got[key], right[key], rel=off[key] / abs(right[key])) for key in _NOISE_KEYS}
     if near["signal"] and near["noise"]:
         if all(one.signal for one in each) and close(
-            got["examples"], fmean(one.noise / one.signal for one in each), rel=1e-9
+            got["examples"], fmean(one.noise / one.signal for one in each), rel=1e-6
         ):
             raise Wrong(
                 f"A mean of ratios is not the ratio of the means, and is wrong on average: divide last ({told})."
             )
-        if close(got["examples"] * got["noise"], got["signal"], rel=1e-9):
+        if close(got["examples"] * got["noise"], got["signal"], rel=1e-6):
             raise Wrong(f"The noise scale is noise over signal, not signal over noise ({told}).")
         raise Wrong(f"The noise scale is noise over signal, both as you returned them ({told}).")
-    if close(got["signal"], fmean(big), rel=1e-9):
+    if close(got["signal"], solve(_squares(small), _squares(big), batch_small=batch_small, batch_big=batch_big).signal):
+        raise Wrong(f"The numbers are squared norms already: do not square them again ({told}).")
+    if close(got["signal"], fmean(big), rel=1e-6):
         raise Wrong(f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told}).")
-    if close(got["noise"], fmean(small) - fmean(big), rel=1e-9):
+    if close(got["noise"], fmean(small) - fmean(big), rel=1e-6):
         raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
-    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-9):
+    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-6):
         raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
     raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
                 f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
@@ -310,14 +341,14 @@ def _made_up() -> Symptoms:
 def diagnose(answer: Callable[[Symptoms], str]) -> str:
     """Judge `diagnose(symptoms)`: a name out of `FAULTS`, or "healthy", for each program and each healthy twin."""
     try:
-        answer(_made_up())
-    except NotImplementedError:
+        ask(answer, _made_up())
+    except (NotImplementedError, Wrong):
         raise
     except Exception:
         pass  # the jobs below show it where they, too, have what it stumbles over
     names = {*FAULTS.values(), HEALTHY}
     for truth, symptoms in _seen():
-        said = str(answer(symptoms))
+        said = str(ask(answer, copy.deepcopy(symptoms)))
         if said == truth:
             continue
         print(symptoms)
@@ -397,7 +428,7 @@ def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
 def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
     """Judge `audit_mfu(report)`, which returns the right MFU and what is the matter with the one in the report."""
     for mistake, report in mfu_reports(seed):
-        returned = numbers(answer(dict(report)), "What is returned, the MFU and the name of the mistake,")
+        returned = numbers(ask(answer, dict(report)), "What is returned, the MFU and the name of the mistake,")
         if len(returned) != 2:
             raise Wrong(f"Return two things, the right MFU and the name of the mistake, and not {len(returned)}.")
         got, said = returned[0], str(returned[1])
@@ -418,7 +449,7 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
             if slip:
                 raise Wrong(f"Your own MFU has the mistake {slip!r}: {_SAID[slip]} ({case}).")
             raise Wrong(f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense "
-                        f"peak of all GPUs: {claims[HONEST]:.4f}, not {float(got):.4f} ({case}).")  # fmt: skip
+                        f"peak of all GPUs: {claims[HONEST]:.4f}, not {_float(got):.4f} ({case}).")  # fmt: skip
         if said == mistake:
             continue
         if said not in (HONEST, *_SAID):
@@ -436,6 +467,9 @@ _KEYS = ("speedup", "efficiency", "lost", "limit")
 _PARTS = ("communication", "imbalance", "data", "compute")
 
 _STEPS, _WARM_UP = 8, 3
+
+#: Of a step: what 32-bit floats may be off.
+_ROUNDING = 1e-6
 
 Phases = dict[str, float]
 
@@ -473,17 +507,17 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         ]
         cases.append((alone, ranks, scaling))
     for alone, ranks, scaling in cases:
-        _judge_scaling(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
+        _judge_scaling(ask(answer, dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
     report = gpu_report()
     alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
-    found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
+    found = ask(answer, dict(alone), [dict(rank) for rank in ranks], "strong")
     _judge_scaling(found, alone, ranks, "strong")
     more = ""
-    if float(found["speedup"]) > len(ranks):
+    if _float(found["speedup"]) > len(ranks):
         more = " More than one per rank: something else kept the single rank busy, so run it again on a quiet machine."
     return (
-        f"{len(cases)} timelines, and a job on {where}: speedup {float(found['speedup']):.2f}, efficiency "
-        f"{float(found['efficiency']):.0%}, limited by {found['limit']}.{more}"
+        f"{len(cases)} timelines, and a job on {where}: speedup {_float(found['speedup']):.2f}, efficiency "
+        f"{_float(found['efficiency']):.0%}, limited by {found['limit']}.{more}"
     )
 
 
@@ -501,18 +535,18 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
     told = f"{scaling}, one rank {alone['seconds']:.3g} s, {len(ranks)} ranks {loss.seconds:.3g} s"
     n = len(ranks)
     faster = loss.efficiency * n
-    if not close(found["speedup"], faster, rel=1e-9):
-        _explain_speedup(float(found["speedup"]), faster, alone, ranks, scaling, told)
-    if not close(found["efficiency"], faster / n, rel=1e-9):
-        if close(found["efficiency"], faster, rel=1e-9):
+    if not close(found["speedup"], faster, rel=_ROUNDING):
+        _explain_speedup(_float(found["speedup"]), faster, alone, ranks, scaling, told)
+    if not close(found["efficiency"], faster / n, rel=_ROUNDING):
+        if close(found["efficiency"], faster, rel=_ROUNDING):
             raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
-        if close(found["efficiency"], 100 * faster / n, rel=1e-9):
+        if close(found["efficiency"], 100 * faster / n, rel=_ROUNDING):
             raise Wrong(f"That is in percent; an efficiency of 1 is perfect ({told}).")
         raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
     for part in _PARTS:
         # Parts are differences of seconds: rounding is measured against the step, not against the part.
-        if abs(float(lost[part]) - loss.parts[part]) > 1e-9 * loss.seconds:
-            _explain_part(part, float(lost[part]), loss, ranks, told)
+        if not close(lost[part] - loss.parts[part] + loss.seconds, loss.seconds, rel=_ROUNDING):
+            _explain_part(part, _float(lost[part]), loss, ranks, told)
     largest = max(lost, key=lost.__getitem__)
     if found["limit"] != largest and lost.get(found["limit"]) != lost[largest]:
         raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
@@ -523,14 +557,14 @@ def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Ph
     step = max(rank["seconds"] for rank in ranks)
     n = len(ranks)
     other = right / n if scaling == "weak" else right * n
-    if close(got, other, rel=1e-9):
+    if close(got, other, rel=_ROUNDING):
         raise Wrong("Weak scaling does n times the work in a step, strong scaling the same work: throughput over "
                     f"throughput is n T_1/T_n for the one and T_1/T_n for the other ({told}).")  # fmt: skip
-    if mean != step and close(got, right * step / mean, rel=1e-9):
+    if mean != step and close(got, right * step / mean, rel=_ROUNDING):
         raise Wrong(f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told}).")
-    if close(got, 1 / right, rel=1e-9):
+    if close(got, 1 / right, rel=_ROUNDING):
         raise Wrong(f"A speedup above one is faster: it is the other way round ({told}).")
-    if close(got * alone["seconds"], step, rel=1e-9):
+    if close(got * alone["seconds"], step, rel=_ROUNDING):
         raise Wrong(f"That is a ratio of times; the speedup is one of throughputs ({told}).")
     raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
 
@@ -540,7 +574,7 @@ def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phas
     right = loss.parts[part]
 
     def near(value: float) -> bool:
-        return abs(got - value) <= 1e-9 * loss.seconds
+        return abs(got - value) <= _ROUNDING * loss.seconds
 
     if part == "communication" and (near(fmean(sent)) or near(max(sent))):
         raise Wrong("What a rank sees as communication holds its wait for those that come later. The rank that comes "
