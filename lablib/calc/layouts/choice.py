@@ -207,7 +207,7 @@ def _can_be(found: Plan, layout: Layout) -> bool:
     try:
         check_layout(
             layout, load.model, gpus=found.cluster.gpus, seq=load.seq, global_batch=load.global_batch,
-            sequence_parallel=load.sequence_parallel,
+            sequence_parallel=load.sequence_parallel, cp_way=load.cp_way,
         )  # fmt: skip
     except ValueError:
         return False

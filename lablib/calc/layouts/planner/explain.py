@@ -52,7 +52,8 @@ def plan_reasons(result: Plan) -> list[str]:
     distinct = result.distinct(2)
     if len(distinct) == 2:
         lines.append("Runner-up " + reason_against(best, distinct[1]))
-    for field in ("tp", "pp", "cp", "zero", "recompute", "micro_batch", "virtual_stages"):
+    degrees = ("tp", "pp", "cp", "ep") if result.load.model.is_moe else ("tp", "pp", "cp")
+    for field in (*degrees, "zero", "recompute", "micro_batch", "virtual_stages"):
         line = _other(result, field)
         if line:
             lines.append(line)
