@@ -2,8 +2,10 @@
 
 # ruff: noqa: E731
 
-from collections import deque
+from collections import deque, namedtuple
 from fractions import Fraction
+from itertools import count, repeat
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from tests.planted import listed
 from tests.scripts import load
 
 _solution = load("labs/solutions/rung04.py")
+
+
+_Bubbles = namedtuple("_Bubbles", "over_ideal over_total")
 
 
 class bubbles:
@@ -36,6 +41,18 @@ class bubbles:
     def idle_over_all_slots_of_all_ranks(p, m, v):
         return {"over_ideal": (p - 1) / (v * m * p), "over_total": (p - 1) / (p * (v * m + p - 1))}
 
+    def counts_all_stages_as_ranks(p, m, v):
+        return {"over_ideal": (p * v - 1) / (v * m), "over_total": (p * v - 1) / (v * m + p * v - 1)}
+
+    def fills_and_drains_twice(p, m, v):
+        return {"over_ideal": 2 * (p - 1) / (v * m), "over_total": 2 * (p - 1) / (v * m + 2 * (p - 1))}
+
+    def idle_of_all_ranks(p, m, v):
+        return {"over_ideal": p * (p - 1) / (v * m), "over_total": p * (p - 1) / (v * m + p - 1)}
+
+    def to_two_digits(p, m, v):
+        return {"over_ideal": round((p - 1) / (v * m), 2), "over_total": round((p - 1) / (v * m + p - 1), 2)}
+
     def right(p, m, v):
         """Add up a step of unit times on one rank."""
         work = 3 * m
@@ -51,6 +68,11 @@ class bubbles:
         """One bubble from the other: shares of the same idle time."""
         over_total = (p - 1) / (v * m + p - 1)
         return {"over_total": over_total, "over_ideal": over_total / (1 - over_total), "note": "no other key matters"}
+
+    def right_4(p, m, v):
+        """A named tuple; the way down by recursion."""
+        down = lambda i: down(i - 1) + 1 / v if i else 0
+        return _Bubbles(down(p - 1) / m, down(p - 1) / (m + down(p - 1)))
 
 
 def _held(name, p, m, v):
@@ -86,6 +108,11 @@ class in_flight:
         held = _held(name, p, m, v)
         return [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)] if name == "interleaved" else held
 
+    yields_without_end = lambda name, p, m, v: count()
+
+    def in_whole_micro_batches(name, p, m, v):
+        return [round(held) for held in _held(name, p, m, v)]
+
     def right(name, p, m, v):
         """How many forwards a rank runs before its first backward; then one out, one in."""
         before = {
@@ -116,6 +143,10 @@ class in_flight:
         step = {"1f1b": 1, "interleaved": Fraction(2, v)}.get(name, 0)
         last = {"gpipe": m, "interleaved": Fraction(p * (v - 1) + 1, v)}.get(name, 1)
         return (float(min(m, last + step * (p - 1 - i))) for i in range(p))
+
+    def right_4(name, p, m, v):
+        """A dictionary of ranks, the last rank first."""
+        return {i: _held(name, p, m, v)[i] for i in reversed(range(p))}
 
 
 def _rows(p, m, warmups):
@@ -163,6 +194,18 @@ class one_f_one_b_schedule:
             for row in rows
         ]
 
+    def one_step_for_forward_and_backward(p, m):
+        rows = _rows(p, m, lambda i: p - 1 - i)
+        return [f"({p - 1}F1;{p - 1}B0)OVERLAP_F_B {row}" for row in rows]
+
+    rows_without_end = lambda p, m: repeat("0F0 0B0")
+    a_row_without_end = lambda p, m: [repeat("0F0")] * p
+
+    def micro_batches_from_one(p, m):
+        rows = _rows(p, m, lambda i: p - 1 - i)
+        return [" ".join(f"{a[:2]}{int(a[2:]) + 1}" for a in row.split()) for row in rows]
+
+    ranks_without_order = lambda p, m: set(_rows(p, m, lambda i: p - 1 - i))
     counts_for_rows = lambda p, m: [2 * m] * p
     one_stage_for_all = lambda p, m: [" ".join(f"0{kind}{k}" for k in range(m) for kind in "FB")] * p
 
@@ -208,6 +251,26 @@ class one_f_one_b_schedule:
     def right_4(p, m):
         """A chart: ranks in a dictionary, tuples of cells with idle slots."""
         return {i: (None,) * i + tuple(row.split()) for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i))}
+
+    def right_5(p, m):
+        """Search: whoever can go backward does; tuples of stage, kind and micro-batch, yielded."""
+        done, rows = [[0, 0] for _ in range(p)], [[] for _ in range(p)]
+        while any(backwards < m for _, backwards in done):
+            for i in reversed(range(p)):
+                forwards, backwards = done[i]
+                if backwards < forwards and (i == p - 1 or done[i + 1][1] > backwards):
+                    rows[i].append((i, "B", backwards))
+                    done[i][1] += 1
+                elif forwards < m and forwards - backwards < p - i and (i == 0 or done[i - 1][0] > forwards):
+                    rows[i].append((i, "F", forwards))
+                    done[i][0] += 1
+        return (iter(row) for row in rows)
+
+    def right_6(p, m):
+        """A text with the numbers of the ranks in front, and bars between the actions."""
+        return "\n".join(
+            f"Rank {i}: " + row.replace(" ", " | ") for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i))
+        )
 
 
 def _halves(p, m, warmups, late):
@@ -353,6 +416,19 @@ class explain_1f1b:
         before, after, held=lambda got, b, a: [2 * held for held in a["held"]]
     )
     holds_what_it_held = lambda before, after: _explained(before, after, held=lambda got, b, a: a["held"])
+    in_percent = lambda before, after: _explained(
+        before, after, idle_over_total=lambda got, b, a: 100 * got["idle_over_total"]
+    )
+    to_two_digits = lambda before, after: _explained(
+        before, after, idle_over_total=lambda got, b, a: round(got["idle_over_total"], 2)
+    )
+    all_hold_what_the_fullest_holds = lambda before, after: _explained(
+        before, after, held=lambda got, b, a: [max(got["held"])] * len(got["held"])
+    )
+    holds_without_end = lambda before, after: _explained(before, after, held=lambda got, b, a: count())
+    any_name_with_the_word = lambda before, after: _explained(
+        before, after, schedule=lambda got, b, a: got["schedule"].replace("interleaved", "not interleaved")
+    )
     in_his_own_words = lambda before, after: _explained(before, after, changed=lambda got, b, a: "the schedule")
 
     def right(before, after):
@@ -401,11 +477,22 @@ class explain_1f1b:
         held = tuple(h + h * (name == "gpipe") for h in after["held"])
         return {"changed": changed, "schedule": name, "idle_over_total": share, "held": held}
 
+    def right_3(before, after):
+        """An object, names written in other ways, and a dictionary of ranks."""
+        got = _solution.explain_1f1b(before, after)
+        named = {"interleaved": "Interleaved 1F1B", "zb-h1": "ZB_H1", "1f1b": "1F1B", "gpipe": "GPipe"}
+        return SimpleNamespace(
+            changed=got["changed"].capitalize(),
+            schedule=named[got["schedule"]],
+            idle_over_total=got["idle_over_total"],
+            held={f"rank {i}": held for i, held in reversed(list(enumerate(got["held"])))},
+        )
+
 
 DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, beat_1f1b, match_zb_h1, explain_1f1b)
 #: What the verdict on a defect must say: that it names the mistake, not only that there is one.
 SENTENCES = {
-    "in_percent": "Those are percent",
+    "in_percent": "percent",
     "forgets_interleaving": "Interleaving is left out",
     "utilisation_for_bubble": "utilization",
     "first_rank_of_interleaved_less_one_each": "Rank 0 is right",
@@ -413,4 +500,16 @@ SENTENCES = {
     "newest_backward_first": "a queue and not a stack",
     "never_ends": "It never ends",
     "weights_at_once": "every W is done at once",
+    "counts_all_stages_as_ranks": "however many stages come after it",
+    "fills_and_drains_twice": "Counted twice",
+    "idle_of_all_ranks": "idle time of all ranks",
+    "to_two_digits": "but for rounding",
+    "in_whole_micro_batches": "but for rounding",
+    "yields_without_end": "one number for each of the 4 ranks",
+    "rows_without_end": "one row of actions for each",
+    "one_step_for_forward_and_backward": "one action at a time",
+    "all_hold_what_the_fullest_holds": "GB now and would have",
+    "holds_without_end": "one number for each",
+    "micro_batches_from_one": "counted from 0",
+    "any_name_with_the_word": "the schedule is interleaved",
 }
