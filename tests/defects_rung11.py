@@ -189,6 +189,22 @@ class checkpoint_every:
             k *= 1.01
         return min(tried)[1] if tried else 1
 
+    def right_tries_every_number(step, save, hours, gpus):
+        """Walks through all intervals up to a failure, a few lines each."""
+        mtbf = 3600 * hours / gpus
+
+        def lost(k):
+            seconds = k * step
+            saving = save / seconds
+            again = seconds / (2 * mtbf)
+            return saving + again
+
+        best = 1
+        for k in range(2, int(mtbf / step)):
+            if lost(k) < lost(best):
+                best = k
+        return best
+
     def right_daly(step, save, hours, gpus):
         """Third solution: Daly's series, rounded up, as a float that is whole."""
         mtbf = 3600 * hours / gpus

@@ -146,7 +146,9 @@ def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
         save = dice.uniform(1, 60)
         # The job runs 100 to 10,000 times as long between failures as it saves.
         hours = save * 10 ** dice.uniform(2, 4) * gpus / 3600
-        cases.append((dice.uniform(0.2, 20), save, hours, gpus))
+        # A search that tries every number of steps up to a failure comes to its end, too.
+        step = max(dice.uniform(0.2, 20), 3600 * hours / gpus / 20_000)
+        cases.append((step, save, hours, gpus))
     for case in cases:
         step, save, hours, gpus = case
         returned = ask(answer, *case)
