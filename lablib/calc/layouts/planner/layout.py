@@ -134,7 +134,7 @@ def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[
 
 def check_layout(
     layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True,
-    cp_way: str = "gathered",
+    cp_way: str = "ring",
 ) -> None:  # fmt: skip
     """Raise a ValueError that names every factor unless the layout can run."""
     for name in ("tp", "cp", "ep", "dp", "pp", "micro_batch", "virtual_stages"):
@@ -201,7 +201,7 @@ def check_imbalance(imbalance: float, model: ModelConfig) -> None:
 
 
 def check_split(
-    model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool, cp_way: str = "gathered"
+    model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool, cp_way: str = "ring"
 ) -> None:
     """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence; Ulysses' cp divides heads too."""
     widths = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn": model.ffn}

@@ -125,7 +125,7 @@ class MicroBatch:
         sequence_parallel: Whether tp splits what lies between the matrices.
         stops_early: Whether recomputation stops behind the last tensor that backward needs.
         imbalance: Tokens of the busiest rank's experts over the mean.
-        cp_way: "gathered", "ring" or "ulysses".
+        cp_way: "ring", "gathered" or "ulysses".
     """
 
     size: int
@@ -139,7 +139,7 @@ class MicroBatch:
     dropout: bool = False
     stops_early: bool = False
     imbalance: float = 1.0
-    cp_way: str = "gathered"
+    cp_way: str = "ring"
 
     @property
     def tokens(self) -> float:
@@ -455,7 +455,7 @@ class Workload:
         sequence_parallel: Whether tp splits norms and residuals too.
         framework: Which kernels run, and what hides behind what.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
-        cp_way: How cp ranks bring queries and keys together: "gathered", "ring" or "ulysses".
+        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" or "ulysses".
     """
 
     model: ModelConfig
@@ -467,7 +467,7 @@ class Workload:
     sequence_parallel: bool = True
     framework: Framework = FRAMEWORKS["paper"]
     imbalance: float = 1.0
-    cp_way: str = "gathered"
+    cp_way: str = "ring"
     _cache: dict = field(default_factory=dict, repr=False)
 
     @property
