@@ -50,6 +50,9 @@ class next_samples:
     def everybody_takes_all(epoch_order, count, taken, batch, rank, ranks):
         return [epoch_order(p // count)[p % count] for p in _places(taken, batch)]
 
+    def all_take_the_first_share(epoch_order, count, taken, batch, rank, ranks):
+        return [epoch_order(p // count)[p % count] for p in _places(taken, batch)][::ranks]
+
     def drops_the_end_of_the_epoch(epoch_order, count, taken, batch, rank, ranks):
         epoch, place = divmod(taken, count)
         return epoch_order(epoch)[place : place + batch][rank::ranks]
@@ -269,6 +272,11 @@ class observe_scaling:
         return {**found, "lost": right, "limit": max(right, key=right.get)}
 
     names_the_smallest = lambda *case: _observed(*case, limit=min)
+
+    def names_a_gain(alone, ranks, scaling):
+        """The part that is farthest from its ideal, to whichever side."""
+        found = _observed(alone, ranks, scaling)
+        return {**found, "limit": max(found["lost"], key=lambda part: abs(found["lost"][part]))}
 
     def lost_is_no_number(alone, ranks, scaling):
         found = _observed(alone, ranks, scaling)
@@ -546,6 +554,8 @@ DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, c
 #: What the learner reads of some of them.
 SENTENCES = {
     "never_ends": "your loop does not end",
+    "names_a_gain": "limits nothing",
+    "all_take_the_first_share": "the same samples",
     "waits_for_samples": "It never ends",
     "climbs_for_ever": "It never ends",
     "one_order_for_all_epochs": "Every epoch has the order of the first",

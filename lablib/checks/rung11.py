@@ -109,6 +109,8 @@ def _explain_samples(
 ) -> None:
     if len(got) > 1 and all(sorted(share) == sorted(right) for share in got):
         raise Wrong(f"Every rank takes the whole batch: they would compute the same gradient ({case}).")
+    if len(got) > 1 and all(sorted(share) == sorted(got[0]) for share in got):
+        raise Wrong(f"Every rank takes the same samples: the share must depend on `rank` ({case}).")
     epoch, position = divmod(taken, count)
     if epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch]):
         raise Wrong(f"Every epoch has the order of the first; ask epoch_order for each of them ({case}).")
@@ -494,6 +496,8 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
             "weak",
         ),
         (_rank(data=1, compute=7), [_rank(data=1, compute=7), _rank(data=4, compute=7)], "weak"),
+        # Data is read faster than alone: more is gained there than any other part loses.
+        (_rank(data=4, compute=7), [_rank(data=1, compute=8, communication=2.5)] * 2, "weak"),
     ]
     for _ in range(30):
         scaling, n = dice.choice(("weak", "strong")), dice.randint(2, 6)
@@ -551,6 +555,10 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
             _explain_part(part, _float(lost[part]), loss, ranks, told)
     largest = max(lost, key=lost.__getitem__)
     if found["limit"] != largest and lost.get(found["limit"]) != lost[largest]:
+        if found["limit"] in _PARTS and lost[found["limit"]] < 0:
+            raise Wrong(
+                f"{found['limit']} took less than in the ideal step: what was gained there limits nothing ({told})."
+            )
         raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
 
 
