@@ -264,8 +264,8 @@ def test_the_world_counts_what_the_formula_says(ranks, numel):
 
 
 def _pair(rank, exchange, **changes):
-    box = torch.zeros(2)
-    words = {"send": torch.ones(2), "to": 1 - rank, "receive": box, "source": 1 - rank} | changes
+    box = torch.zeros(2, dtype=torch.float64)
+    words = {"send": torch.ones_like(box), "to": 1 - rank, "receive": box, "source": 1 - rank} | changes
     exchange(**words)
     return box
 
@@ -273,7 +273,9 @@ def _pair(rank, exchange, **changes):
 MISUSE = {
     "wait for each other for ever": lambda rank, exchange: _pair(rank, exchange) if rank else None,
     "comes rank 0": lambda rank, exchange: _pair(rank, exchange, to=rank + 1),
-    "another number than the one": lambda rank, exchange: _pair(rank, exchange, receive=torch.zeros(3)),
+    "another number than the one": lambda rank, exchange: _pair(
+        rank, exchange, receive=torch.zeros(3, dtype=torch.float64)
+    ),
 }
 
 

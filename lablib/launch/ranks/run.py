@@ -40,6 +40,7 @@ _LOAD_S = 60.0  # at least so long for a server's first answer, while it loads t
 _START_S = 5.0  # and so long for every later one
 _HURRY_S = 1.0  # after an interrupt: time for a start to come to its end
 _LOOK_S = 0.1
+_ENDING_S = 5.0  # a server that was just killed refuses until the system has ended it
 _LEAVE_S = 5.0  # after the last result: time for the ranks to leave by themselves
 _TAIL = 10  # lines of standard error shown with a failure
 _answered: set[int | None] = set()  # the servers that have loaded torch
@@ -140,6 +141,19 @@ def run_ranks(
     return results
 
 
+def _rank(context: multiprocessing.context.BaseContext, number: int, job: rank_process.Job, live: bool) -> Rank:
+    """Start a rank; where a server that is just ending refuses the first one, another server takes its place."""
+    until = time.monotonic() + _ENDING_S
+    while True:
+        try:
+            return Rank(context, number, job, live)
+        except ConnectionRefusedError:
+            if number or time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_S)
+            ensure_server(context)
+
+
 def _start(ranks: list[Rank], job: rank_process.Job, live: bool, interrupts: Interrupts) -> None:
     """Start all ranks; a server that gives no answer is ended, after the timeout or an interrupt."""
     context = multiprocessing.get_context("forkserver")
@@ -159,7 +173,7 @@ def _start(ranks: list[Rank], job: rank_process.Job, live: bool, interrupts: Int
         threading.Thread(target=watch, daemon=True, name="watch-the-start").start()
         try:
             for number in range(job.world_size):
-                ranks.append(Rank(context, number, job, live))
+                ranks.append(_rank(context, number, job, live))
             _answered.add(server_pid())
         except (EOFError, OSError) as error:  # what it leaves of a rank ends when this exception does
             lost = f"{type(error).__name__}: {error}"

@@ -1,15 +1,16 @@
 """Autograd's memory without a tensor: operators that keep their inputs or outputs until their backward has run.
 
-`Tape` states the five rules and plays them; `operators` has what each operator of PyTorch keeps; `blocks` writes the tape
-of a transformer block in an eager implementation, `context` its attention over cp ranks, `paper` the one that the papers
-count, `ends` those of embedding, head and loss. `write_tape` writes whichever is asked for.
+`Tape` states the five rules and plays them; `operators` has what each operator of PyTorch keeps; `setting`
+is how a block runs; `blocks` writes its tape in an eager implementation, `context` its attention over cp ranks, `experts`
+its mixture, `paper` the tape that the papers count, `ends` those of embedding, head and loss. `write_tape` writes
+whichever is asked for.
 
 Read `tape` first: the rules stand in its docstring. Chapter 09.
 """
 
-from lablib.calc.memory.tape.blocks import BlockSetting, block_setting
 from lablib.calc.memory.tape.context import own_temporaries, ring_temporaries
 from lablib.calc.memory.tape.ends import LOSS_OPERATORS, LOSS_TERMS, write_tape
+from lablib.calc.memory.tape.setting import BlockSetting, block_setting
 from lablib.calc.memory.tape.tape import Event, Item, Tape, Value
 
 __all__ = [

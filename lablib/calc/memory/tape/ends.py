@@ -15,9 +15,10 @@ Transformer Engine's keeps the logits, and writes their gradient over them.
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting, eager_block, gathered_logits, read_by_all, rmsnorm
+from lablib.calc.memory.tape.blocks import eager_block, gathered_logits, read_by_all, rmsnorm
 from lablib.calc.memory.tape.operators import FP32, Eager
 from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
+from lablib.calc.memory.tape.setting import BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
 from lablib.calc.memory.tape.torchtitan import torchtitan_block, torchtitan_head
 

@@ -18,13 +18,9 @@ Source: transformers, models/mixtral/modeling_mixtral.py, models/qwen3_moe/model
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.setting import BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Value
-
-if TYPE_CHECKING:
-    from lablib.calc.memory.tape.blocks import BlockSetting
 
 INT64 = 8
 
