@@ -20,9 +20,8 @@ from lablib.calc.models import preset
 from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
 from lablib.checks.report import Wrong, ask, check, close, numbers, whole
-from lablib.checks.turns import Endless, Turns
 from lablib.launch.measure import medians
-from lablib.launch.ranks import run_ranks
+from lablib.launch.ranks import Endless, Turns, run_ranks
 from lablib.launch.records import recorded
 from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
 

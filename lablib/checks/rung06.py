@@ -23,8 +23,8 @@ from torch import nn
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
 from lablib.checks.report import Wrong, ask, check, close, numbers, some
-from lablib.checks.turns import Endless, Turns
 from lablib.launch.fsdp import calc_units, forecast, wrap_units
+from lablib.launch.ranks import Endless, Turns
 from lablib.toys.transformer import Transformer, tiny_config
 
 __all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_checkpoint"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
 from lablib.checks.report import Wrong, ask, check, close, numbers
-from lablib.checks.turns import Endless, Turns
+from lablib.launch.ranks import Endless, Turns
 
 __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
 

@@ -11,20 +11,13 @@
 Read `softmax` first, then `ring`, beside chapter 12.
 """
 
+from lablib.calc.parallel import ORDERS
 from lablib.toys.context_parallel.failures import forgetful
 from lablib.toys.context_parallel.gathered import gathered_attention
 from lablib.toys.context_parallel.model import IGNORED, WAYS, ContextParallelTransformer, average_gradients, next_tokens
 from lablib.toys.context_parallel.ring import ring_attention
 from lablib.toys.context_parallel.softmax import Partial, attend, attend_backward, merge
-from lablib.toys.context_parallel.split import (
-    ORDERS,
-    chunks_of,
-    needed_blocks,
-    shard,
-    token_positions,
-    unshard,
-    visible,
-)
+from lablib.toys.context_parallel.split import chunks_of, needed_blocks, shard, token_positions, unshard, visible
 from lablib.toys.context_parallel.ulysses import swap, ulysses_attention
 
 __all__ = [

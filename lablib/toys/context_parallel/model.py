@@ -27,10 +27,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lablib.calc.errors import one_of
 from lablib.calc.models import ModelConfig
+from lablib.calc.parallel import ORDERS
 from lablib.toys.context_parallel.gathered import gathered_attention
 from lablib.toys.context_parallel.ring import ring_attention
 from lablib.toys.context_parallel.softmax import wide
-from lablib.toys.context_parallel.split import ORDERS, check_split, shard, size_and_rank, token_positions
+from lablib.toys.context_parallel.split import check_split, shard, size_and_rank, token_positions
 from lablib.toys.context_parallel.ulysses import check_heads, ulysses_attention
 from lablib.toys.transformer import Transformer, rotary
 

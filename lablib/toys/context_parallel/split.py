@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.errors import one_of
+from lablib.calc.parallel import ORDERS
 from lablib.toys import torch_names as collective_names
-
-ORDERS = ("contiguous", "zigzag", "striped")
 
 
 def chunks_of(order: str, cp: int) -> int:
