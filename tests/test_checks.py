@@ -1,13 +1,16 @@
 """Every check passes right answers of any kind, reports the stub, catches each planted defect, and gives hints."""
 
+import ast
 import importlib
+import itertools
 import json
 import re
 
 import numpy as np
 import pytest
 
-from lablib.checks.report import Verdict, Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, whole
+from lablib.checks.judging.guard import Answer
 from tests.planted import answers_with, of_floats, of_numpy
 from tests.scripts import ROOT, load
 
@@ -123,7 +126,23 @@ def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
         assert judge(defect, seed).status == "wrong", defect.__name__
 
 
-def test_a_check_reports_an_exception_of_the_answer(capsys):
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_the_printed_solution_passes_where_it_is_pasted(rung, name, capsys):
+    """In an empty namespace, so in its lab's too, whatever cells were run; it changes no name that the lab made."""
+    check = getattr(_load(rung)[0], name)
+    for _ in range(4):
+        check.hint()
+    pasted = {}
+    exec(capsys.readouterr().out.rpartition("Solution:\n")[2], pasted)
+    assert check(pasted[name]).status == "passed"
+    (lab,) = (ROOT / "labs").glob(f"{rung[4:]}_*.ipynb")
+    cells = json.loads(lab.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    made = {n.id for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assert {key for key in pasted if not key.startswith("__")} & made == set()
+
+
+def test_a_check_reports_an_exception_of_the_answer_with_its_line(capsys):
     @check
     def doubled(answer):
         if answer(2) != 4:
@@ -131,8 +150,103 @@ def test_a_check_reports_an_exception_of_the_answer(capsys):
 
     assert doubled(lambda x: 2 * x) == Verdict("doubled", "passed", "")
     assert doubled(lambda x: x).message == "Two times two is four."
-    assert "ZeroDivisionError" in doubled(lambda x: x / 0).message
+    message = doubled(lambda x: x / 0).message
+    assert "stopped in line " in message
+    assert "x / 0" in message
+    assert message.endswith("ZeroDivisionError: division by zero")
     assert "doubled: passed." in capsys.readouterr().out
+
+
+class _Textless(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), GeneratorExit(), _Textless(), RecursionError("deep"), MemoryError()])
+def test_nothing_that_an_answer_raises_leaves_its_check(error):
+    @check
+    def once(answer):
+        answer()
+
+    def raises():
+        raise error
+
+    verdict = once(raises)
+    assert verdict.status == "wrong"
+    assert type(error).__name__ in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("rung", "name"), [("rung02", "make_buckets"), ("rung03", "split_qkv"), ("rung09", "checkpoint")]
+)
+@pytest.mark.parametrize("endless", ["while True: pass", "yield from itertools.count()", "while True: yield 1"])
+def test_an_answer_without_end_is_a_wrong_one(rung, name, endless):
+    names = {"itertools": itertools}
+    exec(f"def answer(*case):\n    {endless}", names)
+    verdict = getattr(_load(rung)[0], name)(names["answer"])
+    assert verdict.status == "wrong"
+
+
+def test_an_interrupt_of_the_learner_goes_through():
+    @check
+    def once(answer):
+        answer()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        once(interrupted)
+
+
+def test_what_a_judge_walks_through_is_guarded_too():
+    class Endless:
+        def __iter__(self):
+            while True:
+                pass
+
+    @check
+    def listed(answer):
+        list(answer())
+
+    assert "never ends" in listed(Endless).message
+
+
+SLIPS = [
+    ("Twice is not thrice", lambda x, y: 3 * x + y),
+    ("The second counts once", lambda x, y: 2 * x + (2 * y if y > 4 else y)),
+    ("Nothing is negative", lambda x, y: -(2 * x + y)),
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (SLIPS[0][1], "Twice is not thrice (2 and 5)."),
+        # Two at once, which add up or multiply: the larger is named in a case in which it acts.
+        (lambda x, y: 3 * x + (2 * y if y > 4 else y), "Twice is not thrice (2 and 5). There is another mistake"),
+        (lambda x, y: -SLIPS[0][1](x, y) * 1.0, "Nothing is negative"),
+        # With something unknown beside it.
+        (lambda x, y: 3 * x + y if x < 9 else 7, "Twice is not thrice (2 and 5). There is another mistake"),
+        (lambda x, y: 17, "The answer is the same in every case"),
+        (
+            lambda x, y: x * y,
+            "not one that the check knows. The smallest wrong case: 2 and 5 gives 10, and should give 9",
+        ),
+    ],
+)
+def test_a_table_names_the_mistake_and_the_larger_of_two(answer, said):
+    cases = [(2, 5), (3, 4), (4, 4), (10, 7)]
+    with pytest.raises(Wrong) as wrong:
+        compare(answer, cases, lambda x, y: 2 * x + y, SLIPS, "{0} and {1}")
+    assert said in str(wrong.value)
+
+
+def test_a_table_passes_what_is_right_and_lets_no_answer_change_the_case():
+    cases = [([3, 1, 2],), ([5, 4],)]
+    rows = compare(lambda values: values.sort() or values[0], cases, min, [], "{0}")
+    assert [row.truth for row in rows] == [1, 4]
+    assert cases == [([3, 1, 2],), ([5, 4],)]
 
 
 def test_an_answer_without_end_is_ended_and_a_long_import_is_none():
@@ -149,8 +263,8 @@ def test_an_answer_without_end_is_ended_and_a_long_import_is_none():
     exec("def spins(n):\n    while True: pass", names)
     for endless in (waits, names["spins"]):
         with pytest.raises(Wrong, match="never ends for 3: a loop waits"):
-            ask(endless, 3)
-    assert ask(works, 150_000) > 150_000
+            Answer(endless)(3)
+    assert Answer(works)(150_000) > 150_000
 
 
 def test_numbers_of_any_type_are_read_and_text_is_none():

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes, peak_unsharded_bytes
 from lablib.calc.torch_versions import PINNED, release
 from lablib.checks import rung06
-from lablib.checks.report import Wrong
+from lablib.checks.judging import Wrong
 from lablib.checks.rung06 import World
 from tests.scripts import ROOT, load
 

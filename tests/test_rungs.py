@@ -15,7 +15,7 @@ from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel import zero_state_bytes
 from lablib.calc.precision import recipe
 from lablib.checks import rung01, rung05, rung07, rung08
-from lablib.checks.report import Wrong
+from lablib.checks.judging import Wrong
 from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
 from lablib.checks.rung10 import World
 from lablib.toys.transformer import tiny_config

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from lablib.calc.runs import RUN_GPU_LABS
-from lablib.checks.report import Verdict
+from lablib.checks.judging import Verdict
 from lablib.launch.runs import gpu_report
 
 TIMEOUT_S = 180.0

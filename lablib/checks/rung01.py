@@ -13,7 +13,7 @@ from itertools import product
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from lablib.checks.report import Wrong, check, close
+from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes of optimizer moments per parameter; the 8-bit one keeps one fp32 scale per block of 256 values.
@@ -24,31 +24,10 @@ STRATEGIES = {"ddp": 0, "zero-1": 12, "zero-2": 14, "zero-3": 16, "tensor": 16} 
 RUN_OPTIMIZERS = {"sgd-momentum": (4, 0), "adamw": (8, 4), "adamw-fused": (8, 0), "sgd": (0, 0)}
 TERMS = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak")
 
-Slip = tuple[str, Callable[..., float]]
-Row = tuple[tuple, object, float]  # a case, the answer to it, and the truth
-
 
 def _dice(seed: int) -> random.Random:
     print(f"drawing cases with seed {seed}")
     return random.Random(seed)
-
-
-def _name_the_mistake(rows: Sequence[Row], wrong: Sequence[Row], slips: Sequence[Slip], told: str) -> None:
-    """Raise `Wrong` with the mistake that gives the answer, or with the smallest wrong case.
-
-    A mistake that explains all answers, to the digit, comes before one that explains the wrong ones.
-
-    Args:
-        told: The case in words, with fields for its values.
-    """
-    for (explained, rel), (sentence, mistaken) in product(((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)), slips):
-        if all(close(given, mistaken(*case), rel=rel) for case, given, _ in explained):
-            raise Wrong(f"{sentence} ({told.format(*wrong[0][0])}).")
-    case, given, truth = min(wrong, key=lambda one: one[2])
-    raise Wrong(
-        f"This mistake is not one that the check knows. The smallest wrong case: {told.format(*case)} gives "
-        f"{float(given):.6g}, and should give {truth:.6g}."  # type: ignore[arg-type]
-    )
 
 
 @check(
@@ -108,11 +87,8 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         ("The number is in bits, and the answer is asked in bytes", lambda *case: 8 * right(*case)),
     ]  # fmt: skip
     rows = [(case, answer(*case), right(*case)) for case in cases]
-    slips.append(
-        ("The sum is the same for every recipe, and the arguments say what each one holds", lambda *_: rows[0][1])
-    )
     if wrong := [row for row in rows if not close(row[1], row[2], rel=0.006 / row[2])]:  # two decimals are fine
-        _name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
+        name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
     return f"{len(cases)} recipes from plain SGD to 8-bit AdamW are right."
 
 
@@ -144,7 +120,7 @@ def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
     truths = [_gigabytes(*case) for case in cases]
     rows = [(case, given, truth) for case, (given, _), truth in zip(cases, answers, truths, strict=True)]
     if wrong := [row for row in rows if not close(row[1], row[2], rel=1.001 / row[2])]:  # whole GB are fine
-        _name_the_mistake(rows, wrong, _FIT_SLIPS, "{0:,} parameters, {3} on {1} GPUs of {2} GiB")
+        name_the_mistake(rows, wrong, _FIT_SLIPS, "{0:,} parameters, {3} on {1} GPUs of {2} GiB")
     _judge_verdicts(cases, truths, [verdict for _, verdict in answers])
     told = ", ".join(f"{case[3]} {truth:.0f} GB" for case, truth in list(zip(cases, truths, strict=True))[:5])
     return f"{len(cases)} cases right. 13B on 4 GPUs: {told}."
@@ -244,7 +220,7 @@ def block_activations(answer: Callable[..., float], seed: int = 1) -> str:
             wrong.append((case, given, truth))
         rows.append((case, given, truth))
     if wrong:
-        _name_the_mistake(rows, wrong, _BLOCK_SLIPS, "s={0}, b={1}, h={2}, a={3}, attention {4}, recompute {5}")
+        name_the_mistake(rows, wrong, _BLOCK_SLIPS, "s={0}, b={1}, h={2}, a={3}, attention {4}, recompute {5}")
     return f"{len(cases)} blocks right, with and without the scores, with and without recomputation."
 
 

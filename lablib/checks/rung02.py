@@ -19,7 +19,7 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
 from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
-from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Wrong, check, close, numbers, whole
 from lablib.launch.measure import medians
 from lablib.launch.ranks import Endless, Turns, run_ranks
 from lablib.launch.records import recorded
@@ -255,7 +255,7 @@ def _over_the_wire(answer: Callable[..., list[list[float]]], gradients: list[lis
         sent[source] += len(values)
         return numbers(values)
 
-    return sent, ask(answer, [list(row) for row in gradients], send)
+    return sent, answer([list(row) for row in gradients], send)
 
 
 def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
@@ -351,7 +351,7 @@ def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[f
     """Deliver zeros: what a rank ends with may then depend on nothing but its own gradient."""
 
     def cut_off(held: list[list[float]]) -> list[list[float]]:
-        zeros = ask(answer, [list(row) for row in held], lambda source, target, values: [0.0] * len(values))
+        zeros = answer([list(row) for row in held], lambda source, target, values: [0.0] * len(values))
         return _rows(zeros, len(held), len(held[0]))
 
     alone = cut_off(gradients)
@@ -380,7 +380,7 @@ def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed:
     drawn = [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
     cases += sorted(drawn, key=lambda case: len(case[0]))  # the smallest that fails is shown
     for sizes, first, cap in cases:
-        got, truth = ask(answer, list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
+        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
         if got is None:
             raise Wrong("Nothing is returned: return a list of buckets, each a list of indices into `sizes`.")
         found = [[whole(index, "An index") for index in _bucket(bucket)] for bucket in numbers(got)]
@@ -499,7 +499,7 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
 
 def _ask_bottleneck(answer: Callable[..., object], *case: float) -> Mapping[str, float]:
     keys = ("bytes_sent", "communication", "backward", "exposed", "hides")
-    got = ask(answer, *case)
+    got = answer(*case)
     if not isinstance(got, Mapping):  # an object with these names is as good
         got = {key: getattr(got, key) for key in keys if hasattr(got, key)}
     if set(keys) - set(got):
@@ -684,7 +684,7 @@ def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
     for ranks, seed in ((2, 11), (4, 12)):
         charts, alone = _ward(ranks, seed)
         for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
-            said = ask(answer, copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+            said = answer(copy.deepcopy(charts[illness]), copy.deepcopy(alone))
             said = said.strip() if isinstance(said, str) else said
             if said not in DIAGNOSES:
                 raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")

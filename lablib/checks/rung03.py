@@ -15,47 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
-from lablib.checks.report import Wrong, check, numbers, whole
+from lablib.checks.judging import Wrong, check, numbers, on_ranks, whole
 from lablib.launch.measure import record_comms
-from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 
 __all__ = ["cross_entropy", "enter_columns", "gather_tokens", "leave_rows", "scatter_tokens", "split_mlp", "split_qkv"]
 
-PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
 _NO_GRADIENT = "The result has no gradient: return a tensor that autograd can follow."
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
     """fp32 sums of a hundred terms of size one are good to 1e-5; a slip changes them by tenths."""
     return a is not None and a.shape == b.shape and torch.allclose(a.float(), b.float(), atol=1e-4, rtol=1e-4)
-
-
-def _on_ranks(work: Callable[..., Any], tp: int, *args: Any) -> list[Any]:
-    """Run on ranks; an untouched stub is no error of a rank, and an error or a wait becomes one sentence."""
-    try:
-        results = run_ranks(_attempt, tp, work, args, timeout=PATIENCE)
-    except RankTimeout as late:
-        raise Wrong(
-            f"After {PATIENCE:g} s {_enumerate(late.ranks)} had not come back: a collective waits until every rank of "
-            "the group calls it, in the same order, and a loop may have no end."
-        ) from None
-    except RankError as error:
-        last = error.traceback.strip().splitlines()[-1]
-        raise Wrong(f"Your answer stopped on rank {error.rank} with {last[:200].rstrip('.')}.") from None
-    if any(result is None for result in results):
-        raise NotImplementedError
-    return results
-
-
-def _enumerate(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        return work(*args)
-    except NotImplementedError:
-        return None
 
 
 def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -121,7 +91,7 @@ def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
 def enter_columns(answer: Callable[..., Tensor]) -> str:
     """Judge `enter_columns(x, group)`, Megatron's f: nothing in forward, a sum in backward."""
     shape, tp = (_B, _S, _H), 3
-    results = _on_ranks(_through, tp, answer, (shape, shape), True, False, True)
+    results = on_ranks(_through, tp, answer, (shape, shape), True, False, True)
     _passed_through(results, shape)
     x, grads = _draw(10, shape)[0], _of_all(40, tp, shape)
     total = sum(grads)
@@ -168,7 +138,7 @@ def _one_way(shape: tuple[int, ...], tp: int) -> float:
 def leave_rows(answer: Callable[..., Tensor]) -> str:
     """Judge `leave_rows(part, group)`, Megatron's g: a sum in forward, nothing in backward."""
     shape, tp = (_B, _S, _H), 3
-    results = _on_ranks(_through, tp, answer, (shape, shape), False, True, False)
+    results = on_ranks(_through, tp, answer, (shape, shape), False, True, False)
     _passed_through(results, shape)
     total, grad = sum(_of_all(20, tp, shape)), _draw(30, shape)[0]
     for rank, got in enumerate(results):
@@ -244,7 +214,7 @@ def split_mlp(answer: Callable[..., Tensor]) -> str:
     whole_y.backward(grad)
     truth = dict(zip(_INPUTS, (leaf.grad for leaf in leaves), strict=True))
     values = [leaf.detach() for leaf in leaves]
-    results = _on_ranks(_mlp_on_a_rank, tp, answer)
+    results = on_ranks(_mlp_on_a_rank, tp, answer)
     _passed_through(results, tuple(grad.shape))
     for rank, got in enumerate(results):
         _judge_mlp_forward(got, whole_y.detach(), values, rank, tp)
@@ -340,7 +310,7 @@ def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) 
 def gather_tokens(answer: Callable[..., Tensor]) -> str:
     """Judge `gather_tokens(part, group)`: an all-gather in forward, a reduce-scatter in backward."""
     tp, part, full = 3, (_B, _S // 3, _H), (_B, _S, _H)
-    results = _on_ranks(_through, tp, answer, (part, full), False, False, False)
+    results = on_ranks(_through, tp, answer, (part, full), False, False, False)
     _passed_through(results, full)
     parts, grads = _of_all(20, tp, part), _of_all(40, tp, full)
     whole_y, total = torch.cat(parts, dim=1), sum(grads)
@@ -373,7 +343,7 @@ def gather_tokens(answer: Callable[..., Tensor]) -> str:
 def scatter_tokens(answer: Callable[..., Tensor]) -> str:
     """Judge `scatter_tokens(partial, group)`: a reduce-scatter in forward, an all-gather in backward."""
     tp, part, full = 3, (_B, _S // 3, _H), (_B, _S, _H)
-    results = _on_ranks(_through, tp, answer, (full, part), False, False, False)
+    results = on_ranks(_through, tp, answer, (full, part), False, False, False)
     _passed_through(results, part)
     partial, grads = _of_all(20, tp, full), _of_all(40, tp, part)
     total, whole_grad = sum(partial), torch.cat(grads, dim=1)
@@ -555,7 +525,7 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
     logits.requires_grad_()
     truth = F.cross_entropy(logits, targets, reduction="none")
     truth.backward(weight)
-    results = _on_ranks(_loss_on_a_rank, tp, answer)
+    results = on_ranks(_loss_on_a_rank, tp, answer)
     if any(got["loss"] is None for got in results):
         raise Wrong("Return one loss per token, with a gradient.")
     if any(got["most"] > 4 * _TOKENS * 8 for got in results):

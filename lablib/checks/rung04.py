@@ -6,8 +6,7 @@ import copy
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 from lablib.calc.schedules import (
     Schedule,
@@ -22,35 +21,16 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.report import Wrong, ask, check, close, numbers
+from lablib.checks.judging import Wrong, by_name, check, close, numbers
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
 
-#: More than any right answer has: what yields without end is read no further.
-MOST = 1000
-
-
-def _asked(answer: Callable, *case: object) -> object:
-    """Return the answer for a case, with lists for iterators, whose lines are counted, too."""
-    return ask(lambda *given: _written_out(answer(*given)), *case)
-
-
-def _written_out(got: object) -> object:
-    if isinstance(got, Iterator):
-        got = list(islice(got, MOST))
-    if isinstance(got, Mapping):
-        return {key: _written_out(value) for key, value in got.items()}
-    if type(got) in (list, tuple):
-        return [_written_out(each) if isinstance(each, Iterator) else each for each in got]
-    return got
-
 
 def _named(got: object, *names: str) -> Mapping[str, object]:
-    if not isinstance(got, Mapping):
-        got = {name: _written_out(getattr(got, name)) for name in names if hasattr(got, name)}
-    if set(names) - set(got):
+    named = by_name(got, *names)
+    if named is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(names)}.")
-    return got
+    return named
 
 
 def _by_rank(got: object) -> object:
@@ -109,7 +89,7 @@ def bubbles(answer: Callable[[int, int, int], Mapping[str, float]], seed: int = 
     """Judge `bubbles(p, m, v)`: GPipe and 1F1B where v is 1, interleaved 1F1B where it is more."""
     answers, wrong = {}, []
     for (p, m, v), truth in _timed(seed):
-        got = _named(_asked(answer, p, m, v), "over_ideal", "over_total")
+        got = _named(answer(p, m, v), "over_ideal", "over_total")
         answers[p, m, v] = got["over_ideal"], got["over_total"]
         right = [close(got["over_ideal"], truth.bubble_over_ideal), close(got["over_total"], truth.bubble_over_total)]
         if not all(right):
@@ -218,7 +198,7 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
     answers, wrong = {}, []
     for name, p, m, v in cases:
         truth = peak_activations(schedule(name, p, m, v))
-        got = numbers(_by_rank(_asked(answer, name, p, m, v)), "What the ranks hold")
+        got = numbers(_by_rank(answer(name, p, m, v)), "What the ranks hold")
         if len(got) != p:
             raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
         answers[name, p, m, v] = got
@@ -311,7 +291,7 @@ def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
     cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13)]
     for p, m in cases:
-        _judge_1f1b(_asked(answer, p, m), p, m)
+        _judge_1f1b(answer(p, m), p, m)
     return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
 
 
@@ -360,7 +340,7 @@ def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
     for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10)):
-        mine, rival = _within_memory(_asked(answer, p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
+        mine, rival = _within_memory(answer(p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         if mine.makespan >= rival.makespan:
             raise Wrong(
                 f"It takes {mine.makespan:g}, no less than the {rival.makespan:g} of 1F1B: let the rank before you "
@@ -380,7 +360,7 @@ def match_zb_h1(answer: Callable[[int, int], object]) -> str:
     """Judge `match_zb_h1(p, m)`: no longer than ZB-H1 where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
     for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (4, 16)):
-        mine, best = _within_memory(_asked(answer, p, m), p, m), simulate(zb_h1(p, m), **UNIT)
+        mine, best = _within_memory(answer(p, m), p, m), simulate(zb_h1(p, m), **UNIT)
         if mine.makespan > best.makespan + 1e-9:
             split = simulate(one_f_one_b(p, m), **UNIT).makespan - (p - 1)
             why = (
@@ -429,11 +409,7 @@ def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], see
     cases = _changed(seed)
     for change, before, after, name, more in cases:
         got = _named(
-            _asked(answer, copy.deepcopy(before), copy.deepcopy(after)),
-            "changed",
-            "schedule",
-            "idle_over_total",
-            "held",
+            answer(copy.deepcopy(before), copy.deepcopy(after)), "changed", "schedule", "idle_over_total", "held"
         )
         seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
         said = " ".join(str(got["changed"]).lower().replace("_", " ").split())

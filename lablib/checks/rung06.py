@@ -22,7 +22,7 @@ from torch import nn
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
-from lablib.checks.report import Wrong, ask, check, close, numbers, some
+from lablib.checks.judging import Wrong, check, close, numbers, some
 from lablib.launch.fsdp import calc_units, forecast, wrap_units
 from lablib.launch.ranks import Endless, Turns
 from lablib.toys.transformer import Transformer, tiny_config
@@ -67,7 +67,7 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
-        got, right = ask(answer, case[0], list(case[1]), *case[2:]), _counted(*case)
+        got, right = answer(case[0], list(case[1]), *case[2:]), _counted(*case)
         if not isinstance(got, Mapping) or set(got) != set(_COUNTS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
         for name in _COUNTS:
@@ -183,13 +183,8 @@ def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) 
     """Judge `units_by_size(model, least)` by hand, on the lab's model, and on random trees."""
     cases = _unit_cases(seed)
     for what, model, least in cases:
-        _judge_units(ask(lambda *case: _written_out(answer(*case)), model, least), what, model, least)
+        _judge_units(answer(model, least), what, model, least)
     return f"{len(cases)} models and sizes, inner units before outer ones."
-
-
-def _written_out(got: object) -> object:
-    """Return what a generator yields, as long as its lines are still counted."""
-    return list(got) if isinstance(got, Iterator) else got
 
 
 def _judge_units(original: object, what: str, model: nn.Module, least: int) -> None:
@@ -659,7 +654,7 @@ def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> s
 
 def _asked(answer: Callable[..., Any], rules: Mapping[str, Wrapping], budget: int) -> Any:
     """Return an answer that may take its lists apart."""
-    return ask(answer, {rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
+    return answer({rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
 
 
 def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> None:

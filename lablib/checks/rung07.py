@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.layouts import CASES, Mesh, Score, plan_case, score
 from lablib.calc.layouts.planner import PART_NAMES, Layout
-from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Wrong, check, close, numbers, whole
 
 __all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
 
@@ -34,12 +34,9 @@ def _shown(sizes: Sizes) -> str:
 
 
 def _of(answer: Callable[..., object], *given: object, sizes: Sizes) -> object:
-    """Call an answer; one that asks for an axis which this mesh has not is told so.
-
-    Lines are counted on small meshes alone: comparing every two of a thousand ranks is slow and right.
-    """
+    """Call an answer; one that asks for an axis which this mesh has not is told so."""
     try:
-        return ask(answer, *given) if _mesh(sizes).ranks <= 64 else answer(*given)
+        return answer(*given)
     except KeyError as error:
         if error.args[0] in {"tp", "cp", "dp", "pp"} - set(sizes):
             raise Wrong(
@@ -259,7 +256,7 @@ def group_traffic(answer: Callable[..., Mapping[str, float]], seed: int = 7) -> 
         gradients = tp * pp * dice.randint(10**3, 10**9)
         cases.append((pp * dice.randint(1, 12), dice.randint(1, 10**8), gradients, tp, pp, dp, dice.randint(1, 64)))
     for case in cases:
-        wrong = _wrong_axis(ask(answer, *case), case)
+        wrong = _wrong_axis(answer(*case), case)
         if wrong:
             raise Wrong(_explain_traffic(answer, *wrong, case))
     return f"{len(cases)} layouts, 70B on 64 GPUs among them."
@@ -297,7 +294,7 @@ def _explain_traffic(answer: Callable[..., Mapping[str, float]], axis: str, got:
     # No mistake that is known: the smallest case that fails says most.
     for tp, pp, dp, m in sorted(product((1, 2), repeat=4), key=sum):
         small = (pp, 1000, 1000 * tp * pp, tp, pp, dp, m)
-        wrong = _wrong_axis(ask(answer, *small), small)
+        wrong = _wrong_axis(answer(*small), small)
         if wrong:
             (axis, got), case, right = wrong, small, _sent(*small)[wrong[0]]
             break

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lablib.calc.precision import FORMATS, Format
-from lablib.checks.report import Wrong, ask, check, numbers, whole
+from lablib.checks.judging import Wrong, check, numbers, whole
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
 __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
@@ -67,7 +67,7 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
     for name, x in cases:
         fmt = _format(name)
         try:
-            got = ask(answer, x, fmt.exponent_bits, fmt.mantissa_bits)
+            got = answer(x, fmt.exponent_bits, fmt.mantissa_bits)
         except OverflowError:
             raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
         except (ValueError, ZeroDivisionError):
@@ -162,7 +162,7 @@ def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: in
     for kind in _STEPS:
         scaled = _gradients(kind, scale, generator)
         given = [w.clone() for w in weights], [g.clone() for g in scaled]
-        got = ask(answer, *given, scale, good, _LR, _INTERVAL)
+        got = answer(*given, scale, good, _LR, _INTERVAL)
         if not isinstance(got, list | tuple) or len(got) != 3 or not isinstance(got[0], Iterable):
             raise Wrong("Return three things: the list of new weights, the new scale and the new count of good steps.")
         new = list(got[0].values() if isinstance(got[0], Mapping) else got[0])
@@ -330,7 +330,7 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
     cases = _situations(random.Random(seed), 250)
     for case in cases:
-        got, truth = ask(lambda *asked: _named(answer(*asked)), *case), _truth(case)
+        got, truth = _named(answer(*case)), _truth(case)
         if got is None or not got <= _FAILURES:
             raise Wrong('Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.')
         for failure in sorted(got ^ truth):
@@ -423,7 +423,7 @@ def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888
 def _must_end(answer: Callable, small_MK: Tensor) -> None:
     """Raise `Wrong` if a loop never ends, tried where even a slow answer runs few lines; nothing else is judged."""
     try:
-        ask(answer, small_MK, 2, 2)
+        answer(small_MK, 2, 2)
     except Wrong:
         raise
     except Exception:

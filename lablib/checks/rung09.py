@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lablib.calc.memory.activations import layer_activations, recompute_cost
 from lablib.calc.models import ModelConfig, preset
-from lablib.checks.report import Wrong, ask, check, close
+from lablib.checks.judging import Wrong, check, close
 from lablib.launch.measure import LiveBytes
 
 __all__ = ["Job", "block_bytes", "checkpoint", "choose", "job_of", "segment_peak"]
@@ -70,7 +70,7 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
         config = _config(**{name: named[name] for name in ("hidden", "heads", "kv_heads", "ffn", "gated")})
         how = {"attention": "fused" if named["fused"] else "plain", "dropout": 0.1 if named["dropout"] else 0.0}
         terms = layer_activations(config, batch=named["batch"], seq=named["seq"], **how)
-        got, truth = ask(answer, *case), sum(terms.values())
+        got, truth = answer(*case), sum(terms.values())
         if not close(got, truth, rel=1e-12):
             _explain_block(float(got), truth, named)
     return f"{len(cases)} blocks to the byte: GPT and Llama, grouped queries, plain and fused attention."
@@ -370,7 +370,7 @@ def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) 
         layers, boundary = dice.randint(1, 100), dice.randint(1, 50)
         cases.append((layers, boundary, dice.randint(boundary, 60 * boundary), dice.randint(1, layers)))
     for case in cases:
-        got, truth = ask(answer, *case), _segment_peak(*case)
+        got, truth = answer(*case), _segment_peak(*case)
         if close(got, truth, rel=1e-12):
             continue
         layers, boundary, block, k = case
@@ -494,7 +494,7 @@ def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> st
     """Judge `choose(job)` on situations computed from real models, with budgets around every border."""
     cases = jobs(random.Random(seed))
     for job in cases:
-        _judge_choice(ask(answer, job), best_choice(job), job)
+        _judge_choice(answer(job), best_choice(job), job)
     kinds = sorted({(best_choice(job) or {"strategy": "none fits"})["strategy"].split(":")[0] for job in cases})
     return f"{len(cases)} situations; right answers were of the kinds {', '.join(kinds)}."
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
-from lablib.checks.report import Wrong, ask, check, close, numbers
+from lablib.checks.judging import Wrong, by_name, check, close, numbers
 from lablib.launch.ranks import Endless, Turns
 
 __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
@@ -235,17 +235,15 @@ def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -
         near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
         cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
     for case in cases:
-        _judge_choice(_by_name(ask(answer, *case)), *case)
+        _judge_choice(_named(answer(*case)), *case)
     return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
 
 
-def _by_name(got: Any) -> Mapping[str, Any]:
-    """Return what has the four names, in a dictionary or as attributes of an object."""
-    if not isinstance(got, Mapping) and all(hasattr(got, key) for key in _KEYS):
-        return {key: getattr(got, key) for key in _KEYS}
-    if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
+def _named(got: Any) -> Mapping[str, Any]:
+    named = by_name(got, *_KEYS)
+    if named is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    return got
+    return named
 
 
 def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
@@ -423,7 +421,7 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
             f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
         )
         case += f", {per_host} ranks a host"
-        passed.append(_judge_place(ask(answer, dict(axes), per_host), axes, per_host, case, passed))
+        passed.append(_judge_place(answer(dict(axes), per_host), axes, per_host, case, passed))
     return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
-from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Wrong, check, close, numbers, whole
 from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import gpu_report, read_run, scaling_records, where_of
@@ -84,7 +84,7 @@ def _judge_step(
     of_order = functools.partial(answer, order)  # so that `ask` shows the numbers of a case, and no function
     got = []
     for rank in range(ranks):
-        share = numbers(ask(of_order, count, taken, batch, rank, ranks), f"What rank {rank} takes")
+        share = numbers(of_order(count, taken, batch, rank, ranks), f"What rank {rank} takes")
         got.append([whole(sample, f"A sample of rank {rank}") for sample in share])
     places = [divmod(place, count) for place in range(taken, taken + batch)]
     right = [order(epoch)[position] for epoch, position in places]
@@ -153,7 +153,7 @@ def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
         cases.append((step, save, hours, gpus))
     for case in cases:
         step, save, hours, gpus = case
-        returned = ask(answer, *case)
+        returned = answer(*case)
         told = f"step {step:.3g} s, save {save:.3g} s, {hours:.3g} GPU-hours between failures, {gpus:,} GPUs"
         steps = whole(returned, f"The number of steps between checkpoints ({told})")
         if steps < 1:
@@ -229,7 +229,7 @@ def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> st
         if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
             cases.append((small, big, b, b * times))
     for case in cases:
-        got = ask(answer, list(case[0]), list(case[1]), *case[2:])
+        got = answer(list(case[0]), list(case[1]), *case[2:])
         if not isinstance(got, dict) or set(got) != set(_NOISE_KEYS):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_NOISE_KEYS)}.")
         truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
@@ -345,14 +345,14 @@ def _made_up() -> Symptoms:
 def diagnose(answer: Callable[[Symptoms], str]) -> str:
     """Judge `diagnose(symptoms)`: a name out of `FAULTS`, or "healthy", for each program and each healthy twin."""
     try:
-        ask(answer, _made_up())
+        answer(_made_up())
     except (NotImplementedError, Wrong):
         raise
     except Exception:
         pass  # the jobs below show it where they, too, have what it stumbles over
     names = {*FAULTS.values(), HEALTHY}
     for truth, symptoms in _seen():
-        said = str(ask(answer, copy.deepcopy(symptoms)))
+        said = str(answer(copy.deepcopy(symptoms)))
         if said == truth:
             continue
         print(symptoms)
@@ -432,7 +432,7 @@ def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
 def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
     """Judge `audit_mfu(report)`, which returns the right MFU and what is the matter with the one in the report."""
     for mistake, report in mfu_reports(seed):
-        returned = numbers(ask(answer, dict(report)), "What is returned, the MFU and the name of the mistake,")
+        returned = numbers(answer(dict(report)), "What is returned, the MFU and the name of the mistake,")
         if len(returned) != 2:
             raise Wrong(f"Return two things, the right MFU and the name of the mistake, and not {len(returned)}.")
         got, said = returned[0], str(returned[1])
@@ -513,10 +513,10 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         ]
         cases.append((alone, ranks, scaling))
     for alone, ranks, scaling in cases:
-        _judge_scaling(ask(answer, dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
+        _judge_scaling(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
     report = gpu_report()
     alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
-    found = ask(answer, dict(alone), [dict(rank) for rank in ranks], "strong")
+    found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
     _judge_scaling(found, alone, ranks, "strong")
     more = ""
     if _float(found["speedup"]) > len(ranks):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
-from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Wrong, check, close, numbers, whole
 
 __all__ = ["choose_split", "global_loss", "held_positions", "merge", "sent_bytes"]
 
@@ -81,7 +81,7 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
     for kind, a, b, truth in cases:
         given = [tuple(each.clone() for each in part) for part in (a, b)]
         try:
-            got = ask(answer, *given)
+            got = answer(*given)
         except (OverflowError, ZeroDivisionError, ValueError) as error:
             if kind == cases[0][0]:
                 raise
@@ -212,7 +212,7 @@ def held_positions(answer: Callable[[int, int, int], Sequence[int]]) -> str:
     cases = [(8, 2), (16, 4), (12, 3), (24, 4), (6, 1), (20, 5), (32, 8)]
     for seq, cp in cases:
         try:
-            ranks = [_listed(_asked(answer, seq, cp, rank), cp, rank) for rank in range(cp)]
+            ranks = [_listed(answer(seq, cp, rank), cp, rank) for rank in range(cp)]
         except ValueError:
             raise Wrong(
                 f"seq={seq} and cp={cp} are possible, and you refuse them: 2 cp = {2 * cp} divides {seq}."
@@ -220,17 +220,12 @@ def held_positions(answer: Callable[[int, int, int], Sequence[int]]) -> str:
         _judge_positions(ranks, seq, cp)
     for seq, cp in ((10, 2), (12, 4), (9, 3), (4, 4)):
         try:
-            _asked(answer, seq, cp, 0)
+            answer(seq, cp, 0)
         except ValueError:
             continue
         raise Wrong(f"seq={seq} cannot be cut into {2 * cp} equal chunks for cp={cp}: raise a ValueError, or the ranks "
                     "wait for the longest chunk, or tokens are lost.")  # fmt: skip
     return f"{len(cases)} sequences: as many scores on every rank, in all and in every step of the ring."
-
-
-def _asked(answer: Callable[..., Any], *case: int) -> Any:
-    """Return an answer; one that yields is run here, where it may refuse."""
-    return ask(lambda *case: list(held) if hasattr(held := answer(*case), "send") else held, *case)
 
 
 def _listed(positions: Any, cp: int, rank: int) -> list[int]:
@@ -300,7 +295,7 @@ def global_loss(answer: Callable[[Sequence[float], Sequence[int]], tuple[float, 
         cases.append(([count * dice.uniform(0.5, 11) for count in counts], counts))
     for sums, counts in cases:
         try:
-            got = ask(answer, list(sums), list(counts))
+            got = answer(list(sums), list(counts))
         except ZeroDivisionError:
             raise Wrong(f"A rank whose tokens are all padding has count 0, and you divide by it: only the sum of all "
                         f"counts is divided by ({_of(sums, counts)}).") from None  # fmt: skip
@@ -435,7 +430,7 @@ def sent_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 12) -> st
         cp = dice.choice([c for c in (2, 3, 4, 6, 8) if kv % c == 0])
         cases.append((cp * dice.randint(1, 4000), kv * dice.randint(1, 8), kv, dice.choice((64, 96, 128)), cp))
     for case in cases:
-        _judge_sent(ask(answer, *case), case)
+        _judge_sent(answer(*case), case)
     return f"{len(cases)} attentions: what a rank sends in a ring, a gather and Ulysses."
 
 
@@ -523,7 +518,7 @@ def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> st
     for job in jobs:
         possible = [way for way in WAYS if _allowed(job, way) and _fits(job, way)]
         try:
-            got = ask(lambda job=job: answer(**job))
+            got = answer(**job)
         except ValueError as error:
             if not possible:
                 continue

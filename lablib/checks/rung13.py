@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lablib.calc.layouts import Mesh, mesh
 from lablib.calc.parallel import expert_capacity, routed_bytes
-from lablib.checks.report import Wrong, ask, check, close, numbers, whole
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, whole
 
 __all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
 
@@ -42,7 +42,7 @@ def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
         bias = 0.1 * torch.randn(experts, generator=dice)
         cases.append((2 * torch.randn(tokens, experts, generator=dice), bias, k))
     for logits, bias, k in cases:
-        _judge_route(ask(answer, logits.clone(), bias.clone(), k), logits, bias, k)
+        _judge_route(answer(logits.clone(), bias.clone(), k), logits, bias, k)
     return f"{len(cases)} routers: the bias chooses, and the scores weigh."
 
 
@@ -71,7 +71,7 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
 
 def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
     """Return both halves of a route as lists of numbers."""
-    named = _by_name(got, ("weights", "chosen"))
+    named = by_name(got, "weights", "chosen")
     if named is not None:
         got = named["weights"], named["chosen"]
     pair = list(got) if hasattr(got, "__iter__") and not isinstance(got, str | Mapping) else []
@@ -87,13 +87,6 @@ def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[f
             raise Wrong(f"`{name}` holds something that is no number ({case}).")
         halves.append([[float(value) for value in row] for row in found])
     return halves[0], halves[1]
-
-
-def _by_name(got: Any, keys: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Return what has these names, in a dictionary or as attributes of an object; None if one is missing."""
-    if isinstance(got, Mapping):
-        return got if set(keys) <= set(got) else None
-    return {key: getattr(got, key) for key in keys} if all(hasattr(got, key) for key in keys) else None
 
 
 def _best(values: Tensor, k: int) -> list[set[int]]:
@@ -210,7 +203,7 @@ def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) 
         tokens = [dice.choice((0, 1, 5, 12)) for _ in range(ranks)]
         cases.append(([[dice.sample(range(experts), k) for _ in range(n)] for n in tokens], home))
     for chosen, home in cases:
-        _judge_counts(ask(answer, [[list(t) for t in tokens] for tokens in chosen], list(home)), chosen, home)
+        _judge_counts(answer([[list(t) for t in tokens] for tokens in chosen], list(home)), chosen, home)
     return f"{len(cases)} all-to-alls, with ranks that send nothing and ranks that get nothing."
 
 
@@ -300,7 +293,7 @@ def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], se
         chosen = [sorted(range(experts), key=lambda e: -favoured[e] * dice.random())[:k] for _ in range(tokens)]
         cases.append((chosen, experts, dice.choice((0.5, 0.75, 1.0, 1.25, 1.5, 2.0, float(experts)))))
     for chosen, experts, factor in cases:
-        _judge_kept(ask(answer, [list(row) for row in chosen], experts, factor), chosen, experts, factor)
+        _judge_kept(answer([list(row) for row in chosen], experts, factor), chosen, experts, factor)
     return f"{len(cases)} routings: who comes first has a place."
 
 
@@ -398,8 +391,8 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         k = dice.randint(1, min(experts, 8))
         cases.append((dice.randint(1, 5000), 2 * dice.randint(8, 8192), experts, k, nodes * per_node, per_node))
     for case in cases:
-        got = ask(answer, *case)
-        got = _by_name(got, _KEYS)
+        got = answer(*case)
+        got = by_name(got, *_KEYS)
         if got is None:
             raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
         truth = _true_bytes(*case)
@@ -534,14 +527,14 @@ def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> s
         if sizes is eight:
             chosen = [5, 0, 3]  # on ranks 2, 0, 1 of a group; dealt out in turns it would be 1, 0, 3
         for rank in sorted(dice.sample(range(ranks), min(ranks, 6))):
-            _judge_place(ask(answer, rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
+            _judge_place(answer(rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
     return f"{len(meshes)} meshes: where experts live, who gets which token, and which ranks average what."
 
 
 def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
     right = _Place(rank, sizes, experts, chosen)
     case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
-    got = _by_name(got, _PLACES)
+    got = by_name(got, *_PLACES)
     if got is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(_PLACES)}.")
     holds, sends_to = got["holds"], got["sends_to"]

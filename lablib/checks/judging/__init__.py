@@ -1,0 +1,37 @@
+"""What every check is made of: a guard around the answer, readers of what it returned, a table of mistakes, a verdict.
+
+    guard       loops that never end, answers that come one by one
+    values      numbers, sequences and named values of any type
+    table       `compare`: cases, the truth, and what each known mistake would answer
+    ranks       an answer on real ranks
+    verdict     `check`: passed, not attempted or wrong, and the hints
+
+Read `table` first.
+"""
+
+from lablib.checks.judging.guard import Wrong, guarded
+from lablib.checks.judging.ranks import PATIENCE, on_ranks
+from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake
+from lablib.checks.judging.values import as_float, by_name, close, numbers, some, whole
+from lablib.checks.judging.verdict import Hints, Verdict, check
+
+__all__ = [
+    "PATIENCE",
+    "Hints",
+    "Row",
+    "Slip",
+    "Verdict",
+    "Wrong",
+    "alike",
+    "as_float",
+    "by_name",
+    "check",
+    "close",
+    "compare",
+    "guarded",
+    "name_the_mistake",
+    "numbers",
+    "on_ranks",
+    "some",
+    "whole",
+]

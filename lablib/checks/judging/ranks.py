@@ -1,0 +1,46 @@
+"""Run an answer on real ranks: a stub is no error there, and an error or a wait becomes one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lablib.checks.judging.guard import Wrong, guarded, line_in
+from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+
+PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
+
+
+def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float = PATIENCE) -> list[Any]:
+    """Return what `work(*args)` returns on each rank, where the answer is one of the arguments.
+
+    Raises:
+        Wrong: If a rank's answer stops with an error, never ends, or waits for others that do not come.
+        NotImplementedError: If it is the untouched stub on any rank.
+    """
+    try:
+        results = run_ranks(_attempt, ranks, work, args, timeout=patience)
+    except RankTimeout as late:
+        who = f"rank {late.ranks[0]}" if len(late.ranks) == 1 else f"ranks {', '.join(map(str, late.ranks))}"
+        raise Wrong(
+            f"After {patience:g} s {who} had not come back: a collective waits until every rank of the group calls it, "
+            "in the same order."
+        ) from None
+    except RankError as error:
+        last = error.traceback.strip().splitlines()[-1]
+        if last.startswith(f"{Wrong.__module__}.Wrong: "):
+            raise Wrong(last.partition(": ")[2]) from None
+        raise Wrong(
+            f"Your answer stopped on rank {error.rank}{line_in(error.traceback)} with {last[:200].rstrip('.')}."
+        ) from None
+    if any(status == "stub" for status, _ in results):
+        raise NotImplementedError
+    return [value for _, value in results]
+
+
+def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        with guarded():
+            return "done", work(*args)
+    except NotImplementedError:
+        return "stub", None

@@ -1,0 +1,144 @@
+"""Judge an answer by a table: what each known mistake would answer, beside the sentence that names it.
+
+A check gives its cases, the truth and the table; which mistake it was is found here, in the same way for every check:
+
+1. the mistake that gives the answer in every case, right cases too, to the digit;
+2. the one that gives it in every case that is wrong, to the digit, then to four digits;
+3. none, because the answer is the same in every case;
+4. two or three at once, where their errors add up or multiply: the largest is named, and that there is another;
+5. the one that explains most of the wrong cases, if these are two or more, and a fifth of them;
+6. none: the smallest wrong case is shown.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from math import prod
+from numbers import Number
+from typing import Any, NamedTuple, NoReturn
+
+from lablib.checks.judging.guard import Wrong
+from lablib.checks.judging.values import as_float, close
+
+#: A sentence without its full stop, and what who makes this mistake answers to a case.
+Slip = tuple[str, Callable[..., Any]]
+
+
+class Row(NamedTuple):
+    """One case, what was answered to it, and the truth."""
+
+    case: tuple
+    given: Any
+    truth: Any
+
+
+def compare(
+    answer: Callable,
+    cases: Iterable[tuple],
+    truth: Callable[..., Any],
+    slips: Sequence[Slip],
+    told: str | Callable[..., str],
+    *,
+    read: Callable[..., Any] = lambda got, *case: got,
+    right: Callable[[Any, Any], bool] | None = None,
+) -> list[Row]:
+    """Ask for every case, and raise `Wrong` with the mistake that was made, if one is wrong.
+
+    Args:
+        truth: The right answer to a case.
+        told: The case in words: a text with fields for its values, or a function of them.
+        read: Makes plain values, those of the truth's type, of what was returned; gets the case too.
+        right: Whether a given value is the truth; equal, and for numbers to six digits, where it is None.
+    """
+    right = right or alike
+    rows = []
+    for case in cases:
+        given = read(answer(*copy.deepcopy(case)), *case)  # a copy: an answer may take its lists apart
+        rows.append(Row(case, given, truth(*case)))
+    if wrong := [row for row in rows if not right(row.given, row.truth)]:
+        name_the_mistake(rows, wrong, slips, told)
+    return rows
+
+
+def name_the_mistake(
+    rows: Sequence[Row], wrong: Sequence[Row], slips: Sequence[Slip], told: str | Callable[..., str]
+) -> NoReturn:
+    """Raise `Wrong` with the mistake that explains the answers best, or with the smallest wrong case.
+
+    Args:
+        rows: All cases.
+        wrong: Those whose answer is wrong, in the same order.
+        told: As for `compare`.
+    """
+    tell = told.format if isinstance(told, str) else told
+    rows, wrong = [Row(*row) for row in rows], [Row(*row) for row in wrong]
+    for explained, rel in ((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)):
+        for sentence, mistaken in slips:
+            if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained):
+                raise Wrong(f"{sentence} ({tell(*wrong[0].case)}).")
+    if len(rows) > 1 and all(alike(row.given, rows[0].given) for row in rows):
+        raise Wrong(f"The answer is the same in every case, and depends on what is asked ({tell(*wrong[0].case)}).")
+    if found := _several_at_once(wrong, slips) or _most_of_them(wrong, slips):
+        sentence, row = found
+        raise Wrong(f"{sentence} ({tell(*row.case)}). There is another mistake beside it.")
+    row = min(wrong, key=lambda row: row.truth) if isinstance(wrong[0].truth, Number) else wrong[0]
+    raise Wrong(
+        f"This mistake is not one that the check knows. The smallest wrong case: {tell(*row.case)} gives "
+        f"{_short(row.given)}, and should give {_short(row.truth)}."
+    )
+
+
+def alike(given: Any, truth: Any, *, rel: float = 1e-6) -> bool:
+    """Say whether two answers are the same: numbers to a relative tolerance, all else equal."""
+    if isinstance(truth, Number) and not isinstance(truth, bool):
+        return close(given, truth, rel=rel)  # type: ignore[arg-type]
+    return bool(given == truth)
+
+
+def _several_at_once(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row] | None:
+    """Return the largest of two or three mistakes whose errors together are the error of every wrong case."""
+    if not all(isinstance(row.truth, Number) and row.truth for row in wrong):
+        return None
+    ratios = [[mistaken(*row.case) / row.truth for row in wrong] for _, mistaken in slips]
+    given = [as_float(row.given) / row.truth for row in wrong]
+
+    def together(chosen: tuple[int, ...]) -> bool:
+        """Say whether these errors add up to, or multiply to, what was answered."""
+        columns = list(zip(given, *(ratios[i] for i in chosen), strict=True))
+        return all(_near(own, 1 + sum(r - 1 for r in each)) for own, *each in columns) or all(
+            _near(own, prod(each)) for own, *each in columns
+        )
+
+    for count in (2, 3):
+        for chosen in combinations(range(len(slips)), count):
+            if together(chosen):
+                largest = max(chosen, key=lambda i: sum(abs(ratio - 1) for ratio in ratios[i]))
+                row = next((row for row, r in zip(wrong, ratios[largest], strict=True) if not _near(r, 1)), wrong[0])
+                return slips[largest][0], row
+    return None
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(b), 1e-3)
+
+
+def _most_of_them(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row] | None:
+    """Return the mistake that explains most of the wrong cases, where it changes the answer."""
+    best: tuple[str, list[Row]] = ("", [])
+    for sentence, mistaken in slips:
+        given = [(row, mistaken(*row.case)) for row in wrong]
+        explained = [row for row, value in given if alike(row.given, value, rel=1e-9)]
+        if len(explained) > len(best[1]):
+            best = sentence, explained
+    if len(best[1]) < max(2, len(wrong) / 5):
+        return None
+    return best[0], best[1][0]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Number) and not isinstance(value, bool):
+        return f"{float(value):,.0f}" if abs(float(value)) >= 1e6 else f"{float(value):.6g}"  # type: ignore[arg-type]
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
