@@ -114,7 +114,7 @@ def _written_out(value: Any, depth: int = 3) -> Any:
     if isinstance(value, Iterator):
         values = list(islice(value, MOST_VALUES + 1))
         if len(values) > MOST_VALUES:
-            raise Wrong(f"It gives value after value without end: {MOST_VALUES:,} came, and more were to come.")
+            raise Wrong(f"It never ends: value after value comes, {MOST_VALUES:,} so far.")
         value = values
     if depth == 0 or type(value) not in (list, tuple, dict) or len(value) > MOST_VALUES:
         return value
