@@ -94,6 +94,10 @@ def _update_and_gather(weights, mean, momentum, lr):
     all_gather(weights, mine.clone())
 
 
+#: What an answer keeps beside its momentum.
+_FULL = {}
+
+
 class zero2_step:
     def summed_not_averaged(weights, gradient, momentum, lr):
         mean = torch.empty_like(momentum)
@@ -151,6 +155,15 @@ class zero2_step:
     def learning_rate_in_the_momentum(weights, gradient, momentum, lr):
         momentum.mul_(0.9).add_(lr * _mean_shard(gradient, momentum))
         all_gather(weights, _mine(weights) - momentum)
+
+    def plain_ddp_with_all_of_the_momentum(weights, gradient, momentum, lr):
+        """Sends as many bytes as stage 2, and shards nothing."""
+        full = _FULL.setdefault(dist.get_rank(), torch.zeros_like(weights))
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient)
+        full.mul_(0.9).add_(gradient)
+        weights.sub_(lr * full)
+        momentum.copy_(_mine(full))
 
     def single_precision_on_the_wire(weights, gradient, momentum, lr):
         mean, full = torch.empty(len(momentum)), torch.empty(len(weights))
@@ -264,6 +277,24 @@ class zero3_step:
     def runs_on_a_copy(layers, x, gather, release, forward, backward, scatter):
         return _step3(layers, x, lambda k: list(gather(k)), release, forward, backward, scatter)
 
+    def scatters_when_all_is_done(layers, x, gather, release, forward, backward, scatter):
+        """Stage 3 without stage 2."""
+        full = {}
+        _step3(layers, x, gather, release, forward, backward, lambda k, g: full.setdefault(k, g)[:1])
+        return [scatter(k, full[k]) for k in range(layers)]
+
+    def writes_the_copy_that_it_kept(layers, x, gather, release, forward, backward, scatter):
+        kept = {}
+
+        def gathered(k):
+            weights = gather(k)
+            if k in kept:
+                weights[:] = kept[k]
+            kept[k] = list(weights)
+            return weights
+
+        return _step3(layers, x, gathered, release, forward, backward, scatter)
+
     def polls_for_the_layer(layers, x, gather, release, forward, backward, scatter):
         def gathered(k):
             weights = gather(k)
@@ -372,7 +403,7 @@ def _other(**how):
 
 
 class zero_tradeoffs:
-    lowest_that_fits = _other(choose=lambda sent, held: min(sent, default=None))
+    without_the_idea_lowest_that_fits = _other(choose=lambda sent, held: min(sent, default=None))
     highest_that_fits = _other(choose=lambda sent, held: max(sent, default=None))
     highest_of_a_tie = _other(choose=lambda sent, held: min(sent, key=lambda k: (sent[k], -k), default=None))
     stage_3_where_nothing_fits = _other(choose=lambda sent, held: min(sent, key=sent.get, default=3))
@@ -503,6 +534,9 @@ SENTENCES = {
     "parameters_alone": "Those are parameters",
     "moves_by_the_old_momentum": "update the momentum first",
     "learning_rate_in_the_momentum": "has the learning rate in it",
+    "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",
+    "scatters_when_all_is_done": "full gradients are there at one moment",
+    "writes_the_copy_that_it_kept": "has kept a copy",
     "single_precision_on_the_wire": "single precision only",
     "takes_the_pair_the_other_way": "returns it first",
     "divides_by_the_ranks_as_well": "takes the mean itself",
@@ -512,7 +546,7 @@ SENTENCES = {
     "equal_micro_batches": "need not be equal",
     "activations_held_too": "without activations",
     "held_by_all_ranks": "what all ranks hold together",
-    "lowest_that_fits": "not the lowest that fits is asked",
+    "without_the_idea_lowest_that_fits": "not the lowest that fits is asked",
     "ddp_sends_in_every_micro_batch": "DDP keeps a full gradient",
     "stage_1_reduces_every_micro_batch": "Stage 1 keeps a full gradient",
     "stage_2_gathers_every_micro_batch": "Stage 2 gathers its updated weights once",

@@ -101,7 +101,7 @@ def test_the_last_bits_of_an_answer_decide_no_tie(seed):
     planted = defects_rung05.zero_tradeoffs
     for right in (planted.right, planted.right_2, planted.right_3):
         assert rung05.zero_tradeoffs(right, seed).status == "passed"
-    assert rung05.zero_tradeoffs(planted.lowest_that_fits, seed).status == "wrong"
+    assert rung05.zero_tradeoffs(planted.without_the_idea_lowest_that_fits, seed).status == "wrong"
 
 
 # Rung 07: its worked layouts do what their comments say

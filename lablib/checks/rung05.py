@@ -95,6 +95,8 @@ _OTHER_WEIGHTS = {
 # --- a ZeRO-2 step ------------------------------------------------------------------------------------------
 
 _STEPS, _LR = 3, 0.125
+#: What multiplies the shard of momentum between steps. Who keeps all of the momentum elsewhere does not notice.
+_BETWEEN = -2.0
 
 
 def _zero2_rank(answer: Callable[..., None], width: int) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _zero2_rank(answer: Callable[..., None], width: int) -> dict[str, Any]:
     size = n * width
     weights = torch.arange(size, dtype=torch.float64) / size
     momentum = torch.zeros(width, dtype=torch.float64)
-    sent, calls, steps = [], set(), []
+    sent, calls, steps, kept = [], set(), [], []
     for step in range(_STEPS):
         gradient = _gradients(n, size)[step, rank].clone()
         with record_comms() as log:
@@ -111,7 +113,9 @@ def _zero2_rank(answer: Callable[..., None], width: int) -> dict[str, Any]:
         sent.append(log.ring_bytes_sent())
         calls |= set(log.calls)
         steps.append(weights.clone())
-    return {"weights": steps, "momentum": momentum, "sent": sent, "calls": calls}
+        kept.append(momentum.clone())
+        momentum *= _BETWEEN
+    return {"weights": steps, "momentum": kept, "sent": sent, "calls": calls}
 
 
 def _gradients(ranks: int, size: int) -> torch.Tensor:
@@ -120,15 +124,18 @@ def _gradients(ranks: int, size: int) -> torch.Tensor:
     return torch.randint(-64, 64, (_STEPS, ranks, size), generator=generator).double() * ranks
 
 
-def _one_process(gradients: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _one_process(gradients: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return weights and momentum after each step."""
     size = gradients.shape[-1]
     weights, momentum = torch.arange(size, dtype=torch.float64) / size, torch.zeros(size, dtype=torch.float64)
-    steps = []
+    steps, moments = [], []
     for gradient in gradients:
         momentum = 0.9 * momentum + gradient
         weights = weights - _LR * momentum
         steps.append(weights)
-    return steps, momentum
+        moments.append(momentum)
+        momentum = _BETWEEN * momentum
+    return steps, moments
 
 
 @check(
@@ -162,15 +169,20 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
         raise Wrong("The weights did not change: update the tensor that you are given, in place.")
     if not _alike(first[0], right[0]):
         _explain_step(first[0], start, right[0], gradients)
-    if not _alike(results[0]["weights"][-1], right[-1]):
-        raise Wrong("The first step is right and later ones are not: momentum must be kept, in place, between steps.")
-    kept = torch.cat([result["momentum"] for result in results])
-    if _alike(kept, _LR * moments):
+    kept = [torch.cat([result["momentum"][step] for result in results]) for step in range(_STEPS)]
+    if not kept[0].any():
+        raise Wrong("The first step is right, and `momentum` is as before: it must be kept, in place, between steps.")
+    if _alike(kept[0], _LR * moments[0]):
         raise Wrong(
             "The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves."
         )
-    if not _alike(kept, moments):
+    if not _alike(kept[0], moments[0]):
         raise Wrong("The weights are right, but a rank's momentum is not the part of the optimizer state it owns.")
+    if not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True)):
+        raise Wrong(
+            "The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes "
+            "between steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2."
+        )
     least = 2 * (ranks - 1) / ranks * 8 * ranks * width
     most = max(sent for result in results for sent in result["sent"])
     if most > 1.001 * least:
@@ -222,6 +234,21 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 # --- ZeRO-3: gather and release -----------------------------------------------------------------------------
 
 
+class _Gathered(list):
+    """The weights of a layer, which a rank reads: what it writes there would come from a copy that it kept."""
+
+    def _refuse(self, *_: object) -> None:
+        raise Wrong("Something is written into the weights that `gather` returned: they are read, and whoever writes "
+                    "there has kept a copy, which stage 3 has no room for.")  # fmt: skip
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = pop = remove = clear = _refuse
+    sort = reverse = _refuse
+
+    def free(self) -> None:
+        """Lose the values: whoever kept the list finds its memory gone."""
+        super().__setitem__(slice(None), [math.nan] * len(self))
+
+
 class _Model:
     """Layers y = w x, element by element, whose weights exist only between gather and release."""
 
@@ -231,6 +258,7 @@ class _Model:
         self.x = [float(dice.randint(1, 5)) for _ in range(width)]
         self.ranks, self.live, self.most = ranks, {}, 0
         self.gathers, self.scattered = [0] * layers, {}
+        self.full: set[int] = set()  # layers whose gradient is there in full
         self.tally: list[tuple[str, int]] = []
         self.turns = 0
 
@@ -246,7 +274,7 @@ class _Model:
         if k in self.live:
             raise Wrong(f"Layer {k} is gathered while it is there already: those bytes are sent twice.")
         self.gathers[k] += 1
-        self.live[k] = [float(w) for w in self.weights[k]]
+        self.live[k] = _Gathered(map(float, self.weights[k]))
         self.most = max(self.most, len(self.live))
         return self.live[k]
 
@@ -261,8 +289,7 @@ class _Model:
         k = self._known(k)
         if k not in self.live:
             raise Wrong(f"Layer {k} is released, and was not there.")
-        gone = self.live.pop(k)
-        gone[:] = [math.nan] * len(gone)  # whoever kept the list finds its memory gone
+        self.live.pop(k).free()
 
     def _use(self, k: int, weights: list[float], when: str) -> None:
         self._turn()
@@ -280,6 +307,10 @@ class _Model:
 
     def backward(self, k: int, weights: list[float], x: list[float], dy: list[float]) -> tuple[list, list]:
         self._use(k, weights, "backward")
+        self.full.add(whole(k))
+        if len(self.full) > 2:
+            raise Wrong(f"{len(self.full)} full gradients are there at one moment, which stage 2 had already sharded: "
+                        "reduce-scatter a layer's gradient when backward has made it; one more may be on its way.")  # fmt: skip
         return [w * d for w, d in zip(weights, dy, strict=True)], [v * d for v, d in zip(x, dy, strict=True)]
 
     def scatter(self, k: int, gradient: list[float]) -> list[float]:
@@ -287,6 +318,7 @@ class _Model:
         k = self._known(k)
         if k in self.scattered:
             raise Wrong(f"The gradient of layer {k} is reduce-scattered twice in a step.")
+        self.full.discard(k)
         self.scattered[k] = numbers(gradient, f"The gradient of layer {k}")
         if len(self.scattered[k]) != len(self.x):
             raise Wrong(f"The gradient of layer {k} has {len(self.x)} numbers; `scatter` got {len(self.scattered[k])}.")
@@ -310,7 +342,12 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
         calls = model.gather, model.release, model.forward, model.backward, model.scatter
         got = answer(layers, list(model.x), *calls)
         _judge_zero3(model, got, layers, width // ranks)
-    return "Never more than two layers gathered, each gathered twice and scattered once: 3 psi."
+    twice = "each gathered twice and scattered once: 3 psi"
+    if (gathers := sum(model.gathers)) < 2 * layers:
+        twice = (
+            f"{gathers} gathers and {layers} scatters for {layers} layers, where releasing after each use takes 3 psi"
+        )
+    return f"Never more than two layers gathered, {twice}."
 
 
 def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
