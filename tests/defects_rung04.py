@@ -383,7 +383,7 @@ def _explained(before, after, **changes):
 
 
 class explain_1f1b:
-    def shorter_waits_are_smaller_micro_batches(before, after):
+    def without_the_idea_shorter_waits_are_smaller_micro_batches(before, after):
         less = after["idle"][0] < before["idle"][0]
         return _explained(before, after, changed=lambda got, b, a: "smaller micro-batches" if less else got["changed"])
 

@@ -101,7 +101,7 @@ class sketch:
 
         return _sketch(sizes, gpus_per_node, groups=same)
 
-    def crossing_by_size(sizes, gpus_per_node):
+    def without_the_idea_crossing_by_size(sizes, gpus_per_node):
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: sizes[axis] > gpus_per_node)
 
     def crossing_by_the_first_group(sizes, gpus_per_node):
@@ -303,6 +303,9 @@ class plan_cluster:
                 found.append((score(fields, case).points, len(found), fields))
         return max(found)[2]
 
+    right_stage_2_as_the_paper_says = lambda case: (
+        _RIGHT[case] | ({"cp": 1, "dp": 128, "zero": 2} if case == "llama-405b" else {})
+    )
     right_dictionary_of_the_planner = lambda case: plan_case(case).best.layout.as_dict()
 
     def right_2(case):

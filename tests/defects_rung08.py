@@ -291,7 +291,7 @@ class what_breaks:
     scales_activations_too = lambda *case: _broken(*case, on_activation="scale")
     scaling_only_helps = lambda *case: _broken(*case, on_large=1.0)
     a_master_copy_does_not_help = lambda *case: _broken(*case, cures=False)
-    bf16_never_breaks = lambda name, *case: set() if name == "bf16" else _broken(name, *case)
+    without_the_idea_bf16_never_breaks = lambda name, *case: set() if name == "bf16" else _broken(name, *case)
     fp16_never_stalls = lambda name, *case: _broken(name, *case) - ({"stall"} if name == "fp16" else set())
 
     def right(name, activation, gradients, scale, weight, update, master):
@@ -463,7 +463,7 @@ SENTENCES = {
     "grows_a_step_late": "doubled", "bf16_with_the_range_of_fp16": "bf16 reaches",
     "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
     "scaling_only_helps": "large gradients too", "a_master_copy_does_not_help": "master copy",
-    "bf16_never_breaks": "nothing moves", "one_scale_for_all": "'tensor' scaling",
+    "without_the_idea_bf16_never_breaks": "nothing moves", "one_scale_for_all": "'tensor' scaling",
     "blocks_of_consecutive_values": "rectangle", "never_scales_back": "multiplied by their scales",
     "largest_not_magnitude": "magnitude", "e5m2_for_e4m3": "E5M2", "divides_by_zero": "zeros",
     "forgets_to_cast": "cast", "rounds_up_always": "not up", "loses_the_sign": "sign",

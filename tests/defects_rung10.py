@@ -218,7 +218,7 @@ class choose_algorithm:
     def reduce_scatter_only(size, ranks, bandwidth, latency):
         return _choose(size, ranks, bandwidth, latency, ring=(ranks - 1, (ranks - 1) / ranks))
 
-    def always_the_ring(size, ranks, bandwidth, latency):
+    def without_the_idea_always_the_ring(size, ranks, bandwidth, latency):
         return _choose(size, ranks, bandwidth, latency, best="ring")
 
     def where_latency_equals_bytes(size, ranks, bandwidth, latency):
@@ -478,7 +478,7 @@ SENTENCES = {
     "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "never the whole array",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
     "no_latency": "The latencies are missing", "latency_once": "their latencies add up",
-    "reduce_scatter_only": "two halves", "always_the_ring": "The tree takes less time",
+    "reduce_scatter_only": "two halves", "without_the_idea_always_the_ring": "The tree takes less time",
     "where_latency_equals_bytes": "says nothing about the tree",
     "tensor_parallel_always_inside": "count the bytes of every order",
     "largest_payload_inside": "count the bytes of every order",

@@ -4,7 +4,7 @@
 
 import math
 from itertools import cycle, islice, pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -104,6 +104,9 @@ class noise_scale:
         each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
         signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
         return _answer(signal, noise, fmean(n / s for s, n in each))
+
+    def medians(small, big, batch_small, batch_big):
+        return _answer(*_solved(median(small), median(big), batch_small, batch_big))
 
     def upside_down(small, big, batch_small, batch_big):
         signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
@@ -261,7 +264,7 @@ class observe_scaling:
     def always_weak(alone, ranks, scaling):
         return _observed(alone, ranks, scaling, faster=lambda one, many, n: n * one / many)
 
-    waiting_is_transfer = lambda *case: _observed(*case, transfer=fmean)
+    without_the_idea_waiting_is_transfer = lambda *case: _observed(*case, transfer=fmean)
     done_early_is_not_waiting = lambda *case: _observed(*case, rest=False)
     all_computing_is_lost = lambda *case: _observed(*case, ideal=False)
 
@@ -484,6 +487,9 @@ class audit_mfu:
     def padding_is_work_too(report):
         return _audit(report, padding=0)
 
+    def the_pairs_that_a_mask_leaves(report):
+        return _audit(report, scores=6)
+
     def of_one_gpu(report):
         return _audit(report | {"gpus": 1})
 
@@ -553,6 +559,8 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)
 #: What the learner reads of some of them.
 SENTENCES = {
+    "medians": "the median of squared norms",
+    "the_pairs_that_a_mask_leaves": "which counts all pairs",
     "never_ends": "your loop does not end",
     "names_a_gain": "limits nothing",
     "all_take_the_first_share": "the same samples",

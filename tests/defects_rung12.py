@@ -39,6 +39,9 @@ def _right_out(combine):
 
 
 class merge:
+    def right_by_name(a, b):
+        return dict(zip(("out", "lse"), merge.right(a, b), strict=True))
+
     averages_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: (out_a + out_b) / 2)
     adds_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: out_a + out_b)
     weighs_by_lse = _right_lse(
@@ -184,6 +187,11 @@ class held_positions:
         if seq % cp:
             raise ValueError("cp does not divide the sequence")
         return _chunks(seq, cp, rank, 2 * cp - 1 - rank)
+
+    def torch_refuses_it(seq, cp, rank):
+        """Right where it can be, and elsewhere it stops in PyTorch's words."""
+        chunks = torch.arange(seq).view(2 * cp, -1)
+        return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])).tolist()
 
     def two_pieces(seq, cp, rank):
         _refused(seq, cp)
@@ -414,7 +422,7 @@ class choose_split:
     def always_a_ring(**job):
         return _choose(**job, best=lambda possible, key: possible[0])
 
-    def ulysses_where_it_runs(**job):
+    def without_the_idea_ulysses_where_it_runs(**job):
         return _choose(**job, best=lambda possible, key: "ulysses" if "ulysses" in possible else min(possible, key=key))
 
     def sends_all_heads(**job):
@@ -477,9 +485,16 @@ class choose_split:
     def right_3(**job):
         return _choose(**job)
 
+    def right_zigzag_for_ulysses(**job):
+        """As the toy has it: each rank attends over the whole sequence, whatever its order is."""
+        found = _choose(**job)
+        chunks = job["causal"] and job["seq"] % (2 * job["cp"]) == 0
+        return found | ({"order": "zigzag"} if chunks and found["way"] == "ulysses" else {})
+
 
 #: Mistakes that each have a sentence of their own.
 SENTENCES = {
+    "torch_refuses_it": "raise a ValueError that says so",
     "adds_outputs": "divided by its own sum already",
     "weighs_by_lse": "The weights are the lse themselves",
     "larger_output": "The larger output is kept",
@@ -503,7 +518,7 @@ SENTENCES = {
     "forgets_that_tp_took_heads": "tp=2 leaves a rank 2 of the 4 key heads",
     "ulysses_needs_chunks": "attend over the whole sequence",
     "always_two_chunks": "without a causal mask nothing needs balance",
-    "zigzag_under_any_causal_mask": "all compute equally much already",
+    "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "averages_over_dp": "dp and cp together",
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lablib.calc.layouts import mesh
+from lablib.calc.parallel import expert_groups
 from tests.planted import listed
 
 Route = namedtuple("Route", "weights chosen")
@@ -409,9 +410,25 @@ class place_experts:
         ranks = _group(rank, sizes, "edp", "cp")
         return _placed(rank, sizes, experts, chosen, expert=(ranks, len(ranks)))
 
-    def all_gradients_alike(rank, sizes, experts, chosen):
+    def without_the_idea_all_gradients_alike(rank, sizes, experts, chosen):
         every = _placed(rank, sizes, experts, chosen)["other"]
         return _placed(rank, sizes, experts, chosen, expert=every)
+
+    def folded_over_tp_and_cp(rank, sizes, experts, chosen):
+        """The layout of Megatron's folding: right for another mesh than the one that is asked."""
+        each, stage = experts // sizes["ep"], {axis: sizes[axis] for axis in ("tp", "cp", "dp", "pp")}
+        groups = expert_groups(**stage, ep=sizes["ep"])
+        group = next(group for group in groups["ep"] if rank in group)
+        first = group.index(rank) * each
+        copies = next(group for group in groups["edp"] if rank in group)
+        return _placed(
+            rank, sizes, experts, chosen, holds=range(first, first + each),
+            sends_to=[group[expert // each] for expert in chosen], expert=(copies, sizes["dp"] * sizes["cp"]),
+        )  # fmt: skip
+
+    def neighbours_in_every_mesh(rank, sizes, experts, chosen):
+        first, each = rank // sizes["ep"] * sizes["ep"], experts // sizes["ep"]
+        return _placed(rank, sizes, experts, chosen, sends_to=[first + expert // each for expert in chosen])
 
     def experts_over_ep(rank, sizes, experts, chosen):
         ranks = _group(rank, sizes, "ep")
@@ -527,6 +544,8 @@ class place_experts:
 
 #: What an answer must be told, by defect.
 SENTENCES = {
+    "folded_over_tp_and_cp": "groups of folded experts",
+    "neighbours_in_every_mesh": "to be neighbours",
     "bias_forgotten": "whatever the bias",
     "bias_in_the_weights": "The bias is in the weights: it chooses",
     "bias_on_the_logits": "added to the logits",
@@ -576,7 +595,7 @@ SENTENCES = {
     "a_copy_for_each_rank": "one for each node was asked",
     "nothing_saved": "two experts on a node cost as much as one",
     "mean_over_the_copies": "times too large",
-    "all_gradients_alike": "mixes gradients of different experts",
+    "without_the_idea_all_gradients_alike": "mixes gradients of different experts",
     "experts_over_ep": "The ep group holds different experts",
     "cp_forgotten": "over cp as well",
     "cp_forgotten_in_the_divisor": "their losses are averaged too",

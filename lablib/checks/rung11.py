@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
@@ -286,6 +286,9 @@ def _explain_noise(
         raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
     if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-6):
         raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
+    middle = solve([median(small)], [median(big)], batch_small=batch_small, batch_big=batch_big).signal
+    if close(got["signal"], middle, rel=1e-6):
+        raise Wrong(f"The equations hold for means: the median of squared norms is another number ({told}).")
     raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
                 f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
 
@@ -400,6 +403,13 @@ def _claims(report: Mapping[str, Any]) -> dict[str, float]:
     return claims
 
 
+def _causal(report: Mapping[str, Any]) -> float:
+    """Return the MFU that counts only those pairs of attention which a causal mask leaves."""
+    scores = 12 * report["layers"] * report["hidden"] * report["seq"]
+    needed = 6 * report["parameters"] + scores
+    return _claims(report)[HONEST] * (needed - scores / 2) / needed
+
+
 def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
     """Return reports of jobs, each with what is the matter with its MFU; first one that can be done by hand."""
     dice = random.Random(seed)
@@ -445,6 +455,8 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
             other = {
                 100 * claims[HONEST]: "That is in percent; an MFU is a share, from 0 to 1",
                 report["gpus"] * claims[HONEST]: "Tokens are of all GPUs, so divide by the peak of all of them",
+                _causal(report): "This counts the pairs of attention that a causal mask leaves; asked is the "
+                "convention of this rung's equation, 12Lhs, which counts all pairs",
                 claims[HONEST] / 3: "Backward takes twice the FLOPs of forward: 6N and 12Lhs count all three",
             }
             for value, said_of_it in other.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
-from lablib.checks.judging import Wrong, check, close, numbers, whole
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, whole
 
 __all__ = ["choose_split", "global_loss", "held_positions", "merge", "sent_bytes"]
 
@@ -91,8 +91,13 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
 
 
 def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
-    pair = _pair(
-        got, "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
+    named = by_name(got, "out", "lse")
+    pair = (
+        tuple(named.values())
+        if named
+        else _pair(
+            got, "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
+        )
     )
     out, lse = (_tensor(each, name) for each, name in zip(pair, ("The output", "lse"), strict=True))
     if (out.numel(), lse.numel()) != (truth[0].numel(), truth[1].numel()):
@@ -223,6 +228,11 @@ def held_positions(answer: Callable[[int, int, int], Sequence[int]]) -> str:
             answer(seq, cp, 0)
         except ValueError:
             continue
+        except (NotImplementedError, Wrong):
+            raise
+        except Exception as error:
+            raise Wrong(f"seq={seq} has no {2 * cp} equal chunks for cp={cp}, and you stop with {type(error).__name__}: ask "
+                        "whether they come out even, and raise a ValueError that says so.") from None  # fmt: skip
         raise Wrong(f"seq={seq} cannot be cut into {2 * cp} equal chunks for cp={cp}: raise a ValueError, or the ranks "
                     "wait for the longest chunk, or tokens are lost.")  # fmt: skip
     return f"{len(cases)} sequences: as many scores on every rank, in all and in every step of the ring."
@@ -389,15 +399,15 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
              "gradients of both"),
             ((3 * n - 2) / (3 * (n - 1)), "The gradient of a rank's own keys stays at home: the others' parts of it come in "
              "c - 1 messages"),
-            (4 / 3, "Forward sends keys and values once round, backward keys, values and the gradients of both: three "
-             "rounds in all, and you count four"),
+            (4 / 3, "This is four rounds. There are three: keys and values forward, the same again backward, and the "
+             "gradients of both, two bytes a number like the rest"),
             (1 / (n - 1), "A block goes on c - 1 times, until every rank has seen it"),
         ],
         "gathered": [*around,
             (1 / 2, "This is half: keys and values both travel, in forward and as gradients in backward, and two bytes "
              "carry each number"),
-            (3 / 2, "This is half as much again: what was gathered is kept for backward, and a reduce-scatter of the "
-             "gradients sends half of what an all-reduce does"),
+            (3 / 2, "This is half as much again: what was gathered is kept, so backward gathers nothing, and it "
+             "reduce-scatters the gradients, which is half of an all-reduce"),
             (3 / 4, "A reduce-scatter of the gradients of keys and values sends as much as the all-gather did"),
         ],
         "ulysses": [
@@ -604,18 +614,20 @@ def _why_possible(job: Job, way: str) -> str:
 
 
 def _judge_order(order: Any, way: str, job: Job) -> None:
-    right = "zigzag" if job["causal"] and way != "ulysses" else "contiguous"
-    if isinstance(order, str) and order.lower() == right:
+    right = {"zigzag" if job["causal"] and way != "ulysses" else "contiguous"}
+    if way == "ulysses" and job["seq"] % (2 * job["cp"]) == 0:
+        right = {"zigzag", "contiguous"}  # every rank attends over all of it, in either order
+    if isinstance(order, str) and order.lower() in right:
         return
     case = _job(job)
     if order not in ("zigzag", "contiguous"):
         raise Wrong(f"`order` is 'zigzag' or 'contiguous', and here it is {order!r}.")
-    if right == "zigzag":
+    if right == {"zigzag"}:
         raise Wrong(f"With contiguous parts under a causal mask the last rank computes most, and all wait for it: {way} "
                     f"needs zigzag ({case}).")  # fmt: skip
     if way == "ulysses":
-        raise Wrong(f"In Ulysses every rank attends over the whole sequence for some heads, so all compute equally much "
-                    f"already: nothing is to be balanced, and the order is contiguous ({case}).")  # fmt: skip
+        raise Wrong(f"In Ulysses every rank attends over the whole sequence for some heads, so nothing is to be balanced; "
+                    f"and the sequence has no {2 * job['cp']} equal chunks, so the order is contiguous ({case}).")  # fmt: skip
     raise Wrong(f"Without a causal mask each query sees every key, so contiguous parts are equal already ({case}).")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lablib.calc.layouts import Mesh, mesh
-from lablib.calc.parallel import expert_capacity, routed_bytes
+from lablib.calc.parallel import expert_capacity, expert_groups, routed_bytes
 from lablib.checks.judging import Wrong, by_name, check, close, numbers, whole
 
 __all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
@@ -526,7 +526,8 @@ def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> s
         chosen = sorted(range(experts), key=lambda _: dice.random())[: min(experts, 4)]
         if sizes is eight:
             chosen = [5, 0, 3]  # on ranks 2, 0, 1 of a group; dealt out in turns it would be 1, 0, 3
-        for rank in sorted(dice.sample(range(ranks), min(ranks, 6))):
+        # The last ones first: on rank 0 a position of a group and its rank are often one number.
+        for rank in sorted(dice.sample(range(ranks), min(ranks, 6)), reverse=True):
             _judge_place(answer(rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
     return f"{len(meshes)} meshes: where experts live, who gets which token, and which ranks average what."
 
@@ -542,10 +543,35 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
         holds = range(*holds.indices(experts))
     if isinstance(sends_to, Mapping) and set(chosen) <= set(sends_to):
         sends_to = [sends_to[expert] for expert in chosen]
-    _judge_holds(_whole_list(holds, "`holds`"), right, rank, sizes, experts, case)
-    _judge_sends(_whole_list(sends_to, "`sends_to`"), right, sizes, experts, chosen, case)
+    found = {"holds": _whole_list(holds, "`holds`"), "sends_to": _whole_list(sends_to, "`sends_to`")}
+    copies = got["expert"][0] if isinstance(got["expert"], tuple | list) and got["expert"] else []
+    for places, group in _folded(rank, sizes, experts, chosen):
+        other = places != {"holds": right.holds, "sends_to": right.sends_to}
+        if found == places and other and sorted(numbers(copies, "The ranks of `expert`")) == group:
+            raise Wrong(f"These are groups of folded experts, whose axis goes over the ranks of tp or cp too: here ep is "
+                        f"taken out of dp alone, so that tp and cp cut experts as they cut attention ({case}).")  # fmt: skip
+    _judge_holds(found["holds"], right, rank, sizes, experts, case)
+    _judge_sends(found["sends_to"], right, rank, sizes, experts, chosen, case)
     for name in ("other", "expert"):
         _judge_average(name, got[name], right, rank, sizes, case)
+
+
+def _folded(
+    rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]
+) -> Iterator[tuple[dict[str, list[int]], list[int]]]:
+    """Yield what is right where experts are folded over all ranks of a stage, whole or split as attention is.
+
+    Yields:
+        What a rank holds and sends to, and the ranks that hold the same experts.
+    """
+    each = experts // sizes["ep"]
+    for etp in {1, sizes["tp"]} if tuple(sizes) == _AXES else ():
+        if sizes["tp"] * sizes["cp"] * sizes["dp"] % (etp * sizes["ep"]) == 0:
+            groups = expert_groups(**sizes, etp=etp)
+            group, copies = (next(each for each in groups[axis] if rank in each) for axis in ("ep", "edp"))
+            first = group.index(rank) * each
+            sends_to = [group[expert // each] for expert in chosen]
+            yield {"holds": list(range(first, first + each)), "sends_to": sends_to}, copies
 
 
 def _whole_list(values: Any, what: str) -> list[int]:
@@ -578,7 +604,9 @@ def _stride(right: _Place) -> str:
     return f"neighbours on that axis are {right.mesh.strides['ep']} ranks apart, with dp/ep in the place of dp"
 
 
-def _judge_sends(found: list[int], right: _Place, sizes: Sizes, experts: int, chosen: Sequence[int], case: str) -> None:
+def _judge_sends(
+    found: list[int], right: _Place, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int], case: str
+) -> None:
     if found == right.sends_to:
         return
     each = experts // sizes["ep"]
@@ -586,6 +614,9 @@ def _judge_sends(found: list[int], right: _Place, sizes: Sizes, experts: int, ch
         raise Wrong(f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order ({case}).")
     if found == [expert // each for expert in chosen]:
         raise Wrong(f"`sends_to` has positions on the ep axis: look up which ranks of the mesh these are ({case}).")
+    first = rank // sizes["ep"] * sizes["ep"]
+    if found == [first + expert // each for expert in chosen]:
+        raise Wrong(f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)} ({case}).")
     if found == [right.ep_group[expert % sizes["ep"]] for expert in chosen]:
         raise Wrong(
             f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each} ({case})."
