@@ -97,6 +97,16 @@ def test_hints_lead_from_the_idea_to_the_solution(rung, name, capsys):
     assert all(len(text) > 20 and text.endswith(".") for text in (check.hints.idea, check.hints.line))
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+def test_done_when_refuses_an_answer_that_has_the_arithmetic_and_not_the_idea(rung):
+    """That it is refused, with its sentence, is one of the planted defects' tests."""
+    (chapter,) = (ROOT / "book").glob(f"{rung[4:]}_*.md")
+    section = re.search(r"(?ms)^## Done when\n(.*?)^## ", chapter.read_text(encoding="utf-8"))[1]
+    proofs = re.findall(rf"lablib\.checks\.{rung}\.(\w+)", section)
+    planted = [defect.__name__ for name in proofs for defect in _defects(rung).DEFECTS[name]]
+    assert any(name.startswith("without_the_idea") for name in planted)
+
+
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
 def test_the_untouched_stub_is_not_attempted(rung, name):
     def stub(*args, **kwargs):
