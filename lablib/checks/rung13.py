@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from lablib.calc.layouts import Mesh, mesh
 from lablib.calc.parallel import expert_capacity, expert_groups, routed_bytes
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, whole
+from lablib.checks.judging import Row, Slip, Wrong, by_name, check, close, compare, numbers, whole
 
 __all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
 
 #: For each rank, for each of its tokens, the experts that it goes to, the first choice first.
 Chosen = Sequence[Sequence[Sequence[int]]]
+#: For each token of a rank the experts that it goes to.
+Choices = Sequence[Sequence[int]]
 
 
 # --- a route ------------------------------------------------------------------------------------------------
@@ -202,47 +205,57 @@ def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) 
         home = [dice.randrange(ranks) for _ in range(experts)]
         tokens = [dice.choice((0, 1, 5, 12)) for _ in range(ranks)]
         cases.append(([[dice.sample(range(experts), k) for _ in range(n)] for n in tokens], home))
-    for chosen, home in cases:
-        _judge_counts(answer([[list(t) for t in tokens] for tokens in chosen], list(home)), chosen, home)
+    compare(answer, cases, _counted, _SLIPS_OF_COUNTS, _told_counts, read=_rows_of_counts, unknown=_unlike_counts)
     return f"{len(cases)} all-to-alls, with ranks that send nothing and ranks that get nothing."
 
 
-def _judge_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> None:
-    ranks, experts = len(chosen), len(home)
-    case = f"{ranks} ranks, experts on ranks {list(home)}" if experts < 9 else f"{ranks} ranks, {experts} experts"
+def _told_counts(chosen: Chosen, home: Sequence[int]) -> str:
+    return f"{len(chosen)} ranks, " + (f"experts on ranks {list(home)}" if len(home) < 9 else f"{len(home)} experts")
+
+
+def _rows_of_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> list[list[int]]:
+    """Return the answer as one row of whole numbers for each rank; rows may be dictionaries, which leave zeros out."""
+    ranks, case = len(chosen), _told_counts(chosen, home)
     got = [got.get(rank, {}) for rank in range(ranks)] if isinstance(got, Mapping) else numbers(got, "The counts")
     got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
     rows = [numbers(row, "A row of counts") for row in got]
-    if len(rows) == ranks and rows and all(len(row) == experts for row in rows) and experts != ranks:
+    if len(rows) == ranks != len(home) and rows and all(len(row) == len(home) for row in rows):
         raise Wrong(
             f"These are counts by expert: a rank sends to ranks, and `home` says where each expert lives ({case})."
         )
     if len(rows) != ranks or any(len(row) != ranks for row in rows):
         raise Wrong(f"Return {ranks} rows of {ranks} numbers: there are as many ranks as lists in `chosen`, and one that "
                     f"sends or gets nothing has zeros ({case}).")  # fmt: skip
-    counts = [[whole(count, "A count") for count in row] for row in rows]
-    right = _counted(chosen, home)
-    if counts == right:
-        return
-    turned = [list(column) for column in zip(*right, strict=True)]
-    alone = [[0 if a == b else right[a][b] for b in range(ranks)] for a in range(ranks)]
-    blocks = [min(expert * ranks // experts, ranks - 1) for expert in range(experts)]
-    dealt = [expert % ranks for expert in range(experts)]
-    slips = [
-        (turned, "Rows and columns are exchanged: row r is what rank r sends, column r what it receives."),
-        (alone, "Copies for a rank's own experts are missing: the all-to-all has a piece for the rank itself too."),
-        (_counted(chosen, home, once=True), "A token is counted once for each rank here: each of its k choices is a copy "
-         "of its own."),
-        (_counted(chosen, home, first=True), "Only the first choice is counted: a token goes to all of its k experts."),
-        (_counted(chosen, blocks), "Experts are taken to live in blocks here: `home` says where each one is."),
-        (_counted(chosen, dealt), "Experts are taken to be dealt out to the ranks in turns: `home` says where each one is."),
-    ]  # fmt: skip
-    for slip, sentence in slips:
-        if counts == slip:
-            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
-    a, b = next((a, b) for a in range(ranks) for b in range(ranks) if counts[a][b] != right[a][b])
-    raise Wrong(f"Rank {a} sends {right[a][b]} copies to rank {b}, not {counts[a][b]}: one for each choice of its tokens "
-                f"that names an expert of rank {b} ({case}).")  # fmt: skip
+    return [[whole(count, "A count") for count in row] for row in rows]
+
+
+def _placed(place: Callable[[int, int, int], int]) -> Callable[[Chosen, Sequence[int]], list[list[int]]]:
+    """The counts if expert e of n lived on rank place(e, n, ranks)."""
+    return lambda chosen, home: _counted(chosen, [place(e, len(home), len(chosen)) for e in range(len(home))])
+
+
+_SLIPS_OF_COUNTS: list[Slip] = [
+    ("Rows and columns are exchanged: row r is what rank r sends, column r what it receives",
+     lambda chosen, home: [list(column) for column in zip(*_counted(chosen, home), strict=True)]),
+    ("Copies for a rank's own experts are missing: the all-to-all has a piece for the rank itself too",
+     lambda chosen, home: [[n * (a != b) for b, n in enumerate(row)] for a, row in enumerate(_counted(chosen, home))]),
+    ("A token is counted once for each rank here: each of its k choices is a copy of its own",
+     functools.partial(_counted, once=True)),
+    ("Only the first choice is counted: a token goes to all of its k experts", functools.partial(_counted, first=True)),
+    ("Experts are taken to live in blocks here: `home` says where each one is",
+     _placed(lambda expert, experts, ranks: min(expert * ranks // experts, ranks - 1))),
+    ("Experts are taken to be dealt out to the ranks in turns: `home` says where each one is",
+     _placed(lambda expert, experts, ranks: expert % ranks)),
+]  # fmt: skip
+
+
+def _unlike_counts(row: Row) -> str:
+    ranks = range(len(row.truth))
+    a, b = next((a, b) for a in ranks for b in ranks if row.given[a][b] != row.truth[a][b])
+    return (
+        f"Rank {a} sends {row.truth[a][b]} copies to rank {b}, not {row.given[a][b]}: one for each choice of its tokens "
+        f"that names an expert of rank {b}"
+    )
 
 
 # --- a capacity ---------------------------------------------------------------------------------------------
@@ -292,14 +305,17 @@ def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], se
         tokens = dice.randint(3, 24)
         chosen = [sorted(range(experts), key=lambda e: -favoured[e] * dice.random())[:k] for _ in range(tokens)]
         cases.append((chosen, experts, dice.choice((0.5, 0.75, 1.0, 1.25, 1.5, 2.0, float(experts)))))
-    for chosen, experts, factor in cases:
-        _judge_kept(answer([list(row) for row in chosen], experts, factor), chosen, experts, factor)
+    compare(answer, cases, _rightly_kept, _SLIPS_OF_KEPT, _told_kept, read=_rows_of_kept, unknown=_unlike_kept)
     return f"{len(cases)} routings: who comes first has a place."
 
 
-def _judge_kept(got: Any, chosen: list[list[int]], experts: int, factor: float) -> None:
+def _told_kept(chosen: Choices, experts: int, factor: float) -> str:
+    return f"{len(chosen)} tokens, k = {len(chosen[0])}, {experts} experts, factor {factor:g}"
+
+
+def _rows_of_kept(got: Any, chosen: Choices, experts: int, factor: float) -> list[list[bool]]:
+    """Return the answer as one row of truth values for each token; the rows of one choice may be that choice."""
     tokens, k = len(chosen), len(chosen[0])
-    case = f"{tokens} tokens, k = {k}, {experts} experts, factor {factor:g}"
     if isinstance(got, Mapping):
         got = [got.get(token, ()) for token in range(tokens)]
     rows = numbers(got, "The answer")
@@ -307,41 +323,53 @@ def _judge_kept(got: Any, chosen: list[list[int]], experts: int, factor: float) 
         rows = [[row] for row in rows]
     found = [[_truth_value(each) for each in numbers(row, "A row")] for row in rows]
     if len(found) != tokens or any(len(row) != k for row in found):
-        raise Wrong(
-            f"Return a row for each of {tokens} tokens, with True or False for each of its {k} choices ({case})."
-        )
-    exact = factor * tokens * k / experts
-    capacity = expert_capacity(tokens, experts, k, factor)
-    if found == _kept(chosen, experts, capacity):
-        return
-    slips = [
-        ([[not kept for kept in row] for row in _kept(chosen, experts, capacity)],
-         "True stands for dropped here: it should stand for kept."),
-        (_kept(chosen, experts, math.floor(exact)),
-         f"A capacity of {exact:g} is rounded down here: round it up, as places are whole."),
-        (_kept(chosen, experts, math.ceil(factor * tokens / experts)),
-         f"The capacity counts tokens and not choices here: each token makes {k} of them."),
-        (_kept(chosen, experts, math.ceil(tokens * k / experts)), "The factor is missing in the capacity."),
-        (_kept(chosen, experts, k * math.ceil(factor * tokens / experts)),
-         f"The capacity is rounded before it is multiplied by k here: {exact:g} is rounded up, and nothing after that."),
-        (_kept(chosen, experts, capacity, by_token=True),
-         "All choices of a token come before the next token's here: first choices of all tokens go first."),
-        (_kept(chosen, experts, capacity, last=True), "The last ones are kept here: places go to who comes first."),
-        (_kept(chosen, experts, capacity + 1), "An expert takes one too many: it is full with as many as its capacity."),
-        (_kept(chosen, experts, capacity - 1), "An expert refuses one too early: it takes as many as its capacity."),
-        ([[all(row)] * k for row in _kept(chosen, experts, capacity)],
-         "A token loses all choices with one here: only the choice of the full expert is dropped."),
-        ([[True] * k] * tokens, f"Nothing is dropped: an expert has {capacity} places."),
-    ]  # fmt: skip
-    for slip, sentence in slips:
-        if found == slip:
-            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
-    right = _kept(chosen, experts, capacity)
-    token, choice = next((t, c) for c in range(k) for t in range(tokens) if found[t][c] != right[t][c])
-    before = sum(chosen[t][c] == chosen[token][choice] for c in range(choice + 1) for t in range(tokens)
-                 if (c, t) < (choice, token))  # fmt: skip
-    raise Wrong(f"Choice {choice} of token {token} is expert {chosen[token][choice]}, which {before} choices wanted before "
-                f"and which has {capacity} places: it is {'kept' if right[token][choice] else 'dropped'} ({case}).")  # fmt: skip
+        raise Wrong(f"Return a row for each of {tokens} tokens, with True or False for each of its {k} choices "
+                    f"({_told_kept(chosen, experts, factor)}).")  # fmt: skip
+    return found
+
+
+def _rightly_kept(chosen: Choices, experts: int, factor: float, *, more: int = 0, **order: bool) -> list[list[bool]]:
+    return _kept(chosen, experts, more + expert_capacity(len(chosen), experts, len(chosen[0]), factor), **order)
+
+
+def _with_places(places: Callable[..., int]) -> Callable[..., list[list[bool]]]:
+    """What is kept if an expert had places(tokens, k, experts, factor) places."""
+    return lambda chosen, experts, factor: _kept(chosen, experts, places(len(chosen), len(chosen[0]), experts, factor))
+
+
+_SLIPS_OF_KEPT: list[Slip] = [
+    ("True stands for dropped here: it should stand for kept",
+     lambda *case: [[not kept for kept in row] for row in _rightly_kept(*case)]),
+    ("A capacity is rounded down here: round it up, as places are whole",
+     _with_places(lambda t, k, e, f: math.floor(f * t * k / e))),
+    ("The capacity counts tokens and not choices here: each token makes k of them",
+     _with_places(lambda t, k, e, f: math.ceil(f * t / e))),
+    ("The factor is missing in the capacity", _with_places(lambda t, k, e, f: math.ceil(t * k / e))),
+    ("The capacity is rounded before it is multiplied by k here: round once, at the end",
+     _with_places(lambda t, k, e, f: k * math.ceil(f * t / e))),
+    ("All choices of a token come before the next token's here: first choices of all tokens go first",
+     functools.partial(_rightly_kept, by_token=True)),
+    ("The last ones are kept here: places go to who comes first", functools.partial(_rightly_kept, last=True)),
+    ("An expert takes one too many: it is full with as many as its capacity", functools.partial(_rightly_kept, more=1)),
+    ("An expert refuses one too early: it takes as many as its capacity", functools.partial(_rightly_kept, more=-1)),
+    ("A token loses all choices with one here: only the choice of the full expert is dropped",
+     lambda *case: [[all(row)] * len(row) for row in _rightly_kept(*case)]),
+    ("Nothing is dropped: an expert has as many places as its capacity",
+     lambda chosen, experts, factor: [[True] * len(row) for row in chosen]),
+]  # fmt: skip
+
+
+def _unlike_kept(row: Row) -> str:
+    chosen, experts, factor = row.case
+    ways = [(choice, token) for choice in range(len(chosen[0])) for token in range(len(chosen))]
+    choice, token = next((c, t) for c, t in ways if row.given[t][c] != row.truth[t][c])
+    expert = chosen[token][choice]
+    before = sum(chosen[t][c] == expert for c, t in ways[: ways.index((choice, token))])
+    return (
+        f"Choice {choice} of token {token} is expert {expert}, which {before} choices wanted before and which has "
+        f"{expert_capacity(len(chosen), experts, len(chosen[0]), factor)} places: it is "
+        f"{'kept' if row.truth[token][choice] else 'dropped'}"
+    )
 
 
 def _truth_value(each: Any) -> bool:

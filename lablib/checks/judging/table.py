@@ -43,6 +43,7 @@ def compare(
     *,
     read: Callable[..., Any] = lambda got, *case: got,
     right: Callable[[Any, Any], bool] | None = None,
+    unknown: Callable[[Row], str] | None = None,
 ) -> list[Row]:
     """Ask for every case, and raise `Wrong` with the mistake that was made, if one is wrong.
 
@@ -51,6 +52,7 @@ def compare(
         told: The case in words: a text with fields for its values, or a function of them.
         read: Makes plain values, those of the truth's type, of what was returned; gets the case too.
         right: Whether a given value is the truth; equal, and for numbers to six digits, where it is None.
+        unknown: The sentence on a wrong case that no known mistake explains, without a full stop.
     """
     right = right or alike
     rows = []
@@ -58,19 +60,23 @@ def compare(
         given = read(answer(*copy.deepcopy(case)), *case)  # a copy: an answer may take its lists apart
         rows.append(Row(case, given, truth(*case)))
     if wrong := [row for row in rows if not right(row.given, row.truth)]:
-        name_the_mistake(rows, wrong, slips, told)
+        name_the_mistake(rows, wrong, slips, told, unknown)
     return rows
 
 
 def name_the_mistake(
-    rows: Sequence[Row], wrong: Sequence[Row], slips: Sequence[Slip], told: str | Callable[..., str]
+    rows: Sequence[Row],
+    wrong: Sequence[Row],
+    slips: Sequence[Slip],
+    told: str | Callable[..., str],
+    unknown: Callable[[Row], str] | None = None,
 ) -> NoReturn:
     """Raise `Wrong` with the mistake that explains the answers best, or with the smallest wrong case.
 
     Args:
         rows: All cases.
         wrong: Those whose answer is wrong, in the same order.
-        told: As for `compare`.
+        told: As for `compare`, and so is `unknown`.
     """
     tell = told.format if isinstance(told, str) else told
     rows, wrong = [Row(*row) for row in rows], [Row(*row) for row in wrong]
@@ -84,6 +90,8 @@ def name_the_mistake(
         sentence, row = found
         raise Wrong(f"{sentence} ({tell(*row.case)}). There is another mistake beside it.")
     row = min(wrong, key=lambda row: row.truth) if isinstance(wrong[0].truth, Number) else wrong[0]
+    if unknown is not None:
+        raise Wrong(f"{unknown(row)} ({tell(*row.case)}).")
     raise Wrong(
         f"This mistake is not one that the check knows. The smallest wrong case: {tell(*row.case)} gives "
         f"{_short(row.given)}, and should give {_short(row.truth)}."
