@@ -51,8 +51,9 @@ serve: ## Serve the built book on a free port (make serve PORT=8080 for a fixed 
 lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are never overwritten) and open JupyterLab there
 	@$(BIN)/python tools/copy_labs.py
 	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp tools/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
+	@mkdir -p $(VENV)/etc/ipython && cp tools/ipython_config.py $(VENV)/etc/ipython/
 	@root=$$([ "$$(id -u)" = 0 ] && echo --allow-root || true); \
-	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work \
+	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work/START.md \
 	  '--ServerApp.extra_static_paths=["$(CURDIR)/$(SITE)"]' $$root $(LAB_ARGS)
 
 .PHONY: setup-gpu

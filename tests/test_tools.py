@@ -26,8 +26,26 @@ def folders(tmp_path):
 
 def test_labs_are_copied_and_the_template_is_not(folders):
     lines = load("tools/copy_labs.py").copy_labs(*folders)
-    assert lines == ["copied   01_a.ipynb", "copied   02_b.ipynb"]
+    assert lines == ["copied   START.md", "copied   01_a.ipynb", "copied   02_b.ipynb"]
     assert {p.name for p in folders[1].glob("*.ipynb")} == {"01_a.ipynb", "02_b.ipynb"}
+
+
+def test_jupyterlab_opens_on_a_page_that_names_the_labs_in_order(folders):
+    labs, work = folders
+    (labs / "02_b.ipynb").write_text('"# Lab 02: the second\\n",')
+    copy = load("tools/copy_labs.py").copy_labs
+    copy(labs, work)
+    page = (work / "START.md").read_text()
+    first, second = page.index("(01_a.ipynb)"), page.index("[Lab 02: the second](02_b.ipynb)")
+    assert first < second
+    assert "(/static/book/02_b.html)" in page
+    makefile = (ROOT / "Makefile").read_text()
+    assert "default_url=/lab/tree/work/START.md" in makefile
+    assert "cp tools/ipython_config.py $(VENV)/etc/ipython/" in makefile
+    (work / "START.md").write_text("my notes")
+    (labs / "02_b.ipynb").write_text("renamed")
+    copy(labs, work)
+    assert (work / "START.md").read_text() == "my notes"
 
 
 def test_a_learners_file_is_never_overwritten(folders):
@@ -41,9 +59,9 @@ def test_a_learners_file_is_never_overwritten(folders):
     assert (work / "01_a.ipynb").read_text() == "my answers"
     assert (work / "01_a.new.ipynb").read_text() == "second"
     assert (work / "02_b.ipynb").read_text() == "second"
-    assert "01_a.new.ipynb" in lines[0]
-    assert "updated" in lines[1]
-    assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept"]
+    assert "01_a.new.ipynb" in lines[1]
+    assert "updated" in lines[2]
+    assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept", "kept"]
 
 
 def test_a_copied_lab_links_to_the_built_chapter(folders):

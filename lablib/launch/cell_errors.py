@@ -1,0 +1,52 @@
+"""Two errors of a notebook's cell in one sentence: an interrupt, and a name that a cell above defines.
+
+After a restart of the kernel nothing of lablib is imported, so `make lab` has every kernel load this module as an
+extension of IPython before its first cell (`tools/ipython_config.py`). Elsewhere the first import of `lablib.launch` does.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any
+
+_ABOVE = "If a cell above defines it, run the cells above first (Run > Run All Above Selected Cell)."
+_HALF = "An import was cut short: if the cell fails when you run it again, restart the kernel."
+
+
+def load() -> None:
+    """Load the extension into the kernel that this process is, if it is one."""
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive else None
+    if getattr(shell, "kernel", None) is not None:
+        load_ipython_extension(shell)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Show interrupts and missing names of cells as sentences; whoever chose a handler before keeps it."""
+    if not shell.custom_exceptions:
+        shell.set_custom_exc((KeyboardInterrupt, NameError), _show)
+
+
+def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: int | None = None) -> None:
+    frames = traceback.extract_tb(trace)
+    cells = [frame for frame in frames if shell.compile.format_code_name(frame.filename)]
+    if issubclass(kind, KeyboardInterrupt):
+        lines = [_interrupted(frames, cells)]
+    elif kind is NameError and cells == frames[-len(cells) :] and all(frame.name[0] == "<" for frame in cells):
+        text = "".join(traceback.TracebackException(kind, error, trace).format_exception_only()).strip()
+        lines = [f"Line {cells[-1].lineno}: {text.removeprefix('NameError: ').rstrip('.')}. {_ABOVE}"]
+    else:  # within a function the way to the name matters
+        lines = shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset)
+    shell._showtraceback(kind, error, lines)
+
+
+def _interrupted(frames: list[traceback.FrameSummary], cells: list[traceback.FrameSummary]) -> str:
+    where = f" in line {cells[0].lineno}: {cells[0].line}" if cells else ""
+    if any(PurePath(frame.filename).parts[-3:] == ("launch", "ranks", "run.py") for frame in frames):
+        return f"Interrupted{where}\nIts ranks have ended."
+    if any(frame.name == "<module>" and frame not in cells for frame in frames):
+        return f"Interrupted{where}\n{_HALF}"
+    return f"Interrupted{where}"
