@@ -215,6 +215,21 @@ def test_a_chapter_shows_only_code_that_exists(path):
             node = named[0]
 
 
+@pytest.mark.parametrize("word", ["rank", "process group", "collective", "node", "NIC"])
+def test_a_basic_word_is_explained_where_the_course_first_uses_it(word):
+    """The rank of a matrix, of which LoRA speaks, is another word."""
+    entry = (ROOT / "book/glossary.md").read_text(encoding="utf-8").split(f"\n{word}\n")[1].split("\n\n")[0]
+    for path in CHAPTERS:
+        text = re.sub(r"(?ms)^(`{3,})\{code-cell\}.*?^\1[ ]*$", "", path.read_text(encoding="utf-8"))
+        lines = [line for line in text[text.index("\n## ") :].splitlines() if not re.search("LoRA|low rank|^#", line)]
+        used = [number for number, line in enumerate(lines) if re.search(rf"\b{word}s?\b", line)]
+        if used:
+            assert f"({path.name})" in entry, f"the glossary leads elsewhere than to {path.stem}"
+            near = "\n".join(lines[used[0] : used[0] + 2])
+            assert re.search(rf"\{{term\}}`(?:[^`]*<)?{word}>?`", near), near
+            return
+
+
 def _cell(notebook, tag_or_text):
     return next(
         cell

@@ -141,6 +141,21 @@ def test_no_rank_is_forked_off_an_agent_that_has_asked_for_cuda(gpus, tmp_path):
         assert f"world_size=2, GPUs here: {gpus}" in jobs["cuda"]
 
 
+FIRST = """
+import json
+from lablib.launch.runs import torchrun
+
+if __name__ == "__main__":
+    print(json.dumps([torchrun("labs/scripts/first_ddp.py", ranks=2, device=where).log for where in ("cpu", "cuda")]))
+"""
+
+
+def test_the_first_program_takes_a_gpu_for_each_rank_where_there_is_one(tmp_path):
+    on_cpu, on_gpus = run(FIRST, 2, tmp_path)
+    assert on_cpu.count("sum 3, mean 1.5") == 2
+    assert "these GPUs are pretended" in on_gpus, "nothing of it was asked of a GPU"
+
+
 PROGRAMS = """
 import json
 from lablib.launch.ranks.run import run_ranks

@@ -268,3 +268,10 @@ def test_bad_options(script, monkeypatch, capsys, options: str, ranks: int | Non
         script.arguments()
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_first_program_sums_by_hand_and_means_by_ddp():
+    """Rank r has the example r + 1, and the gradient of a rank is its example."""
+    job = elastic.torchrun(SCRIPT.with_name("first_ddp.py"), ranks=3)
+    assert job.returncode == 0, job.log
+    assert sorted(job.log.splitlines()) == [f"rank {rank} of 3: sum 6, mean 2" for rank in range(3)]

@@ -69,7 +69,7 @@ def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]
     ax.set(xscale="log", yscale="log")
     ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
     ax.text(0.02, 0.05, "all of it can hide", ha="left", va="bottom", fontsize=9, transform=ax.transAxes)
-    ax.set(xlabel="tokens per rank and step", ylabel="all-reduce / backward")
+    ax.set(xlabel="tokens of one rank in one backward pass", ylabel="all-reduce / backward")
     return with_legend(fig, 1)
 
 
