@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import sys
 from contextlib import contextmanager
 
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from lablib.launch.runs.elastic import descendants
 from tests.scripts import ROOT
 
 LABS = sorted((ROOT / "labs").glob("[0-9][0-9]_*.ipynb"))
@@ -121,6 +123,15 @@ def test_an_interrupt_while_ranks_run_is_one_sentence_and_no_rank_is_left(tmp_pa
             with pytest.raises(ProcessLookupError):
                 os.kill(int(pid), 0)
         assert kernel.run("len([1])") == ("", None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_server_of_ranks_waits_for_the_first_cell(tmp_path):
+    """An open notebook that nobody runs would hold a process with torch in it."""
+    with started(tmp_path) as kernel:
+        assert not descendants(kernel.manager.provisioner.pid)
+        printed, _ = kernel.run("from multiprocessing import forkserver\nprint(forkserver._forkserver._forkserver_pid)")
+        assert int(printed) in descendants(kernel.manager.provisioner.pid)
 
 
 def test_another_handler_of_the_learner_is_kept(kernel):

@@ -26,7 +26,7 @@ sys.modules["ipykernel"] = types.ModuleType("ipykernel")
 importlib.reload(lablib.launch)
 assert server() is None, "IPython without a kernel started a server"
 
-shell = types.SimpleNamespace(kernel=object(), custom_exceptions=(ValueError,))
+shell = types.SimpleNamespace(kernel=object(), custom_exceptions=(ValueError,), user_ns={"In": ["", "import"]})
 importlib.reload(lablib.launch)
 first = server()
 assert first is not None, "a kernel did not start it"

@@ -35,14 +35,21 @@ _one_at_a_time = threading.Lock()
 def start_early() -> None:
     """In a notebook, start the server now: it loads torch while the cells before the first ranks run.
 
-    Only a kernel does this. A command, a test or a rank that imports `ranks` may never start any. What starts is
-    a new interpreter, not a fork, so it does not matter which threads the kernel already has; it ends with the
-    kernel.
+    Only a kernel does this, and not before its first cell: an open notebook that nobody runs needs no server. A
+    command, a test or a rank that imports `ranks` may never start any. What starts is a new interpreter, not a fork, so
+    it does not matter which threads the kernel already has; it ends with the kernel.
     """
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
     if getattr(shell, "kernel", None) is None or sys.platform == "win32":
         return
+    if len(shell.user_ns["In"]) > 1:  # the first entry is empty
+        _start()
+    else:
+        shell.events.register("pre_run_cell", _start)
+
+
+def _start(*_: object) -> None:
     with uninterrupted(), no_main_module():
         ensure_server(multiprocessing.get_context("forkserver"))
 
