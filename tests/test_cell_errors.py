@@ -83,6 +83,7 @@ def test_a_slip_within_a_function_keeps_its_traceback(kernel):
     _, error = kernel.run("def outer():\n    return inner()\n\ndef inner():\n    return nothing\n\nouter()")
     assert "Traceback" in error
     assert "inner()" in error
+    assert kernel.run("import sys\nprint(sys.last_type.__name__)") == ("NameError\n", None), "%debug looks there"
     _, error = kernel.run("len(nothing)\n")
     assert error.startswith("Line 1: name 'nothing' is not defined")
     _, error = kernel.run("1 / 0")

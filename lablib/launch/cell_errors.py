@@ -31,13 +31,15 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: int | None = None) -> None:
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %debug and %tb
     frames = traceback.extract_tb(trace)
     cells = [frame for frame in frames if shell.compile.format_code_name(frame.filename)]
     if issubclass(kind, KeyboardInterrupt):
         lines = [_interrupted(frames, cells)]
     elif kind is NameError and cells == frames[-len(cells) :] and all(frame.name[0] == "<" for frame in cells):
         text = "".join(traceback.TracebackException(kind, error, trace).format_exception_only()).strip()
-        lines = [f"Line {cells[-1].lineno}: {text.removeprefix('NameError: ').rstrip('.')}. {_ABOVE}"]
+        text += "" if text[-1] in ".?" else "."
+        lines = [f"Line {cells[-1].lineno}: {text.removeprefix('NameError: ')} {_ABOVE}"]
     else:  # within a function the way to the name matters
         lines = shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset)
     shell._showtraceback(kind, error, lines)
