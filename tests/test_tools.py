@@ -130,12 +130,13 @@ def test_a_package_of_npm_is_fetched_once_and_without_npm_the_build_goes_on(tmp_
     assert fetch("#!/bin/sh\nexit 1\n") == ("", files)  # nobody is asked again
 
 
-def _stages(make, *, since=None, budget="100"):
+def _stages(make, *, since=None, budget="100", **variables):
     import time
 
     command = [sys.executable, ROOT / "tools/stages.py", "--name", "make test", "--budget", budget]
     command += ["--since", str(time.time() if since is None else since), "one", "two"]
-    return subprocess.run(command, env=os.environ | {"MAKE": make}, capture_output=True, text=True)
+    kept = {name: value for name, value in os.environ.items() if name != "LABLIB_BUDGETS"}
+    return subprocess.run(command, env=kept | {"MAKE": make} | variables, capture_output=True, text=True)
 
 
 def test_stages_that_pass_are_listed_with_their_time():
@@ -156,13 +157,18 @@ def test_a_stage_that_fails_fails_the_run_and_the_next_one_still_runs():
     assert "failed: one, two" in run.stdout
 
 
-def test_a_budget_is_reported_and_twice_the_budget_fails():
+@pytest.mark.parametrize(("switch", "status"), [({}, 0), ({"LABLIB_BUDGETS": "1"}, 1), ({"LABLIB_BUDGETS": "0"}, 0)])
+def test_a_clock_is_reported_and_fails_only_where_the_switch_says_so(switch, status):
     import time
 
-    over = _stages("true", since=time.time() - 150)
-    assert "OVER THE BUDGET" in over.stdout
-    assert over.returncode == 0
-    assert _stages("true", since=time.time() - 201).returncode == 1
+    late = _stages("true", since=time.time() - 201, **switch)
+    assert "OVER THE BUDGET" in late.stdout
+    assert late.returncode == status
+    assert _stages("true", since=time.time() - 150, **switch).returncode == 0  # less than twice the budget
+
+
+def test_ci_sets_the_switch_of_the_budgets():
+    assert re.search(r"^export LABLIB_BUDGETS=1$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.M)
 
 
 def test_every_command_of_the_readme_and_the_workflows_exists():
