@@ -230,6 +230,32 @@ def test_bad_input_names_every_factor(call, message):
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: schedule("1f1b", 4, 10**20),
+            r"p=4, m=1\d+ make 8\d\d,[0,]+ actions, .* at most 500,000: make m smaller",
+        ),
+        (lambda: gpipe(4, 62_501), "make 500,008 actions"),
+        (lambda: naive(10**9, 1), "make p smaller"),
+        (lambda: interleaved(4, 8, 10**6), "make v smaller"),
+        (lambda: zb_h1(4, 41_667), "make 500,004 actions"),
+        (lambda: zb_v(10**9, 1), "make p smaller"),  # it is built with 2p - 1 micro-batches, and then cut
+        (lambda: zb_v(300, 1), "make 1,078,200 actions"),
+        (lambda: dualpipe_v(100_000, 200_000), "make m smaller"),
+    ],
+)
+def test_more_actions_than_anybody_reads_are_refused_before_they_are_built(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_largest_schedule_of_each_kind_is_built():
+    assert sum(map(len, gpipe(4, 62_500).ranks)) == 500_000
+    assert sum(map(len, zb_v(1, 83_333).ranks)) == 6 * 83_333
+
+
 def test_names_are_forgiving():
     assert schedule("ZB_H1", 3, 5) == zb_h1(3, 5)
     assert schedule("Interleaved", 2, 4, 2) == interleaved(2, 4, 2)

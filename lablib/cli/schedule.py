@@ -80,9 +80,10 @@ def _as_text(timeline: Timeline, times: dict[str, float | None]) -> str:
     from lablib.calc.schedules import time_grid
 
     made = timeline.schedule
-    grid = time_grid(timeline)
-    if (lines := grid.count("\n")) > _MOST_LINES:
-        grid = f"({lines} lines of grid left out; --csv and --json have the actions)"
+    # A line for each action of a rank, and for each stage that a micro-batch comes to: known before it is drawn.
+    grid = time_grid(timeline) if max(made.num_stages, *map(len, made.ranks)) <= _MOST_LINES else None
+    if grid is None or grid.count("\n") > _MOST_LINES:
+        grid = "(the grid is too long to read and left out; --csv and --json have the actions)"
     rows = {
         "idle": timeline.idle,
         "idle within its span": timeline.span_idle,

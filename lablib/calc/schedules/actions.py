@@ -137,7 +137,14 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that live on a rank, in order of depth."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        return self._stages.get(rank, ())
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        stages: dict[int, list[int]] = {}
+        for stage, rank in enumerate(self.placement):
+            stages.setdefault(rank, []).append(stage)
+        return {rank: tuple(mine) for rank, mine in stages.items()}
 
     def actions(self, rank: int) -> list[Action]:
         """Return a rank's actions one by one: an `Overlap` gives its forward, then its backward."""
