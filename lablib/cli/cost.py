@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from typing import Annotated
 
 import typer
+
+from lablib.calc.errors import json_text
 
 
 def cost(
@@ -41,7 +42,7 @@ def cost(
             }
             for bill, each in zip(bills, expected, strict=True)
         ]  # fmt: skip
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json_text(rows))
         return
     for one, bill in zip(machines, bills, strict=True):
         lines = [f"{one.name} at {one.price:g} per GPU and hour", f"{'lab':<5}{'minutes':>8}{'cost':>8}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -23,6 +22,7 @@ from typing import Annotated
 
 import typer
 
+from lablib.calc.errors import json_text
 from lablib.cli.nvidia_smi import (
     HARMFUL,
     POWER_LIMIT,
@@ -66,7 +66,7 @@ def doctor(
         findings += examine_gpu(Path.cwd())
     if as_json:
         # `mend` is the older name of `fix`, for programs that read it.
-        typer.echo(json.dumps([asdict(finding) | {"mend": finding.fix} for finding in findings], indent=1))
+        typer.echo(json_text([asdict(finding) | {"mend": finding.fix} for finding in findings]))
     else:
         for finding in findings:
             typer.echo(f"{finding.name:<14}{finding.verdict:<9}{_wrapped(finding.detail)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import textwrap
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.calc.errors import json_text
 from lablib.cli.memory import Reserve, settings_as_options
 from lablib.cli.plan import parameters_line
 
@@ -65,7 +65,7 @@ def fit(
     if "recompute" not in given:
         fewest.append(fewest_gpus(have.having(recompute="full")))
     if as_json:
-        typer.echo(json.dumps(fit_dict(have, changes, answers, fewest), indent=1))
+        typer.echo(json_text(fit_dict(have, changes, answers, fewest)))
     else:
         how = {"model": model, "assumed_seq": "seq" not in given, "show_all": show_all}
         typer.echo(fit_text(have, changes, answers, fewest, **how))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from lablib.calc.errors import json_text
 
 
 def graduate(
@@ -52,7 +53,7 @@ def graduate(
             "requirements": left,
             "graduated": ready,
         }
-        typer.echo(json.dumps(content, indent=1))
+        typer.echo(json_text(content))
     else:
         above = len(passed) - len(climbed)
         typer.echo(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from lablib.calc.errors import json_text, parse_json
 
 app = typer.Typer(help="List and run the labs.", no_args_is_help=True)
 POLL_S = 0.2
@@ -28,7 +29,7 @@ def list_labs(as_json: Json = False) -> None:
 
     labs = {path.stem: lab_parameters(path) for path in all_labs()}
     if as_json:
-        typer.echo(json.dumps(labs, indent=1))
+        typer.echo(json_text(labs))
         return
     for stem, parameters in labs.items():
         typer.echo(stem + "".join(f"  {name}={default}" for name, default in parameters.items()))
@@ -93,7 +94,7 @@ def status(as_json: Json = False) -> None:
     if as_json:
         queue = latest_queue()
         found = {"running": running, "queue": str(queue) if queue else None, "jobs": jobs, "damaged": damaged}
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json_text(found))
         return
     if not jobs and not damaged:
         typer.echo("no lab was run here yet; for example: rung labs run 02")
@@ -192,12 +193,14 @@ def _exit_like(queue: Path, ended: bool) -> None:
 
 
 def _detail(job: dict) -> str:
+    from lablib.launch.labs import read_json
+
     attempts = job["attempts"]
     if job["status"] == "running":
         path = Path(job["folder"]) / "progress.json"
         if not path.exists():
             return "starting"
-        progress = json.loads(path.read_text(encoding="utf-8"))
+        progress = read_json(path)
         return f"cell {progress['cell'] + 1} of {progress['cells']}, since {progress['since'][11:19]} UTC"
     if not attempts:
         return ""
@@ -218,6 +221,6 @@ def _assignment(text: str) -> tuple[str, object]:
     if not equals:
         raise ValueError(f"a parameter is written NAME=VALUE, not {text!r}")
     try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
+        return name, parse_json(value)
+    except ValueError:
         return name, value

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import textwrap
 import typing
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lablib.calc.errors import json_text
 from lablib.calc.memory import SETTINGS
 from lablib.calc.units import MiB, parse_bytes
 
@@ -137,7 +137,7 @@ def memory(
         found = verdict(peak.total, gpu, parse_bytes(reserve))
     breakdown = training_memory(run, stage=stage)
     if as_json:
-        typer.echo(json.dumps(breakdown.as_dict() | (found.as_dict() if found else {}), indent=1))
+        typer.echo(json_text(breakdown.as_dict() | (found.as_dict() if found else {})))
     else:
         typer.echo(memory_table(breakdown, unit=unit, pp=run.pp))
         _compare(peak, found, unit)
@@ -169,7 +169,7 @@ def _print_instant(
     judged = found.as_dict() if found else {}
     if at == "all":
         if as_json:
-            typer.echo(json.dumps(timeline.as_dict() | judged, indent=1))
+            typer.echo(json_text(timeline.as_dict() | judged))
             return
         typer.echo(_heading(timeline))
         for instant in timeline.instants:
@@ -182,7 +182,7 @@ def _print_instant(
     if as_json:
         said = {"moment": instant.name, "operator": instant.at, "total": instant.total}
         said |= {"terms": [line.__dict__ for line in lines]} | judged
-        typer.echo(json.dumps(said, indent=1))
+        typer.echo(json_text(said))
         return
     typer.echo(_heading(timeline))
     typer.echo(f"{'at ' + instant.name:<32}{unit:>20}{'share':>9}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lablib.calc.errors import json_text
 
 if TYPE_CHECKING:
     from lablib.calc.runs import HeldMemory, MemoryHistory
@@ -38,7 +39,7 @@ def memory_snapshot(
     if as_json:
         found = {"device": history.device, "events": len(history.events), "missing": history.missing}
         found |= {"instant": held.events, "requested": held.requested, "reserved": held.reserved}
-        typer.echo(json.dumps(found | {"rounding": held.rounded - held.requested, "groups": groups}, indent=1))
+        typer.echo(json_text(found | {"rounding": held.rounded - held.requested, "groups": groups}))
         return
     rows = [
         ("requested by the program", held.requested, " "),

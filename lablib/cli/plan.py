@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lablib.calc.errors import json_text
 from lablib.cli.memory import Reserve
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def plan(
             typer.echo(what, err=True)
         typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
-        typer.echo(json.dumps(plan_dict(result, top=top, why=plan_reasons(result)), indent=1))
+        typer.echo(json_text(plan_dict(result, top=top, why=plan_reasons(result))))
     else:
         typer.echo(plan_table(result, top=top, why=plan_reasons(result) if why else []))
 

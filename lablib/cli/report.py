@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from lablib.calc.errors import json_text
 
 NOTES = (
     "A step's time is that of its slowest rank. Steps of the warm-up do not count; the rest give a median and quartiles.",
@@ -30,7 +31,7 @@ def report(
 
     folder = folder or _newest()
     if as_json:
-        typer.echo(json.dumps(report_rows(folder), indent=1))
+        typer.echo(json_text(report_rows(folder)))
         return
     target = build_report(folder)
     for line in summary(report_rows(folder)):
@@ -48,7 +49,7 @@ def compare(
 
     table, changed = compare_reports(a, b), report_differences(a, b)
     if as_json:
-        typer.echo(json.dumps({"runs": table, "differences": changed}, indent=1))
+        typer.echo(json_text({"runs": table, "differences": changed}))
         return
     typer.echo(f"{'':<18}{'A ms':>10}{'B ms':>10}{'B/A':>8}")
     for row in table:
@@ -197,7 +198,7 @@ def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
     first = found[0]
     where = first["machine"]
     versions = (f"{name} {where[name]}" for name in ("python", "torch", "cuda", "nccl", "driver") if where.get(name))
-    config = first["facts"].get("config", {})
+    config = first["facts"].get("config") or {}
     commands = dict.fromkeys(record["command"] for record in found)
     return {
         "machine": "; ".join(dict.fromkeys(where_of(record) for record in found)),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lablib.calc.errors import json_text
 
 if TYPE_CHECKING:
     from lablib.calc.schedules import Timeline
@@ -52,7 +53,7 @@ def schedule_text(
     if form == "csv":
         return to_csv(made)
     timeline = simulate(made, **times)
-    return json.dumps(_as_dict(timeline, times), indent=1) if form == "json" else _as_text(timeline, times)
+    return json_text(_as_dict(timeline, times)) if form == "json" else _as_text(timeline, times)
 
 
 def _as_dict(timeline: Timeline, times: dict[str, float | None]) -> dict[str, object]:

@@ -19,10 +19,11 @@ out too.
 
 from __future__ import annotations
 
+from lablib.calc.errors import shown
 from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.details import read_details
 from lablib.calc.models.hf_families import BY_TYPE, GEMMA3_TEXT, TYPE_OF, UNREAD
-from lablib.calc.models.hf_fields import Fields, load, shown
+from lablib.calc.models.hf_fields import Fields, load
 
 #: Heads that are not a language model's, by the end of their class's name.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")

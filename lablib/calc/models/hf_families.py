@@ -7,7 +7,8 @@ Source: transformers 5, models/*/configuration_*.py and modeling_*.py.
 
 from __future__ import annotations
 
-from lablib.calc.models.hf_fields import MOST_LAYERS, REQUIRED, Fields, shown
+from lablib.calc.errors import shown
+from lablib.calc.models.hf_fields import MOST_LAYERS, REQUIRED, Fields
 
 
 def _gpt2(f: Fields) -> dict:

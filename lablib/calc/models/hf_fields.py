@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
+
+from lablib.calc.errors import read_json, shown
 
 #: A default that says: the field must be there.
 REQUIRED = object()
@@ -88,26 +89,16 @@ class Fields:
             raise self.error(name, f"is {value} and more than {of}={size}")
 
 
-def shown(value: object) -> str:
-    """Return a value as Python writes it, cut short."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def load(source: object) -> dict:
     """Return the fields of a file."""
     if not isinstance(source, str | PathLike):
         raise ValueError(f"{type(source).__name__} is neither a dictionary nor the path of a config.json")
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
     try:
-        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+        path = path / "config.json" if path.is_dir() else path
+        fields = read_json(path)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except RecursionError:
-        raise ValueError(f"{path} is not a config.json: it is nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"cannot read {shown(str(path))}: {error.strerror}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds a {type(fields).__name__} and not a dictionary of fields")
     return fields

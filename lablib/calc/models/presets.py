@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 
+from lablib.calc.errors import shown
 from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.details import DETAILS
 
@@ -210,7 +211,7 @@ def preset(name: str) -> ModelConfig:
     """Return a published model by name, for example "llama-3-8b"; ValueError suggests close names."""
     if name not in PRESETS:
         close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
-        raise ValueError(f"unknown model {name!r}; did you mean {', '.join(close)}?")
+        raise ValueError(f"unknown model {shown(name)}; did you mean {', '.join(close)}?")
     return ModelConfig(name=name, **PRESETS[name], **DETAILS.get(name, {}))
 
 

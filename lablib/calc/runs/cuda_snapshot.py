@@ -19,8 +19,9 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn
+
+from lablib.calc.errors import read_bounded, shown
 
 #: Every block is a multiple of this.
 ROUNDING = 512
@@ -31,6 +32,10 @@ _LIBRARY = ("-packages/torch/", "<frozen ", "<string>", "<eval_with_key>")
 _HOW = 'make one with torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 #: What a block can be. PyTorch's documentation calls the second one "active_awaiting_free".
 _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "inactive")
+#: A file may refer to one list many times: four kB can say 200 million frames. What PyTorch writes of a million events
+#: with 60 frames each is below these, and they are walked through in some ten seconds.
+_MOST = {"events and blocks": 10**7, "frames": 10**8}
+_MOST_DEVICES, _LARGEST = 1024, 2**30
 #: What an event changes of `reserved`.
 _RESERVE = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -215,7 +220,7 @@ def load_snapshot(path: str | PathLike) -> dict[str, Any]:
         ValueError: If the file is no pickle, is cut off, holds code, or is not a snapshot.
         OSError: If it cannot be read.
     """
-    content = Path(path).read_bytes()
+    content = read_bounded(path, _LARGEST)
     try:
         return checked(_PlainUnpickler(io.BytesIO(content)).load())
     except Exception as error:  # a damaged pickle may fail with nearly every kind of error
@@ -228,35 +233,52 @@ def checked(found: Any) -> dict[str, Any]:
     `torch.cuda.memory_snapshot()` has the segments alone.
     """
     found = {"segments": found} if isinstance(found, list) else found
+    count = dict.fromkeys(_MOST, 0)
+
+    def entries(holder: Mapping[str, Any], name: str, kind: str) -> Sequence[Any]:
+        """Return a list of the snapshot, and count it each time that it is referred to."""
+        listed = holder[name]
+        if not isinstance(listed, list | tuple):
+            raise ValueError(f"{name!r} is no list")
+        count[kind] += len(listed)
+        if count[kind] > _MOST[kind]:
+            raise ValueError(f"it has more than {_MOST[kind]:,} {kind}")
+        return listed
+
+    known: dict[int, Any] = {}  # stacks by id: PyTorch writes one that many events share once
+
+    def check_frames(holder: Mapping[str, Any]) -> None:
+        if "frames" in holder and id(frames := entries(holder, "frames", "frames")) not in known:
+            known[id(frames)] = frames
+            for frame in frames:
+                frame.get("filename")
+
     try:
         found = {"device_traces": [], **found}
-        for segment in found["segments"]:
+        for segment in entries(found, "segments", "events and blocks"):
             _numbers(segment, "address", "total_size")
-            for block in segment["blocks"]:
-                _numbers(block, "size")
-                _frames(block)
+            if "device" in segment:
+                _numbers(segment, "device", most=_MOST_DEVICES)
+            for block in entries(segment, "blocks", "events and blocks"):
+                _numbers(block, "size", *(["requested_size"] if "requested_size" in block else []))
+                check_frames(block)
                 if block["state"] not in _STATES:
-                    raise ValueError(f"a block has state {block['state']!r}")
-        for event in (event for trace in found["device_traces"] for event in trace):
-            if event["action"].startswith(("alloc", "free_", "segment_")):
-                _numbers(event, "addr", "size")
-            elif event["action"] == "oom":
-                _numbers(event, "size")
-            _frames(event)
+                    raise ValueError(f"a block has state {shown(block['state'])}")
+        for number in range(len(entries(found, "device_traces", "events and blocks"))):
+            for event in entries(found["device_traces"], number, "events and blocks"):
+                needed = {"addr", "size"} if event["action"].startswith(("alloc", "free_", "segment_")) else set()
+                needed |= {"size"} if event["action"] == "oom" else set()
+                _numbers(event, *sorted(needed | ({"addr", "size"} & event.keys())))
+                check_frames(event)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"this is not a memory snapshot: {type(error).__name__}: {error}") from None
     return found
 
 
-def _numbers(found: Mapping[str, Any], *names: str) -> None:
+def _numbers(found: Mapping[str, Any], *names: str, most: int = 2**64) -> None:
     for name in names:
-        if type(found[name]) is not int:
-            raise TypeError(f"{name!r} is no whole number")
-
-
-def _frames(found: Mapping[str, Any]) -> None:
-    for frame in found.get("frames", ()):
-        frame.get("filename")
+        if type(found[name]) is not int or not 0 <= found[name] < most:
+            raise ValueError(f"{name!r} is {shown(found[name])}, and no whole number from 0 to {most - 1:,}")
 
 
 def _sums(pairs: Any) -> dict[str, int]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib import __version__
+from lablib.calc.errors import parse_json, read_bounded
 from lablib.launch.records import (
     experiments_dir,
     git_commit,
@@ -52,17 +53,20 @@ def runs_dir() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file."""
+    """Return the content of a JSON file of ours: a dictionary."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_bounded(path))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): delete it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (it is no dictionary): delete it")
+    return content
 
 
 def read_job(path: Path) -> dict[str, Any]:
     """Return the content of a job.json."""
     content = read_json(path)
-    if not isinstance(content, dict) or not content.keys() >= _FIELDS:
+    if not content.keys() >= _FIELDS:
         raise ValueError(f"{path} is damaged (it is no description of a job): delete it")
     return content
 
@@ -268,7 +272,7 @@ def lab_key(path: Path, parameters: Mapping[str, Any], on: Mapping[str, Any], *,
 
     Prose and outputs play no part; the code of the cells does.
     """
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = read_json(path)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     parts = [path.stem, code, dict(parameters), dict(on), versions(), __version__, record]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

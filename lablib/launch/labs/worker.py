@@ -1,6 +1,6 @@
 """The process that runs a queue of labs, in a session of its own, so that it survives its terminal; and their archive.
 
-`python -m lablib.launch.labs.worker QUEUE` runs one job after the other, each in a process of its own, and stops
+`python -m lablib.launch.labs QUEUE` runs one job after the other, each in a process of its own, and stops
 everything when the budget is used up. Whatever a lab started and left behind is ended with it.
 
 `pack_results` writes the archive to take home from a rented machine: experiments and records, without checkpoints.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ import psutil
 
 from lablib.launch.labs.labs import only_queue, read_json, refuse, update
 from lablib.launch.ranks import explain
-from lablib.launch.records import FOLDER_SWITCH, RECORD_SWITCH, experiments_dir, repository_root, this_machine, utc_now
+from lablib.launch.records import (
+    FOLDER_SWITCH,
+    RECORD_SWITCH,
+    experiments_dir,
+    read_record,
+    repository_root,
+    this_machine,
+    utc_now,
+)
 
 #: What is larger stays behind, and is named in the archive: weights, not results.
 LARGEST = 20 * 10**6
@@ -48,7 +56,7 @@ def start_worker(queue: Path) -> int:
     """
     with queue.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lablib.launch.labs.worker", str(queue)],
+            [sys.executable, "-m", "lablib.launch.labs", str(queue)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -72,8 +80,10 @@ def main() -> int:
         refuse(queue)
         _say("labs are already running here; follow them with: rung labs follow")
         return 2
-    except OSError as error:  # a full disk: what the labs have kept so far is complete
+    except (OSError, ValueError) as error:  # a full disk, a damaged job: what the labs have kept so far is complete
         _say(f"stopped: {explain(str(error)) or error}")
+        with suppress(OSError, ValueError):
+            update(queue, state="stopped", reason=str(error), ended=utc_now())
         return 1
 
 
@@ -100,7 +110,10 @@ def _run(queue: Path) -> int:
         # Nothing more may stop what is left to do: the state, and the archive that was asked for.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if content["pack"]:
-        _say(f"packed: {pack_results()}")
+        try:
+            _say(f"packed: {pack_results()}")
+        except (OSError, ValueError) as error:
+            _say(f"not packed: {error}; try again: rung labs pack")
     found = [read_json(job)["status"] for job in jobs]
     left = [read_json(job)["lab"] for job in jobs if read_json(job)["status"] != "done"]
     _say(f"{found.count('done')} of {len(jobs)} labs are done" + (f"; left: {', '.join(left)}" if left else ""))
@@ -183,7 +196,7 @@ def pack_results(target: Path | None = None) -> Path:
     """Write one archive with everything that was measured here, by default beside it; return its path.
 
     LEFT_OUT.txt in it names what was too large. Records of other machines are not in it: at home they are there, and
-    perhaps newer.
+    perhaps newer. A damaged record may be of this machine: it is packed under a name that replaces none at home.
     """
     source = experiments_dir()
     records = repository_root() / "labs" / "recorded"
@@ -200,10 +213,15 @@ def pack_results(target: Path | None = None) -> Path:
             for path in taken:
                 archive.add(path, Path("distributed-experiments") / path.relative_to(source))
             for path in sorted(records.glob("*.json")):
-                where = json.loads(path.read_text(encoding="utf-8"))["machine"]
+                name = path.name
+                try:
+                    where = read_record(path).machine
+                except (OSError, ValueError) as error:
+                    name += ".damaged"
+                    _say(f"{error}; packed as {name}")
                 # A lab may have seen some of the GPUs, or none.
-                if where["cpu"] == here["cpu"] and set(where["gpus"]) <= set(here["gpus"]):
-                    archive.add(path, Path("labs", "recorded", path.name))
+                if name != path.name or (where["cpu"] == here["cpu"] and set(where["gpus"]) <= set(here["gpus"])):
+                    archive.add(path, Path("labs", "recorded", name))
             text = "".join(f"{path.stat().st_size}\t{path.relative_to(source)}\n" for path in left).encode()
             entry = tarfile.TarInfo("distributed-experiments/LEFT_OUT.txt")
             entry.size = len(text)
@@ -225,7 +243,3 @@ def _files(source: Path) -> Iterator[Path]:
 
 def _is_left_out(path: Path) -> bool:
     return path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Predictions, measurements and logs on disk, each with the machine that they come from.
 
     experiments     predictions that are locked before a run, and records of runs
+    fields          what the fields of a record may be
     samples         samples kept one by one, measured on a GPU or replayed
     logs            one file of JSON lines a rank
     machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
@@ -15,12 +16,14 @@ from lablib.launch.records.experiments import (
     Record,
     experiments_dir,
     git_commit,
+    read_record,
     recorded,
     repository_root,
     run_or_replay,
     utc_now,
     write_json,
 )
+from lablib.launch.records.fields import FLOAT, NUMBER, POSITIVE, TEXT, WHOLE, check_fields
 from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read_logs
 from lablib.launch.records.machine import (
     all_reduce_rates,
@@ -46,14 +49,20 @@ from lablib.launch.records.samples import (
 )
 
 __all__ = [
+    "FLOAT",
     "FOLDER_SWITCH",
+    "NUMBER",
+    "POSITIVE",
     "RECORD_SWITCH",
+    "TEXT",
+    "WHOLE",
     "JsonLines",
     "Kept",
     "Predictions",
     "RankLog",
     "Record",
     "all_reduce_rates",
+    "check_fields",
     "compile_seconds",
     "coverage",
     "disk_rate",
@@ -69,6 +78,7 @@ __all__ = [
     "nvidia_smi",
     "read_json_lines",
     "read_logs",
+    "read_record",
     "recorded",
     "recorded_counts",
     "recorded_on_gpus",

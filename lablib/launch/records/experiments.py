@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lablib import __version__
+from lablib.calc.errors import read_json, shown
+from lablib.launch.records.fields import TEXT, WHOLE, check_fields
 from lablib.launch.records.machine import gpu_topology, machine_label, this_machine
 
 #: The runner sets this variable; without it nothing is ever written to `labs/recorded/`.
@@ -162,10 +164,25 @@ class Record:
         return machine_label(self.machine, self.samples)
 
 
+_RECORD = dict.fromkeys(("name", "command", "commit", "date", "lablib"), TEXT) | {
+    "samples": [{}],
+    "machine": {"cpu": TEXT, "cpus": WHOLE, "gpus": [TEXT], "torch": TEXT},
+    "topology?": {},
+}
+
+
+def read_record(path: Path) -> Record:
+    """Return the record in a file, or raise a ValueError that names the file and what is wrong with it."""
+    content = check_fields(read_json(path), _RECORD, path)
+    if unknown := content.keys() - {each.name for each in fields(Record)}:
+        raise ValueError(f"{path}: {shown(min(unknown))} is no field of a record")
+    return Record(**content)
+
+
 def recorded(name: str) -> Record | None:
     """Load a committed record, or None where nobody has recorded one yet."""
     path = repository_root() / "labs" / "recorded" / f"{name}.json"
-    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return read_record(path) if path.exists() else None
 
 
 def save_record(name: str, samples: list[dict[str, Any]], command: str, *, device: str = "cpu") -> Record:

@@ -20,7 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lablib.calc.errors import parse_json, read_bounded
 from lablib.launch.ranks import own_rank
+
+_LARGEST = 2**30  # bytes; a line of metrics has some 500
 
 
 class JsonLines:
@@ -53,9 +56,9 @@ class JsonLines:
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a file, without any that was left torn."""
     lines = []
-    for line in Path(path).read_bytes().split(b"\n"):
+    for line in read_bounded(path, _LARGEST).split(b"\n"):
         try:
-            content = json.loads(line)
+            content = parse_json(line)
         except ValueError:
             continue
         if isinstance(content, dict):

@@ -23,11 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lablib.calc.errors import read_json
 from lablib.launch.records.experiments import (
     FOLDER_SWITCH,
     RECORD_SWITCH,
     Record,
     git_commit,
+    read_record,
     recorded,
     repository_root,
     save_record,
@@ -57,7 +59,7 @@ class Kept:
         text = json.dumps(case, sort_keys=True)
         path = self._folder / "samples" / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
         if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = read_json(path)
             print(f"kept from {kept['date']}: {text}")
             return kept["sample"]
         sample = {**case, **measure()}
@@ -84,7 +86,7 @@ def recorded_counts(name: str) -> list[int]:
 def recorded_on_gpus() -> list[str]:
     """Return the names of all records that were made on GPUs; none means that no line of the GPU path ever ran."""
     files = sorted((repository_root() / "labs" / "recorded").glob("*.json"))
-    return [path.stem for path in files if json.loads(path.read_text(encoding="utf-8"))["machine"]["gpus"]]
+    return [path.stem for path in files if read_record(path).machine["gpus"]]
 
 
 def gpu_samples(name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus: int | None = None) -> Record | None:

@@ -20,7 +20,7 @@ waiting. Lines with `communication_seconds`, from a profiler, are believed inste
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shlex
 import shutil
@@ -34,9 +34,15 @@ from typing import Any, Literal
 
 from lablib import __version__
 from lablib.calc.communication import speedup
+from lablib.calc.errors import read_json, shown
 from lablib.calc.runs import ScalingLoss, scaling_loss, spread
-from lablib.launch.labs import read_json
 from lablib.launch.records import (
+    FLOAT,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    WHOLE,
+    check_fields,
     experiments_dir,
     git_commit,
     gpu_topology,
@@ -97,7 +103,7 @@ class ScalingReport:
         if wrong := {k: v for k, v in (yours or {}).items() if k not in PREDICTED or not v > 0}:
             raise ValueError(f"yours={wrong} must be above 0 and one of {', '.join(PREDICTED)}")
         facts = Path(run) / "run.json"
-        known = read_json(facts) if facts.exists() else {}
+        known = check_fields(read_json(facts), {"machine?": _RECORD["machine"]}, facts) if facts.exists() else {}
         here = known.get("machine") or this_machine()
         keep_metrics(run, self.folder / "metrics" / f"{scaling}-{ranks}")
         return write_json(
@@ -153,25 +159,42 @@ def scaling_records(folder: str | Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda record: (KINDS.index(record["scaling"]), record["ranks"]))
 
 
+_STEP = {"seconds": POSITIVE, "tokens_per_second": NUMBER, "loss?": FLOAT} | dict.fromkeys(
+    ("mfu?", "memory_bytes?", "data_seconds?", "communication_seconds?"), NUMBER
+)
+_RECORD = dict.fromkeys(("report", "scaling", "commit", "date", "command"), TEXT) | {
+    "ranks": WHOLE,
+    "warm_up": WHOLE,
+    "predicted?": {"step?": POSITIVE, "memory_bytes?": NUMBER, "links?": TEXT, "step_error?": TEXT},
+    "yours?": dict.fromkeys((f"{name}?" for name in PREDICTED), POSITIVE),
+    "samples": [[_STEP]],
+    "facts": {"device?": TEXT, "params?": NUMBER, "config?": {}},
+    "machine": {"cpu": TEXT, "cpus": WHOLE, "gpus": [TEXT]},
+}
+
+
 def _record(path: Path) -> dict[str, Any]:
-    try:
-        record = read_json(path)
-    except ValueError:
-        record = {}
-    if not isinstance(record, dict) or not {"scaling", "ranks", "samples", "machine"} <= record.keys():
-        raise ValueError(f"{path} is no record of a scaling report: delete it, and add the run again")
+    """Return a record whose fields are what the rest of this module takes them for."""
+    record = {"predicted": None, "yours": None} | check_fields(read_json(path), _RECORD, path)
+    ranks, steps = len(record["samples"]), min(map(len, record["samples"]), default=0)
+    if record["scaling"] not in KINDS:
+        raise ValueError(f"{path}: scaling is {shown(record['scaling'])} and must be one of {', '.join(KINDS)}")
+    if record["ranks"] != ranks or (ranks == 1) != (record["scaling"] == "one"):
+        raise ValueError(f"{path}: ranks is {record['ranks']}, with samples of {ranks} and scaling {record['scaling']}")
+    if steps <= record["warm_up"]:
+        raise ValueError(f"{path}: samples has {steps} steps of a rank, and warm_up={record['warm_up']} leaves none")
     return record
 
 
 def on_gpus(record: Mapping[str, Any]) -> bool:
     """Say whether every rank of a run had a GPU of its own; CPU ranks on a machine with GPUs had none."""
-    device = record.get("facts", {}).get("device", "cpu")
+    device = record["facts"].get("device") or "cpu"
     return device.startswith("cuda") and record["ranks"] <= len(record["machine"]["gpus"])
 
 
 def where_of(record: Mapping[str, Any]) -> str:
     """Return in one line what a run was made on."""
-    on_cpu = record.get("facts", {}).get("device") == "cpu"
+    on_cpu = record["facts"].get("device") == "cpu"
     return machine_label(record["machine"] | ({"gpus": []} if on_cpu else {}), [record])
 
 
@@ -183,12 +206,12 @@ def gpu_report(experiments: Path | None = None) -> Path | None:
     found = []
     for path in (experiments or experiments_dir()).glob("*/runs/*-*.json"):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            real = record["ranks"] >= 2 and on_gpus(record) and record["facts"]["params"] >= REAL_PARAMS
-            if real and record["scaling"] == "strong" and path.with_name("one-1.json").exists():
-                found.append((record["date"], path.parent.parent))
-        except (AttributeError, ValueError, KeyError, TypeError):
+            record = _record(path)
+        except ValueError:
             continue  # a queue of the labs, or a torn file
+        real = record["ranks"] >= 2 and on_gpus(record) and (record["facts"].get("params") or 0) >= REAL_PARAMS
+        if real and record["scaling"] == "strong" and path.with_name("one-1.json").exists():
+            found.append((record["date"], path.parent.parent))
     return max(found)[1] if found else None
 
 
@@ -251,11 +274,13 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _apart(one: Mapping[str, Any], record: Mapping[str, Any]) -> float | None:
-    """The largest difference of the losses of two runs on the same samples, or None where a step has other targets."""
+    """The largest difference of the losses of two runs on the same samples; None where a step has other targets or none."""
     pairs = list(zip(one["samples"][0], record["samples"][0], strict=False))
-    if any(a.get("targets") != b.get("targets") for a, b in pairs):
+    losses = [(a.get("loss"), b.get("loss")) for a, b in pairs]
+    if any(a.get("targets") != b.get("targets") for a, b in pairs) or any(None in pair for pair in losses):
         return None
-    return max(abs(a["loss"] - b["loss"]) for a, b in pairs)
+    apart = max(abs(a - b) for a, b in losses)
+    return apart if math.isfinite(apart) else None
 
 
 def _counted(record: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
@@ -275,7 +300,7 @@ def _values(record: Mapping[str, Any], key: str) -> list[float]:
 
 def _phases(line: Mapping[str, Any], compute: float | None) -> dict[str, float]:
     """The phases of one rank's step; without `compute` all that is not data is computation."""
-    data = line.get("data_seconds", 0.0)
+    data = line.get("data_seconds") or 0.0
     # On a GPU the parts come from events and the sum from the host's clock; they differ by microseconds.
     seconds = max(line["seconds"], data)
     rest = seconds - data
