@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from os import PathLike
 
 from lablib.calc.errors import check_flag, check_whole, either, must_divide, one_of
 from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
-from lablib.calc.models import ModelConfig, from_hf, preset
+from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
 from lablib.calc.parallel import WAYS
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES
@@ -348,6 +349,13 @@ class RunConfig:
                 f"{self.model.family!r}, whose matrices have other names than Llama's; use tuning='full', or "
                 "implementation='paper'"
             )
+        if self.tuning != "full" and self.lora_rank > 1:
+            most = largest_lora_rank(self.model, self.lora_targets)
+            if self.lora_rank > most:
+                raise ValueError(
+                    f"lora_rank={self.lora_rank:,} is above the {most:,} of the smaller side of the largest adapted "
+                    f"matrix of {self.model.name}, where B A has its full rank; use at most {most:,}"
+                )
 
     def _check_schedule(self) -> None:
         empty = 0 if self.layers_per_stage is None else self.layers_per_stage.count(0)
@@ -420,6 +428,18 @@ class RunConfig:
 
 #: The settings by name, in order: fields of `RunConfig` but the model.
 SETTINGS = {setting.name: setting for setting in fields(RunConfig) if setting.name != "model"}
+
+
+@lru_cache(maxsize=64)
+def largest_lora_rank(model: ModelConfig, targets: str) -> int:
+    """Return the smaller side of the adapted matrix that has the largest: no adapter of a higher rank says more."""
+    adapted = [
+        tensor
+        for layer in {0, model.num_layers - 1}
+        for tensor in layer_tensors(model, layer)
+        if tensor.is_adapted and targets in ("all", tensor.component)
+    ]
+    return max(min(tensor.outputs, tensor.inputs) for tensor in adapted)
 
 
 def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: object) -> RunConfig:
