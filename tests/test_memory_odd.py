@@ -39,7 +39,7 @@ def rung(*args: str) -> tuple[int, str, str]:
         ({"micro_batch": True}, "micro_batch=True must be a whole number"),
         ({"dp": None}, "dp=None must be a whole number"),
         ({"seq": "64"}, "seq='64' must be a whole number"),
-        ({"seq": 10**30}, "seq=1,000,.* is more than anybody has: use at most 1,099,511,627,776"),
+        ({"seq": 10**30}, "seq=1,000,.* is more than anybody has: use at most 1,073,741,824"),
         ({"dropout": "0.1"}, "dropout='0.1' must be at least 0"),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes' must be True or False"),
         ({"gradient_as_bucket_view": 1}, "gradient_as_bucket_view=1 must be True or False"),

@@ -171,6 +171,8 @@ def link_rate(name: str, value: str | float) -> float:
         raise ValueError(f"{name}={value!r} must be above 0 bytes per second")
     if rate > FASTEST:
         raise ValueError(f"{name}={value!r} is more than 1 PB/s, and no link is so fast: give bytes per second")
+    if rate < 1:
+        raise ValueError(f"{name}={value!r} is less than 1 B/s, and no link is so slow: give bytes per second")
     return float(rate)
 
 

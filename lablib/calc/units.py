@@ -12,6 +12,11 @@ from __future__ import annotations
 
 import re
 
+from lablib.calc.errors import shown
+
+#: Of a number before its unit: what is smaller or larger is a slip, and its products are infinite.
+SMALLEST, LARGEST = 1e-12, 1e30
+
 KB, MB, GB, TB, PB = 10**3, 10**6, 10**9, 10**12, 10**15
 KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
@@ -69,7 +74,7 @@ def parse_bytes(text: str | float) -> int:
         hint = (
             "a small b is a bit, and memory is in bytes" if unit.endswith("b") else "GB is 1e9 and GiB is 2**30 bytes"
         )
-        raise ValueError(f"{text!r} has no unit of bytes: use {', '.join(BYTE_UNITS)} ({hint})")
+        raise ValueError(f"{shown(text)} has no unit of bytes: use {', '.join(BYTE_UNITS)} ({hint})")
     return round(value * BYTE_UNITS.get(unit, 1))
 
 
@@ -81,11 +86,11 @@ def parse_count(text: str | float) -> int:
     """
     value, unit = _split(text, "a count", "7B")
     if unit not in COUNT_UNITS:
-        raise ValueError(f"{text!r} is not a count: after the number use K, M, B, T or nothing")
+        raise ValueError(f"{shown(text)} is not a count: after the number use K, M, B, T or nothing")
     count = value * COUNT_UNITS[unit]
     # "15.6T" is 15.6 times 1e12 in floating point: accept its rounding, and no real fraction.
     if abs(count - round(count)) > 1e-9 * max(1.0, count):
-        raise ValueError(f"{text!r} is not a whole number")
+        raise ValueError(f"{shown(text)} is not a whole number")
     return round(count)
 
 
@@ -102,7 +107,7 @@ def parse_bandwidth(text: str | float) -> float:
         return value * BYTE_UNITS[unit[:-2]]
     match = re.fullmatch(r"([kMGT]?)(?:b/s|bit/s|bps)", unit)
     if not match:
-        raise ValueError(f"{text!r} has no unit of bandwidth: write it like '450 GB/s' or, in bits, '400 Gb/s'")
+        raise ValueError(f"{shown(text)} has no unit of bandwidth: write it like '450 GB/s' or, in bits, '400 Gb/s'")
     return value * SI_PREFIXES[match[1]] / 8
 
 
@@ -132,10 +137,12 @@ def _split(text: str | float, what: str, example: str) -> tuple[float, str]:
     else:
         match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
         if not match:
-            raise ValueError(f"{text!r} is not {what}: write it like {example!r}")
+            raise ValueError(f"{shown(text)} is not {what}: write it like {example!r}")
         value, unit = float(match[1].replace(",", "").replace("_", "")), match[2]
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{text!r} must not be negative or infinite")
+        raise ValueError(f"{shown(text)} must not be negative or infinite")
+    if value and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{shown(text)} is out of bounds: a number is 0, or from {SMALLEST:g} to {LARGEST:g}")
     return value, unit
 
 

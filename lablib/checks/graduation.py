@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from lablib.calc.errors import read_json
 from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks.judging import Verdict
 from lablib.launch.runs import gpu_report
@@ -201,7 +202,7 @@ def judge(notebook: Path, rung: str, name: str) -> Verdict:
 def answer_source(notebook: str | Path, name: str) -> str | None:
     """Return a program that defines a function as a notebook's last definition does, or None if there is none."""
     try:
-        cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
+        cells = read_json(notebook)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from os import PathLike
 
-from lablib.calc.errors import check_flag, check_whole, either, must_divide, one_of
+from lablib.calc.errors import LARGEST, check_flag, check_whole, either, must_divide, one_of
 from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
 from lablib.calc.parallel import WAYS
@@ -23,14 +23,15 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("fused", "plain")
 SHARDINGS = ("flat", "fsdp2", "per-tensor")
 MOST_LAYERS = 100_000  # as of a config.json
+LONGEST = 2**30  # tokens of a sequence; the longest of a published model is below 2**27
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 
 
 def _about(
-    text: str, *, choices: tuple[str, ...] = (), least: int | None = None, flag: bool = False
+    text: str, *, choices: tuple[str, ...] = (), least: int | None = None, most: int = LARGEST, flag: bool = False
 ) -> dict[str, object]:
     """Return the metadata of a setting: its help and its range."""
-    return {"help": text, "choices": choices, "least": least, "flag": flag}
+    return {"help": text, "choices": choices, "least": least, "most": most, "flag": flag}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,9 @@ class RunConfig:
     micro_batch: int = field(default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1))
     seq: int = field(
         default=None,
-        metadata=_about("Tokens in a sequence, before cp divides it; default: the model's longest.", least=1),
+        metadata=_about(
+            "Tokens in a sequence, before cp divides it; default: the model's longest.", least=1, most=LONGEST
+        ),
     )
     dp: int = field(default=1, metadata=_about("Data-parallel replicas.", least=1))
     zero: int = field(
@@ -218,7 +221,7 @@ class RunConfig:
             elif allowed["flag"]:
                 check_flag(name, value)
             elif allowed["least"] is not None and (value is not None or setting.default is not None):
-                check_whole(name, value, allowed["least"])
+                check_whole(name, value, allowed["least"], allowed["most"])
         if self.model.num_layers > MOST_LAYERS:
             raise ValueError(
                 f"num_layers={self.model.num_layers:,} of {self.model.name} is more than anybody has: "

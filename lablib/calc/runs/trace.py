@@ -16,12 +16,14 @@ An operator that calls others contains them, so times are lengths of unions, nev
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lablib.calc.errors import read_json
+
+_LARGEST = 2**31  # bytes; a trace of a few steps has hundreds of MB
 KINDS = ("compute", "communication", "launch", "annotation")
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
 _MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
@@ -74,7 +76,7 @@ def parse_trace(source: str | Path | dict[str, Any], rank: int | None = None) ->
     Raises:
         ValueError: If it is no such trace, or does not say its rank and none is given.
     """
-    content = source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
+    content = source if isinstance(source, dict) else read_json(source, _LARGEST)
     if not isinstance(content, dict) or "traceEvents" not in content:
         raise ValueError("no chrome trace: it has no traceEvents; write it with export_chrome_trace")
     own = content.get("distributedInfo", {}).get("rank")

@@ -26,6 +26,8 @@ from lablib.calc.schedules.text import cell, table
 from lablib.calc.schedules.validation import execution_order
 
 Times = float | Sequence[float]
+#: Of a time, in any unit: sums and ratios of all of them stay finite.
+SHORTEST, LONGEST = 1e-30, 1e30
 
 
 class Event(NamedTuple):
@@ -245,6 +247,8 @@ def _checked(name: str, value: Times, count: int, what: str) -> list[float]:
         raise ValueError(f"{name} has {len(times)} times, not {count}; give a number, or one for each {what}")
     if not all(isinstance(time, Real) and 0 <= time < float("inf") for time in times):
         raise ValueError(f"{name}={value} must be 0 or more")
+    if any(time and not SHORTEST <= time <= LONGEST for time in times):
+        raise ValueError(f"{name}={value} is out of bounds: a time is 0, or from {SHORTEST:g} to {LONGEST:g}")
     return times
 
 

@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from lablib.calc.errors import read_json
 from lablib.launch.fsdp.wrapping import tied_parameters
 from lablib.launch.ranks import agree, count_ranks, from_rank_0, own_group, own_rank, readable
 from lablib.launch.records import write_json
@@ -281,7 +282,7 @@ def read_info(path: str | Path) -> dict[str, Any]:
         use = f"; did you mean {newest}?" if newest else ""
         raise ValueError(f"{path} is no complete checkpoint: it has no {INFO}{use}")
     try:
-        info = json.loads((path / INFO).read_text(encoding="utf-8"))
+        info = read_json(path / INFO)
         files = info["files"].items()
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged(path, f"{INFO} cannot be read") from None

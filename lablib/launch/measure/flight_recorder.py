@@ -25,8 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lablib.calc.errors import read_bounded
 from lablib.launch.ranks import run_ranks
 
+_LARGEST = 2**30  # bytes
 PREFIX = "nccl_trace_rank_"  # PyTorch's own, so that `torchfrtrace` reads what `dump` writes
 
 
@@ -128,7 +130,7 @@ class _Plain(pickle.Unpickler):
 
 def _calls(file: Path) -> list[Call]:
     try:
-        content = _Plain(io.BytesIO(file.read_bytes())).load()
+        content = _Plain(io.BytesIO(read_bounded(file, _LARGEST))).load()
         entries = content["entries"]
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is no dump of the flight recorder: {error}") from None

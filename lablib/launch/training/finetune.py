@@ -16,7 +16,6 @@ the full model. `tiny_qwen2` and `addition_examples` are a model and a dataset t
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lablib.calc.errors import parse_json, read_bounded, read_json
 from lablib.calc.flops import skipped_by_early_stop, step_flops
 from lablib.calc.models import ModelConfig, from_hf
 from lablib.launch.fsdp import own_rows, tied_parameters, write_safetensors_file
@@ -37,6 +37,7 @@ from lablib.launch.training.data import IGNORE_INDEX, Task, TaskFlops
 from lablib.launch.training.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.toys.text import VOCAB
 
+_LARGEST = 2**30  # bytes of a file of examples
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -59,15 +60,15 @@ def encode(prompt: str, answer: str, tokenizer: Any = None, *, end: int = 0) -> 
 def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
     """Return the examples of a file with one JSON object a line, {"prompt": ..., "answer": ...}."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bounded(path, _LARGEST).decode().splitlines()
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     examples = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
             examples.append(encode(fields["prompt"], fields["answer"], tokenizer))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
@@ -258,7 +259,7 @@ def _files(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
     if (folder / _INDEX).is_file():
-        content = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        content = read_json(folder / _INDEX)
         return {name: folder / file for name, file in content["weight_map"].items()}
     if not (folder / _SINGLE).is_file():
         raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}: give a folder of safetensors")

@@ -12,7 +12,6 @@ Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lablib.calc.errors import read_json
 from lablib.launch.fsdp import write_safetensors_file
 from lablib.launch.ranks import agree, own_rank
 from lablib.launch.records import write_json
@@ -151,7 +151,7 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if not (folder / _CONFIG).exists():
         raise ValueError(f"{folder} holds no adapters: it has no {_CONFIG}")
-    settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    settings = read_json(folder / _CONFIG)
     tensors = load_file(folder / _WEIGHTS)
     add_lora(model, rank=settings["r"], alpha=settings["lora_alpha"], targets=settings["target_modules"])
     for name, layer in adapters(model):
