@@ -202,6 +202,16 @@ def test_models_lists_every_preset_with_its_count() -> None:
         ([*PLAN, "--schedule", "zb-h1"], "the planner models 1f1b, gpipe, interleaved"),
         ([*PLAN, "--export", "fairscale"], "unknown framework 'fairscale'"),
         ([*PLAN, "--recompute", "some"], "unknown recompute 'some'"),
+        ([*PLAN, "--intra", "1e-300 GB/s"], "intra: '1e-300 GB/s' is out of bounds"),
+        ([*PLAN, "--intra", "1e-10 GB/s"], "is less than 1 B/s, and no link is so slow"),
+        (["memory", "llama-3-8b", "--seq", "999999999999"], "use at most 1,073,741,824"),
+        (["memory", "llama-3-8b", "--at", "x"], "forward of block 13, and 54 others"),
+        (["memory", "llama-3-8b", "--gpu", "h100", "--reserve", "1e308 PB"], "is out of bounds"),
+        (["memory", "/dev/zero"], "/dev/zero is too large to be read: it has more than 64 MiB"),
+        (["memory", "x" * 5000 + "/config.json"], "File name too long"),
+        (["schedule", "1f1b", "--microbatches", "9" * 20], "a schedule has at most 500,000: make m smaller"),
+        (["schedule", "zb-v", "--stages", "1000000000"], "a schedule has at most 500,000: make p smaller"),
+        (["schedule", "interleaved", "--backward", "1e308", "--json"], "backward=1e+308 is out of bounds"),
         (["memory"], "model"),
         (["train"], "train"),
         (["labs", "run", "99"], "99"),
@@ -214,6 +224,22 @@ def test_errors_are_one_sentence_and_exit_2(args: list[str], message: str) -> No
     assert err.startswith("rung: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_grid_that_nobody_reads_is_left_out() -> None:
+    for given in (("--microbatches", "20000"), ("--stages", "500", "--microbatches", "1")):
+        code, out, _ = rung("schedule", "1f1b", *given)
+        assert code == 0
+        assert "(the grid is too long to read and left out; --csv and --json have the actions)" in out
+        assert "makespan" in out
+
+
+def test_an_absurd_rank_of_adapters_changes_nothing_where_none_are_trained() -> None:
+    command = ["fit", "llama-3-8b", "--gpu", "h100", "--seq", "1024", "--json"]
+    code, out, err = rung(*command, "--lora-rank", "1000000000")
+    assert (code, err) == (rung(*command)[0], "")
+    assert "1000000000" not in out  # and no adapters of that rank are proposed
+    assert "is above the 4,096" in rung(*command, "--lora-rank", "1000000000", "--tuning", "lora")[2]
 
 
 def test_rung_alone_prints_its_help() -> None:

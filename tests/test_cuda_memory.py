@@ -469,12 +469,31 @@ SEGMENT = {"address": 0, "total_size": 512, "blocks": [BLOCK]}
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1}]]},
         {"segments": [], "device_traces": [[{"action": "oom"}]]},
         {"segments": [], "device_traces": [[{"action": "x", "frames": [1]}]]},
+        {"segments": [], "device_traces": [[{"action": "snapshot", "size": "x"}]]},
+        {"segments": [SEGMENT | {"device": None}]},
+        {"segments": [SEGMENT | {"device": -1}]},
+        {"segments": [SEGMENT | {"total_size": True}]},
+        {"segments": [SEGMENT | {"blocks": [BLOCK | {"requested_size": "x"}]}]},
+        {"segments": [SEGMENT | {"blocks": [BLOCK | {"size": -(10**40)}]}]},
+        {"segments": [SEGMENT | {"blocks": [BLOCK | {"frames": {"a": 1}}]}]},
     ],
 )
 def test_what_is_no_snapshot_is_said(tmp_path, found) -> None:
     path = tmp_path / "other.pickle"
     path.write_bytes(pickle.dumps(found))
     with pytest.raises(ValueError, match=r"other.pickle cannot be read as a snapshot: [^\n]+make one with"):
+        load_snapshot(path)
+
+
+def test_a_small_file_that_says_many_frames_by_reference_is_refused(tmp_path) -> None:
+    events = [{"action": "snapshot", "frames": [frame("a", 1, "f")] * 1000}] * 1000
+    path = tmp_path / "small.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [events] * 200}))
+    assert path.stat().st_size < 6000
+    with pytest.raises(ValueError, match="it has more than 100,000,000 frames"):
+        load_snapshot(path)
+    path.write_bytes(pickle.dumps({"segments": [SEGMENT | {"blocks": [BLOCK] * 10**5}] * 200}))
+    with pytest.raises(ValueError, match="it has more than 10,000,000 events and blocks"):
         load_snapshot(path)
 
 

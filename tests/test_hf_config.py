@@ -290,6 +290,9 @@ def test_a_byte_order_mark_is_read_and_deep_nesting_is_not(tmp_path) -> None:
     assert "nested too deep" in str(read(path)) or "not JSON" in str(read(path))
     path.write_bytes(b"\xff\xfe\x00")
     assert "is not JSON" in read(path)
+    twice = json.dumps(SMALL["llama"] | {"model_type": "llama"})[:-1] + ', "num_hidden_layers": 1}'
+    path.write_text(twice)
+    assert "'num_hidden_layers' stands there twice" in read(path)
 
 
 @pytest.mark.parametrize(

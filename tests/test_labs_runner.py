@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -243,6 +244,7 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     assert json.loads(next((path.parent / "samples").iterdir()).read_text()) == sample
     assert re.search(r"\[2/2\] 08_other: cell \d failed with AssertionError", third.output)
     assert "1 of 2 labs are done; left: 08_other" in third.output
+    assert "RuntimeWarning" not in third.output
     path, job = _job(house, "07_small")
     assert [attempt["status"] for attempt in job["attempts"]] == ["stopped", "stopped", "done"]
     assert set(job["device"]) == {"cpu", "cpus"}
@@ -370,6 +372,51 @@ def test_an_archive_unpacks_where_reports_and_records_are_looked_for(house, monk
     assert (home / "distributed-experiments" / "x" / "runs" / "one-1.json").exists()
     # What another machine recorded is at home already, and perhaps newer there.
     assert [path.name for path in (home / "labs" / "recorded").iterdir()] == ["11_speed-2gpu.json"]
+
+
+@pytest.mark.parametrize("content", ["", '{"machine"', "[]", '{"machine": {"cpu": 3}}', "[" * 10**5])
+def test_a_damaged_record_is_named_and_packed_beside_the_others(house, capsys, content):
+    (house / "mine").mkdir()
+    (house / "mine" / "a.json").write_text("{}")
+    experiments.save_record("11_speed-2gpu", [{"s": 1.0}], "here")
+    (house / "labs" / "recorded" / "02_torn.json").write_text(content)
+    with tarfile.open(pack.pack_results()) as packed:
+        names = packed.getnames()
+    # At home it replaces no record of that name.
+    assert {name for name in names if "recorded" in name} == {
+        "labs/recorded/11_speed-2gpu.json",
+        "labs/recorded/02_torn.json.damaged",
+    }
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "02_torn.json" in line]
+    assert line.startswith(str(house / "labs" / "recorded" / "02_torn.json"))
+    assert line.endswith("; packed as 02_torn.json.damaged")
+
+
+@pytest.mark.parametrize("error", [ValueError("a record is damaged"), OSError("no room")])
+def test_a_queue_whose_results_cannot_be_packed_ends_and_says_so(house, monkeypatch, capsys, error):
+    def fails():
+        raise error
+
+    queue = lab_jobs.prepare_queue(["7"], pack=True)
+    (job,) = lab_jobs.read_json(queue)["jobs"]
+    lab_jobs.update(Path(job), status="done")
+    monkeypatch.setattr(pack, "pack_results", fails)
+    monkeypatch.setattr(pack.signal, "signal", lambda *_: None)
+    assert pack._run(queue) == 0
+    assert lab_jobs.read_json(queue)["state"] == "finished"
+    assert f"not packed: {error}; try again: rung labs pack" in capsys.readouterr().out
+
+
+def test_a_queue_that_meets_a_damaged_job_stops_and_says_which(house, monkeypatch, capsys):
+    queue = lab_jobs.prepare_queue(["7"])
+    (job,) = lab_jobs.read_json(queue)["jobs"]
+    Path(job).write_text("{")
+    monkeypatch.setattr(pack.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pack.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(sys, "argv", ["worker", str(queue)])
+    assert pack.main() == 1
+    assert lab_jobs.read_json(queue)["state"] == "stopped"
+    assert f"stopped: {job} is damaged" in capsys.readouterr().out
 
 
 def test_records_belong_to_a_number_of_gpus_and_gaps_are_named(house, monkeypatch, capsys):

@@ -578,6 +578,8 @@ def test_gpipe_holds_at_least_as_much_as_1f1b(layout: dict, stage: int) -> None:
         (TINY, {"zero": 4}, "zero=4 does not exist"),
         (TINY, {"zero": -1}, "zero=-1 must be"),
         (TINY, {"lora_rank": 0, "tuning": "lora"}, "lora_rank=0 must be"),
+        ("llama-3-8b", {"lora_rank": 4097, "tuning": "qlora"}, "lora_rank=4,097 is above the 4,096 .* at most 4,096"),
+        ("qwen3-30b-a3b", {"lora_rank": 10**9, "tuning": "lora"}, "lora_rank=1,000,000,000 is above the 2,048"),
         (TINY, {"dropout": 1.0}, "dropout=1.0 must be"),
         (TINY, {"recipe": "bf16"}, "unknown recipe 'bf16'"),
         (TINY, {"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean adamw"),

@@ -1,6 +1,7 @@
 """Scaling: timelines drawn by hand, of which the answer is known; reports that say what their records say."""
 
 import json
+import math
 import random
 import re
 
@@ -257,6 +258,44 @@ def test_the_page_is_drawn_from_the_records_alone_stands_alone_and_follows_the_t
     assert cells[1][:6] == ["2 ranks, weak", "140.0", "140.0 to 140.0", "126.0", "14,286", "1.43"]
     drawn = {"step_times.svg", "every_step.svg", "loss.svg"}
     assert {path.name for path in (report / "figures").iterdir()} == drawn
+
+
+def _paths(found, path=()):
+    yield path
+    items = found.items() if isinstance(found, dict) else enumerate(found[:1]) if isinstance(found, list) else ()
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+ODD = (None, -1, 0, math.nan, math.inf, 1e308, 10**40, "x", "", {}, [], [[[[]]]], {"a": {"b": 1}}, True, 2.5)
+
+
+@pytest.mark.parametrize("name", ["one-1", "strong-2"])
+def test_a_record_of_other_types_is_refused_with_its_name_or_gives_finite_rows(report, name):
+    path = report / "runs" / f"{name}.json"
+    good = json.loads(path.read_text())
+    good["samples"] = [lines[:4] for lines in good["samples"]]
+    for where in list(_paths(good))[1:]:
+        for value in (*ODD, "nothing"):
+            bad = json.loads(json.dumps(good))
+            *outer, last = where
+            inner = bad
+            for key in outer:
+                inner = inner[key]
+            if value == "nothing":
+                del inner[last]
+            else:
+                inner[last] = value
+            path.write_text(json.dumps(bad))
+            try:
+                json.dumps(report_rows(report), allow_nan=False)
+                report_differences(report, report)
+            except ValueError as error:  # and no other error leaves
+                said = str(error)
+            else:
+                said = f"{path} is good enough"
+            assert said.startswith(str(path)), (where, value)
+            assert "\n" not in said
 
 
 def test_two_reports_are_compared_with_what_is_not_the_same(report, tmp_path):

@@ -21,6 +21,18 @@ def test_what_is_no_size_is_refused(text):
         units.parse_bytes(text)
 
 
+@pytest.mark.parametrize("read", [units.parse_bytes, units.parse_count, units.parse_bandwidth])
+def test_numbers_that_nobody_means_are_refused_before_their_products_are_infinite(read):
+    for number in ("1e308", "1e-300"):
+        for unit in (" PB", "T", " GB/s"):
+            with pytest.raises(ValueError, match=r"is out of bounds|has no unit|is not a count") as caught:
+                read(number + unit)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"is not|has no") as caught:
+        read("x" * 5000)
+    assert len(str(caught.value)) < 300
+
+
 def test_a_count_is_never_bytes():
     assert units.parse_bytes("7 B") == 7
     assert units.parse_count("7B") == 7_000_000_000

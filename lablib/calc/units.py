@@ -15,7 +15,7 @@ import re
 from lablib.calc.errors import shown
 
 #: Of a number before its unit: what is smaller or larger is a slip, and its products are infinite.
-SMALLEST, LARGEST = 1e-12, 1e30
+SMALLEST, LARGEST = 1e-30, 1e30
 
 KB, MB, GB, TB, PB = 10**3, 10**6, 10**9, 10**12, 10**15
 KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50

@@ -98,7 +98,7 @@ def load(source: object) -> dict:
         path = path / "config.json" if path.is_dir() else path
         fields = read_json(path)
     except OSError as error:
-        raise ValueError(f"cannot read {shown(str(path))}: {error.strerror}") from None
+        raise ValueError(f"cannot read {str(path)[:200]}: {error.strerror}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds a {type(fields).__name__} and not a dictionary of fields")
     return fields
