@@ -249,8 +249,8 @@ def test_communication_lies_beside_computation_and_a_link_carries_one_message():
         ({"forward": -1}, "forward=-1 must be 0 or more"),
         ({"communication": -1}, "communication=-1"),
         ({"forward": "1"}, "forward has 1 times, not 2"),
-        ({"backward": 1e308}, r"backward=1e\+308 is out of bounds: a time is 0, or from 1e-30 to 1e\+30"),
-        ({"communication": 1e-300}, "communication=1e-300 is out of bounds"),
+        ({"backward": 1e308}, r"backward=1e\+308 is out of bounds: a time is at most 1e\+30"),
+        ({"forward": 1e-300, "backward": 0}, "every time is 0 or below 1e-30"),
         ({"weight": 3, "backward": 1}, "weight=3 is longer than the whole backward=1"),
     ],
 )
