@@ -135,13 +135,16 @@ def test_the_requirements_name_what_is_left(tmp_path):
 
 def _record(folder, *, ranks=2, gpus=2, device="cuda:0", params=124_000_000, date="2026-11-01"):
     record = {
-        "scaling": "strong", "ranks": ranks, "date": date, "samples": [],
+        "report": "x", "command": "rung labs run 11", "commit": "c", "warm_up": 0,
+        "scaling": "strong", "ranks": ranks, "date": date, "samples": [[{"seconds": 1.0, "tokens_per_second": 1.0}]] * ranks,
         "machine": {"gpus": ["H100"] * gpus, "cpu": "Xeon", "cpus": 8},
         "facts": {"device": device, "params": params},
     }  # fmt: skip
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     (folder / "runs" / f"strong-{ranks}.json").write_text(json.dumps(record))
-    (folder / "runs" / "one-1.json").write_text(json.dumps(record | {"scaling": "one", "ranks": 1}))
+    (folder / "runs" / "one-1.json").write_text(
+        json.dumps(record | {"scaling": "one", "ranks": 1, "samples": record["samples"][:1]})
+    )
     return record
 
 
