@@ -86,12 +86,16 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.q_width, config.hidden, bias=config.attn_out_bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None) -> Tensor:
-        """Return what attention adds to the stream; without `rope_2SD` positions are not turned."""
+    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None, *more: Tensor | None) -> Tensor:
+        """Return what attention adds to the stream; without `rope_2SD` positions are not turned.
+
+        Args:
+            *more: What another `core` asks for beside q, k and v, such as the documents of the tokens.
+        """
         q_BNSD, k_BKSD, v_BKSD = (self.heads(project(x_BSH)) for project in (self.q, self.k, self.v))
         if rope_2SD is not None:
             q_BNSD, k_BKSD = rotate(q_BNSD, rope_2SD), rotate(k_BKSD, rope_2SD)
-        return self.out(self.core(q_BNSD, k_BKSD, v_BKSD).transpose(1, 2).flatten(2))
+        return self.out(self.core(q_BNSD, k_BKSD, v_BKSD, *more).transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
         """Cut the last dim into heads: (B, S, heads * D) -> (B, heads, S, D)."""
@@ -146,9 +150,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None = None) -> Tensor:
-        """Return the stream after this layer."""
-        x_BSH = x_BSH + self.dropout(self.attention(self.norm1(x_BSH), rope_2SD))
+    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None = None, *more: Tensor | None) -> Tensor:
+        """Return the stream after this layer; `more` is for attention."""
+        x_BSH = x_BSH + self.dropout(self.attention(self.norm1(x_BSH), rope_2SD, *more))
         return x_BSH + self.dropout(self.mlp(self.norm2(x_BSH)))
 
 

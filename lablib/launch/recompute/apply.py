@@ -170,9 +170,9 @@ def _apply(applied: AppliedStrategy, unit: RecomputeUnit, blocks: list[nn.Module
             raise ValueError(f"{unit.name} would run as one, past the hooks of the blocks in it; use strategy='full'")
     forwards = [block.forward for block in blocks]
 
-    def run(x_BSH: Tensor, rope_2SD: Tensor | None = None) -> Tensor:
+    def run(x_BSH: Tensor, rope_2SD: Tensor | None = None, *more: Tensor | None) -> Tensor:
         for forward in forwards:
-            x_BSH = forward(x_BSH, rope_2SD)
+            x_BSH = forward(x_BSH, rope_2SD, *more)
         return x_BSH
 
     again = partial(run_again, applied.notice(run))
@@ -198,6 +198,6 @@ def _save_products() -> Any:
     return create_selective_checkpoint_contexts(matmul_policy())
 
 
-def _already_run(x_BSH: Tensor, rope_2SD: Tensor | None = None) -> Tensor:
+def _already_run(x_BSH: Tensor, *_: Tensor | None) -> Tensor:
     """Pass the stream on: the first block of the segment ran this one."""
     return x_BSH

@@ -69,13 +69,16 @@ class ContextParallelTransformer(Transformer):
         self.group, self.cp, self.rank = group, cp, rank
         self.way, self.order = way, order
         self.loss_group = group if loss_group is None else loss_group
-        self.documents_BS: Tensor | None = None
         for block in self.blocks:
             block.attention.core = self.core  # the part of attention where tokens meet; all else stays
 
-    def core(self, q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor) -> Tensor:
-        """Mix the values of all ranks' tokens."""
-        options = {"order": self.order, "documents": self.documents_BS}
+    def core(self, q_BNsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, documents_BS: Tensor | None) -> Tensor:
+        """Mix the values of all ranks' tokens.
+
+        The documents come with the call. Kept on the model they would be those of the last forward when a block runs
+        again in backward, whichever micro-batch that is for.
+        """
+        options = {"order": self.order, "documents": documents_BS}
         # Under autocast rotated q and k come in fp32, v does not; sums of pieces stay wide.
         with torch.autocast(v_BKsD.device.type, enabled=False):
             return WAYS[self.way](q_BNsD.to(v_BKsD.dtype), k_BKsD.to(v_BKsD.dtype), v_BKsD, self.group, **options)
@@ -100,9 +103,8 @@ class ContextParallelTransformer(Transformer):
             rope_2sD = rotary(seq, self.config.head_dim, device=x_BsH.device, dtype=x_BsH.dtype)[:, position_s]
         else:
             x_BsH = x_BsH + self.positions(position_s)
-        self.documents_BS = documents_BS
         for block in self.blocks:
-            x_BsH = block(x_BsH, rope_2sD)
+            x_BsH = block(x_BsH, rope_2sD, documents_BS)
         return self.head(self.norm(x_BsH))
 
     def loss(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, labels_BS: Tensor | None = None) -> Tensor:

@@ -71,12 +71,12 @@ class ParallelAttention(Attention):
         self.v = ColumnParallelLinear(full.v, kv_split, group, variant, plan.replicas)
         self.out = RowParallelLinear(full.out, q_split, group, variant)
 
-    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None) -> Tensor:
+    def forward(self, x_BSH: Tensor, rope_2SD: Tensor | None, *more: Tensor | None) -> Tensor:
         """Return what attention adds to the stream (to this rank's part of it with sequence parallelism)."""
         q_BNSD, k_BKSD, v_BKSD = map(self.heads, columns(x_BSH, self.q, self.k, self.v))
         if rope_2SD is not None:
             q_BNSD, k_BKSD = rotate(q_BNSD, rope_2SD), rotate(k_BKSD, rope_2SD)
-        return self.out(self.core(q_BNSD, k_BKSD, v_BKSD).transpose(1, 2).flatten(2))
+        return self.out(self.core(q_BNSD, k_BKSD, v_BKSD, *more).transpose(1, 2).flatten(2))
 
 
 class ParallelMLP(nn.Module):
