@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lablib.launch.measure import CommEvent, CommLog, dump_flight_record, record_comms
 from lablib.launch.records import RankLog, read_logs
+from lablib.toys.gradient_room import set_gradient
 
 _LOOK_S = 0.01  # between two looks of the watch; nothing depends on it
 _PEER_S = 5.0  # for the other ranks to prove the hang, too, before this one ends
@@ -87,7 +88,7 @@ class Job:
         """Put a vector back into the gradients."""
         start = 0
         for p in self.model.parameters():
-            p.grad = flat[start : start + p.numel()].view_as(p).to(p.dtype)
+            set_gradient(p, flat[start : start + p.numel()])
             start += p.numel()
 
     def step(self, *losses: float) -> None:

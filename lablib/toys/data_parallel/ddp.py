@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lablib.toys.data_parallel.replicas import check_replica, describe_replica, take_from_first
+from lablib.toys.gradient_room import gradient_room
 
 
 class NaiveDDP(nn.Module):
@@ -114,8 +115,7 @@ class BucketedDDP(NaiveDDP):
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             parts = flat.split([p.numel() for p in bucket])
             for p, part in zip(bucket, parts, strict=True):
-                # In the parameter's memory layout: fused optimizers walk through both as they lie in memory.
-                self.views[p] = part.as_strided(p.shape, torch.empty_like(p).stride())
+                self.views[p] = gradient_room(p, part)
         self._begin()
 
     def _begin(self) -> None:

@@ -180,9 +180,11 @@ class PipelineExecutor:
             return None
         self.other_end = ends[1] if self.rank == ends[0] else ends[0]
         if self.rank == ends[0]:
-            dist.send(shared[0].detach(), group=self.group, group_dst=self.other_end)
+            dist.send(shared[0].detach().contiguous(), group=self.group, group_dst=self.other_end)
         else:
-            dist.recv(shared[0].detach(), group=self.group, group_src=self.other_end)
+            message = torch.empty_like(shared[0].detach(), memory_format=torch.contiguous_format)
+            dist.recv(message, group=self.group, group_src=self.other_end)
+            shared[0].detach().copy_(message)
         return shared[0]
 
     @contextlib.contextmanager
@@ -194,8 +196,10 @@ class PipelineExecutor:
         before, self.tied.grad = self.tied.grad, None  # a sum of earlier steps must not be summed again
         yield
         mine = self.tied.grad
-        theirs = torch.empty_like(mine)
-        work = dist.isend(mine, group=self.group, group_dst=self.other_end)
+        theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
+        work = dist.isend(message := mine.contiguous(), group=self.group, group_dst=self.other_end)
         dist.recv(theirs, group=self.group, group_src=self.other_end)
         work.wait()
-        self.tied.grad = mine + theirs if before is None else before + (mine + theirs)
+        del message  # it must live until it has left
+        mine += theirs  # in place, so that it lies as the weight does
+        self.tied.grad = mine if before is None else before.add_(mine)
