@@ -14,6 +14,7 @@ from lablib.proof import table as memory_table
 from lablib.proof.cases import Case
 from lablib.proof.grid import BESIDE, DRAWN, grid
 from lablib.proof.headline import read_table
+from lablib.proof.real_runs import REAL_BOUND, REAL_RUNS, REAL_TABLE, predicted, real_peak
 from lablib.proof.table import (
     broken,
     comparisons,
@@ -176,6 +177,26 @@ def test_a_drawn_step_is_kept_moment_by_moment_and_kind_by_kind() -> None:
             assert {name: sum(kinds.values()) for name, kinds in side["moment_terms"].items()} == side["moments"]
         for name, total in measured["moments"].items():
             assert abs(predicted["moments"][name] - total) <= PEAK_BOUND * total
+
+
+def test_real_steps_without_a_tracker_are_as_predicted() -> None:
+    """Tied and untied, cast by autocast or not; beside each the same step under a tracker."""
+    rows = read_table(REAL_TABLE)["rows"]
+    assert [Case(**row["case"]) for row in rows] == list(REAL_RUNS)
+    for row in rows:
+        assert predicted(Case(**row["case"])) == row["predicted"], row["name"]
+        for way, measured in row["measured"].items():
+            assert abs(row["predicted"][way] - measured) <= REAL_BOUND * measured, (row["name"], way)
+    tied = [row for row in rows if Case(**row["case"]).model.tied]
+    # A whole table is between a tied and an untied peak, or none: which one it is, is what these rows are there for.
+    assert {row["measured"]["tracked"] > 1.1 * row["measured"]["real"] for row in tied} == {True, False}
+    assert any(not Case(**row["case"]).model.tied for row in rows)
+
+
+@pytest.mark.parametrize("case", [*REAL_RUNS[3:6], REAL_RUNS[10], REAL_RUNS[15]], ids=lambda case: case.name)
+def test_a_few_real_steps_again(case: Case) -> None:
+    real = real_peak(case)
+    assert abs(predicted(case)["real"] - real) <= REAL_BOUND * real
 
 
 def test_a_term_that_only_one_side_has_is_found() -> None:

@@ -71,6 +71,13 @@ def _predict_anew(path: Path) -> None:
     typer.echo(f"wrote {_save(anew, path, table['versions'])}")
 
 
+def _write_real_runs() -> Path:
+    from lablib.proof.real_runs import REAL_RUNS, real_run, save_real_runs
+    from lablib.proof.table import versions
+
+    return save_real_runs([real_run(case) for case in REAL_RUNS], versions())
+
+
 def _save(rows: list[dict], path: Path, made: dict[str, str] | None = None) -> Path:
     from lablib.proof.headline import HELD_OUT
     from lablib.proof.table import save_held_out, save_table
@@ -99,6 +106,8 @@ def _measure(path: Path, only: str | None, *, few: bool, write: bool) -> None:
     problems = broken(rows)
     if write:
         typer.echo(f"\nwrote {_save(rows, path)}")
+        if path != HELD_OUT:
+            typer.echo(f"wrote {_write_real_runs()}")
     else:
         problems += drifted(rows, read_table(path))
     _fail_with(problems)

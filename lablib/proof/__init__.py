@@ -7,6 +7,7 @@ Nothing below imports this room. `book/memory_calculator.md` shows what it finds
     oracles            bytes that PyTorch itself counts for a case, on fake tensors
     verdict            predicted against counted: within the tolerance or not
     table              the judged table, measured, written and compared
+    real_runs          steps of small models without a tracker, tied and untied, by PyTorch's profiler
     headline           the sentences and numbers that the page and the README quote
     gpu_measure        a step on a real GPU, by its allocator
     gpu_rows           which cases are measured there, and what a record of them says

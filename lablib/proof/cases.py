@@ -98,7 +98,8 @@ class Case:
     Attributes:
         implementation: Whose implementation: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
         family: Of the model.
-        size: "tiny" (measured on real tensors), "small", "8b" or "70b" (a published shape, all of its layers).
+        size: "tiny" (measured on real tensors), "small", "8b" or "70b" (a published shape, all of its layers); beside
+            the factors "words", tiny with a large vocabulary.
         seq: Tokens in a sequence.
         micro_batch: Sequences in a micro-batch.
         recipe: A name of `lablib.calc.precision.recipes`.
@@ -227,6 +228,8 @@ class Case:
 
 def case_model(family: str, size: str) -> ModelConfig:
     """Return the model of a family in a size of `FACTORS`."""
+    if size == "words":
+        return replace(case_model(family, "tiny"), name=f"words-{family}", num_layers=2, vocab=3000)
     if size == "tiny":
         return ModelConfig(**{"name": f"tiny-{family}", "family": family} | _TINY | _TINY_FAMILY[family])
     if (family, size) in _CUSTOM:

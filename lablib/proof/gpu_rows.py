@@ -51,7 +51,7 @@ def on_one_gpu(case: Case) -> bool:
 
 @cache
 def predicted_peak(case: Case) -> int:
-    """Return the bytes that the calculator says about a case on a GPU, where autograd adds gradients in place."""
+    """Return the bytes that the calculator says about a case on a GPU, where no dispatch mode runs."""
     return memory_timeline(step=case.step, **case.settings()).peak_bytes
 
 

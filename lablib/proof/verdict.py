@@ -123,7 +123,7 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     }
     if case.implementation == "paper":
         return found
-    # Under PyTorch's trackers, which are dispatch modes, autograd adds gradients out of place.
+    # PyTorch's trackers are dispatch modes, under which backward writes into no tensor that is there.
     timeline = memory_timeline(step=case.step, out_of_place=True, **settings)
     how = {"recompute": case.recompute, "fsdp2": case.shards}
     if case in DRAWN:

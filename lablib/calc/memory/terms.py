@@ -185,7 +185,11 @@ TERMS: dict[str, Term] = {
     **_terms(
         "gradients",
         ENGINE,
-        ("tied_gradient", "bytes of a gradient × V h: the head's, the embedding's and their sum", "temporary"),
+        (
+            "tied_gradient",
+            "bytes of a gradient × V h: the head's, the embedding's, and their sum if the head's is a view",
+            "temporary",
+        ),
     ),
     # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer. Buffers of a
     # reduce-scatter get theirs with the collective; fullest is the instant when gradients have been copied into them.

@@ -20,7 +20,7 @@ import gc
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -298,6 +298,18 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
     """
     real = case.size == "tiny" if real is None else real
     fake = nullcontext() if real else FakeTensorMode()
+    with prepared(case, fake) as (subject, group), fake, nullcontext() if real else _without_values():
+        working = build_model(case, group, working=True).model if case.recipe == "mixed-bf16" else None
+        return _play(case, subject, working)
+
+
+@contextmanager
+def prepared(case: Case, fake: AbstractContextManager) -> Iterator[tuple[Subject, dist.ProcessGroup | None]]:
+    """Build a case's model, split and sharded over ranks that are pretended for as long as the context lasts.
+
+    Yields:
+        The model and how to train it, and the group that it was built with.
+    """
     with _ranks(case) as mesh, warnings.catch_warnings():
         # True of every linear layer with a batch and a sequence, and harmless without in-place operations.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -314,9 +326,7 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
             precision = POLICIES.get(case.recipe, "fp32")
             keep = case.sharding == "fsdp2-keep"
             shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
-        with fake, nullcontext() if real else _without_values():
-            working = build_model(case, group, working=True).model if case.recipe == "mixed-bf16" else None
-            return _play(case, subject, working)
+        yield subject, group
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def embedding(s: BlockSetting) -> Tape:
         item,
         gradient=NONE,
         weight_gradient=words * c.hidden * trained,
-        # The head's gradient of the same table is there already, and this one is added to it.
+        # Of a tied table the head's gradient is there already; `lablib.calc.memory.timeline.step` adds the two up.
         label="token embeddings",
     )
     if c.learned_positions:

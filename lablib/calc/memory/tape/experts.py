@@ -41,9 +41,9 @@ def _router(e: Eager, s: BlockSetting, x: Value) -> tuple[Value, Value, Value]:
     full = e.cast(logits, FP32, "logits of the router in fp32")
     shares = e.function("softmax of the router", full, kind="router", keeps_output=True, label="shares of the experts")
     chosen = e.make("numbers of the chosen experts", [], pairs, INT64)
-    zeros = s.tokens * c.num_experts * FP32  # into which the gradients of the chosen are scattered
+    zeros = s.tokens * c.num_experts * FP32  # into a copy of which a dispatch mode scatters the gradients of the chosen
     weights = e.make(
-        "top k", [shares], pairs, FP32, keeps=[chosen], kind="router", backward_temporary=zeros, label="chosen shares"
+        "top k", [shares], pairs, FP32, keeps=[chosen], kind="router", traced_temporary=zeros, label="chosen shares"
     )
     if c.router is None or c.router.normalized:
         total = e.make("sum of the chosen", [weights], s.tokens, FP32, label="sums of the chosen")
@@ -67,7 +67,7 @@ def _router(e: Eager, s: BlockSetting, x: Value) -> tuple[Value, Value, Value]:
 
 
 def _index(e: Eager, name: str, x: Value, rows: Value, numbers: int, kind: str, label: str) -> Value:
-    """Return rows of x; backward writes their gradients into zeros, out of place."""
+    """Return rows of x; backward writes their gradients into zeros, or into a copy of these under a dispatch mode."""
     return e.make(
         name,
         [x, rows],
@@ -76,7 +76,7 @@ def _index(e: Eager, name: str, x: Value, rows: Value, numbers: int, kind: str, 
         keeps=[rows],
         gradient=[NEW, NONE],
         kind=kind,
-        backward_temporary=x.bytes,
+        traced_temporary=x.bytes,
         label=label,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
+from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, VIEW, Tape, Value
 
 FP32 = 4
 
@@ -134,10 +134,10 @@ class Eager:
         weights = inputs * outputs + (outputs if bias else 0)
         tokens = self.numbers(x) // inputs
         x = self.cast(x, item, f"cast of {x.name} for {name}")
-        read, keeps, gradient = [x], [x] if trained else [], [NEW]
+        read, keeps, gradient = [x], [x] if trained else [], [VIEW]
         if self.low and self.low != self.value:
             cast = self.weight_cast(inputs * outputs, name, cached=trained and leaf)
-            read, gradient = [x, cast], [NEW, NONE]
+            read, gradient = [x, cast], [VIEW, NONE]
             keeps += [cast] if x.needs_grad else []
         return self.make(
             name,

@@ -14,13 +14,18 @@ Rules, those of PyTorch's autograd engine:
 - A tensor lives until the last operator that reads it, or until backward is done with what was kept of it.
 - In backward an operator holds the gradient it received, what it kept, what it makes, and its own temporaries, all at
   once; then the gradient it received and what it kept go.
-- A tensor that two operators read gets two gradients. The second is added to the first, in place if nobody else has
-  it, or into a new tensor.
+- A tensor that two operators read gets two gradients. The second is added to the first in place if nobody else has the
+  first, neither the tensor nor its memory; else into a new tensor. A gradient that arrives as a view is never written
+  to: the view's base holds its memory too. Of a linear layer with a batch and a sequence both gradients are views, the
+  input's reshaped and the weight's transposed. A sum is no view, so a third gradient is added in place.
+- Under a dispatch mode, as PyTorch's trackers are, every sum is a new tensor, and so is what a derivative would write
+  into.
 - A segment that is recomputed keeps its inputs alone. When backward reaches the first of its operators that asks for
   something it kept, its forward runs again, and stops when the last operator that keeps anything has it: before that
   operator runs, if these are inputs of it.
 
-Source: torch/csrc/autograd, engine.cpp and input_buffer.cpp.
+Source: torch/csrc/autograd, engine.cpp and input_buffer.cpp (`can_accumulate_inplace`); FunctionsManual.cpp for what
+derivatives do to tensor subclasses, as which a dispatch mode counts.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-NEW, SHARED, NONE = "new", "shared", "none"  # how an operator hands a gradient to an input
+NEW, VIEW, SHARED, NONE = "new", "view", "shared", "none"  # how an operator hands a gradient to an input
 
 
 @dataclass(eq=False)
@@ -62,10 +67,12 @@ class Operator:
         inputs: What it reads.
         outputs: What it makes.
         keeps: What its derivative needs.
-        gradients: For each input NEW (a tensor of its own), SHARED (the received gradient's storage) or NONE.
+        gradients: For each input NEW (a tensor of its own), VIEW (of a tensor of its own), SHARED (the received gradient
+            itself) or NONE.
         recomputed: Whether it runs again in backward, with its neighbours that do.
         temporary: Bytes it needs for itself in forward, beside its outputs.
         backward_temporary: The same in backward, beside the gradients it makes.
+        traced_temporary: What it needs in backward besides, under a dispatch mode alone.
         weight_gradient: Bytes of the gradients of its own parameters.
         low_gradient: Bytes of those in another dtype, in which they are made before they are cast.
         overwrites: Whether backward writes its gradient over what it kept.
@@ -80,6 +87,7 @@ class Operator:
     recomputed: bool
     temporary: int = 0
     backward_temporary: int = 0
+    traced_temporary: int = 0
     weight_gradient: int = 0
     low_gradient: int = 0
     overwrites: bool = False
@@ -174,16 +182,17 @@ class Tape:
 
         Args:
             extra: Bytes of a second output that is kept, such as statistics.
-            gradient: NEW, SHARED or NONE, one for all inputs or one each.
+            gradient: NEW, VIEW, SHARED or NONE, one for all inputs or one each.
             view: Whether the output is a view of the first input.
             kind: Under which term what it keeps counts.
-            **needs: As in `Operator`: temporary, backward_temporary, weight_gradient, low_gradient, overwrites,
-                becomes_gradient.
+            **needs: As in `Operator`: temporary, backward_temporary, traced_temporary, weight_gradient, low_gradient,
+                overwrites, becomes_gradient.
         """
         how = (gradient,) * len(inputs) if isinstance(gradient, str) else tuple(gradient)
         asked = any(value.needs_grad for value in inputs) or needs.get("weight_gradient", 0) > 0
         if not asked:
             needs.pop("backward_temporary", None)
+            needs.pop("traced_temporary", None)
         output = Value(label or f"output of {name}", size, asked, inputs[0] if view else None)
         kept = [value for value in keeps if asked]
         outputs = [output]
@@ -263,7 +272,7 @@ class Player:
     """One run of a tape.
 
     Args:
-        out_of_place: Add second gradients into new tensors always, as PyTorch does under a dispatch mode.
+        out_of_place: Write into no tensor that is there, as PyTorch's backward does under a dispatch mode.
     """
 
     def __init__(
@@ -285,6 +294,7 @@ class Player:
         self.kept_bytes = self.passing_bytes = 0
         self.gradient_of: dict[Value, Value] = {}  # the storage of the gradient that waits for a value
         self.owners: Counter[Value] = Counter()  # how many values wait with the same gradient storage
+        self.viewed: set[Value] = set()  # values whose gradient waits as a view
         self.gradient_bytes = self.weight_bytes = 0
         self.events: list[Event] = []
         self.watch, self.seen = watch, []
@@ -407,6 +417,8 @@ class Player:
 
     def _step_back(self, op: Operator) -> None:
         received = [self.gradient_of.pop(value) for value in op.outputs if value in self.gradient_of]
+        viewed = bool(self.viewed.intersection(op.outputs))
+        self.viewed.difference_update(op.outputs)
         if op.overwrites:
             self._release_kept(op)
         if op.becomes_gradient and received:
@@ -418,10 +430,11 @@ class Player:
                 if how != NONE:
                     gradient = received[0] if how == SHARED else Value(f"gradient of {value.name}", value.bytes)
                     self.count(gradient)
-                    passed.append((value, gradient))
+                    passed.append((value, gradient, viewed if how == SHARED else how == VIEW))
             new = 0 if op.low_gradient else op.weight_gradient
             self.weight_bytes += new
-            self.note("backward", op.name, temporary=op.backward_temporary + op.low_gradient, new=new)
+            own = op.backward_temporary + (op.traced_temporary if self.out_of_place else 0)
+            self.note("backward", op.name, temporary=own + op.low_gradient, new=new)
         if not op.overwrites:
             self._release_kept(op)
         if received:
@@ -433,8 +446,8 @@ class Player:
                 self.note("backward", name, temporary=op.low_gradient, new=op.weight_gradient)
             if self.accumulating:
                 self.weight_bytes -= op.weight_gradient
-            for value, gradient in passed:
-                self.own(value, gradient, counted=True)
+            for value, gradient, view in passed:
+                self.own(value, gradient, counted=True, view=view)
 
     def _release_kept(self, op: Operator) -> None:
         for value in op.keeps:
@@ -454,16 +467,20 @@ class Player:
         if not self.owners[gradient]:
             self.gradient_bytes -= gradient.bytes
 
-    def own(self, value: Value, gradient: Value, *, counted: bool = False) -> None:
+    def own(self, value: Value, gradient: Value, *, counted: bool = False, view: bool = False) -> None:
         """Hand a gradient to a value, which adds it to what it has."""
         if not counted:
             self.count(gradient)
-        old = self.gradient_of.setdefault(value, gradient)
-        if old is gradient:
+        if value not in self.gradient_of:
+            self.gradient_of[value] = gradient
+            if view:
+                self.viewed.add(value)
             return
-        if self.owners[old] == 1 and not self.out_of_place:
+        old = self.gradient_of[value]
+        if self.owners[old] == 1 and value not in self.viewed and not self.out_of_place:
             self.give(gradient)
             return
+        self.viewed.discard(value)  # the sum is a tensor of its own
         total = self.gradient_of[value] = Value(f"gradient of {value.name}", value.bytes)
         self.count(total)
         self.note("backward", f"sum of gradients of {value.name}")

@@ -186,7 +186,7 @@ class Step:
     """One step of one stage. Nothing changes while it is asked: `instants` can be walked through again.
 
     Args:
-        out_of_place: Whether second gradients are added into new tensors.
+        out_of_place: As in `memory_timeline`.
     """
 
     def __init__(self, stage: Stage, optimizer: str, out_of_place: bool, accumulates: bool = False) -> None:
@@ -343,8 +343,8 @@ class Step:
         at, terms, weights = embedding.fullest(BACKWARD)
         table = self.tied_table
         if table and at == "embedding":  # this one, and their sum where it is a third
-            terms = plus(terms, {"tied_gradient": (2 if self.out_of_place else 1) * table, "new_gradients": -table})
-            if self.out_of_place:  # by then what the embedding received is gone
+            terms = plus(terms, {"tied_gradient": (2 if self.sums_tables_anew else 1) * table, "new_gradients": -table})
+            if self.sums_tables_anew:  # by then what the embedding received is gone
                 terms.pop("activation_gradients", None)
         unsharded = self.reduction.unsharded_weights("", "end")
         total = self._sum(kept, terms, unsharded, self.reduction.during(None, made, weights))
@@ -438,6 +438,16 @@ class Step:
         """Bytes of a gradient of the table that the embedding and the head of this stage share, if it is trained."""
         shared = self.run.model.tied and self.stage.is_first and self.stage.is_last
         return self.reduction.table_bytes if shared and self.run.tuning == "full" else 0
+
+    @property
+    def sums_tables_anew(self) -> bool:
+        """Whether the two gradients of a tied table have a sum of its own.
+
+        The head's waits. In eager PyTorch it is a transposed view, to which autograd does not add. Behind the backward of
+        autocast's cast it is a tensor of its own, and so is what the matrix of a hand-written function returns.
+        """
+        casts = "weight_casts" in self.ends["head"].tape.kinds.values()
+        return self.out_of_place or (self.run.implementation.eager and not casts)
 
     @cached_property
     def attention_mask(self) -> Terms:

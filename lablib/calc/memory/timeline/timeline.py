@@ -116,8 +116,9 @@ def memory_timeline(
             are as large as the parameters), "for-loop" (its default on a CPU: one tensor at a time) or "fused"
             (one kernel, no temporaries).
         stage: Pipeline stage to describe; None means the one with the highest peak.
-        out_of_place: Whether the second gradient of a tensor is added into a new one. PyTorch adds in place, except
-            under a dispatch mode: set it to compare with MemTracker, FakeTensorMode or `lablib.launch.measure.memory`.
+        out_of_place: Whether backward writes into no tensor that is there, as under a dispatch mode: set it to compare
+            with MemTracker, FakeTensorMode or `lablib.launch.measure.memory`. Without one, a second gradient is added to
+            the first in place unless that is a view; see `lablib.calc.memory.tape.tape`.
         **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
 
     Raises:
