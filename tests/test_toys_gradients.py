@@ -280,6 +280,20 @@ def replays() -> dict[str, tuple[float, float]]:
     return found
 
 
+def test_a_loss_of_the_routers_without_a_gradient_is_refused() -> None:
+    """A reentrant checkpoint runs forward without gradients; the loss of balance would train nothing."""
+    model = MoETransformer(tiny_mixture(hidden=16, num_layers=2, vocab=20))
+    tokens = torch.randint(20, (3, 9))
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    model.loss(tokens)
+    for loss in (model.balance_loss, model.z_loss):
+        with pytest.raises(RuntimeError, match="no gradient leads from this loss to the routers"):
+            loss()
+        with torch.no_grad():
+            assert loss() > 0  # to look at
+
+
 def test_a_replay_reads_what_its_own_forward_read() -> None:
     for found in run_ranks(replays, 2):
         for name, (far, largest) in found.items():

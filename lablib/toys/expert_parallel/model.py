@@ -75,7 +75,10 @@ class MoETransformer(Transformer):
 
     @property
     def routings(self) -> list[Routing]:
-        """What the routers did with the last batch, layer by layer."""
+        """What the routers did with the last batch, layer by layer.
+
+        Read it before backward: a block that runs again there writes it anew, for whichever batch that is.
+        """
         seen = [moe.routing for moe in self.mixtures]
         if None in seen:
             raise ValueError("no router has seen a batch yet; run the model first")
@@ -87,12 +90,23 @@ class MoETransformer(Transformer):
         Args:
             group: Ranks over which choices are counted, normally those of dp; None is this rank's batch alone.
         """
-        losses = [load_balancing_loss(seen.scores_TE, seen.chosen_Tk, group) for seen in self.routings]
+        losses = [load_balancing_loss(seen.scores_TE, seen.chosen_Tk, group) for seen in self._routed()]
         return torch.stack(losses).mean()
 
     def z_loss(self) -> Tensor:
         """Return the mean of `z_loss` over the layers, for the last batch."""
-        return torch.stack([z_loss(seen.logits_TE) for seen in self.routings]).mean()
+        return torch.stack([z_loss(seen.logits_TE) for seen in self._routed()]).mean()
+
+    def _routed(self) -> list[Routing]:
+        """Return the routings for a loss on them, whose gradient must not be lost in silence."""
+        trained = self.training and torch.is_grad_enabled()
+        for moe, seen in zip(self.mixtures, self.routings, strict=True):
+            if trained and moe.router.weight.requires_grad and not seen.logits_TE.requires_grad:
+                raise RuntimeError(
+                    "no gradient leads from this loss to the routers: their forward ran without, as in a reentrant "
+                    "checkpoint; use checkpoint(..., use_reentrant=False), or torch.no_grad() around the loss too"
+                )
+        return self.routings
 
     def counts(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Return how many tokens of the last batch chose each expert, a line for each layer, counts_LE."""
