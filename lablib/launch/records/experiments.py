@@ -77,7 +77,8 @@ class _Prediction:
         """Return by how much a number misses the measurement, "17 % too low" or "exact"; "-" where there is none."""
         if number is None or self.measured is None:
             return "-"
-        if math.isclose(number, self.measured, rel_tol=1e-12):  # the rounding of fp64
+        counts = float(number).is_integer() and self.measured.is_integer()
+        if math.isclose(number, self.measured, rel_tol=0 if counts else 1e-6):  # rounding of fp32
             return "exact"
         way = "high" if number > self.measured else "low"
         if not self.measured:
