@@ -260,7 +260,7 @@ def _number(value: float | None) -> str:
         return f"{value:.6g}"
     if float(value).is_integer():
         return f"{int(value):,}"
-    return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def git_commit() -> str:
