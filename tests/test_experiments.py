@@ -47,7 +47,7 @@ def test_without_a_guess_a_comparison_is_with_the_expected_number(capsys):
         (0, 0, 0, "yours 0 (exact) | lablib 0 (exact) | measured 0"),
         (3, -1, 0, "yours 3 (too high) | lablib -1 (too low) | measured 0"),
         (0.333, 1 / 3, 0.3333333432674408, "yours 0.333 (0.1 % too low) | lablib 0.3333 (exact) | measured 0.3333"),
-        (10**9 + 1, 1, 10**9, "yours 1,000,000,001 (below 0.01 % too high) | lablib 1 (100 % too low) | measured"),
+        (10**9 + 1, 1, 10**9, "yours 1,000,000,001 (below 0.01 % too high) | lablib 1 (over 99 % too low) | measured"),
         (1e308, 1, 1e-308, "yours 1e+308 (over 9,999 % too high)"),
     ],
 )

@@ -84,9 +84,13 @@ class _Prediction:
         if not self.measured:
             return f"too {way}"
         percent = 100 * abs((number - self.measured) / self.measured)
-        if 0.01 <= percent < 10000:
-            return f"{percent:.2g} % too {way}" if percent < 10 else f"{percent:,.0f} % too {way}"
-        return f"{'below 0.01' if percent < 1 else 'over 9,999'} % too {way}"
+        if percent < 10:
+            size = f"{percent:.2g}" if percent >= 0.01 else "below 0.01"
+        elif 99 < percent < 100:
+            size = "over 99"  # 100 too low would be zero
+        else:
+            size = f"{percent:,.0f}" if percent < 10000 else "over 9,999"
+        return f"{size} % too {way}"
 
 
 class Predictions:
