@@ -1,10 +1,12 @@
 """Every lab and every chapter keeps the shape that readers rely on, and this test can tell when one does not."""
 
 import ast
+import builtins
 import copy
 import json
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -52,14 +54,72 @@ def _last_call(source):
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
 
 
-def _filled(source):
-    """Return the predictions of a cell that come with a number; a loop may predict several, each of them empty."""
+class _Anything(MagicMock):
+    def __format__(self, spec):
+        return str(self)
+
+
+class _Names(dict):
+    """Names of a cell; what another cell or a library has made is there too, as something that takes any use."""
+
+    def __missing__(self, name):
+        return self.setdefault(name, getattr(builtins, name) if hasattr(builtins, name) else _Anything(name=name))
+
+
+class _Typing(ast.NodeTransformer):
+    """Type 1, 2, 3, ... in place of each None that a learner finds: in a call of `predict` or in a dict of guesses."""
+
+    def __init__(self):
+        self.typed = []
+
+    def _number(self, node):
+        if not (isinstance(node, ast.Constant) and node.value is None):
+            return self.visit(node)
+        self.typed.append(len(self.typed) + 1)
+        return ast.Constant(self.typed[-1])
+
+    def visit_Dict(self, node):
+        node.values = [self._number(value) for value in node.values]
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if _predicts(node) and len(node.args) > 1:
+            node.args[1] = self._number(node.args[1])
+        return node
+
+
+def _predicts(node):
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "predict"
+
+
+def _predictions(source, parameters=""):
+    """Return what a cell predicts as shipped, the numbers typed into it, and what it predicts with these.
+
+    Only its calls of `predict` run, with the loops around them and what these name.
+    """
     try:
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        body = ast.parse(source).body
     except SyntaxError:
-        return []
-    guesses = [call.args[1] for call in calls if getattr(call.func, "attr", "") == "predict" and len(call.args) > 1]
-    return [ast.unparse(guess) for guess in guesses if ast.unparse(guess) != "None"]
+        return [], [], []
+    kept = [node for node in body if any(map(_predicts, ast.walk(node))) and not isinstance(node, ast.FunctionDef)]
+    used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
+    for node in body:
+        targets = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+        if isinstance(node, ast.Assign | ast.AugAssign) and targets & used and node not in kept:
+            kept.append(node)
+    cell = ast.Module([node for node in body if node in kept], [])
+
+    def run():
+        log, names = MagicMock(), _Names()
+        names["P"] = names["log"] = log
+        exec(compile(parameters, "parameters", "exec"), names)
+        exec(compile(ast.fix_missing_locations(cell), "cell", "exec"), names)
+        return [call.args[1] for call in log.predict.call_args_list]
+
+    shipped, typing = run(), _Typing()
+    cell = typing.visit(cell)
+    return shipped, typing.typed, run()
 
 
 def problems_of_lab(notebook, number):
@@ -115,11 +175,20 @@ def problems_of_lab(notebook, number):
         checked = name and re.search(rf"\b(?:checks|rung\d\d)\.\w+\({name[1]}\b", near)
         hold(checked, f"the stub of {ids[cells.index(code[i])]} is followed by its check")
 
+    hold(
+        any(re.search(r"(?m)^print\(\w+\.summary\(\)\)$", s) for s in sources[-2:]),
+        "the summary says what was guessed and passed",
+    )
+    hold(not re.search(r"(?m)^(You|By now you)\b", last), "the summary praises nobody who has only run the lab")
+
+    given = "\n".join(map(_source, parameters))
     for cell in code:
         source = _source(cell)
         hold(len(source.splitlines()) <= 25, f"{cell['id']} has at most 25 lines")
         hold(max(map(len, source.splitlines()), default=0) <= 78, f"{cell['id']} has lines of at most 78 characters")
-        hold(not _filled(source), f"{cell['id']} ships its prediction empty")
+        shipped, typed, arrived = _predictions(source, given)
+        hold(shipped == [None] * len(shipped), f"{cell['id']} ships its prediction empty")
+        hold(sorted(arrived) == typed, f"{cell['id']} has a None to type over for each prediction, {typed}: {arrived}")
         hold("tqdm" not in source, f"{cell['id']} shows no progress bar")
         if re.search(r"\b(?:plt|ax|axes)\.\w", source):
             shown = _last_call(source) in {"show", "plt.show", "style.show"} or source.startswith("def ")
@@ -256,11 +325,18 @@ BROKEN_LABS = {
     "tagged parameters": lambda nb: _cell(nb, "parameters")["metadata"].clear(),
     "there is one H1": _edit("## Summary", "## Summary", "# Summary"),
     "three to five": _edit("After this lab", "- ", ""),
-    "mirror the promises": _edit("You can now", "- compare a prediction with its measurement", "- look at things"),
+    "mirror the promises": _edit(
+        "every exercise passed, you can", "- compare a prediction with its measurement", "- look at things"
+    ),
     "how many minutes": _edit("**Minutes:**", "10", "few"),
     "what hardware": _edit("**Minutes:**", "Hardware", "Needs"),
     "what's next": _edit("What's next", "What's next", "The end"),
     "something is predicted": _edit("log.predict", "predict(", "note("),
+    "what was guessed and passed": _edit("log.summary", "summary", "table"),
+    "praises nobody": _edit(
+        "every exercise passed, you can", "With every prediction made and every exercise passed, y", "Y"
+    ),
+    "a None to type over for each": _edit("log.predict", "log.", "for n in (1, 2): log."),
     "ships its prediction empty": _edit("log.predict", "None", "world_size"),
     "at most 78 characters": _edit("assert smallest", "assert smallest", "# " + "why " * 20 + "\nassert smallest"),
     "an assert": _edit("assert smallest", "assert ", "print("),
@@ -298,6 +374,48 @@ BROKEN_CHAPTERS = {
 def test_a_broken_chapter_is_named(path, sentence):
     broken = path.read_text(encoding="utf-8").replace(*BROKEN_CHAPTERS[sentence])
     assert [p for p in problems_of_chapter(broken, path.stem) if sentence in p]
+
+
+GUESSES = {
+    "guesses = {'a': None, 'b': None}\nfor n, g in guesses.items():\n    P.predict(f'{n}: time', g, '')": (
+        [None] * 2,
+        [1, 2],
+    ),
+    "one, two = {1: None}, {1: None}\nfor t in given:\n    P.predict('a', one.get(t), '')\n    P.predict('b', two[t], '')": (
+        [None] * 2,
+        [1, 2],
+    ),
+    "P.predict('a', None, '');": ([None], [1]),
+    "for n in 'ab':\n    P.predict(n, None, '')": ([None] * 2, [1, 1]),
+    "[P.predict(n, None, '') for n in 'ab']": ([None] * 2, [1, 1]),
+    "P.predict('a', given[0], '')": ([1], [1]),
+    "guesses = {'a': None, 'b': 3}\nfor n, g in guesses.items():\n    P.predict(n, g, '')": ([None, 3], [1, 3]),
+}
+
+
+@pytest.mark.parametrize("source", GUESSES)
+def test_a_number_typed_in_place_of_none_is_one_prediction(source):
+    shipped, typed, arrived = _predictions(source, "given = [1]")
+    assert (shipped, arrived) == GUESSES[source]
+    assert typed == list(range(1, 1 + source.count("None")))
+
+
+GUIDES = ("book/how_to_use.md", "README.md")
+
+
+def _quoted_sections(text):
+    """Return the titles that a guide sends a reader to: what stands in quotation marks and begins like a heading."""
+    return re.findall(r'"([A-Z0-9][^"\n]{8,})"', re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", "", text))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_sends_to_sections_that_exist(guide):
+    pages = [*(ROOT / "book").glob("*.md"), ROOT / "index.md"]
+    headings = {h for page in pages for h in re.findall(r"(?m)^#+ (.+?)\s*$", page.read_text(encoding="utf-8"))}
+    headings |= {heading.partition(":")[0] for heading in headings}
+    named = _quoted_sections((ROOT / guide).read_text(encoding="utf-8"))
+    assert len(named) >= 4
+    assert [title for title in named if title not in headings] == []
 
 
 TEXT = {".md", ".py", ".ipynb", ".yml", ".yaml", ".toml", ".json", ".bib", ".css", ".sh", ".svg", ".txt", ""}

@@ -1,10 +1,12 @@
 """Predictions lock once measured; records are whole, dated and never made by accident."""
 
 import json
-import math
+import re
 
 import pytest
 
+from lablib.checks import judging
+from lablib.checks.judging import verdict
 from lablib.launch.records import Predictions, experiments, recorded, run_or_replay, write_json
 
 
@@ -19,7 +21,7 @@ def test_a_prediction_can_change_until_it_is_measured(capsys):
     lab = Predictions("00_test")
     lab.predict("bytes", 10, "B")
     assert lab.predict("bytes", 16, "B") == 16
-    assert lab.compare("bytes", 32) == 2
+    lab.compare("bytes", 32)
     assert lab.predict("bytes", 32, "B") == 16
     printed = capsys.readouterr().out
     assert "locked at 16 B" in printed
@@ -29,29 +31,112 @@ def test_a_prediction_can_change_until_it_is_measured(capsys):
 def test_without_a_guess_a_comparison_is_with_the_expected_number(capsys):
     lab = Predictions("00_test")
     assert lab.predict("bytes", None, "B") is None
-    assert lab.compare("bytes", 32, 16) == 2
-    assert "yours - | lablib 16 | measured 32 | ratio 2.000" in capsys.readouterr().out
+    lab.compare("bytes", 32, 16)
+    assert "yours - | lablib 16 (50 % too low) | measured 32" in capsys.readouterr().out
     assert lab.predict("bytes", 20, "B") is None  # locked without a guess
     assert "locked at no guess" in capsys.readouterr().out
-    lab.predict("steps", 3, "")
-    assert math.isnan(lab.compare("steps", 1, 0))
-    assert "yours 3 | lablib 0 | measured 1 | ratio -" in capsys.readouterr().out
 
 
-def test_a_guess_is_shown_beside_the_expected_number():
+@pytest.mark.parametrize(
+    ("guess", "expected", "measured", "line"),
+    [
+        (5, 6, 6, "yours 5 (17 % too low) | lablib 6 (exact) | measured 6"),
+        (300, None, 349, "yours 300 (14 % too low) | lablib - | measured 349"),
+        (1, 0.5, 0.5, "yours 1 (100 % too high) | lablib 0.5 (exact) | measured 0.5"),
+        (-3, -2, -2.0001, "yours -3 (50 % too low) | lablib -2 (below 0.01 % too high) | measured -2"),
+        (0, 0, 0, "yours 0 (exact) | lablib 0 (exact) | measured 0"),
+        (3, -1, 0, "yours 3 (too high) | lablib -1 (too low) | measured 0"),
+        (0.333, 1 / 3, 0.3333333432674408, "yours 0.333 (0.1 % too low) | lablib 0.3333 (exact) | measured 0.3333"),
+        (10**9 + 1, 1, 10**9, "yours 1,000,000,001 (below 0.01 % too high) | lablib 1 (over 99 % too low) | measured"),
+        (1e308, 1, 1e-308, "yours 1e+308 (over 9,999 % too high)"),
+    ],
+)
+def test_a_comparison_shows_the_error_of_the_learner(capsys, guess, expected, measured, line):
     lab = Predictions("00_test")
-    lab.predict("bytes", 20, "B")
-    assert lab.compare("bytes", 32, 16) == 2  # the ratio that asserts use does not depend on the guess
-    assert lab.table().splitlines()[1:] == ["bytes", f"{20:>14}  {16:>14}  {32:>14}    2.000  B"]
+    lab.predict("count", guess, "")
+    capsys.readouterr()
+    lab.compare("count", measured, expected)
+    assert " | ".join(part.strip() for part in capsys.readouterr().out.splitlines()[1:]).startswith(line)
 
 
-@pytest.mark.parametrize("numbers", [(None, 8e15, 8e15), (123456.789, 1e-9, 9.99999e14)])
-def test_a_comparison_fits_the_column_of_a_page(capsys, numbers):
-    guess, expected, measured = numbers
+@pytest.mark.parametrize("guess", [None, 8e14, 123456.789, 1e-300, -7e14])
+@pytest.mark.parametrize("expected", [None, 8.123e14, 1e-9])
+@pytest.mark.parametrize("measured", [8.12e14, 9.99999e14, 0, 123456.7891])
+def test_a_comparison_fits_the_column_of_a_page(capsys, guess, expected, measured):
     lab = Predictions("00_test")
     lab.predict("bytes", guess, "bytes")
     lab.compare("bytes", measured, expected)
+    print(lab.table())
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 72
+
+
+def test_the_table_has_every_guess_with_its_error():
+    lab = Predictions("00_test")
+    lab.predict("bytes", 20, "B")
+    lab.predict("steps", None, "")
+    lab.predict("later", 4, "s")
+    lab.compare("bytes", 32, 16)
+    lab.compare("steps", 1, 1)
+    head, *rows = (re.split(r"\s{2,}", line.strip()) for line in lab.table().splitlines())
+    assert head == ["yours", "yours off by", "lablib", "measured"]
+    assert rows == [["bytes (B)"], ["20", "38 % too low", "16", "32"], ["later (s)"], ["4", "-", "-", "-"]]
+
+
+def _verdicts(monkeypatch, **verdicts):
+    monkeypatch.setattr(experiments, "CHECKED", verdicts)
+
+
+def test_a_lab_that_was_only_run_is_told_how_to_begin(monkeypatch):
+    _verdicts(monkeypatch, first_one="not attempted", second_one="wrong")
+    lab = Predictions("00_test")
+    lab.predict("bytes", None, "B")
+    lab.compare("bytes", 32, 16)
+    said = lab.summary()
+    assert "Nothing is guessed and nothing is solved" in said
+    assert '"bytes"' in said
+    assert "first exercise is `first_one`" in said
+    assert "32" not in said
+    assert max(map(len, said.splitlines())) <= 72
+
+
+def test_a_summary_says_what_was_guessed_and_what_passed(monkeypatch):
+    _verdicts(monkeypatch, average="passed", split="wrong", merge="not attempted")
+    lab = Predictions("00_test")
+    for name, guess in (("bytes", 32), ("steps", 2), ("time", None)):
+        lab.predict(name, guess, "")
+        lab.compare(name, 32)
+    said = lab.summary()
+    assert said.splitlines()[:3] == [
+        "Guessed: 2 of 3 predictions, 1 of them exact.",
+        "Passed: 1 of 3 exercises, average.",
+        "Open: split, merge.",
+    ]
+    assert said.endswith(lab.table())
+
+
+def test_an_exercise_alone_counts_as_begun(monkeypatch):
+    _verdicts(monkeypatch, average="passed")
+    lab = Predictions("00_test")
+    lab.predict("bytes", None, "")
+    said = lab.summary().splitlines()
+    assert said == ["Guessed: 0 of 1 predictions, 0 of them exact.", "Passed: 1 of 1 exercises, average."]
+
+
+def test_the_last_verdict_of_an_exercise_is_kept(monkeypatch):
+    kept = {}
+    monkeypatch.setattr(verdict, "CHECKED", kept)
+
+    @judging.check
+    def halve(answer):
+        if answer(4) != 2:
+            raise judging.Wrong("Half of four is two.")
+
+    def stub(number):
+        raise NotImplementedError
+
+    for answer, status in ((stub, "not attempted"), (lambda n: n, "wrong"), (lambda n: n / 2, "passed")):
+        halve(answer)
+        assert kept == {"halve": status}
 
 
 def test_measuring_without_predicting_is_refused():

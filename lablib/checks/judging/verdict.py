@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lablib.checks.judging.guard import MOST_LINES, Answer, Wrong, guarded, own_line
-from lablib.launch.records import repository_root
+from lablib.launch.records import CHECKED, repository_root
 
 _Status = Literal["passed", "not attempted", "wrong"]
 
@@ -96,6 +96,7 @@ def check(
     @functools.wraps(judge)
     def run(*answers: object) -> Verdict:
         verdict = Verdict(judge.__name__, *_judged(judge, answers, lines))
+        CHECKED[judge.__name__] = verdict.status
         asks = verdict.status == "wrong" and hints.idea
         more = f"\nFor a hint: {rung}.{judge.__name__}.hint()" if asks else ""
         _tell(_Shown(verdict, more))

@@ -10,6 +10,7 @@ Read `experiments` first. Every lab.
 """
 
 from lablib.launch.records.experiments import (
+    CHECKED,
     FOLDER_SWITCH,
     RECORD_SWITCH,
     Predictions,
@@ -49,6 +50,7 @@ from lablib.launch.records.samples import (
 )
 
 __all__ = [
+    "CHECKED",
     "FLOAT",
     "FOLDER_SWITCH",
     "NUMBER",

@@ -1,6 +1,7 @@
 """Predictions locked before a run, comparisons after it, and records that say where they were made.
 
-`predict` stores a guess before anything is measured; `compare` puts the measurement and lablib's number beside it.
+`predict` stores a guess before anything is measured; `compare` puts the measurement and lablib's number beside it,
+and says by how much each misses. `summary` says what was guessed and passed.
 `run_or_replay` measures and writes a record when the runner asks for one, and otherwise loads the record
 that is committed under `labs/recorded/`.
 """
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -29,6 +31,9 @@ from lablib.launch.records.machine import gpu_topology, machine_label, this_mach
 RECORD_SWITCH = "LABLIB_RECORD"
 #: The runner sets this variable to the folder of the lab that it runs.
 FOLDER_SWITCH = "LABLIB_LAB_FOLDER"
+
+#: The last verdict on each exercise of this kernel, in the order of their first checks; `lablib.checks` writes it.
+CHECKED: dict[str, str] = {}
 
 
 def repository_root() -> Path:
@@ -68,16 +73,24 @@ class _Prediction:
     expected: float | None = None
     measured: float | None = None
 
-    @property
-    def ratio(self) -> float:
-        """Measured over lablib's number, or over the guess where lablib has none; NaN where that is zero."""
-        base = self.value if self.expected is None else self.expected
-        return self.measured / base if base and self.measured is not None else float("nan")
-
-    def row(self) -> list[str]:
-        """Return the guess, lablib's number, the measurement and their ratio as text."""
-        numbers = ["-" if number is None else _number(number) for number in (self.value, self.expected, self.measured)]
-        return [*numbers, "-" if math.isnan(self.ratio) else f"{self.ratio:.3f}"]
+    def off_by(self, number: float | None) -> str:
+        """Return by how much a number misses the measurement, "17 % too low" or "exact"; "-" where there is none."""
+        if number is None or self.measured is None:
+            return "-"
+        counts = float(number).is_integer() and self.measured.is_integer()
+        if math.isclose(number, self.measured, rel_tol=0 if counts else 1e-6):  # rounding of fp32
+            return "exact"
+        way = "high" if number > self.measured else "low"
+        if not self.measured:
+            return f"too {way}"
+        percent = 100 * abs((number - self.measured) / self.measured)
+        if percent < 10:
+            size = f"{percent:.2g}" if percent >= 0.01 else "below 0.01"
+        elif 99 < percent < 100:
+            size = "over 99"  # 100 too low would be zero
+        else:
+            size = f"{percent:,.0f}" if percent < 10000 else "over 9,999"
+        return f"{size} % too {way}"
 
 
 class Predictions:
@@ -102,18 +115,15 @@ class Predictions:
             return entry.value
         self._entries[name] = _Prediction(None if guess is None else float(guess), unit, utc_now())
         self._save()
-        print(name + (f" ({unit})" if unit else ""))
+        print(_titled(name, self._entries[name]))
         print("  no guess" if guess is None else f"  you predict {_number(guess)}")
         return self._entries[name].value
 
-    def compare(self, name: str, measured: float, expected: float | None = None) -> float:
-        """Put a measurement beside the guess and lablib's own number.
+    def compare(self, name: str, measured: float, expected: float | None = None) -> None:
+        """Put a measurement beside the guess and lablib's own number, each with by how much it misses.
 
         Args:
             expected: lablib's number, which the cell of the guess does not show; None where lablib has none.
-
-        Returns:
-            Measured over `expected`, or over the guess without one; NaN where that is zero or missing.
         """
         if name not in self._entries:
             known = ", ".join(self._entries) or "none yet"
@@ -122,20 +132,45 @@ class Predictions:
         entry.measured = float(measured)
         entry.expected = None if expected is None else float(expected)
         self._save()
-        yours, ours, seen, ratio = entry.row()
-        print(name + (f" ({entry.unit})" if entry.unit else ""))
-        line = f"  yours {yours} | lablib {ours} | measured {seen} | ratio {ratio}"
-        # A page's column has some 72 characters, and what stands at the end is the point.
-        print(line if len(line) <= 72 else line.replace(" | measured", "\n  measured"))
-        return entry.ratio
+        print(_titled(name, entry))
+        told = {"yours": entry.value, "lablib": entry.expected}
+        parts = [f"{who} {_number(x)}" + ("" if x is None else f" ({entry.off_by(x)})") for who, x in told.items()]
+        line, *rest = *parts, f"measured {_number(entry.measured)}"
+        for part in rest:
+            # A page's column has some 72 characters, and what stands at the end is the point.
+            if len(line) + len(part) > 67:
+                print("  " + line)
+                line = part
+            else:
+                line += " | " + part
+        print("  " + line)
 
     def table(self) -> str:
-        """Return guess, lablib's number, measurement and ratio of every prediction, each under its name."""
-        lines = [f"{'yours':>14}  {'lablib':>14}  {'measured':>14}  {'ratio':>7}"]
+        """Return every guess with by how much it misses, lablib's number and the measurement, under its name."""
+        lines = [_row("yours", "yours off by", "lablib", "measured")]
         for name, entry in self._entries.items():
-            yours, ours, seen, ratio = entry.row()
-            lines += [name, f"{yours:>14}  {ours:>14}  {seen:>14}  {ratio:>7}  {entry.unit}".rstrip()]
+            if entry.value is not None:
+                numbers = _number(entry.expected), _number(entry.measured)
+                lines += [_titled(name, entry), _row(_number(entry.value), entry.off_by(entry.value), *numbers)]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return what was guessed and which exercises passed in this kernel; how to begin where nothing was."""
+        guessed = [entry for entry in self._entries.values() if entry.value is not None]
+        passed = [name for name, status in CHECKED.items() if status == "passed"]
+        still_open = [name for name in CHECKED if name not in passed]
+        if guessed or passed:
+            exact = sum(entry.off_by(entry.value) == "exact" for entry in guessed)
+            said = [f"Guessed: {len(guessed)} of {len(self._entries)} predictions, {exact} of them exact."]
+            said += [f"Passed: {len(passed)} of {len(CHECKED)} exercises" + ", ".join(["", *passed]) + "."]
+            said += [f"Open: {', '.join(still_open)}."] if still_open else []
+        else:
+            said = ["Nothing is guessed and nothing is solved yet: the lab has run, and waits for you."]
+            said += [f'Begin with the prediction "{name}".' for name in list(self._entries)[:1]]
+            said += ["Restart the kernel, type your number in place of None, and run cell by cell from the top."]
+            said += [f"The first exercise is `{name}`." for name in still_open[:1]]
+        lines = [line for sentence in said for line in textwrap.wrap(sentence, 72)]
+        return "\n".join([*lines, "", self.table()] if guessed else lines)
 
     def _save(self) -> None:
         content = {"lab": self.lab, "predictions": {name: asdict(e) for name, e in self._entries.items()}}
@@ -214,10 +249,22 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _number(value: float) -> str:
-    if float(value).is_integer() and abs(value) < 1e15:
+def _titled(name: str, entry: _Prediction) -> str:
+    return name + (f" ({entry.unit})" if entry.unit else "")
+
+
+def _row(yours: str, off: str, ours: str, seen: str) -> str:
+    return f"{yours:>15}  {off:>21}  {ours:>15}  {seen:>15}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if abs(value) >= 1e12:  # a column of the table has 15 places
+        return f"{value:.6g}"
+    if float(value).is_integer():
         return f"{int(value):,}"
-    return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def git_commit() -> str:
