@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
-#: Filled by tools/mathjax.sh where npm is at hand.
-_MATHJAX = ".cache/mathjax-*"
+#: Where npm was not at hand.
+_CDN = "https://cdn.jsdelivr.net/npm"
+
+
+def _mathjax_version(srcdir: Path) -> str:
+    """Return the version that tools/mathjax.sh fetches, which is written there and nowhere else."""
+    return re.search(r"(?m)^version=(\S+)$", (srcdir / "tools/mathjax.sh").read_text(encoding="utf-8"))[1]
 
 
 def _local_mathjax(srcdir: Path) -> Path | None:
-    return next(iter(sorted(srcdir.glob(_MATHJAX))), None)
+    """Return the folder that tools/mathjax.sh filled, or None if npm was not at hand."""
+    folder = srcdir / ".cache" / f"mathjax-{_mathjax_version(srcdir)}"
+    return folder if folder.is_dir() else None
 
 
 def _configure(app: Sphinx, config: Config) -> None:
+    version = _mathjax_version(Path(app.srcdir))
+    folder, font = f"{_CDN}/mathjax@{version}", f"{_CDN}/@mathjax/mathjax-tex-font@{version}"
     if _local_mathjax(Path(app.srcdir)):
-        config.mathjax_path = "mathjax/tex-chtml.js"
+        folder, font = "mathjax", "[mathjax]/mathjax-tex-font"
+    config.mathjax_path = f"{folder}/tex-chtml-nofont.js"
+    config.mathjax3_config["loader"] = {"load": ["a11y/assistive-mml"], "paths": {"mathjax-tex": font}}
     # GitHub Actions names the repository, so a fork's pages point at the fork.
     repository = os.environ.get("GITHUB_REPOSITORY")
     if repository:

@@ -11,8 +11,8 @@ from bs4 import BeautifulSoup
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
 #: Copied there by the build when npm had it; pages load it from its CDN otherwise.
-MATHJAX_IS_LOCAL = (SITE / "_static" / "mathjax" / "tex-chtml.js").exists()
-MATHJAX_CDN = "https://cdn.jsdelivr.net/npm/mathjax@3/"
+MATHJAX_IS_LOCAL = (SITE / "_static" / "mathjax" / "tex-chtml-nofont.js").exists()
+MATHJAX_CDN = ("https://cdn.jsdelivr.net/npm/mathjax@4", "https://cdn.jsdelivr.net/npm/@mathjax/")
 
 
 def _files(entry):

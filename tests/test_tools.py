@@ -99,17 +99,22 @@ def test_serving_without_a_book_says_the_mend(tmp_path):
 
 
 NPM = """#!/bin/sh
-[ "$*" = "pack --silent mathjax@3.2.2" ] || exit 1
-mkdir -p package/es5/output/chtml/fonts/woff-v2
-touch package/LICENSE package/es5/tex-chtml.js package/es5/tex-svg.js package/es5/output/chtml/fonts/woff-v2/a.woff
-tar -czf mathjax-3.2.2.tgz package
+mkdir -p package/a11y package/chtml/woff2
+case "$*" in
+  "pack --silent mathjax@4.1.3")
+    touch package/LICENSE package/tex-chtml-nofont.js package/tex-svg.js package/a11y/assistive-mml.js ;;
+  "pack --silent @mathjax/mathjax-tex-font@4.1.3")
+    touch package/package.json package/chtml.js package/svg.js package/chtml/woff2/a.woff2 ;;
+  *) exit 1 ;;
+esac
+tar -czf packed-4.1.3.tgz package
 """
 
 
 def test_a_package_of_npm_is_fetched_once_and_without_npm_the_build_goes_on(tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "bin").mkdir()
-    npm, kept = tmp_path / "bin" / "npm", tmp_path / ".cache" / "mathjax-3.2.2"
+    npm, kept = tmp_path / "bin" / "npm", tmp_path / ".cache" / "mathjax-4.1.3"
     for name in ("bash", "cp", "dirname", "gzip", "mkdir", "mktemp", "mv", "rm", "sh", "tar", "timeout", "touch"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
 
@@ -124,8 +129,9 @@ def test_a_package_of_npm_is_fetched_once_and_without_npm_the_build_goes_on(tmp_
 
     from_cdn = "so pages load MathJax from its CDN.\n"
     assert fetch() == (f"Formulas: npm is not installed, {from_cdn}", [])
-    assert fetch("#!/bin/sh\nexit 1\n") == (f"Formulas: npm cannot fetch mathjax@3.2.2, {from_cdn}", [])
-    files = ["LICENSE", "output/chtml/fonts/woff-v2/a.woff", "tex-chtml.js"]
+    assert fetch("#!/bin/sh\nexit 1\n") == (f"Formulas: npm cannot fetch mathjax@4.1.3, {from_cdn}", [])
+    font = ["chtml.js", "chtml/woff2/a.woff2", "package.json"]
+    files = ["LICENSE", "a11y/assistive-mml.js", *(f"mathjax-tex-font/{name}" for name in font), "tex-chtml-nofont.js"]
     assert fetch(NPM) == ("", files)
     assert fetch("#!/bin/sh\nexit 1\n") == ("", files)  # nobody is asked again
 
