@@ -100,6 +100,7 @@ class LiveCalc(SphinxDirective):
             explorer = find_explorer(module)
             given = dict(_setting(line) for line in self.content if line.strip())
             first = explorer.state(given)
+            explorer.answer(first)
         except (ImportError, ValueError) as error:
             raise ExtensionError(f"{self.env.docname}: livecalc {module}: {error}") from error
         self.env.note_dependency(inspect.getsourcefile(explorer.compute))
@@ -122,6 +123,7 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
         first: The state to begin with.
     """
     answer = explorer.answer(first)
+    first = answer["state"]
     pyodide = f"{FOLDER}/" if local_pyodide() else CDN.format(version=pyodide_version())
     controls = "".join(_control(explorer, control, first[control.name]) for control in explorer.controls)
     return f"""
@@ -132,6 +134,8 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
 </form>
 <p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
 The call gives the same numbers in Python.</noscript></p>
+<div class="livecalc-unknown" role="status"></div>
+<p class="livecalc-clipped" data-part="clipped" role="status">{answer["clipped"]}</p>
 <figure class="{"house-figure " if answer["picture"] else ""}livecalc-figure">
 <div data-part="picture">{answer["picture"]}</div>
 <figcaption data-part="caption" aria-live="polite">{answer["caption"]}</figcaption>

@@ -1,7 +1,7 @@
 // The controls of an explorer. Its numbers and its picture come from lablib.calc, run by Pyodide in a worker.
 // Nothing is fetched until the reader touches a control, or follows a link that asks for a state.
 
-const PARTS = ["picture", "caption", "table", "call"];
+const PARTS = ["clipped", "picture", "caption", "table", "call"];
 const here = (path) => new URL(path, import.meta.url).href;
 
 /** Python in a worker, started by the first call; one for all explorers of a page. */
@@ -50,11 +50,19 @@ class Explorer {
     Object.assign(this, { root, python });
     this.form = root.querySelector("form");
     this.note = root.querySelector(".livecalc-note");
+    this.unknown = root.querySelector(".livecalc-unknown");
+    // What a control was asked for beyond what it can take now: it has it again when it can.
+    this.wished = {};
     this.parts = Object.fromEntries(PARTS.map((part) => [part, root.querySelector(`[data-part=${part}]`)]));
     this.shown = Object.fromEntries(PARTS.map((part) => [part, this.parts[part].innerHTML]));
     this.first = this.state();
-    this.firstAnswer = this.shown;
-    this.controls().forEach((control) => control.addEventListener("input", () => this.changed()));
+    this.firstAnswer = { ...this.shown, state: this.first };
+    for (const control of this.controls()) {
+      control.addEventListener("input", () => {
+        delete this.wished[control.name];
+        this.changed();
+      });
+    }
     this.form.addEventListener("reset", (event) => this.reset(event));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     // A finger on a control means that an answer is wanted soon: Python starts while the control still moves.
@@ -81,7 +89,9 @@ class Explorer {
   }
 
   state() {
-    return Object.fromEntries(this.controls().map((control) => [control.name, this.value(control)]));
+    return Object.fromEntries(
+      this.controls().map((control) => [control.name, this.wished[control.name] ?? this.value(control)]),
+    );
   }
 
   /** Set a control, if it has such a value, and say whether it has. */
@@ -107,6 +117,7 @@ class Explorer {
 
   changed() {
     this.controls().forEach((control) => this.label(control));
+    this.unknown.replaceChildren();
     this.remember();
     this.touched = performance.now();
     return this.run();
@@ -114,6 +125,7 @@ class Explorer {
 
   reset(event) {
     event.preventDefault();
+    this.wished = {};
     this.controls().forEach((control) => this.set(control, this.first[control.name]));
     this.changed();
   }
@@ -144,9 +156,12 @@ class Explorer {
         if (!this.python.started) this.note.textContent = STARTING;
         this.root.setAttribute("aria-busy", "true");
         const answer = await this.python.ask(this.root.dataset.module, state);
-        this.show(answer);
+        if (answer.error === undefined) {
+          this.show(answer);
+          this.note.textContent = `Computed here, by ${this.root.dataset.module}.`;
+        } else this.refused(answer.error);
         this.root.dataset.milliseconds = (performance.now() - this.touched).toFixed(1);
-        this.note.textContent = `Computed here, by ${this.root.dataset.module}.`;
+        if (asked === JSON.stringify(this.state())) this.clip(state, answer.state ?? state);
       }
     } catch (error) {
       this.failed(error);
@@ -158,43 +173,89 @@ class Explorer {
 
   show(answer) {
     for (const part of PARTS) this.parts[part].innerHTML = answer[part];
-    this.root.dataset.answers = Number(this.root.dataset.answers ?? 0) + 1;
+    delete this.root.dataset.stale;
+    this.answered();
     if (answer.numbers) this.root.dataset.numbers = JSON.stringify(answer.numbers);
+  }
+
+  answered() {
+    this.root.dataset.answers = Number(this.root.dataset.answers ?? 0) + 1;
+  }
+
+  /** Let every control show the value that was computed. */
+  clip(asked, computed) {
+    for (const control of this.controls()) {
+      const value = String(computed[control.name]);
+      this.set(control, value);
+      if (value === asked[control.name]) delete this.wished[control.name];
+      else this.wished[control.name] = asked[control.name];
+    }
+  }
+
+  /** Say why there is no answer; what was shown before stays, in grey. */
+  refused(why) {
+    this.note.textContent = `${why}. What is grey below is the state before.`;
+    this.root.dataset.stale = "";
+    this.answered();
   }
 
   failed(error) {
     const why = error.message.trim().split("\n").at(-1);
     this.note.textContent =
       (this.python.started ? `Python could not answer: ${why}. ` : `Python did not start (${why}). `) +
-      "The picture below still shows the state before; change a control to try again.";
+      "What is grey below is the state before; change a control to try again.";
+    this.root.dataset.stale = "";
   }
 
   /** Keep what differs from the first state in the page's address. */
   remember() {
     const address = new URL(location.href);
+    for (const [key] of this.asked()) address.searchParams.delete(key);
     for (const [name, value] of Object.entries(this.state())) {
-      const key = `${this.root.dataset.name}.${name}`;
-      if (value === this.first[name]) address.searchParams.delete(key);
-      else address.searchParams.set(key, value);
+      if (value !== this.first[name]) address.searchParams.set(`${this.root.dataset.name}.${name}`, value);
     }
     address.hash = this.root.id;
     history.replaceState(history.state, "", address);
   }
 
+  /** What the page's address asks of this explorer: keys, names and values. */
+  asked() {
+    const prefix = `${this.root.dataset.name}.`;
+    return [...new URL(location.href).searchParams]
+      .filter(([key]) => key.startsWith(prefix))
+      .map(([key, value]) => [key, key.slice(prefix.length), value]);
+  }
+
   /** Take the state from the page's address: who follows a link to a state asks for its numbers, and lands there. */
   restore() {
-    const given = new URL(location.href).searchParams;
-    for (const control of this.controls()) {
-      const value = given.get(`${this.root.dataset.name}.${control.name}`);
-      if (value !== null) this.set(control, value);
+    for (const [, name, value] of this.asked()) {
+      const control = this.controls().find((each) => each.name === name);
+      if (control && this.set(control, value)) continue;
+      const known = control ? this.options(control).map(([option]) => option) : Object.keys(this.first);
+      const what = control ? `${name}=${value}` : name;
+      this.unknown.append(sentence("The address asks for ", what, `, which is not one of ${known.join(", ")}.`));
     }
-    if (this.same(this.state())) return;
-    this.changed();
+    if (this.unknown.hasChildNodes()) {
+      const shown = Object.entries(this.state()).map(([name, value]) => `${name}=${value}`);
+      this.unknown.append(sentence(`Shown: ${shown.join(", ")}.`));
+    } else if (this.same(this.state())) return;
+    // The address stays as it is until the reader touches a control.
+    this.touched = performance.now();
+    this.run();
     // Formulas above it grow when they are typeset: land again when they are.
     const land = () => this.root.scrollIntoView();
     land();
     window.addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(land));
   }
+}
+
+/** A paragraph in which what stands in an address is text, however it looks. */
+function sentence(before, quoted = "", after = "") {
+  const paragraph = document.createElement("p");
+  const code = document.createElement("code");
+  code.textContent = quoted.length > 60 ? `${quoted.slice(0, 60)} ...` : quoted;
+  paragraph.append(before, ...(quoted ? [code] : []), after);
+  return paragraph;
 }
 
 const STARTING = "Python starts in your browser: 7 to 15 MB, once.";

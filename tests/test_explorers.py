@@ -54,18 +54,45 @@ def memory_of(state, **other):
     return memory_timeline(shape, **settings | other).peak
 
 
-def possible(state):
-    model = preset(state["model"])
-    return not model.learned_positions or state["seq"] <= model.max_positions
+def edges(explorer):
+    """Return every model with the least and the most of each other control, and of all at once."""
+    models, *others = explorer.controls
+    ends = [{c.name: c.options[0][0] for c in others}, {c.name: c.options[-1][0] for c in others}]
+    apart = [{name: value} for end in ends for name, value in end.items()]
+    first = explorer.state()
+    return [first | {models.name: model} | moved for model, _ in models.options for moved in (*ends, *apart)]
+
+
+@pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
+def test_no_state_is_without_an_answer(explorer):
+    drawn = bool(explorer.answer()["picture"])  # the formulas are a table
+    for state in edges(explorer):
+        answer = explorer.answer(state)
+        assert bool(answer["picture"]) == drawn, state
+        assert all(answer[part] for part in ("caption", "table", "call", "numbers")), state
+        if not answer["clipped"]:
+            assert answer["state"] == state
+
+
+@pytest.mark.parametrize(("model", "most"), [("gpt2", "1,024"), ("gpt2-xl", "1,024"), ("gpt3-175b", "2,048")])
+def test_what_a_control_cannot_take_is_clipped_and_said(model, most):
+    answer = TRAINING.answer({"model": model})
+    assert answer["clipped"] == f"tokens in a sequence: {most}, the most that {model} has positions for."
+    assert answer["state"] == TRAINING.state({"model": model, "seq": most.replace(",", "")})
+    assert answer | {"clipped": ""} == TRAINING.answer(answer["state"])
+    assert not TRAINING.answer({"model": "llama-3-8b"})["clipped"]
+
+
+def test_what_has_no_answer_is_a_sentence_for_the_page():
+    reply = json.loads(answer_json("lablib.live.zero", json.dumps({"stage": "7"})))
+    assert set(reply) == {"error"}
+    assert "unknown stage '7'" in reply["error"]
 
 
 def test_the_training_explorer_shows_the_peak():
     for state in around(TRAINING) + at_random(TRAINING, 60):
         answer = TRAINING.answer(state)
-        if not possible(state):
-            assert f"use at most {preset(state['model']).max_positions}" in answer["caption"]
-            assert (answer["picture"], answer["table"], answer["numbers"]) == ("", "", {})
-            continue
+        state = answer["state"]
         memory = memory_of(state)
         found = verdict(memory.total, state["device"])
         expected = dict(memory.terms) | {"total": memory.total, "headroom": found.room}
@@ -83,8 +110,9 @@ def test_it_stops_fitting_where_it_says():
 
     seen = dict.fromkeys(sizes, 0)
     small = [state | {"model": "llama-3.2-3b", "recompute": "full"} for state in around(TRAINING)[::3]]
-    for state in filter(possible, around(TRAINING) + small + at_random(TRAINING, 30)):
-        numbers, model = TRAINING.answer(state)["numbers"], preset(state["model"])
+    for asked in around(TRAINING) + small + at_random(TRAINING, 30):
+        answer = TRAINING.answer(asked)
+        numbers, state, model = answer["numbers"], answer["state"], preset(asked["model"])
         for name, most in sizes.items():
             n = numbers[f"largest_{name}"]
             if n > most:
@@ -122,8 +150,6 @@ def test_the_zero_explorer_shows_what_is_held_and_sent():
 def test_the_call_gives_the_numbers_of_the_page(explorer, capsys):
     for state in at_random(explorer, 20):
         answer = explorer.answer(state)
-        if not answer["numbers"]:
-            continue
         names = {}
         exec(compile(unescape(answer["call"]), "call", "exec"), names)
         if explorer is TRAINING:

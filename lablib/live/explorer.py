@@ -21,7 +21,8 @@ from lablib.calc.units import format_count
 from lablib.live.svg import COLORS
 
 Value = str | int
-PARTS = ("picture", "caption", "table", "call")
+#: Of a page, in their order there; the first says what a control could not take.
+PARTS = ("clipped", "picture", "caption", "table", "call")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,14 @@ class Explorer:
         name: Prefix of its keys in the page's address.
         controls: What the reader can change.
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
+        most: Takes the same, returns for controls whose largest value depends on the others that value, and why.
     """
 
     name: str
     title: str
     controls: tuple[Control, ...]
     compute: Callable[..., Answer]
+    most: Callable[..., Mapping[str, tuple[int, str]]] = lambda **state: {}
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
         """Return a full state: the given values, and the first ones for all else."""
@@ -87,24 +90,33 @@ class Explorer:
             one_of(f"control of the {self.name} explorer", name, [control.name for control in self.controls])
         return {control.name: control.read(given.get(control.name, control.first)) for control in self.controls}
 
+    def clip(self, state: Mapping[str, Value]) -> tuple[dict[str, Value], str]:
+        """Return a state with nothing above the most that its controls can take, and what that changed, in words."""
+        taken, said = dict(state), []
+        limits = self.most(**state)
+        for control in self.controls:
+            limit, why = limits.get(control.name, (state[control.name], ""))
+            if state[control.name] > limit:
+                taken[control.name], words = [option for option in control.options if option[0] <= limit][-1]
+                said.append(f"{control.label}: {words}, {why}.")
+        return taken, " ".join(said)
+
     def answer(self, given: Mapping[str, object] | None = None) -> dict[str, object]:
-        """Return the parts of a page that show a state: picture, caption, table and call, and the bare numbers.
+        """Return what a page shows of a state: its parts as HTML, the bare numbers, and the state that was computed.
 
         Raises:
-            ValueError: If a control or a value does not exist. Settings that contradict each other are an answer: the
-                caption says so in the words of the calculator's own error.
+            ValueError: If a control or a value does not exist, or if settings contradict each other.
         """
-        state = self.state(given)
-        try:
-            found = self.compute(**state)
-        except ValueError as error:
-            return dict.fromkeys(PARTS, "") | {"caption": escape(str(error)), "numbers": {}}
+        state, clipped = self.clip(self.state(given))
+        found = self.compute(**state)
         return {
+            "clipped": escape(clipped),
             "picture": found.picture,
             "caption": escape(found.caption),
             "table": found.table,
             "call": escape(found.call),
             "numbers": dict(found.numbers),
+            "state": state,
         }
 
 
@@ -144,5 +156,8 @@ def find_explorer(module: str) -> Explorer:
 
 
 def answer_json(module: str, state: str) -> str:
-    """Return what `Explorer.answer` returns, from text to text: this is what the page calls."""
-    return json.dumps(find_explorer(module).answer(json.loads(state)))
+    """Return what `Explorer.answer` returns, or why there is no answer, from text to text: this is what the page calls."""
+    try:
+        return json.dumps(find_explorer(module).answer(json.loads(state)))
+    except ValueError as error:
+        return json.dumps({"error": str(error)})

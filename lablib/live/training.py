@@ -75,6 +75,14 @@ def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int,
     )
 
 
+def most(model: str, **others: object) -> dict[str, tuple[int, str]]:
+    """Return the tokens that a model with learned positions can take."""
+    config = preset(model)
+    return (
+        {"seq": (config.max_positions, f"the most that {model} has positions for")} if config.learned_positions else {}
+    )
+
+
 def _peak_or_wall(peak: Callable[..., MemoryInstant], seq: int, config: ModelConfig) -> float:
     """Bytes at the peak; learned positions are a wall."""
     return math.inf if config.learned_positions and seq > config.max_positions else peak(seq=seq).total
@@ -196,4 +204,5 @@ EXPLORER = Explorer(
         Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
     ),
     compute=explore,
+    most=most,
 )

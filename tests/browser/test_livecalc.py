@@ -68,7 +68,7 @@ class Live(Visit):
     @property
     def abroad(self):
         """What another host was asked for; the formulas of a build without npm are another matter."""
-        known = (self.host, "data:", "blob:", *(() if MATHJAX_IS_LOCAL else (MATHJAX_CDN,)))
+        known = (self.host, "data:", "blob:", *(() if MATHJAX_IS_LOCAL else MATHJAX_CDN))
         return [url for url in self.asked if not url.startswith(known)]
 
     def field(self, name):

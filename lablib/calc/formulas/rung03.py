@@ -33,8 +33,10 @@ def _share(job: Job) -> str:
 
 
 def _copies(job: Job) -> str:
-    rank = split_heads(job.config.num_heads, job.config.num_kv_heads, 2 * job.tp)[0]
-    return f"{rank.copies} at t = {2 * job.tp}, with {len(rank.queries)} query heads on a rank"
+    heads = job.config.num_heads
+    tp = job.tp if heads % (2 * job.tp) else 2 * job.tp  # twice, because most models have 8 key heads
+    rank = split_heads(heads, job.config.num_kv_heads, tp)[0]
+    return f"{rank.copies} at t = {tp}, with {len(rank.queries)} query heads on a rank"
 
 
 FORMULAS = (
