@@ -188,6 +188,10 @@ def test_every_picture_is_sound(explorer):
             assert min(down) >= top, state
             assert max(down) <= tall, state
         ElementTree.fromstring(answer["table"])
+        # Every colour of the picture has its name in it.
+        used = {shape.get("fill") for shape in tree if shape.tag.endswith(("rect", "polygon"))}
+        texts = {shape.text for shape in tree}
+        assert {role for role, color in svg.COLORS.items() if color in used} <= texts
 
 
 def test_a_colour_means_the_same_as_in_the_figures():

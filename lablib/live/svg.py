@@ -9,7 +9,7 @@ and shrink with the page: 12 units are about 10 pixels on a telephone and 17 on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -71,6 +71,23 @@ def line(x1: float, y1: float, x2: float, y2: float, *, role: str = "", dashed: 
         f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" '
         f'stroke="{stroke}" stroke-width="{1.5 if role else 0.8}"{dashes}/>'
     )
+
+
+def legend(roles: Iterable[str], *, top: float) -> tuple[list[str], float]:
+    """Name colours, in as many lines as that takes.
+
+    Returns:
+        The shapes, and where they end.
+    """
+    shapes, x, y = [], 0.0, top
+    for role in roles:
+        wide = 12 + 0.56 * FONT * len(role)
+        if x + wide > WIDTH:
+            x, y = 0.0, y + 18
+        shapes.append(f'<rect x="{_n(x)}" y="{_n(y)}" width="9" height="9" fill="{COLORS[role]}"/>')
+        shapes.append(text(x + 12, y + 9, role))
+        x += wide + 12
+    return shapes, y + 9
 
 
 def bars(

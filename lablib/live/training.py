@@ -19,7 +19,7 @@ from lablib.calc.params import count_params
 from lablib.calc.precision import OPTIMIZERS, RECIPES
 from lablib.calc.units import GB, format_count
 from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
-from lablib.live.svg import Bar, areas, bars, picture
+from lablib.live.svg import Bar, areas, bars, legend, picture
 
 #: From small to large. Models whose first blocks differ from the others are left out: see the top of this module.
 MODELS = (
@@ -114,6 +114,7 @@ def _picture(
     head, below = bars(
         [Bar(label="", parts=roles, text=needs)], top=0, title=title, labels=0, limit=limit, limit_text=limit_text
     )
+    names, below = legend(ROLES, top=below + 10)
     edges = {}
     for role in ROLES:
         step = (most[role] - roles[role]) / (span - present)
@@ -123,7 +124,7 @@ def _picture(
         marks.append((blocks, f"fits up to {blocks}"))
     rest, end = areas(
         edges,
-        top=below + 14,
+        top=below + 20,
         title="GB at the peak, with fewer or more such blocks",
         span=span,
         xlabel="blocks",
@@ -136,7 +137,7 @@ def _picture(
         + ", ".join(f"{role} {size:,.1f} GB" for role, size in roles.items())
         + f". Below it stacked areas of the same terms over 0 to {span} blocks; {blocks} of them fit."
     )
-    return picture(head + rest, end, alt)
+    return picture(head + names + rest, end, alt)
 
 
 def _caption(config: ModelConfig, found: Verdict, blocks: int, params: int) -> str:

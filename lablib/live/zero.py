@@ -13,7 +13,7 @@ from lablib.calc.parallel import max_params, state_terms, zero_traffic
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, format_count
 from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
-from lablib.live.svg import Bar, bars, picture
+from lablib.live.svg import Bar, bars, legend, picture
 
 STAGES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
 MODELS = (
@@ -112,14 +112,15 @@ def _picture(
         limit=gpu.usable_bytes / GB,
         limit_text=f"{gpu.name}: {gpu.usable_bytes / GB:.1f} GB",
     )
-    second, end = bars(traffic, top=below + 16, title=f"Each sends in a step of {of}")
+    names, below = legend(memory[0].parts, top=below + 10)
+    second, end = bars(traffic, top=below + 20, title=f"Each sends in a step of {of}")
     told = "; ".join(
         f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
     )
     alt = (
         f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
     )
-    return picture(first + second, end, alt)
+    return picture(first + names + second, end, alt)
 
 
 def _caption(
