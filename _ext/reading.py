@@ -1,6 +1,6 @@
 """How pages are read: a lab as nbval has just run it, several pages at a time, equations numbered by chapter.
 
-A page tells browsers and search engines its name as the table of contents has it, and what it asks.
+Columns that a cell printed are known as such. A page tells browsers and search engines its name as the table of contents has it, and what it asks.
 """
 
 from __future__ import annotations
@@ -65,6 +65,15 @@ def _number_equations(app: Sphinx, doctree: nodes.document) -> None:
             equations[node["label"]] = (app.env.docname, node["number"])
 
 
+def _mark_columns(app: Sphinx, doctree: nodes.document) -> None:
+    """Give what a cell printed in columns a class: on a telephone its lines scroll, where a sentence goes on below."""
+    for output in doctree.findall(lambda node: isinstance(node, nodes.container)):
+        if output.get("nb_element") == "cell_code_output":
+            for printed in output.findall(nodes.literal_block):
+                if sum(bool(re.search(r"\S {2,}\S", line)) for line in printed.astext().splitlines()) >= 2:
+                    printed["classes"].append("columns")
+
+
 def _describe(app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
     """Give a page the title that the table of contents has, and its question, or else its first paragraph, as text."""
     if doctree is None:
@@ -89,5 +98,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("env-before-read-docs", _deal)
     app.connect("source-read", _show_executed)
     app.connect("doctree-read", _number_equations)
+    app.connect("doctree-read", _mark_columns)
     app.connect("html-page-context", _describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -133,6 +133,32 @@ def test_a_lab_ran_as_shipped(page):
     assert [line for line in lines if len(line) > 78] == []
 
 
+@pytest.mark.parametrize("page", LABS)
+def test_a_lab_says_how_it_is_opened_and_folds_what_answers_its_questions(page):
+    soup = parsed(page)
+    box = soup.select_one(".do-this-lab").get_text()
+    assert "make lab" in box
+    assert f"work/{page.removeprefix('labs/')}.ipynb" in box
+    assert not soup.select("details.measured[open]")
+    for cell in soup.select("div.cell:has(.cell_input):has(.cell_output .output)"):
+        compares = re.search(r"\bcompare\(", cell.select_one(".cell_input").get_text())
+        for output in cell.select(".cell_output .output"):
+            folded = output.find_parent("details", class_="measured")
+            assert folded or not compares, output
+            # A check says "not attempted" beside its exercise.
+            assert not folded or ": not attempted" not in output.get_text()
+    assert len(soup.select("details.measured")) >= 6
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_has_words(page):
+    # A formula has none for a screen reader.
+    for link in copy.copy(parsed(page).select_one("article")).select("a[href]"):
+        for formula in link.select(".math"):
+            formula.decompose()
+        assert link.get_text().strip() or link.select("img[alt]"), link
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_asks_no_other_host_for_anything(page):
     asked = [tag[name] for name in ("src", "href") for tag in parsed(page).select(f"script[{name}], img[{name}]")]

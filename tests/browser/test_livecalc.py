@@ -17,12 +17,12 @@ from tests.built_site import MATHJAX_CDN, MATHJAX_IS_LOCAL, SITE, parsed
 pytestmark = pytest.mark.site
 
 #: Page to the explorers on it. The first state is the one of the page.
-PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero"}
+PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero", "index": "training"}
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
 PYODIDE_IS_LOCAL = (SITE / "_static" / "livecalc" / "pyodide.mjs").exists()
 #: Fetched when Python starts, and not before.
 LAZY = ("livecalc_worker", "/livecalc/", "pyodide")
-EACH = pytest.mark.parametrize("page", PAGES)
+EACH = pytest.mark.parametrize("page", [page for page in PAGES if page != "index"])
 
 
 def box_of(page):
@@ -154,7 +154,8 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
         every_control_moved_by_keyboard_shows_pythons_numbers(live)
         the_call_is_shown_on_request_and_follows_the_state(live)
         if page == "book/01_why_distributed":
-            settings_that_contradict_each_other_are_said_in_the_calculators_words(live)
+            what_a_control_cannot_take_is_clipped_and_said(live)
+        what_has_no_answer_leaves_the_last_one_in_grey(live)
         query = the_address_holds_the_state(live)
         state = live.state()
         assert live.abroad == []
@@ -212,15 +213,39 @@ def the_call_is_shown_on_request_and_follows_the_state(live):
     live.reset()
 
 
-def settings_that_contradict_each_other_are_said_in_the_calculators_words(live):
+def what_a_control_cannot_take_is_clipped_and_said(live):
+    clipped = live.root.locator("[data-part=clipped]")
+    assert not clipped.is_visible()
+    for model, most in (("gpt2", 1024), ("gpt3-175b", 2048)):
+        before = live.answers()
+        live.field("model").select_option(model)
+        live.wait(before)
+        assert clipped.inner_text() == f"tokens in a sequence: {most:,}, the most that {model} has positions for."
+        assert live.state()["seq"] == most
+        live.holds(live.first | {"model": model})
+        assert "seq" not in live.page.url.partition("#")[0]
+    # What was asked for comes back with a model that can take it.
     before = live.answers()
-    live.field("model").select_option("gpt2")
+    live.field("model").select_option("llama-3-70b")
     live.wait(before)
-    assert "1024 learned positions of gpt2; use at most 1024" in live.root.locator("figcaption").inner_text()
-    live.holds(live.state())
-    live.press("model", "ArrowDown")
-    live.holds(live.state())
+    assert live.state() == live.first | {"model": "llama-3-70b"}
+    assert not clipped.is_visible()
     live.reset()
+
+
+def what_has_no_answer_leaves_the_last_one_in_grey(live):
+    select = live.field("device")
+    select.evaluate("field => field.append(new Option('abacus', 'abacus'))")
+    before = live.answers()
+    select.select_option("abacus")
+    live.wait(before)
+    assert "unknown device 'abacus'" in live.root.locator(".livecalc-note").inner_text()
+    live.shows(live.explorer.answer(live.first), live.first)
+    for part in ("figure", "[data-part=table]"):
+        assert live.root.locator(part).evaluate("node => getComputedStyle(node).filter") == "grayscale(1)"
+    select.evaluate("field => field.lastChild.remove()")
+    live.reset()
+    assert live.root.locator("figure").evaluate("node => getComputedStyle(node).filter") == "none"
 
 
 def the_address_holds_the_state(live):
@@ -241,7 +266,12 @@ def a_link_shows_its_state(live, state):
     live.wait(0)
     live.holds(state)
     live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=10_000)
+    # The link also asks for an abacus, and its address is as it was shared.
+    assert "asks for device=abacus, which is not one of " in live.root.locator(".livecalc-unknown").inner_text()
+    assert "device=abacus" in live.page.url
     live.reset()
+    assert not live.root.locator(".livecalc-unknown").is_visible()
+    assert "abacus" not in live.page.url
     assert f"{live.explorer.name}.{live.explorer.controls[0].name}" not in live.page.url
 
 
@@ -293,6 +323,30 @@ _CONTRAST = """node => {
   const [low, high] = [light(parse(ink)), light(behind)].sort((a, b) => a - b);
   return { contrast: (high + 0.05) / (low + 0.05), ground: light(behind) };
 }"""
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("model=GPT2", "model=GPT2, which is not one of gpt2, "),
+        ("seq=-1", "seq=-1, which is not one of 512, 1024, "),
+        ("micro_batch=NaN", "micro_batch=NaN, which is not one of 1, 2, "),
+        ("modle=gpt2", "modle, which is not one of model, recipe, "),
+        ("__proto__=1", "__proto__, which is not one of model, "),
+        ("model=<img src=x onerror=alert(1)>", "model=<img src=x onerror=alert(1)>, which is not one of gpt2, "),
+    ],
+)
+def test_what_the_address_asks_for_and_nobody_knows_is_named(context, address, query, said):
+    with Live(context, address, "index", f"?training.{query}") as live:
+        note = live.root.locator(".livecalc-unknown")
+        assert f"The address asks for {said}" in note.inner_text()
+        shown = ", ".join(f"{name}={value}" for name, value in live.first.items())
+        assert note.inner_text().endswith(f"Shown: {shown}.")
+        assert note.locator("img").count() == 0
+        # The page came with this answer: nothing is fetched for it.
+        live.shows(live.explorer.answer(live.first), live.first)
+        assert live.lazy == []
+        assert live.errors == [] or not MATHJAX_IS_LOCAL
 
 
 @EACH

@@ -103,6 +103,9 @@ def test_a_page_reads_well(context, address, page):
             a_solution_is_folded_until_it_is_asked_for(visit)
             the_code_of_a_figure_is_folded_until_it_is_asked_for(visit)
         if page in LABS:
+            what_was_measured_is_folded_until_it_is_asked_for(visit)
+        what_scrolls_says_so(visit)
+        if page in LABS:
             a_lab_leads_back_to_its_chapter(visit, page)
 
 
@@ -126,6 +129,48 @@ def it_is_whole_on_a_desk_and_on_a_phone(visit):
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
         # The sidebar slides when the width changes; what counts is where the title comes to rest.
         visit.page.wait_for_function(_TITLE_WITHIN, arg=width, timeout=10_000)
+
+
+#: What is wider than its box and shows no cue; what is cut off for good; what sticks out of the column.
+_CUT = """() => {
+  const article = document.querySelector("article.bd-article"), edge = article.getBoundingClientRect().right + 1;
+  const found = [], name = node => `${node.tagName}.${node.className} ${node.textContent.trim().slice(0, 40)}`;
+  const unseen = "mjx-assistive-mml, .visually-hidden, svg, wbr, br";
+  const scrolls = node => /auto|scroll/.test(getComputedStyle(node).overflowX);
+  const inside = node => {
+    for (node = node.parentElement; node && node !== article; node = node.parentElement) if (scrolls(node)) return true;
+    return false;
+  };
+  for (const node of article.querySelectorAll("*")) {
+    if (node.closest(unseen) || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node), more = node.scrollWidth - node.clientWidth - node.scrollLeft > 1;
+    if (node.clientWidth && more && style.overflowX !== "visible") {
+      const after = getComputedStyle(node, "::after").content;
+      const said = after.includes("scrolls") && style.maskImage.includes("gradient") && node.tabIndex === 0;
+      if (!scrolls(node)) found.push(`cut off: ${name(node)}`);
+      else if (!said || !node.matches(".more-right")) found.push(`no cue: ${name(node)}`);
+    }
+    if (node.getBoundingClientRect().right > edge && !inside(node)) found.push(`sticks out: ${name(node)}`);
+  }
+  return found;
+}"""
+# Boxes are looked at when the page has been laid out, and formulas broken anew for another width.
+_SETTLED = f"""async () => {{
+  const cut = {_CUT};
+  for (const end = Date.now() + 15_000; cut().length && Date.now() < end;) await new Promise(go => setTimeout(go, 100));
+  return cut();
+}}"""
+_UNFOLD = """() => {
+  document.querySelectorAll("article details").forEach(fold => { fold.open = true });
+  document.querySelectorAll("article .toggle-hidden").forEach(fold => fold.classList.remove("toggle-hidden"));
+}"""
+
+
+def what_scrolls_says_so(visit):
+    visit.page.evaluate(_UNFOLD)
+    for size in (DESK, PHONE):
+        visit.page.set_viewport_size(size)
+        assert visit.page.evaluate(_SETTLED) == [], f"{size['width']} pixels"
 
 
 def formulas_are_drawn(visit):
@@ -189,6 +234,20 @@ def the_code_of_a_figure_is_folded_until_it_is_asked_for(visit):
     assert not fold.locator("pre").is_visible()
     fold.locator("summary").click()
     fold.locator("pre").wait_for(state="visible", timeout=5000)
+
+
+def what_was_measured_is_folded_until_it_is_asked_for(visit):
+    fold = visit.page.locator("details.measured").first
+    output = fold.locator(".output").first
+    assert not output.is_visible()
+    # On paper nothing can be unfolded.
+    for event, shown in (("beforeprint", True), ("afterprint", False)):
+        visit.page.evaluate("event => window.dispatchEvent(new Event(event))", event)
+        assert visit.page.locator("details.measured").evaluate_all("folds => folds.map(f => f.open)") == [shown] * (
+            visit.page.locator("details.measured").count()
+        )
+    fold.locator("> summary").press("Enter")
+    output.wait_for(state="visible", timeout=5000)
 
 
 def a_lab_leads_back_to_its_chapter(visit, page):
