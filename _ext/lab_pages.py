@@ -13,7 +13,7 @@ from docutils import nodes
 from source_pages import block
 from sphinx.application import Sphinx
 
-_PREDICT, _COMPARE, _CHECK = r"\bpredict\(", r"\bcompare\(|\.table\(", r"\brung\d\d\.\w+\("
+_PREDICT, _COMPARE, _CHECK = r"\bpredict\(", r"\bcompare\(", r"\brung\d\d\.\w+\("
 
 
 def _show_lab(app: Sphinx, doctree: nodes.document) -> None:
