@@ -61,6 +61,14 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/pull/196460",
     ),
     Difference(
+        "fsdp2_reduces_as_stored",
+        "FSDP2: the dtype in which gradients are reduced, and accumulate unreduced, without `reduce_dtype`",
+        "2.15",
+        (False, "`param_dtype`, which is bf16 in mixed precision"),
+        (True, "the parameter's `grad_dtype`, or else the dtype of its shard: fp32. A run's results change"),
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/_fsdp_api.py",
+    ),
+    Difference(
         "fsdp2_refuses_half_tied",
         "FSDP2: tied weights of which one is in a unit and the other is not",
         "2.12",
@@ -135,6 +143,8 @@ class TorchFacts:
         version: The release whose facts these are, a member of `SUPPORTED`.
         fsdp2_frees_buffer_before_copy: In forward the all-gather buffer of the unit before goes before the next unit
             is copied, and not after.
+        fsdp2_reduces_as_stored: Without `reduce_dtype` gradients are reduced in the dtype of the shard, and not of
+            the computation.
         fsdp2_refuses_half_tied: A tensor that is in two units stops the first forward.
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
@@ -147,6 +157,7 @@ class TorchFacts:
 
     version: str
     fsdp2_frees_buffer_before_copy: bool
+    fsdp2_reduces_as_stored: bool
     fsdp2_refuses_half_tied: bool
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
