@@ -101,6 +101,14 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
     ),
     Difference(
+        "pipelining_greets_its_own_rank",
+        "Pipeline schedules with neighbouring stages on one rank, such as ZBV and DualPipeV, before their first step",
+        "2.12",
+        (True, "a rank sends to itself, which gloo refuses; `lablib` leaves that out"),
+        (False, "stages of a rank talk directly"),
+        "https://github.com/pytorch/pytorch/blob/v2.12.1/torch/distributed/pipelining/schedules.py",
+    ),
+    Difference(
         "tracker_skips_dtensor_shapes",
         "PyTorch's memory trackers, where a DTensor asks for shapes with fake tensors",
         "2.13",
@@ -149,6 +157,7 @@ class TorchFacts:
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
         pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
+        pipelining_greets_its_own_rank: Neighbouring stages of one rank send to themselves before the first step.
         tracker_skips_dtensor_shapes: MemTracker does not count the fake tensors of a DTensor's shapes.
         gloo_has_all_to_all: `torch.distributed.all_to_all` works on gloo.
         cpu_scales_by_row: `torch._scaled_mm` takes a scale for each row on a CPU.
@@ -162,6 +171,7 @@ class TorchFacts:
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
     pipeline_csv_has_waits: bool
+    pipelining_greets_its_own_rank: bool
     tracker_skips_dtensor_shapes: bool
     gloo_has_all_to_all: bool
     cpu_scales_by_row: bool
