@@ -120,7 +120,7 @@ DIFFERENCES = (
         "gloo_has_all_to_all",
         "`torch.distributed.all_to_all`, with lists of tensors, on gloo",
         "2.12",
-        (False, "refused; `all_to_all_single` works"),
+        (False, "refused; `all_to_all_single` works, and the exercises put it in place"),
         (True, "works"),
         "https://github.com/pytorch/pytorch/pull/165435",
     ),
@@ -141,6 +141,17 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/pull/187262",
     ),
 )
+
+#: Methods of FSDP2's `FSDPModule` that the oldest release lacks, and the release that brought each.
+DIALS_SINCE = {
+    "set_symm_mem_for_comm": "2.12",
+    "reset_iter_state": "2.13",
+    "set_reduce_scatter_unused_params": "2.13",
+    "set_reduce_scatter_max_input_buffers": "2.13",
+    "set_separate_reduce_scatter_group": "2.13",
+    "set_keep_unsharded_storage": "2.15",
+    "set_manual_backward_finalization": "2.15",
+}
 
 
 @dataclass(frozen=True)
