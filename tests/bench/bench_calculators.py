@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from lablib.calc.layouts import plan
+from lablib.calc.layouts.planner import plan
 from lablib.calc.schedules import schedule, simulate
 from tests.bench.harness import Result, median
 
