@@ -18,7 +18,8 @@ SITE := _build/html
 IMAGE_VENV := $(wildcard $(VENV)/image-constraints.txt)
 # One file stays on one worker, in the order of conftest.py: what takes long comes first.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run, which names the test: with loadfile its file may be given to nobody, and be waited for.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NBVAL := --nbval --nbval-cell-timeout=300
 SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
 # Where nbval leaves the labs that it ran.

@@ -38,7 +38,7 @@ def _no_child_left():
     """Fail the test that leaves a process behind, and not the one in which the garbage collector finds it."""
     before = _children()
     yield
-    end, pause = time.monotonic() + 5, threading.Event()  # one that was killed may take a moment to go
+    end, pause = time.monotonic() + 30, threading.Event()  # one that was killed may take a moment to go
     while (left := _children() - before - _servers()) and time.monotonic() < end:
         pause.wait(0.02)
     names = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lablib.calc.torch_versions import torch_facts
 from lablib.launch.fsdp import (
     clip_grad_norm,
     forecast,
@@ -257,6 +258,25 @@ def hugging_face() -> dict[str, object]:
     return result
 
 
+def reductions() -> dict[str, object]:
+    """By policy: bytes of a value that travels, of one that accumulates unreduced, and what the report says."""
+    tokens, found = torch.zeros(1, 9, dtype=torch.long), {}
+    stored = {"default": (None, torch.float32), "bf16": (torch.bfloat16, torch.float32)}
+    stored |= {"fp32": (torch.float32, torch.float32), "bf16 shards": (None, torch.bfloat16)}
+    for name, (reduced, dtype) in stored.items():
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        model, report = shard(build(1).to(dtype), precision=policy)
+        with record_comms() as log:
+            model.loss(tokens).backward()
+        values = report.traffic().bytes["reduce_scatter"] // report.reduce_bytes
+        with no_sync(model):
+            model.loss(tokens).backward()
+        model.blocks[0].unshard()
+        held = {p.grad.itemsize for p in model.blocks[0].parameters() if p.grad is not None}
+        found[name] = (log.bytes["reduce_scatter"] / values, held, report.reduce_bytes, report.precision)
+    return found
+
+
 def precision() -> dict[str, object]:
     """bf16: what the blocks see, what is kept, and what is sent."""
     torch.manual_seed(0)
@@ -270,7 +290,7 @@ def precision() -> dict[str, object]:
         "kept": {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()},
         "bytes": (dict(log.bytes), dict(report.traffic().bytes)),
         "text": str(report),
-        "policy": shard(build(1), precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))[1].reduce_bytes,
+        "reductions": reductions(),
     }
 
 
@@ -403,9 +423,24 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(others: list[dict]) -> None:
     assert seen["seen"] == [(torch.bfloat16, torch.bfloat16)]
     assert seen["kept"] == {torch.float32}
     assert seen["bytes"][0] == seen["bytes"][1]
-    assert seen["policy"] == 2  # without reduce_dtype gradients are reduced in param_dtype
     for says in ("2 cpu ranks share every parameter", "gathered and computed in bfloat16", "blocks.0 ... blocks.1, 2"):
         assert says in seen["text"]
+
+
+def test_the_dtype_of_the_reduction_is_what_travels(others: list[dict]) -> None:
+    """Without `reduce_dtype` versions differ; the bytes are those of the recorded reduce-scatters."""
+    seen = others[0]["bf16"]["reductions"]
+    default = 4 if torch_facts(torch.__version__).fsdp2_reduces_as_stored else 2
+    assert {name: found[0] for name, found in seen.items()} == {
+        "default": default,
+        "bf16": 2,
+        "fp32": 4,
+        "bf16 shards": 2,
+    }
+    assert seen["default"][1] == {default}
+    for travels, _, says, words in seen.values():
+        assert says == travels
+        assert words.endswith("gradients reduced in " + ("float32" if travels == 4 else "bfloat16"))
 
 
 def test_meta_device(others: list[dict]) -> None:

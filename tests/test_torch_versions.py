@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lablib.calc.memory import training_memory
 from lablib.calc.parallel import gathered_timeline, peak_unsharded_bytes
 from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFacts, release, torch_facts
+from lablib.launch.layouts.torch_schedules import OwnStage
+from lablib.launch.ranks import RankError, run_ranks
 from lablib.launch.torch_private import FakeStore, MemTracker
 from lablib.proof.oracles.measurement import MomentTracker
+from lablib.toys import torch_names
 
 HERE = torch_facts(torch.__version__)
 
@@ -82,6 +86,37 @@ def test_all_to_all_of_lists_on_gloo() -> None:
                 dist.all_to_all(got, [torch.ones(2)])
     finally:
         dist.destroy_process_group()
+
+
+def exchanged() -> list[list[float]]:
+    """Each rank sends two numbers to each rank, through both ways to exchange lists."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    found = []
+    for way in (torch_names.all_to_all, torch_names._as_one_tensor):
+        got = [torch.zeros(1, 2) for _ in range(n)]
+        way(got, [torch.full((1, 2), 10.0 * rank + peer) for peer in range(n)])
+        found.append([x for part in got for x in part.flatten().tolist()])
+    return found
+
+
+def test_lists_are_exchanged_under_every_version() -> None:
+    for rank, ways in enumerate(run_ranks(exchanged, 3)):
+        assert ways == 2 * [[10.0 * peer + rank for peer in range(3) for _ in range(2)]]
+
+
+def neighbours_on_one_rank(stage_of: type) -> None:
+    stages = [stage_of(torch.nn.Linear(2, 2), s, 2, torch.device("cpu")) for s in range(2)]
+    schedule = ScheduleZBVZeroBubble(stages, n_microbatches=2, loss_fn=lambda y, _: y.sum())
+    schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("stage_of", [PipelineStage, OwnStage])
+def test_pipelines_with_two_stages_on_a_rank(stage_of: type) -> None:
+    if stage_of is PipelineStage and HERE.pipelining_greets_its_own_rank:
+        with pytest.raises(RankError, match="Pair is not connected"):
+            run_ranks(neighbours_on_one_rank, 1, stage_of)
+    else:
+        run_ranks(neighbours_on_one_rank, 1, stage_of)
 
 
 def test_the_shapes_that_a_dtensor_asks_for() -> None:

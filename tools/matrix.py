@@ -9,8 +9,10 @@ part by part, when the part has ended; the status page shows them.
 """
 
 import argparse
+import html
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,8 @@ from lablib.calc.torch_versions import COMBINATIONS, PARTS, RUNS, Combination, c
 CACHE = ROOT / ".cache" / "matrix"
 #: What pytest gets for each part, as `make unit` and `make labs` give it.
 ARGUMENTS = {"unit": ["-m", "not site", "tests"], "labs": ["--nbval", "--nbval-cell-timeout=300", "labs"]}
+#: What `-n` gets, as in the Makefile.
+WORKERS = ["--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"]
 # Run inside an environment: the pins that its torch refuses, by name.
 REFUSED = """
 import importlib.metadata, re, sys
@@ -102,6 +106,16 @@ def counts(report: Path) -> dict[str, int]:
     return {"passed": total - failed - errors - skipped, "failed": failed + errors, "skipped": skipped}
 
 
+def lost(report: Path) -> str | None:
+    """Return the test that ended its worker and with it the run, or nothing.
+
+    Args:
+        report: pytest's, in JUnit's format.
+    """
+    said = re.search(r"worker '\w+' crashed while running '([^']+)'", html.unescape(report.read_text(encoding="utf-8")))
+    return said[1] if said else None
+
+
 def run_part(which: Combination, part: str, inside: Path, workers: int) -> dict[str, object]:
     """Run the tests or the labs; return what is written down.
 
@@ -119,14 +133,16 @@ def run_part(which: Combination, part: str, inside: Path, workers: int) -> dict[
         "HF_HUB_OFFLINE": "1",
     }
     environment.pop("EXECUTED_LABS", None)
-    command = [str(inside), "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile"]
-    command += ["--no-loadscope-reorder", "-p", "no:cacheprovider", f"--junitxml={report}", *ARGUMENTS[part]]
+    command = [str(inside), "-m", "pytest", "-q", "-n", str(workers), *WORKERS, "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", *ARGUMENTS[part]]
     begun = time.time()
     with log.open("w", encoding="utf-8") as out:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
     # 0: all passed, 1: some failed. With any other the report, if there is one, is not of a whole run.
     if not report.exists() or ended.returncode not in (0, 1):
         raise SystemExit(f"{which} {part}: pytest ended with status {ended.returncode}; see {log}")
+    if died := lost(report):
+        raise SystemExit(f"{which} {part}: {died} ended its process, and not all was run; see {log}")
     ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python, torch = subprocess.run([str(inside), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     found = counts(report)

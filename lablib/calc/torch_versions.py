@@ -61,6 +61,14 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/pull/196460",
     ),
     Difference(
+        "fsdp2_reduces_as_stored",
+        "FSDP2: the dtype in which gradients are reduced, and accumulate unreduced, without `reduce_dtype`",
+        "2.15",
+        (False, "`param_dtype`, which is bf16 in mixed precision"),
+        (True, "the parameter's `grad_dtype`, or else the dtype of its shard: fp32. A run's results change"),
+        "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/_fsdp_api.py",
+    ),
+    Difference(
         "fsdp2_refuses_half_tied",
         "FSDP2: tied weights of which one is in a unit and the other is not",
         "2.12",
@@ -93,6 +101,14 @@ DIFFERENCES = (
         "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
     ),
     Difference(
+        "pipelining_greets_its_own_rank",
+        "Pipeline schedules with neighbouring stages on one rank, such as ZBV and DualPipeV, before their first step",
+        "2.12",
+        (True, "a rank sends to itself, which gloo refuses; `lablib` leaves that out"),
+        (False, "stages of a rank talk directly"),
+        "https://github.com/pytorch/pytorch/blob/v2.12.1/torch/distributed/pipelining/schedules.py",
+    ),
+    Difference(
         "tracker_skips_dtensor_shapes",
         "PyTorch's memory trackers, where a DTensor asks for shapes with fake tensors",
         "2.13",
@@ -104,7 +120,7 @@ DIFFERENCES = (
         "gloo_has_all_to_all",
         "`torch.distributed.all_to_all`, with lists of tensors, on gloo",
         "2.12",
-        (False, "refused; `all_to_all_single` works"),
+        (False, "refused; `all_to_all_single` works, and the exercises put it in place"),
         (True, "works"),
         "https://github.com/pytorch/pytorch/pull/165435",
     ),
@@ -126,6 +142,17 @@ DIFFERENCES = (
     ),
 )
 
+#: Methods of FSDP2's `FSDPModule` that the oldest release lacks, and the release that brought each.
+DIALS_SINCE = {
+    "set_symm_mem_for_comm": "2.12",
+    "reset_iter_state": "2.13",
+    "set_reduce_scatter_unused_params": "2.13",
+    "set_reduce_scatter_max_input_buffers": "2.13",
+    "set_separate_reduce_scatter_group": "2.13",
+    "set_keep_unsharded_storage": "2.15",
+    "set_manual_backward_finalization": "2.15",
+}
+
 
 @dataclass(frozen=True)
 class TorchFacts:
@@ -135,10 +162,13 @@ class TorchFacts:
         version: The release whose facts these are, a member of `SUPPORTED`.
         fsdp2_frees_buffer_before_copy: In forward the all-gather buffer of the unit before goes before the next unit
             is copied, and not after.
+        fsdp2_reduces_as_stored: Without `reduce_dtype` gradients are reduced in the dtype of the shard, and not of
+            the computation.
         fsdp2_refuses_half_tied: A tensor that is in two units stops the first forward.
         collectives_called_single: `torch.distributed.all_gather_single` is there.
         e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
         pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
+        pipelining_greets_its_own_rank: Neighbouring stages of one rank send to themselves before the first step.
         tracker_skips_dtensor_shapes: MemTracker does not count the fake tensors of a DTensor's shapes.
         gloo_has_all_to_all: `torch.distributed.all_to_all` works on gloo.
         cpu_scales_by_row: `torch._scaled_mm` takes a scale for each row on a CPU.
@@ -147,10 +177,12 @@ class TorchFacts:
 
     version: str
     fsdp2_frees_buffer_before_copy: bool
+    fsdp2_reduces_as_stored: bool
     fsdp2_refuses_half_tied: bool
     collectives_called_single: bool
     e5m2fnuz_eps_is_right: bool
     pipeline_csv_has_waits: bool
+    pipelining_greets_its_own_rank: bool
     tracker_skips_dtensor_shapes: bool
     gloo_has_all_to_all: bool
     cpu_scales_by_row: bool

@@ -127,13 +127,14 @@ def kernel() -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
-def interrupted_at_random(it: Kernel, count: int, seed: int) -> int:
+def interrupted_at_random(it: Kernel, count: int, seed: int, patience: float = 2.0) -> int:
     """Interrupt a cell that starts ranks, at random moments of its first 100 ms; return how many processes it left.
 
     Args:
         it: The kernel.
         count: How often.
         seed: Of the moments.
+        patience: Seconds that a process may take to go.
     """
     chance, pid = random.Random(seed), it.value("os.getpid()")
     it.run("run_ranks(work, 1)")
@@ -144,7 +145,7 @@ def interrupted_at_random(it: Kernel, count: int, seed: int) -> int:
         pause.wait(chance.uniform(0, 0.1))
         it.manager.interrupt_kernel()
         _await_message(it, request, "status", execution_state="idle")
-        end = time.monotonic() + 2
+        end = time.monotonic() + patience
         while (found := set(descendants(pid)) - usual) and time.monotonic() < end:
             pause.wait(0.02)
         left += len(found)

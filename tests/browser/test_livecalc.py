@@ -265,7 +265,7 @@ def a_link_shows_its_state(live, state):
     assert live.state() == state != live.first
     live.wait(0)
     live.holds(state)
-    live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=10_000)
+    live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=90_000)
     # The link also asks for an abacus, and its address is as it was shared.
     assert "asks for device=abacus, which is not one of " in live.root.locator(".livecalc-unknown").inner_text()
     assert "device=abacus" in live.page.url
@@ -282,7 +282,7 @@ def it_fits_a_telephone_and_a_desk(live, theme):
     live.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
     for size in (PHONE, DESK):
         live.page.set_viewport_size(size)
-        live.page.wait_for_function(_WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=10_000)
+        live.page.wait_for_function(_WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=90_000)
         assert live.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         boxes = [live.field(control.name).bounding_box() for control in live.explorer.controls]
         for place in boxes:

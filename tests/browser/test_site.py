@@ -128,7 +128,7 @@ def it_is_whole_on_a_desk_and_on_a_phone(visit):
         width = size["width"]
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
         # The sidebar slides when the width changes; what counts is where the title comes to rest.
-        visit.page.wait_for_function(_TITLE_WITHIN, arg=width, timeout=10_000)
+        visit.page.wait_for_function(_TITLE_WITHIN, arg=width, timeout=90_000)
 
 
 #: What is wider than its box and shows no cue; what is cut off for good; what sticks out of the column.
@@ -226,14 +226,14 @@ def a_solution_is_folded_until_it_is_asked_for(visit):
     answer = box.locator("> *:not(.admonition-title)").first
     assert not answer.is_visible()
     box.locator(".admonition-title").click()
-    answer.wait_for(state="visible", timeout=5000)
+    answer.wait_for(state="visible", timeout=90_000)
 
 
 def the_code_of_a_figure_is_folded_until_it_is_asked_for(visit):
     fold = visit.page.locator(".code-fold").first
     assert not fold.locator("pre").is_visible()
     fold.locator("summary").click()
-    fold.locator("pre").wait_for(state="visible", timeout=5000)
+    fold.locator("pre").wait_for(state="visible", timeout=90_000)
 
 
 def what_was_measured_is_folded_until_it_is_asked_for(visit):
@@ -292,4 +292,4 @@ def test_a_formula_is_two_clicks_behind_a_figure(context, address, theme):
 def test_the_search_finds_a_chapter(context, address):
     with Visit(context, address, "search") as visit:
         visit.page.goto(f"{address}search.html?q=gradients", wait_until="load")
-        visit.page.locator("#search-results li a").first.wait_for(timeout=10000)
+        visit.page.locator("#search-results li a").first.wait_for(timeout=90_000)

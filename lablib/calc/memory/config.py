@@ -201,6 +201,11 @@ class RunConfig:
         """Ranks of the run: dp, cp, tp and pp multiply; ep lives inside dp times cp."""
         return self.dp * self.cp * self.tp * self.pp
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a gradient value as ranks reduce it."""
+        return self.recipe.reduced(self.torch)
+
     def replicas(self, expert: bool) -> int:
         """Return over how many ranks ZeRO can shard a parameter: dp times cp, divided by ep for routed experts.
 

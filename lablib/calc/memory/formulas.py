@@ -374,7 +374,7 @@ def _buckets(stage: Stage) -> int:
     to_host = run.offload in ("gradients", "parameters")
     travels = [expert for expert in (False, True) if to_host or run.replicas(expert) > 1]
     sizes = {
-        kind: sum(params["trained", expert] for expert in travels) * run.recipe.reduced
+        kind: sum(params["trained", expert] for expert in travels) * run.reduced_bytes
         for kind, params in stage.params.items()
     }
     total = sum(sizes[kind] for kind in stage.units)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
+from lablib.calc.torch_versions import PINNED, torch_facts
 
 BLOCK = 256  # values that share one scale in block-wise 8-bit moments
 SCALE_BYTES = 4  # the scale is fp32
@@ -118,7 +119,7 @@ class Recipe:
         master: Bytes of the fp32 master copy.
         moment: Bytes of one moment value, where the optimizer does not fix it.
         gathered: Bytes of a weight as FSDP gathers it for use.
-        reduced: Bytes of a gradient as ranks reduce it; 0: those of `gradients`, and then it is filled in.
+        reduced_by_default: Whether nobody said in which dtype FSDP2 reduces gradients, so that its version decides.
         casts: Bytes of a low-precision copy of every matrix that autograd keeps until backward (autocast).
         activation: Bytes of one activation value.
     """
@@ -133,17 +134,23 @@ class Recipe:
     master: int = 0
     moment: int = 4
     gathered: int
-    reduced: int = 0
+    reduced_by_default: bool = False
     casts: int = 0
     activation: int = 2
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reduced", self.reduced or self.gradients)
 
     @property
     def casts_when_gathered(self) -> bool:
         """Whether gathered weights have fewer bytes than stored ones, as with FSDP2's MixedPrecisionPolicy."""
         return self.gathered < self.weights
+
+    def reduced(self, torch: str = PINNED) -> int:
+        """Return the bytes of a gradient value as ranks reduce it: those of `gradients`, where FSDP2 does not decide.
+
+        Args:
+            torch: PyTorch whose FSDP2 it is.
+        """
+        as_computed = self.reduced_by_default and not torch_facts(torch).fsdp2_reduces_as_stored
+        return self.gathered if as_computed else self.gradients
 
     def bytes_per_param(self, optimizer: str | Optimizer = "adamw") -> float:
         """Return the bytes of model states per parameter, `w + g + K`.
@@ -221,12 +228,13 @@ RECIPES = {
         ),
         Recipe(
             name="fsdp2-mixed",
-            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered and reduced in bf16",
-            source=_FSDP2 + "; its reduce_dtype=None reduces in the dtype of the computation",
+            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered in bf16, reduced in bf16 "
+            "until torch 2.14 and in fp32 from 2.15 on",
+            source=_FSDP2 + "; reduce_dtype=None in MixedPrecisionPolicy of torch 2.15",
             weights=4,
             gradients=4,
             gathered=2,
-            reduced=2,
+            reduced_by_default=True,
         ),
         Recipe(
             name="fsdp2-mixed-fp32-reduce",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from lablib.checks.judging.guard import Wrong, guarded, line_in
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
+from lablib.toys import torch_names
 
 PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
 
@@ -39,8 +42,11 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
 
 
 def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+    theirs, dist.all_to_all = dist.all_to_all, torch_names.all_to_all  # torch 2.11 would refuse a right answer
     try:
         with guarded():
             return "done", work(*args)
     except NotImplementedError:
         return "stub", None
+    finally:
+        dist.all_to_all = theirs

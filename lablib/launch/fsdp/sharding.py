@@ -40,12 +40,13 @@ from lablib.calc.parallel import (
     gathered_timeline,
     padded,
 )
+from lablib.calc.torch_versions import torch_facts
 from lablib.calc.units import format_bytes
 from lablib.launch.fsdp.wrapping import Rule, calc_units, tied_parameters, wrap_units
 from lablib.launch.ranks import rank_device, rank_mesh
 
 #: Parameters are kept in the model's dtype, gathered and used in `param_dtype`, and their gradients reduced in fp32:
-#: "bf16" is recipe fsdp2-mixed-fp32-reduce. PyTorch's default, reduce_dtype=None, is fsdp2-mixed.
+#: "bf16" is recipe fsdp2-mixed-fp32-reduce. PyTorch's default, reduce_dtype=None, is fsdp2-mixed: see `reduce_dtype`.
 PRECISIONS = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -242,8 +243,8 @@ def shard(
         reshard=reshard_after_forward,
         root_reshard=root_reshard,
         param_bytes=(policy.param_dtype or dtype).itemsize,
-        reduce_bytes=(policy.reduce_dtype or policy.param_dtype or dtype).itemsize,
-        precision=describe_casts(dtype, policy),
+        reduce_bytes=reduce_dtype(next(model.parameters()), policy).itemsize,
+        precision=describe_casts(next(model.parameters()), policy),
         prefetch=prefetch,
         order=("recompute",) * recompute + (f"compile ({backend})",) * bool(backend) + ("fully_shard",),
         notes=tuple(notes),
@@ -373,11 +374,22 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return f"{sizes[0]} replicas x {sizes[1]} {mesh.device_type} ranks that share every parameter"
 
 
-def describe_casts(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> str:
+def reduce_dtype(parameter: Tensor, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the dtype in which the installed PyTorch reduces the gradient of a parameter.
+
+    Without `reduce_dtype` that is the dtype of the computation up to torch 2.14, and from 2.15 on the parameter's
+    `grad_dtype`: the dtype of its shard, if nobody set another, and None for that of the computation.
+    """
+    computed = policy.param_dtype or parameter.dtype
+    as_stored = torch_facts(torch.__version__).fsdp2_reduces_as_stored
+    return policy.reduce_dtype or (as_stored and parameter.grad_dtype) or computed
+
+
+def describe_casts(parameter: Tensor, policy: MixedPrecisionPolicy) -> str:
     """Return in words which dtype is used where."""
-    names = [str(d).removeprefix("torch.") for d in (dtype, policy.param_dtype or dtype)]
-    reduce = str(policy.reduce_dtype or policy.param_dtype or dtype).removeprefix("torch.")
-    return f"shards {names[0]}, gathered and computed in {names[1]}, gradients reduced in {reduce}"
+    used = (parameter.dtype, policy.param_dtype or parameter.dtype, reduce_dtype(parameter, policy))
+    shards, computed, reduced = (str(dtype).removeprefix("torch.") for dtype in used)
+    return f"shards {shards}, gathered and computed in {computed}, gradients reduced in {reduced}"
 
 
 def _root(model: nn.Module) -> FSDPModule:

@@ -36,6 +36,13 @@ TORCH_SCHEDULES = {
 }
 
 
+class OwnStage(PipelineStage):
+    """A stage that does not greet its own rank: torch 2.11 does when the next stage is there too, and gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
 class TorchRun(NamedTuple):
     """A step of PyTorch's, as one rank saw it."""
 
@@ -57,7 +64,7 @@ def torch_pipeline(name: str, modules: list[nn.Module], m: int, loss):
     mine = range(rank, n, p)  # p apart: a loop over the ranks
     if cls in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
         mine = [rank, n - 1 - rank]  # a V: down the ranks and back up
-    stages = [PipelineStage(modules[s], s, n, cpu) for s in mine]
+    stages = [OwnStage(modules[s], s, n, cpu) for s in mine]
     if issubclass(cls, PipelineScheduleSingle):  # GPipe and 1F1B
         stages = stages[0]
     return cls(stages, n_microbatches=m, loss_fn=loss)

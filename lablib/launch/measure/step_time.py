@@ -196,7 +196,7 @@ def record_trace(
     rank = dist.get_rank() if many else 0
     if many:
         dist.barrier()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # else torch 2.11 warns
         with record_function(name):
             step()
             if torch.cuda.is_available():

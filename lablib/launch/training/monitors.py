@@ -119,7 +119,10 @@ class Profile(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Begin to count."""
         write = tensorboard_trace_handler(str(trainer.folder / "traces"), worker_name=f"rank{trainer.rank}")
-        self._profiler = profile(activities=supported_activities(), schedule=self.plan, on_trace_ready=write)
+        # There is one cycle, so that acc_events keeps nothing more: without it torch 2.11 warns, and where a warning is
+        # an error its profiler ends the process.
+        how = {"schedule": self.plan, "on_trace_ready": write, "acc_events": True}
+        self._profiler = profile(activities=supported_activities(), **how)
         self._profiler.start()
 
     def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:

@@ -77,9 +77,9 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
         everything = sum(here) if zero == 2 and casts else sum(sorted(gathered)[-1 - PREFETCH :])
         terms["gathered_weights"] = everything * dtypes.gathered
     if sharded_weights:
-        terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.reduced
+        terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.reduced()
     elif zero:
-        sent = (here[0] * shared + here[1] * experts) * dtypes.reduced
+        sent = (here[0] * shared + here[1] * experts) * dtypes.reduced()
         terms["communication_buckets"] = min(2 * BUCKET, sent)
     return terms
 

@@ -638,7 +638,7 @@ class Workload:
         # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
         traffic = own * (self.recipe.gradients + 2 * (self.recipe.master + 8) + self.recipe.weights)
         gathered = self.recipe.gathered if layout.zero else self.recipe.gradients
-        found = (values * self.recipe.reduced, values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
+        found = (values * self.recipe.reduced(), values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
         return self._cache[key]

@@ -217,7 +217,7 @@ class Fsdp2Reduction(Reduction):
 
     def casting(self, unit: str, made: Made) -> Terms:
         """Return what the cast of a reduced shard holds: the buffer, the shard, and the shard in the dtype of the weights."""
-        if self.run.recipe.reduced == self.run.recipe.gradients:
+        if self.run.reduced_bytes == self.run.recipe.gradients:
             return {}
         return self._behind(unit, made, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
 
@@ -232,7 +232,7 @@ class Fsdp2Reduction(Reduction):
         return {term: size for term, size in terms.items() if size}
 
     def _buffer(self, unit: str) -> int:
-        return padded(self.units[unit].shapes, self.ranks) * self.run.recipe.reduced
+        return padded(self.units[unit].shapes, self.ranks) * self.run.reduced_bytes
 
     def _shard(self, unit: str) -> int:
         return padded(self.units[unit].shapes, self.ranks) // self.ranks * self.run.recipe.gradients
