@@ -113,6 +113,10 @@ class block_bytes:
     scores_before_softmax_kept_too = _less(pairs=-2)
     output_of_fused_attention_twice = _less(out=-1)
     gelu_keeps_one_tensor = _less(inner=1)
+
+    def the_paper_without_scores_where_fused(b, s, h, a, kv, f, gated, dropout, fused):
+        return (34 if dropout else 32) * s * b * h + (0 if fused else (5 if dropout else 2) * a * s * s * b)
+
     the_formula_of_the_paper = lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b
     output_of_the_block_too = _less(stream=-1)
 
@@ -413,6 +417,10 @@ class choose:
     selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
     ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
     below_the_budget = lambda job: _choose(job, budget=job.budget - 1)
+    segments_of_the_square_root = lambda job: _choose(
+        job, leave=[f"every:{k}" for k in range(1, job.layers + 1) if k != round(job.layers**0.5)]
+    )
+    adds_the_moments = lambda job: _choose(job, peak=lambda kind, n, forward, replay: forward + replay)
     least_bytes = lambda job: _choose(job, key=lambda choice: choice[1])
     any_length_of_segment = lambda job: _choose(job, key=lambda choice: choice[2])
     without_the_idea_the_checks_own_list = lambda job: best_choice(job)
@@ -525,6 +533,9 @@ SENTENCES = {
     "output_of_fused_attention_twice": "Attention's output is the input of the output projection",
     "gelu_keeps_one_tensor": "the input of its activation and the input of the down projection",
     "the_formula_of_the_paper": "is a GPT block with dropout, plain attention and ffn = 4h",
+    "the_paper_without_scores_where_fused": "is a GPT block with dropout, plain attention and ffn = 4h",
+    "segments_of_the_square_root": "Segments cost the same FLOPs whatever their length",
+    "adds_the_moments": "of the end of forward and the replays the larger",
     "output_of_the_block_too": "A sum needs neither of its terms",
     "masks_of_two_bytes": "A dropout mask has one byte a value",
     "masks_forgotten": "There are two dropout masks in the stream",
@@ -541,7 +552,7 @@ SENTENCES = {
     "earlier_inputs_forgotten": "the inputs of those before it are still kept",
     "one_block_at_a_time": "The replay brings back all blocks of a segment",
     "the_last_segment_only": "The last segment may be shorter",
-    "without_the_idea_the_checks_own_list": "This is the check's own answer",
+    "without_the_idea_the_checks_own_list": "These are the check's own numbers",
     "without_the_idea_end_of_forward": "A replay brings bytes back",
     "without_the_idea_the_replay_alone": "A replay brings bytes back",
     "without_the_idea_a_replay_of_cores_alone": "A replay brings bytes back",
@@ -551,7 +562,7 @@ SENTENCES = {
     "behind_forgotten": "`behind` bytes of its block are gone",
     "head_forgotten": "The head's bytes are there when forward ends",
     "one_block_of_a_segment": "The replay brings back all blocks of a segment",
-    "never_segments": "Segments of several blocks cost no more FLOPs",
+    "never_segments": "Segments cost the same FLOPs whatever their length",
     "never_selective": "Selective recomputation is a choice",
     "always_full": "not what keeps least",
     "all_blocks_pay": "Only blocks that are replayed cost FLOPs",

@@ -444,9 +444,9 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
         try:
             ranks = answer(*case)
         except ValueError as error:
+            said = f": {str(error)[:100].rstrip('.')}" if str(error) else ""
             raise Wrong(
-                f"{_words(case)} is possible{_beyond(case)}, and your answer raises a ValueError{own_line(error)}: "
-                f"{str(error)[:100].rstrip('.')}."
+                f"{_words(case)} is possible{_beyond(case)}, and your answer raises a ValueError{own_line(error)}{said}."
             ) from None
         _judge_heads(_rows_of_ranks(ranks, case), *case)
     for case in _IMPOSSIBLE:

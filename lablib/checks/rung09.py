@@ -5,6 +5,7 @@ The last one draws its situations from real models, with budgets around every bo
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,20 +73,22 @@ def _bytes(*case: Any) -> int:
     return sum(layer_activations(_config(*sizes, gated), batch=b, seq=s, **how).values())
 
 
-def _off(change: Callable[[_Sizes], float]) -> Callable[..., float]:
-    return lambda *case: _bytes(*case) + change(_Sizes(*case))
-
-
 def _offs(sentence: str, *changes: Callable[[_Sizes], float]) -> list[Slip]:
-    return [(sentence, _off(change)) for change in changes]
+    """Return the rows of one sentence, from the bytes that the answers are off by."""
+    return _rows(sentence, *(lambda *case, change=change: _bytes(*case) + change(_Sizes(*case)) for change in changes))
+
+
+def _rows(sentence: str, *mistaken: Callable[..., Any]) -> list[Slip]:
+    return [(sentence, each) for each in mistaken]
 
 
 _BLOCK_SLIPS = [
-    ("Values have 16 bits, 2 bytes each", lambda *case: 2 * _bytes(*case)),
-    ("Values have 16 bits, 2 bytes each", lambda *case: _bytes(*case) / 2),
-    (
+    *_rows("Values have 16 bits, 2 bytes each", lambda *case: 2 * _bytes(*case), lambda *case: _bytes(*case) / 2),
+    *_rows(
         "34sbh + 5as²b is a GPT block with dropout, plain attention and ffn = 4h; count this one",
         lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b,
+        lambda b, s, h, a, *_: 32 * s * b * h + (5 * _[-2] or 2) * (not _[-1]) * a * s * s * b + 2 * s * b * h * _[-2],
+        lambda b, s, h, a, *_: 34 * s * b * h + 5 * (not _[-1]) * a * s * s * b,
     ),
     *_offs(
         "A dropout mask has one byte a value, not two",
@@ -113,6 +116,7 @@ _BLOCK_SLIPS = [
         lambda z: -z.key,
         lambda z: -2 * z.key,
         lambda z: -2 * z.key - z.stream,
+        lambda z: -z.key - z.stream,
     ),
     *_offs(
         "Fused attention keeps no scores, but 4 bytes of statistics a token and query head",
@@ -395,43 +399,47 @@ def _rest(layers: int, k: int) -> tuple[int, int]:
     return segments, layers - (segments - 1) * k
 
 
-_TWICE = "The segment's input is among what its first block keeps, and is counted once"
-_KEPT = "Only the inputs of segments are kept, not one a block"
-_LAST = (
-    "The last segment may be shorter, and the one before it is replayed when an input less is kept: look for the largest "
-    "moment"
-)
 _SEGMENT_SLIPS: list[Slip] = [
-    ("That is without recomputation", lambda n, x, a, k: n * a),
-    *(
-        ("That is kept when forward ends; the segment that runs again comes on top", value)
-        for value in (lambda n, x, a, k: _rest(n, k)[0] * x, lambda n, x, a, k: n / k * x)
+    *_rows("That is without recomputation", lambda n, x, a, k: n * a),
+    *_rows("2√L is for equal tensors, in segments of √L", lambda n, x, a, k: 2 * n**0.5 * x),
+    *_rows(
+        "That is kept when forward ends; the segment that runs again comes on top",
+        lambda n, x, a, k: _rest(n, k)[0] * x,
+        lambda n, x, a, k: n / k * x,
     ),
-    (_TWICE, lambda n, x, a, k: _rest(n, k)[0] * x + k * a),
-    (_TWICE, lambda n, x, a, k: n / k * x + k * a),
-    (_TWICE, lambda n, x, a, k: _segment_peak(n, x, a, k) + x),
-    ("While a segment runs again, the inputs of those before it are still kept", lambda n, x, a, k: k * a),
-    ("The replay brings back all blocks of a segment, not one", lambda n, x, a, k: _rest(n, k)[0] * x + a),
-    ("The replay brings back all blocks of a segment, not one", lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + a),
-    *(
-        (
-            "Inside a segment every block brings back all of its bytes, its own input included; only the first block's "
-            "input was there already",
-            value,
-        )
-        for value in (
-            lambda n, x, a, k: _rest(n, k)[0] * x + k * (a - x),
-            lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * (a - x),
-            lambda n, x, a, k: max((i + 1) * x + min(k, n - f) * (a - x) for i, f in enumerate(range(0, n, k))),
-            lambda n, x, a, k: _rest(n, k)[0] * x + (k - 1) * x + a - x,
-        )
+    *_rows(
+        "The segment's input is among what its first block keeps, and is counted once",
+        lambda n, x, a, k: _rest(n, k)[0] * x + k * a,
+        lambda n, x, a, k: n / k * x + k * a,
+        lambda n, x, a, k: _segment_peak(n, x, a, k) + x,
     ),
-    (_KEPT, lambda n, x, a, k: (n - 1) * x + k * a),
-    (_KEPT, lambda n, x, a, k: n * x + k * a),
-    (_KEPT, lambda n, x, a, k: (n - 1) * x + a),
-    (_LAST, lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + _rest(n, k)[1] * a),
-    (_LAST, lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * a),
-    (_LAST, lambda n, x, a, k: (n / k - 1) * x + k * a),
+    *_rows("While a segment runs again, the inputs of those before it are still kept", lambda n, x, a, k: k * a),
+    *_rows(
+        "The replay brings back all blocks of a segment, not one",
+        lambda n, x, a, k: _rest(n, k)[0] * x + a,
+        lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + a,
+    ),
+    *_rows(
+        "Inside a segment every block brings back all of its bytes, its own input included; only the first block's input "
+        "was there already",
+        lambda n, x, a, k: _rest(n, k)[0] * x + k * (a - x),
+        lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * (a - x),
+        lambda n, x, a, k: max((i + 1) * x + min(k, n - f) * (a - x) for i, f in enumerate(range(0, n, k))),
+        lambda n, x, a, k: _rest(n, k)[0] * x + (k - 1) * x + a - x,
+    ),
+    *_rows(
+        "Only the inputs of segments are kept, not one a block",
+        lambda n, x, a, k: (n - 1) * x + k * a,
+        lambda n, x, a, k: n * x + k * a,
+        lambda n, x, a, k: (n - 1) * x + a,
+    ),
+    *_rows(
+        "The last segment may be shorter, and the one before it is replayed when an input less is kept: look for the "
+        "largest moment",
+        lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + _rest(n, k)[1] * a,
+        lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * a,
+        lambda n, x, a, k: (n / k - 1) * x + k * a,
+    ),
 ]
 
 
@@ -518,8 +526,13 @@ def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int 
     )
 
 
+_asks = False  # whether an answer is being asked, to which the check's own numbers are closed
+
+
 def moments(job: Job, strategy: str) -> tuple[int, int]:
     """Return what is kept when forward ends, and at most in a replay, 0 without one."""
+    if _asks:
+        raise Wrong("These are the check's own numbers; write yours.")
     name, _, number = strategy.partition(":")
     layers, n = job.layers, int(number or 0)
     if name == "none":
@@ -548,13 +561,8 @@ def strategies(job: Job) -> list[str]:
     return ["none", "selective", *several]
 
 
-_asks = False
-
-
 def best_choice(job: Job) -> dict[str, Any] | None:
     """Return the choice that fits and computes least again, of equals the one of the least peak; None if none fits."""
-    if _asks:
-        raise Wrong("This is the check's own answer; write yours.")
     return _best(job)
 
 
@@ -564,7 +572,7 @@ def _best(
     peak: Callable[[Job, str], int] = lambda job, strategy: max(moments(job, strategy)),
     extra: Callable[[Job, str], int] = extra_flops,
     options: Callable[[str], bool] = lambda strategy: True,
-    fits: Callable[[int, int], bool] = int.__le__,
+    fits: Callable[[int, int], bool] = operator.le,
     order: Callable[[tuple], Any] = lambda choice: (choice[2], choice[1]),
 ) -> dict[str, Any] | None:
     """Return the choice of somebody who takes these for the peak, the FLOPs, the menu, what fits and what is best."""
@@ -627,106 +635,132 @@ def _stored(job: Job) -> int:
     return job.layers * (job.block - job.core)
 
 
-def _cheapest(choice: tuple) -> int:
-    return choice[2]
+def _lengths(best: Callable[[Job], float]) -> Callable[[Job], str]:
+    """Return the answer of somebody who tries one length of segments alone."""
+    return lambda job: _answer(options=lambda name: name[:5] != "every" or name == f"every:{max(1, round(best(job)))}")(
+        job
+    )
 
 
-_LARGER = "A replay brings bytes back, and the head's are gone by then: of the end of forward and the replays the larger counts"
-_ENDS = {name: lambda job, n, name=name: moments(job, f"{name}:{n}")[0] for name in ("first", "every")}
+def _pays(change: Callable[[Job, dict], int]) -> Callable[[Job], str]:
+    """Return the answer of somebody who chooses right and reports other FLOPs."""
+    return lambda job: _said((best := _best(job)) and best | {"extra": change(job, best)})
+
+
+def _forward(job: Job, strategy: str) -> int:
+    return moments(job, strategy)[0]
+
+
+def _late(job: Job, strategy: str) -> int:
+    return moments(job, strategy)[1]
+
+
+_ENDS = {name: lambda job, n, name=name: _forward(job, f"{name}:{n}") for name in ("first", "every")}
 _CHOICE_SLIPS: list[Slip] = [
-    (_LARGER, _answer(peak=lambda job, strategy: moments(job, strategy)[0])),
-    (_LARGER, _peak(**_ENDS)),
-    (_LARGER, _peak(**_ENDS, selective=lambda job, n: _stored(job) + job.head + job.core - job.behind)),
-    (_LARGER, _peak(every=_ENDS["every"])),
-    (_LARGER, _peak(selective=lambda job, n: _stored(job) + job.head)),
-    (_LARGER, _answer(peak=lambda job, strategy: moments(job, strategy)[strategy != "none"])),
-    (_LARGER, _peak(every=lambda job, n: moments(job, f"every:{n}")[1])),
-    (
-        "When the core of the last block comes back, less may be kept than when forward ended: the larger moment counts",
-        _peak(selective=lambda job, n: moments(job, "selective")[1]),
+    *_rows(
+        "A replay brings bytes back, and the head's are gone by then: of the end of forward and the replays the larger "
+        "counts",
+        _answer(peak=_forward),
+        _peak(**_ENDS),
+        _peak(**_ENDS, selective=lambda job, n: _stored(job) + job.head + job.core - job.behind),
+        _peak(every=_ENDS["every"]),
+        _peak(selective=lambda job, n: _forward(job, "selective")),
+        _peak(selective=lambda job, n: _late(job, "selective")),
+        _answer(peak=lambda job, strategy: moments(job, strategy)[strategy != "none"]),
+        _peak(every=lambda job, n: _late(job, f"every:{n}")),
+        _answer(peak=lambda job, strategy: sum(moments(job, strategy))),
     ),
-    ("The head's bytes are there when forward ends", lambda job: _answer()(replace(job, head=0))),
-    (
+    *_rows(
+        "The head's bytes are there when forward ends",
+        lambda job: _answer()(replace(job, head=0)),
+        _peak(selective=lambda job, n: _stored(job) + max(0, job.core - job.behind)),
+    ),
+    *_rows(
         "The head's bytes are gone when the first replay starts",
-        _answer(peak=lambda job, strategy: max(moments(job, strategy)[0], moments(job, strategy)[1] + job.head)),
+        _answer(peak=lambda job, strategy: max(_forward(job, strategy), _late(job, strategy) + job.head)),
     ),
-    (
+    *_rows(
         "When a core comes back, `behind` bytes of its block are gone",
-        _peak(selective=lambda job, n: max(_stored(job) + job.head, _stored(job) + job.core)),
+        _peak(selective=lambda job, n: _stored(job) + max(job.head, job.core)),
     ),
-    (
+    *_rows(
         "The cores come back one at a time, not all at once",
-        _peak(selective=lambda job, n: max(_stored(job) + job.head, _stored(job) + job.layers * job.core)),
+        _peak(selective=lambda job, n: _stored(job) + max(job.head, job.layers * job.core)),
+        _peak(selective=lambda job, n: _stored(job) + max(job.head, job.layers * job.core - job.behind)),
     ),
-    (
+    *_rows(
         "The blocks that run again keep their inputs",
         _peak(
             first=lambda job, n: max((job.layers - n) * job.block + job.head, job.block),
             every=lambda job, n: max(job.head, n * job.block),
         ),
     ),
-    (
+    *_rows(
         "When a block comes back, the blocks behind it are gone already",
-        _peak(first=lambda job, n: moments(job, f"first:{n}")[0] + job.block - job.boundary),
+        _peak(first=lambda job, n: _forward(job, f"first:{n}") + job.block - job.boundary),
     ),
-    (
+    *_rows(
         "The segment that comes back starts from its input, which is counted already",
-        _peak(every=lambda job, n: max(moments(job, f"every:{n}")[0], moments(job, f"every:{n}")[1] + job.boundary)),
+        _peak(every=lambda job, n: max(_forward(job, f"every:{n}"), _late(job, f"every:{n}") + job.boundary)),
+        _peak(every=lambda job, n: max(_forward(job, f"every:{n}"), job.layers / n * job.boundary + n * job.block)),
     ),
-    (
+    *_rows(
         "The replay brings back all blocks of a segment",
         _peak(
             every=lambda job, n: max(
-                moments(job, f"every:{n}")[0], _rest(job.layers, n)[0] * job.boundary + job.block - job.boundary
+                _forward(job, f"every:{n}"), (_rest(job.layers, n)[0] - 1) * job.boundary + job.block
             )
         ),
     ),
-    (
+    *_rows(
         "The last segment may be shorter, and the one before it is replayed when an input less is kept",
         _peak(
             every=lambda job, n: max(
-                moments(job, f"every:{n}")[0], (_rest(job.layers, n)[0] - 1) * job.boundary + n * job.block
+                _forward(job, f"every:{n}"), (_rest(job.layers, n)[0] - 1) * job.boundary + n * job.block
             )
         ),
     ),
-    ("Selective recomputation is a choice, too", _answer(options=lambda name: name != "selective")),
-    ("Some blocks may run again and the others keep everything", _answer(options=lambda name: name[:5] != "first")),
-    ("All blocks may run again, in segments of any length", _answer(options=lambda name: name[:5] != "every")),
-    (
-        "Segments of several blocks cost no more FLOPs than those of one, and some have a lower peak",
-        _answer(options=lambda name: name[:5] != "every" or name == "every:1"),
+    *_rows("Selective recomputation is a choice, too", _answer(options=lambda name: name != "selective")),
+    *_rows("Some blocks may run again, and the others not", _answer(options=lambda name: name[:5] != "first")),
+    *_rows("All blocks may run again, in segments of any length", _answer(options=lambda name: name[:5] != "every")),
+    *_rows(
+        "Segments cost the same FLOPs whatever their length, and which has the least peak depends on block and head: try all",
+        _lengths(lambda job: 1),
+        _lengths(lambda job: job.layers**0.5),
+        _lengths(lambda job: (job.layers * job.boundary / job.block) ** 0.5),
     ),
-    ("No replay is needed where everything fits", _answer(options=lambda name: name != "none")),
-    ("Full recomputation is the last resort, not the first", _answer(options=lambda name: name == "every:1")),
-    ("The peak has to fit the budget", _answer(fits=lambda peak, budget: True)),
-    ("A peak that equals the budget fits", _answer(fits=int.__lt__)),
-    ("Of what fits take what computes least again, not what keeps least", _answer(order=lambda choice: choice[1])),
-    ("Of what fits take what computes least again, not the first on the list", _answer(order=lambda choice: 0)),
-    ("Of choices that compute equally much, the one of the least peak is asked for", _answer(order=_cheapest)),
-    (
+    *_rows("No replay is needed where everything fits", _answer(options=lambda name: name != "none")),
+    *_rows("Full recomputation is the last resort, not the first", _answer(options=lambda name: name == "every:1")),
+    *_rows("The peak has to fit the budget", _answer(fits=lambda peak, budget: True)),
+    *_rows("A peak that equals the budget fits", _answer(fits=operator.lt)),
+    *_rows(
+        "Of what fits take what computes least again, not what keeps least or stands first",
+        _answer(order=lambda choice: choice[1]),
+        _answer(order=lambda choice: 0),
+    ),
+    *_rows(
         "Of choices that compute equally much, the one of the least peak is asked for",
+        _answer(order=lambda choice: choice[2]),
         _answer(order=lambda choice: (choice[2], -choice[1])),
     ),
-    (
-        "A replay is forward alone: backward runs once in any case",
-        _answer(extra=lambda job, strategy: 3 * extra_flops(job, strategy)),
-    ),
-    (
+    *_rows("A replay is forward alone: backward runs once in any case", _pays(lambda job, best: 3 * best["extra"])),
+    *_rows(
         "Only blocks that are replayed cost FLOPs",
-        lambda job: _said(
-            (best := _best(job)) and best | {"extra": bool(best["extra"]) * job.layers * job.block_flops}
-        ),
+        _pays(lambda job, best: bool(best["extra"]) * job.layers * job.block_flops),
+        _pays(lambda job, best: extra_flops(job, best["strategy"].replace("first", "every"))),
     ),
-    (
-        "Only blocks that are replayed cost FLOPs",
-        lambda job: _said(
-            (best := _best(job))
-            and best | {"extra": extra_flops(job, "every:1" if best["strategy"][:5] == "first" else best["strategy"])}
-        ),
-    ),
-    (
+    *_rows(
         "Every block's core runs again",
         _answer(extra=lambda job, name: job.core_flops if name == "selective" else extra_flops(job, name)),
+        _pays(lambda job, best: job.core_flops if best["strategy"] == "selective" else best["extra"]),
+    ),
+    *_rows(
+        "A segment's input is kept and no more, so all of its blocks run again",
+        _answer(
+            extra=lambda job, name: (
+                extra_flops(job, name) - (name[:5] == "every" and _rest(job.layers, int(name[6:]))[0] * job.block_flops)
+            )
+        ),
     ),
 ]
 
