@@ -57,6 +57,11 @@ def reduce_from_tp(x, group):
 
 
 class enter_columns:
+    def the_functions_of_the_course(x, group):
+        from lablib.toys.tensor_parallel import copy_to_tp as of_the_course
+
+        return of_the_course(x, group)
+
     forgets_backward = lambda x, group: x.view_as(x)
 
     def changes_what_it_is_given(x, group):
@@ -207,6 +212,16 @@ class split_mlp:
         inner = torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)) * mask
         return reduce_from_tp(F.linear(inner, down), group) + down_bias
 
+    def without_the_idea_a_mask_on_the_product_value_by_value(x, up, up_bias, down, down_bias, group):
+        """No matrix product that a counter of those would see."""
+        mask = torch.zeros(len(up))
+        mask[_mine(len(up), group)] = 1
+        inner = torch.relu((copy_to_tp(x, group).unsqueeze(-2) * up).sum(-1) + up_bias) * mask
+        return reduce_from_tp((inner.unsqueeze(-2) * down).sum(-1), group) + down_bias
+
+    def no_gradient_through_the_sum(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, leave=_summed)
+
     def without_the_idea_data_parallel(x, up, up_bias, down, down_bias, group):
         """Rank r computes sequence r with both whole matrices."""
         mine = slice(group.rank(), group.rank() + 1)
@@ -239,6 +254,15 @@ class split_mlp:
         entering = enter_columns.right(x, group)
         inner = (entering @ up[mine].T + up_bias[mine]).clamp_min(0)
         return leave_rows.right(inner @ down[:, mine].T, group) + down_bias
+
+    def right_4(x, up, up_bias, down, down_bias, group):
+        """Value by value, the ReLU as a mask of its own values, f and g of the course."""
+        from lablib.toys.tensor_parallel import copy_to_tp as f
+        from lablib.toys.tensor_parallel import reduce_from_tp as g
+
+        mine = _mine(len(up), group)
+        inner = (f(x, group).unsqueeze(-2) * up[mine]).sum(-1) + up_bias[mine]
+        return g(((inner * (inner > 0)).unsqueeze(-2) * down[:, mine]).sum(-1), group) + down_bias
 
     def right_3(x, up, up_bias, down, down_bias, group):
         """DTensors, which know how they are split: products are counted on what a rank holds."""
@@ -560,6 +584,11 @@ def split_loss(logits, targets, first, group):
 
 
 class cross_entropy:
+    def the_loss_of_the_course(logits, targets, first, group):
+        from lablib.toys.tensor_parallel import vocab_parallel_cross_entropy
+
+        return vocab_parallel_cross_entropy(logits, targets, first, group)
+
     def own_words_only(logits, targets, first, group):
         """The ordinary softmax of each rank's part; the target's owner tells the others."""
         inner, target = _pieces(logits, targets, first, logits.detach().amax(-1))
@@ -649,6 +678,10 @@ DEFECTS, SECOND_SOLUTIONS = listed(
 SENTENCES = {
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
     "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
+    "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
+    "no_gradient_through_the_sum": "no gradient reaches `up` on rank 0",
+    "the_functions_of_the_course": "the course's own function",
+    "the_loss_of_the_course": "the course's own function",
     "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
     "without_the_idea_rank_0_alone": "on rank 0 12 of the 12 rows of `up` have a gradient",
     "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
