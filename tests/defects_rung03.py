@@ -2,6 +2,8 @@
 
 # ruff: noqa: E731
 
+import math
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -55,6 +57,11 @@ def reduce_from_tp(x, group):
 
 
 class enter_columns:
+    def the_functions_of_the_course(x, group):
+        from lablib.toys.tensor_parallel import copy_to_tp as of_the_course
+
+        return of_the_course(x, group)
+
     forgets_backward = lambda x, group: x.view_as(x)
 
     def changes_what_it_is_given(x, group):
@@ -195,6 +202,44 @@ class split_mlp:
     def splits_nothing(x, up, up_bias, down, down_bias, group):
         return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
 
+    def without_the_idea_all_compute_all_and_average(x, up, up_bias, down, down_bias, group):
+        whole = F.linear(torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)), down)
+        return reduce_from_tp(whole / group.size(), group) + down_bias
+
+    def without_the_idea_a_mask_on_the_whole_product(x, up, up_bias, down, down_bias, group):
+        mask = torch.zeros(len(up))
+        mask[_mine(len(up), group)] = 1
+        inner = torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)) * mask
+        return reduce_from_tp(F.linear(inner, down), group) + down_bias
+
+    def without_the_idea_a_mask_on_the_product_value_by_value(x, up, up_bias, down, down_bias, group):
+        """No matrix product that a counter of those would see."""
+        mask = torch.zeros(len(up))
+        mask[_mine(len(up), group)] = 1
+        inner = torch.relu((copy_to_tp(x, group).unsqueeze(-2) * up).sum(-1) + up_bias) * mask
+        return reduce_from_tp((inner.unsqueeze(-2) * down).sum(-1), group) + down_bias
+
+    def no_gradient_through_the_sum(x, up, up_bias, down, down_bias, group):
+        return _half(x, up, up_bias, down, down_bias, group, leave=_summed)
+
+    def without_the_idea_data_parallel(x, up, up_bias, down, down_bias, group):
+        """Rank r computes sequence r with both whole matrices."""
+        mine = slice(group.rank(), group.rank() + 1)
+        y = torch.zeros_like(x)
+        y[mine] = F.linear(torch.relu(F.linear(copy_to_tp(x, group)[mine], up, up_bias)), down)
+        return reduce_from_tp(y, group) + down_bias
+
+    def without_the_idea_rank_0_alone(x, up, up_bias, down, down_bias, group):
+        x = copy_to_tp(x, group)
+        y = F.linear(torch.relu(F.linear(x, up, up_bias)), down) if group.rank() == 0 else 0 * x
+        return reduce_from_tp(y, group) + down_bias
+
+    def rows_first_and_a_sum_before_the_relu(x, up, up_bias, down, down_bias, group):
+        """Right values, for one more message; the second matrix is whole on every rank."""
+        mine = _mine(x.shape[-1], group)
+        inner = reduce_from_tp(copy_to_tp(x, group)[..., mine] @ up[:, mine].T, group) + up_bias
+        return F.linear(torch.relu(inner), down, down_bias)
+
     def gathers_in_between(x, up, up_bias, down, down_bias, group):
         """Right, with an all-gather of the inner values that nobody needs."""
         mine = _mine(len(up), group)
@@ -209,6 +254,30 @@ class split_mlp:
         entering = enter_columns.right(x, group)
         inner = (entering @ up[mine].T + up_bias[mine]).clamp_min(0)
         return leave_rows.right(inner @ down[:, mine].T, group) + down_bias
+
+    def right_4(x, up, up_bias, down, down_bias, group):
+        """Value by value, the ReLU as a mask of its own values, f and g of the course."""
+        from lablib.toys.tensor_parallel import copy_to_tp as f
+        from lablib.toys.tensor_parallel import reduce_from_tp as g
+
+        mine = _mine(len(up), group)
+        inner = (f(x, group).unsqueeze(-2) * up[mine]).sum(-1) + up_bias[mine]
+        return g(((inner * (inner > 0)).unsqueeze(-2) * down[:, mine]).sum(-1), group) + down_bias
+
+    def right_3(x, up, up_bias, down, down_bias, group):
+        """DTensors, which know how they are split: products are counted on what a rank holds."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh, t, r = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
+
+        def placed(part, how):
+            return DTensor.from_local(part, mesh, [how], run_check=False)
+
+        first, bias = placed(up.chunk(t)[r], Shard(0)), placed(up_bias.chunk(t)[r], Shard(0))
+        inner = torch.relu(F.linear(placed(x, Replicate()), first, bias))
+        y = F.linear(inner, placed(down.chunk(t, dim=1)[r], Shard(1)))
+        return y.redistribute(placements=[Replicate()]).to_local() + down_bias
 
     def right_2(x, up, up_bias, down, down_bias, group):
         """Chunks; in-place g; f from a reduce-scatter and an all-gather; the bias added on rank 0 for its value."""
@@ -351,62 +420,102 @@ def _refuse(num_heads, num_kv_heads, tp):
         raise ValueError("no")
 
 
+def _layout(num_heads, num_kv_heads, head_dim, tp):
+    """Neighbouring heads, whether they come out even or not, and who holds the same key head."""
+    queries, keys, copies = (max(1, n) for n in (num_heads // tp, num_kv_heads // tp, tp // num_kv_heads))
+    return [
+        (
+            _rows(range(r * queries, (r + 1) * queries), head_dim),
+            _rows(range(r * num_kv_heads // tp, r * num_kv_heads // tp + keys), head_dim),
+            range(r // copies * copies, (r // copies + 1) * copies),
+        )
+        for r in range(tp)
+    ]
+
+
+def _even(num_heads, num_kv_heads, head_dim, tp):
+    _refuse(num_heads, num_kv_heads, tp)
+    return _layout(num_heads, num_kv_heads, head_dim, tp)
+
+
 class split_qkv:
     def equal_widths(num_heads, num_kv_heads, head_dim, tp):
         """Cuts both projections into tp equal parts, through a key head if there are not enough."""
         _refuse(num_heads, num_kv_heads, tp)
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
-        return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp)) for r in range(tp)]
+        return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
-    def every_key_head_everywhere(num_heads, num_kv_heads, head_dim, tp):
-        _refuse(num_heads, num_kv_heads, tp)
-        each = num_heads // tp * head_dim
-        return [(range(r * each, (r + 1) * each), range(num_kv_heads * head_dim)) for r in range(tp)]
+    def every_key_head_everywhere(*case):
+        """Twice: as copies on all ranks, whose gradients all ranks sum."""
+        _, num_kv_heads, head_dim, tp = case
+        return [(queries, range(num_kv_heads * head_dim), range(tp)) for queries, *_ in _even(*case)]
 
     def copies_in_the_wrong_order(num_heads, num_kv_heads, head_dim, tp):
         """Beyond the key heads rank r takes key head r modulo their number."""
-        _refuse(num_heads, num_kv_heads, tp)
-        each, keys = num_heads // tp, max(1, num_kv_heads // tp)
-        ranks = []
-        for r in range(tp):
-            first = r * keys if tp <= num_kv_heads else r % num_kv_heads
-            ranks.append(
-                (_rows(range(r * each, (r + 1) * each), head_dim), _rows(range(first, first + keys), head_dim))
-            )
-        return ranks
+        ranks = _even(num_heads, num_kv_heads, head_dim, tp)
+        keys = [_rows(range(r % num_kv_heads, r % num_kv_heads + 1), head_dim) for r in range(tp)]
+        same = [[o for o in range(tp) if keys[o] == keys[r]] for r in range(tp)]
+        return [(q, keys[r], same[r]) if tp > num_kv_heads else (q, k, o) for r, (q, k, o) in enumerate(ranks)]
 
-    def never_refuses(num_heads, num_kv_heads, head_dim, tp):
-        queries, keys = max(1, num_heads // tp), max(1, num_kv_heads // tp)
-        return [
-            (
-                _rows(range(r * queries, (r + 1) * queries), head_dim),
-                _rows(range(r * num_kv_heads // tp, r * num_kv_heads // tp + keys), head_dim),
-            )
-            for r in range(tp)
-        ]
+    never_refuses = _layout
 
     def refuses_copies(num_heads, num_kv_heads, head_dim, tp):
         if num_kv_heads % tp:
             raise ValueError("no")
-        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
+        return _layout(num_heads, num_kv_heads, head_dim, tp)
 
     def asks_for_query_heads_only(num_heads, num_kv_heads, head_dim, tp):
         if num_heads % tp:
             raise ValueError("no")
-        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
+        return _layout(num_heads, num_kv_heads, head_dim, tp)
 
     def asks_for_key_heads_only(num_heads, num_kv_heads, head_dim, tp):
         if num_kv_heads % tp and tp % num_kv_heads:
             raise ValueError("no")
-        return split_qkv.never_refuses(num_heads, num_kv_heads, head_dim, tp)
+        return _layout(num_heads, num_kv_heads, head_dim, tp)
+
+    def strided_where_it_does_not_come_out(num_heads, num_kv_heads, head_dim, tp):
+        """Lays out every degree that divides the query heads, with more key heads on a rank than its share."""
+        if num_heads % tp:
+            raise ValueError("no")
+        common = math.gcd(num_kv_heads, tp)
+        keys, copies = num_kv_heads // common, tp // common
+        each, ranks = num_heads // num_kv_heads // copies or 1, []
+        if num_kv_heads % tp == 0 or tp % num_kv_heads == 0:
+            return _layout(num_heads, num_kv_heads, head_dim, tp)
+        for r in range(tp):
+            mine = range(r // copies * keys, (r // copies + 1) * keys)
+            first = [key * (num_heads // num_kv_heads) + r % copies * each for key in mine]
+            queries = [(head + i) * head_dim + d for head in first for i in range(each) for d in range(head_dim)]
+            ranks.append((queries, _rows(mine, head_dim), range(r // copies * copies, (r // copies + 1) * copies)))
+        return ranks
+
+    def a_slip_that_raises_a_value_error(*case):
+        queries, keys = _even(*case)[0]
+        return [(queries, keys)]
 
     def heads_for_rows(num_heads, num_kv_heads, head_dim, tp):
-        _refuse(num_heads, num_kv_heads, tp)
-        return split_qkv.never_refuses(num_heads, num_kv_heads, 1, tp)
+        return _even(num_heads, num_kv_heads, 1, tp)
 
-    def starts_and_stops(num_heads, num_kv_heads, head_dim, tp):
-        ranks = split_qkv.right(num_heads, num_kv_heads, head_dim, tp)
-        return [tuple((rows[0], rows[-1] + 1) for rows in pair) for pair in ranks]
+    def starts_and_stops(*case):
+        return [(*((rows[0], rows[-1] + 1) for rows in pair), ranks) for *pair, ranks in _even(*case)]
+
+    def keys_and_values_beside_the_queries(*case):
+        return [(queries, keys, keys) for queries, keys, _ in _even(*case)]
+
+    def without_the_idea_no_copy_is_summed(*case):
+        """The rows are right: forward runs, and the copies drift apart."""
+        return [(queries, keys, [rank]) for rank, (queries, keys, _) in enumerate(_even(*case))]
+
+    def without_the_idea_every_rank_sums(*case):
+        """Takes the weights of a tensor-parallel group for replicas, as those of data parallelism."""
+        return [(queries, keys, range(case[-1])) for queries, keys, _ in _even(*case)]
+
+    def without_the_idea_queries_are_summed_over_all_copies_but_mine(*case):
+        """Counts the ranks of a sum by the number of query heads in a group."""
+        group = case[0] // case[1]
+        return [(q, k, range(r // group * group, min(r // group * group + group, case[-1])))
+                for r, (q, k, _) in enumerate(_even(*case))]  # fmt: skip
 
     def right(num_heads, num_kv_heads, head_dim, tp):
         """Second solution: from the last rank down, and the keys looked up from the queries; rows as lists."""
@@ -418,22 +527,42 @@ class split_qkv:
         while queries:
             mine = [queries.pop() for _ in range(num_heads // tp)][::-1]
             keys = sorted({head // group for head in mine})
-            ranks.insert(0, tuple([h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)))
-        return ranks
+            ranks.insert(0, [[h * head_dim + i for h in heads for i in range(head_dim)] for heads in (mine, keys)])
+        return [(q, k, [r for r, (_, other) in enumerate(ranks) if other == k]) for q, k in ranks]
 
     def right_2(num_heads, num_kv_heads, head_dim, tp):
-        """Third solution: arrays, cut by reshaping the numbers of all rows."""
+        """Third solution: arrays, cut by reshaping the numbers of all rows; an empty sum where there are no copies."""
         if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
             raise ValueError("heads do not come out even")
         queries = np.arange(num_heads * head_dim).reshape(tp, -1)
         keys = np.arange(num_kv_heads * head_dim).reshape(num_kv_heads, head_dim)
         keys = keys.repeat(max(1, tp // num_kv_heads), axis=0).reshape(tp, -1)
-        return list(zip(queries, keys, strict=True))
+        sums = np.arange(tp).reshape(num_kv_heads, -1) if tp > num_kv_heads else np.empty((0, 0))
+        who = [next((row for row in sums if rank in row), []) for rank in range(tp)]
+        return list(zip(queries, keys, who, strict=True))
 
     def right_3(num_heads, num_kv_heads, head_dim, tp):
-        """Fourth: slices."""
+        """Fourth: slices, by name, the sum without the rank itself."""
         ranks = split_qkv.right(num_heads, num_kv_heads, head_dim, tp)
-        return [tuple(slice(rows[0], rows[-1] + 1) for rows in pair) for pair in ranks]
+        rows = [[slice(rows[0], rows[-1] + 1) for rows in pair] for *pair, _ in ranks]
+        return [
+            {"sum_over": {o for o in over if o != r}, "key_rows": rows[r][1], "query_rows": rows[r][0]}
+            for r, (*_, over) in enumerate(ranks)
+        ]
+
+    def right_4(num_heads, num_kv_heads, head_dim, tp):
+        """Whole groups dealt out in turn, where there are enough: another layout that meets every condition."""
+        if num_kv_heads % tp:
+            return _even(num_heads, num_kv_heads, head_dim, tp)
+        group = num_heads // num_kv_heads
+        return [
+            (
+                [row for k in range(r, num_kv_heads, tp) for row in _rows(range(k * group, (k + 1) * group), head_dim)],
+                [row for k in range(r, num_kv_heads, tp) for row in _rows(range(k, k + 1), head_dim)],
+                (r,),
+            )
+            for r in range(tp)
+        ]
 
 
 def _pieces(logits, targets, first, highest):
@@ -449,7 +578,17 @@ def _highest(logits, group):
     return highest
 
 
+def split_loss(logits, targets, first, group):
+    shifted, target = _pieces(logits, targets, first, _highest(logits, group))
+    return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+
+
 class cross_entropy:
+    def the_loss_of_the_course(logits, targets, first, group):
+        from lablib.toys.tensor_parallel import vocab_parallel_cross_entropy
+
+        return vocab_parallel_cross_entropy(logits, targets, first, group)
+
     def own_words_only(logits, targets, first, group):
         """The ordinary softmax of each rank's part; the target's owner tells the others."""
         inner, target = _pieces(logits, targets, first, logits.detach().amax(-1))
@@ -474,6 +613,15 @@ class cross_entropy:
         pieces = [part[: int(size)].T for part, size in zip(parts, sizes, strict=True)]
         pieces[group.rank()] = logits
         return F.cross_entropy(torch.cat(pieces, dim=-1), targets, reduction="none")
+
+    def gathers_the_logits_two_columns_at_a_time(logits, targets, first, group):
+        """The same bytes in small messages."""
+        widest = torch.tensor([logits.shape[-1]])
+        dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
+        rows = F.pad(logits.detach(), (0, int(widest) - logits.shape[-1]), value=float("-inf")).T.contiguous()
+        for two in rows.split(2):
+            _pieces_of_all(two, group)
+        return split_loss(logits, targets, first, group)
 
     def keeps_the_target_to_itself(logits, targets, first, group):
         shifted, target = _pieces(logits, targets, first, _highest(logits, group))
@@ -526,3 +674,24 @@ class _Gradient(torch.autograd.Function):
 DEFECTS, SECOND_SOLUTIONS = listed(
     enter_columns, leave_rows, split_mlp, gather_tokens, scatter_tokens, split_qkv, cross_entropy
 )
+
+SENTENCES = {
+    "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
+    "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
+    "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
+    "no_gradient_through_the_sum": "no gradient reaches `up` on rank 0",
+    "the_functions_of_the_course": "the course's own function",
+    "the_loss_of_the_course": "the course's own function",
+    "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
+    "without_the_idea_rank_0_alone": "on rank 0 12 of the 12 rows of `up` have a gradient",
+    "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
+    "gathers_the_logits_two_columns_at_a_time": "The logits themselves cross the wire",
+    "without_the_idea_no_copy_is_summed": "its gradient is off by ",
+    "without_the_idea_every_rank_sums": "which holds other key heads",
+    "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
+    "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
+    "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
+    "every_key_head_everywhere": "holds 4 key heads; with neighbouring queries 2 will do",
+    "keys_and_values_beside_the_queries": "names ranks that do not exist",
+    "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
+}

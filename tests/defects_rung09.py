@@ -3,10 +3,12 @@
 # ruff: noqa: E731
 
 from fractions import Fraction
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
 
+from lablib.checks.rung09 import best_choice
 from lablib.toys.recompute import checkpoint as course_checkpoint
 from tests.planted import listed
 
@@ -93,12 +95,41 @@ class block_bytes:
         two = 2 * (not fused)
         return values @ np.array([2, 2, 2, 2, dropout, 4 * fused, two, two * dropout // 2, two * dropout])
 
+    def _less(**what):
+        """Return the right answer less some of its tensors."""
+
+        def answer(b, s, h, a, kv, f, gated, dropout, fused):
+            n, pairs = b * s, a * b * s * s
+            sizes = {"v": 2 * n * h * kv // a, "pairs": pairs * (not fused), "mask": pairs * fused * dropout}
+            sizes |= {"stream": 2 * n * h, "out": 2 * n * h * fused, "inner": 2 * n * f * (not gated)}
+            whole = _block(b, s, h, a, kv, f, gated, dropout, fused)
+            return whole - sum(times * sizes[name] for name, times in what.items())
+
+        return answer
+
+    v_forgotten = _less(v=1)
+    k_and_v_forgotten = _less(v=2)
+    a_mask_inside_of_fused_attention = _less(mask=-1)
+    scores_before_softmax_kept_too = _less(pairs=-2)
+    output_of_fused_attention_twice = _less(out=-1)
+    gelu_keeps_one_tensor = _less(inner=1)
+
+    def the_paper_without_scores_where_fused(b, s, h, a, kv, f, gated, dropout, fused):
+        return (34 if dropout else 32) * s * b * h + (0 if fused else (5 if dropout else 2) * a * s * s * b)
+
+    the_formula_of_the_paper = lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b
+    output_of_the_block_too = _less(stream=-1)
+
+    def masks_of_two_bytes_and_v_forgotten(*case):
+        """Two mistakes at once."""
+        return block_bytes.masks_of_two_bytes(*case) + block_bytes.v_forgotten(*case) - _block(*case)
+
     heads_for_statistics_forgotten = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - 1) * case[8]
     counts_values_not_bytes = lambda *case: _block(*case) / 2
     shared_input_kept_three_times = lambda *case: _block(*case) + 4 * case[0] * case[1] * case[2]
 
 
-def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True):
+def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True, own_seed=False):
     """Build a checkpoint with one idea changed."""
 
     class Slip(torch.autograd.Function):
@@ -106,6 +137,9 @@ def _function(*, random=True, fork=True, graph=False, keep="input", times=1, see
         def forward(ctx, x, block):
             ctx.block, ctx.random = block, torch.get_rng_state()
             ctx.x = x.detach()
+            if own_seed:
+                torch.manual_seed(7)
+                ctx.random = torch.get_rng_state()
             y = block(x)
             if graph:
                 with torch.enable_grad():
@@ -261,6 +295,8 @@ class checkpoint:
         with torch.random.fork_rng(devices=[]):
             return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
+    seeds_forward_and_replay = _function(own_seed=True)
+
     new_random_numbers = _function(random=False)
 
     random_state_left_behind = _function(fork=False)
@@ -342,100 +378,115 @@ class segment_peak:
         return most
 
 
-def _choose(job, *, options=("none", "selective", "first"), peak=None, key=None, limit=None):
-    stored = job.layers * (job.block - job.core)
+def _moments(job, kind, n):
+    """Return the end of forward and the largest replay, from a walk over the blocks."""
+    kept = {"none": job.block, "selective": job.block - job.core}.get(kind)
+    if kept is not None:
+        whole = job.layers * kept
+        return whole + job.head, whole - job.behind + job.core if kind == "selective" else 0
+    if kind == "first":
+        return n * job.boundary + (job.layers - n) * job.block + job.head, (n - 1) * job.boundary + job.block
+    starts = range(0, job.layers, n)
+    replays = [i * job.boundary + min(n, job.layers - first) * job.block for i, first in enumerate(starts)]
+    return len(starts) * job.boundary + job.head, max(replays)
+
+
+def _choose(job, *, leave=(), peak=None, key=None, budget=None):
+    """Choose with one idea changed."""
+    menu = [("none", 0), ("selective", 0)]
+    menu += [("first", n) for n in range(1, job.layers)] + [("every", k) for k in range(1, job.layers + 1)]
+    flops = {"none": lambda n: 0, "selective": lambda n: job.layers * job.core_flops}
+    flops |= {"first": lambda n: n * job.block_flops, "every": lambda n: job.layers * job.block_flops}
     found = []
-    if "none" in options:
-        found.append(("none", job.layers * job.block, 0))
-    if "selective" in options:
-        found.append(("selective", stored + max(0, job.core - job.behind), job.layers * job.core_flops))
-    if "first" in options:
-        for n in range(1, job.layers + 1):
-            moments = n * job.boundary + (job.layers - n) * job.block, (n - 1) * job.boundary + job.block
-            found.append((f"first:{n}", max(moments), n * job.block_flops))
-    if "full" in options:
-        found.append(found.pop() if "first" in options else _full(job))
-    if peak:
-        found = [(name, peak(job, name, size), extra) for name, size, extra in found]
-    fits = [choice for choice in found if choice[1] <= (job.budget if limit is None else limit)]
+    for kind, n in menu:
+        name = f"{kind}:{n}" if n else kind
+        size = peak(kind, n, *_moments(job, kind, n)) if peak else max(_moments(job, kind, n))
+        if kind not in leave and name not in leave:
+            found.append((name, size, flops[kind](n)))
+    fits = [choice for choice in found if choice[1] <= (job.budget if budget is None else budget)]
     if not fits:
         return None
-    best = min(fits, key=key or (lambda choice: choice[2]))
+    best = min(fits, key=key or (lambda choice: (choice[2], choice[1])))
     return dict(zip(("strategy", "peak", "extra"), best, strict=True))
 
 
-def _pays_for_all(job, found):
-    if found and found["strategy"].startswith("first"):
-        found["extra"] = job.layers * job.block_flops
-    return found
-
-
-def _full(job):
-    return f"first:{job.layers}", (job.layers - 1) * job.boundary + job.block, job.layers * job.block_flops
-
-
 class choose:
-    always_full = lambda job: _choose(job, options=("full",))
-    never_selective = lambda job: _choose(job, options=("none", "first"))
-    selective_before_everything = lambda job: _choose(job, options=("none", "selective")) or _choose(job)
+    always_full = lambda job: _choose(job, leave=("none", "selective", "first"))
+    never_selective = lambda job: _choose(job, leave=("selective",))
+    never_segments = lambda job: _choose(job, leave=[f"every:{k}" for k in range(2, job.layers + 1)])
+    selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
+    ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
+    below_the_budget = lambda job: _choose(job, budget=job.budget - 1)
+    segments_of_the_square_root = lambda job: _choose(
+        job, leave=[f"every:{k}" for k in range(1, job.layers + 1) if k != round(job.layers**0.5)]
+    )
+    adds_the_moments = lambda job: _choose(job, peak=lambda kind, n, forward, replay: forward + replay)
+    least_bytes = lambda job: _choose(job, key=lambda choice: choice[1])
+    any_length_of_segment = lambda job: _choose(job, key=lambda choice: choice[2])
+    without_the_idea_the_checks_own_list = lambda job: best_choice(job)
+    without_the_idea_end_of_forward = lambda job: _choose(job, peak=lambda kind, n, forward, replay: forward)
+    without_the_idea_the_replay_alone = lambda job: _choose(
+        job, peak=lambda kind, n, forward, replay: forward if kind == "none" else replay
+    )
 
-    def forgets_the_replay(job):
-        """Compares with the budget what is kept when forward ends."""
+    def without_the_idea_a_replay_of_cores_alone(job):
+        """End of forward for blocks, and for cores what the replay adds, even where that is less than nothing."""
 
-        def forward(job, name, size):
-            if name == "none":
-                return size
-            if name == "selective":
-                return job.layers * (job.block - job.core)
-            n = int(name[6:])
-            return n * job.boundary + (job.layers - n) * job.block
+        def added(kind, n, forward, replay):
+            return forward + job.core - job.behind if kind == "selective" else forward
 
-        return _choose(job, peak=forward)
+        return _choose(job, peak=added)
+
+    def without_the_idea_full_is_stored_and_one_block(job):
+        """Adds one replay to the end of forward, as if the head were still there."""
+
+        def late(kind, n, forward, replay):
+            return max(forward, replay + job.head) if replay else forward
+
+        return _choose(job, peak=late)
 
     def inputs_are_free(job):
         """Takes recomputed blocks to keep nothing at all."""
 
-        def free(job, name, size):
-            return size if name in ("none", "selective") else max(job.block, (job.layers - int(name[6:])) * job.block)
+        def free(kind, n, forward, replay):
+            if kind == "first":
+                return max((job.layers - n) * job.block + job.head, job.block)
+            return max(job.head, n * job.block) if kind == "every" else max(forward, replay)
 
         return _choose(job, peak=free)
 
     def all_kept_blocks_stay(job):
         """Adds the replay to the end of forward, as if the blocks behind it were still there."""
 
-        def late(job, name, size):
-            if not name.startswith("first"):
-                return size
-            n = int(name[6:])
-            return n * job.boundary + (job.layers - n) * job.block + job.block - job.boundary
+        def late(kind, n, forward, replay):
+            return forward + job.block - job.boundary if kind == "first" else max(forward, replay)
 
         return _choose(job, peak=late)
 
     def behind_forgotten(job):
-        def whole(job, name, size):
-            return job.layers * (job.block - job.core) + job.core if name == "selective" else size
+        def whole(kind, n, forward, replay):
+            return max(forward, replay + job.behind) if kind == "selective" else max(forward, replay)
 
         return _choose(job, peak=whole)
 
-    all_blocks_pay = lambda job: _pays_for_all(job, _choose(job))
+    def head_forgotten(job):
+        def without(kind, n, forward, replay):
+            return max(forward - job.head, replay)
 
-    def right_2(job):
-        """Solve for n, and let selective compete: the last block is never worth a replay."""
-        if job.layers * job.block <= job.budget:
-            return {"strategy": "none", "peak": float(job.layers * job.block), "extra": 0.0}
-        n = -((job.budget - job.layers * job.block) // (job.block - job.boundary))
-        found = []
-        if n < job.layers:
-            found.append((n * job.block_flops, f"first:{n}", n * job.boundary + (job.layers - n) * job.block))
-        peak = job.layers * (job.block - job.core) + max(0, job.core - job.behind)
-        if peak <= job.budget:
-            found.append((job.layers * job.core_flops, "selective", np.int64(peak)))
-        if not found:
-            return None
-        extra, strategy, peak = min(found)
-        return {"extra": extra, "peak": peak, "strategy": strategy}
+        return _choose(job, peak=without)
 
-    ignores_the_budget = lambda job: _choose(job, limit=float("inf"))
+    def one_block_of_a_segment(job):
+        def one(kind, n, forward, replay):
+            segments = -(-job.layers // max(n, 1))
+            return max(forward, (segments - 1) * job.boundary + job.block) if kind == "every" else max(forward, replay)
+
+        return _choose(job, peak=one)
+
+    def all_blocks_pay(job):
+        """Chooses right, and says the FLOPs of all blocks where some are replayed."""
+        found = _choose(job)
+        partly = found and found["strategy"].startswith("first")
+        return found | {"extra": job.layers * job.block_flops} if partly else found
 
     def backward_counts_too(job):
         """Counts the replay as forward and backward: three times its FLOPs."""
@@ -444,21 +495,80 @@ class choose:
 
     def right(job):
         """Go through the choices from the cheapest to the most expensive, and stop at the first that fits."""
-        choices = [(0, "none"), (job.layers * job.core_flops, "selective")]
-        choices += [(n * job.block_flops, n) for n in range(1, job.layers + 1)]
-        for extra, what in sorted(choices, key=lambda choice: choice[0]):
-            if what == "none":
-                kept = [job.layers * job.block]
-            elif what == "selective":
-                slim = job.block - job.core
-                kept = [job.layers * slim, (job.layers - 1) * slim + job.block - job.behind]
-            else:
-                inputs = what * job.boundary
-                kept = [inputs + (job.layers - what) * job.block, inputs - job.boundary + job.block]
-            if max(kept) <= job.budget:
-                name = what if isinstance(what, str) else f"first:{what}"
-                return {"strategy": name, "peak": max(kept), "extra": extra}
+        choices = [(0, "none", 0), (job.layers * job.core_flops, "selective", 0)]
+        choices += [(n * job.block_flops, "first", n) for n in range(1, job.layers)]
+        most = job.layers * job.block_flops
+        segments = sorted((max(_moments(job, "every", k)), k) for k in range(1, job.layers + 1))
+        for extra, what, n in [*sorted(choices), (most, "every", segments[0][1])]:
+            peak = max(_moments(job, what, n))
+            if peak <= job.budget:
+                return {"strategy": f"{what}:{n}" if n else what, "peak": peak, "extra": extra}
         return None
+
+    def right_2(job):
+        """Solve for n, let selective compete, and try segments last; floats, numpy and an object."""
+        if job.layers * job.block + job.head <= job.budget:
+            return SimpleNamespace(strategy="none", peak=float(job.layers * job.block + job.head), extra=0.0)
+        n = -((job.budget - job.head - job.layers * job.block) // (job.block - job.boundary))
+        found = []
+        if n < job.layers:
+            peak = n * job.boundary + (job.layers - n) * job.block + job.head
+            found.append((n * job.block_flops, peak, f"first: {n}"))
+        stored = job.layers * (job.block - job.core)
+        found.append((job.layers * job.core_flops, stored + max(job.head, job.core - job.behind), "selective"))
+        k = min(range(1, job.layers + 1), key=lambda k: max(_moments(job, "every", k)))
+        name = "full" if k == 1 else f"every:{k}"
+        found.append((job.layers * job.block_flops, np.int64(max(_moments(job, "every", k))), name))
+        found = [choice for choice in found if choice[1] <= job.budget]
+        return MappingProxyType(dict(zip(("extra", "peak", "strategy"), min(found), strict=True))) if found else None
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(block_bytes, checkpoint, segment_peak, choose)
+
+SENTENCES = {
+    "v_forgotten": "Both products of attention need their factors",
+    "k_and_v_forgotten": "Both products of attention need their factors",
+    "a_mask_inside_of_fused_attention": "draws its dropout inside of the kernel",
+    "scores_before_softmax_kept_too": "its derivative needs its output, not qkᵀ",
+    "output_of_fused_attention_twice": "Attention's output is the input of the output projection",
+    "gelu_keeps_one_tensor": "the input of its activation and the input of the down projection",
+    "the_formula_of_the_paper": "is a GPT block with dropout, plain attention and ffn = 4h",
+    "the_paper_without_scores_where_fused": "is a GPT block with dropout, plain attention and ffn = 4h",
+    "segments_of_the_square_root": "Segments cost the same FLOPs whatever their length",
+    "adds_the_moments": "of the end of forward and the replays the larger",
+    "output_of_the_block_too": "A sum needs neither of its terms",
+    "masks_of_two_bytes": "A dropout mask has one byte a value",
+    "masks_forgotten": "There are two dropout masks in the stream",
+    "masks_of_two_bytes_and_v_forgotten": "There is another mistake beside it",
+    "every_query_its_own_keys": "Keys and values have kv_heads heads",
+    "fused_keeps_scores": "Fused attention keeps no scores",
+    "shared_input_kept_three_times": "Matrices that read the same tensor keep it once",
+    "counts_values_not_bytes": "Values have 16 bits",
+    "seeds_forward_and_replay": "save that state, and seed nothing",
+    "end_of_forward_only": "That is kept when forward ends",
+    "input_counted_twice": "is counted once",
+    "one_input_a_layer": "Only the inputs of segments are kept",
+    "inner_inputs_counted_out": "its own input included",
+    "earlier_inputs_forgotten": "the inputs of those before it are still kept",
+    "one_block_at_a_time": "The replay brings back all blocks of a segment",
+    "the_last_segment_only": "The last segment may be shorter",
+    "without_the_idea_the_checks_own_list": "These are the check's own numbers",
+    "without_the_idea_end_of_forward": "A replay brings bytes back",
+    "without_the_idea_the_replay_alone": "A replay brings bytes back",
+    "without_the_idea_a_replay_of_cores_alone": "A replay brings bytes back",
+    "without_the_idea_full_is_stored_and_one_block": "The head's bytes are gone when the first replay starts",
+    "inputs_are_free": "The blocks that run again keep their inputs",
+    "all_kept_blocks_stay": "the blocks behind it are gone already",
+    "behind_forgotten": "`behind` bytes of its block are gone",
+    "head_forgotten": "The head's bytes are there when forward ends",
+    "one_block_of_a_segment": "The replay brings back all blocks of a segment",
+    "never_segments": "Segments cost the same FLOPs whatever their length",
+    "never_selective": "Selective recomputation is a choice",
+    "always_full": "not what keeps least",
+    "all_blocks_pay": "Only blocks that are replayed cost FLOPs",
+    "backward_counts_too": "backward runs once in any case",
+    "below_the_budget": "A peak that equals the budget fits",
+    "ignores_the_budget": "The peak has to fit the budget",
+    "least_bytes": "not what keeps least",
+    "any_length_of_segment": "the one of the least peak is asked for",
+}

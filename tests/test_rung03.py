@@ -1,14 +1,17 @@
 """What the checks of rung 03 say where an answer fails or waits on its ranks: one sentence, no traceback, no hang."""
 
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from lablib.checks import rung03
+from lablib.checks.judging import on_ranks
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
-    monkeypatch.setattr(rung03, "PATIENCE", 1.5)
+    monkeypatch.setattr(rung03, "on_ranks", partial(on_ranks, patience=1.5))
 
     def only_rank_0_calls(part, group):
         if group.rank() == 0:
@@ -35,10 +38,13 @@ def test_an_error_on_a_rank_is_one_sentence():
     ("rows", "said"),
     [
         (lambda heads, kv, d, tp: None, "should be a list"),
-        (lambda heads, kv, d, tp: [range(d)] * tp, "needs a pair"),
-        (lambda heads, kv, d, tp: [(0.5, 1)] * tp, "should be a list"),
-        (lambda heads, kv, d, tp: [([0.5], [1])] * tp, "should be a whole number"),
-        (lambda heads, kv, d, tp: [(range(d), range(d))] * (tp - 1), "one pair of ranges for each"),
+        (lambda heads, kv, d, tp: [(range(d), range(d))] * tp, "needs query_rows, key_rows and sum_over"),
+        (lambda heads, kv, d, tp: [{"query_rows": range(d)}] * tp, "needs query_rows, key_rows and sum_over"),
+        (lambda heads, kv, d, tp: [(0.5, 1, [])] * tp, "should be a list"),
+        (lambda heads, kv, d, tp: [([0.5], [1], [])] * tp, "should be a whole number"),
+        (lambda heads, kv, d, tp: [(range(d), range(d), 0)] * tp, "sum_over of rank 0 should be a list"),
+        (lambda heads, kv, d, tp: [(range(d), range(d), [tp])] * tp, "names ranks that do not exist"),
+        (lambda heads, kv, d, tp: [(range(d), range(d), [])] * (tp - 1), "one triple for each"),
     ],
 )
 def test_heads_in_another_form_are_told_so(rows, said):

@@ -16,7 +16,7 @@ from lablib.calc.parallel import zero_state_bytes
 from lablib.calc.precision import recipe
 from lablib.checks import rung01, rung05, rung07, rung08
 from lablib.checks.judging import Wrong
-from lablib.checks.rung09 import best_choice, job_of, jobs, peaks_of_first, selective_peak
+from lablib.checks.rung09 import best_choice, extra_flops, job_of, jobs, moments, strategies
 from lablib.checks.rung10 import World
 from lablib.toys.transformer import tiny_config
 from tests import defects_rung01, defects_rung05, defects_rung10
@@ -207,43 +207,38 @@ KEPT = [("gpt3-175b", 2048, "plain"), ("llama-3-8b", 4096, "fused"), ("llama-2-7
 
 
 @pytest.mark.parametrize(("model", "seq", "attention"), KEPT)
-def test_what_a_job_keeps_is_what_the_calculator_says_without_embedding_and_head(model, seq, attention):
+def test_what_a_job_keeps_is_what_the_calculator_says_without_embedding(model, seq, attention):
     job = job_of(model, seq, attention, batch=2)
-
-    def moments(strategy):
-        cost = recompute_cost(preset(model), strategy, batch=2, seq=seq, attention=attention)
-        return (cost.blocks_bytes, max(size for when, size in cost.instants[1:]) - cost.embedding, cost.extra_flops)
-
-    forward, backward, extra = moments("selective")
-    assert selective_peak(job) == max(forward, backward)
-    assert extra == job.layers * job.core_flops
-    for n in (1, job.layers // 2, job.layers):
-        forward, backward, extra = moments(f"first:{n}")
-        # Without its head a model's last blocks keep what they kept at the end of forward when backward starts.
-        assert max(peaks_of_first(job, n)) == max(forward, backward)
-        assert extra == n * job.block_flops
+    names = ["none", "selective", "first:1", f"first:{job.layers // 2}", f"first:{job.layers - 1}"]
+    for name in [*names, "every:1", "every:2", "every:5", f"every:{job.layers}"]:
+        cost = recompute_cost(preset(model), name, batch=2, seq=seq, attention=attention)
+        assert moments(job, name)[0] == cost.saved_bytes - cost.embedding
+        assert max(moments(job, name)) == cost.peak_bytes - cost.embedding
+        assert extra_flops(job, name) == cost.extra_flops
 
 
-def test_every_kind_of_answer_is_asked_for():
+def test_every_kind_of_answer_is_asked_for_and_every_moment_decides():
     seed = random.randrange(10**6)
     print("seed", seed)
-    found = [best_choice(job) for job in jobs(random.Random(seed))]
-    kinds = {choice["strategy"].split(":")[0] if choice else None for choice in found}
-    assert kinds == {"none", "selective", "first", None}
+    found = [(job, best_choice(job)) for job in jobs(random.Random(seed))]
+    kinds = {choice["strategy"].split(":")[0] if choice else None for _, choice in found}
+    assert kinds == {"none", "selective", "first", "every", None}
+    chosen = [(job, choice["strategy"], *moments(job, choice["strategy"])) for job, choice in found if choice]
+    for kind in ("selective", "every"):
+        decided = [replay > forward for _, name, forward, replay in chosen if name.startswith(kind)]
+        assert {True, False} == set(decided), kind
+    assert any(job.behind > job.core for job, name, *_ in chosen if name == "selective")
+    assert {"every:1", "every:2"} <= {name for _, name, *_ in chosen}
 
 
 def test_no_other_choice_fits_and_costs_less():
     for job in jobs(random.Random(3)):
         choice = best_choice(job)
-        cheaper = [n for n in range(1, job.layers + 1) if max(peaks_of_first(job, n)) <= job.budget]
-        if choice is None:
-            assert not cheaper
-            assert selective_peak(job) > job.budget
-        elif choice["strategy"] == "selective":
-            assert all(n * job.block_flops >= choice["extra"] for n in cheaper)
-        elif choice["strategy"] != "none":
-            assert int(choice["strategy"][6:]) == min(cheaper)
-            assert job.layers * job.block > job.budget
+        price = {name: (extra_flops(job, name), max(moments(job, name))) for name in strategies(job)}
+        fits = [name for name in price if price[name][1] <= job.budget]
+        assert (choice is None) == (not fits)
+        if choice:
+            assert price[choice["strategy"]] == (choice["extra"], choice["peak"]) == min(price[name] for name in fits)
 
 
 # Rung 10: what its checks' sentences say, and the ranks that take turns

@@ -6,17 +6,19 @@ All but the check of heads run the answer on real ranks, in fp32, and look at wh
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
-from lablib.checks.judging import Wrong, check, numbers, on_ranks, whole
+from lablib.checks.judging import Wrong, by_name, check, numbers, on_ranks, own_line, some, whole
 from lablib.launch.measure import record_comms
+from lablib.launch.torch_private import TorchDispatchMode
 
 __all__ = ["cross_entropy", "enter_columns", "gather_tokens", "leave_rows", "scatter_tokens", "split_mlp", "split_qkv"]
 
@@ -59,6 +61,7 @@ def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool,
         return {"y": None}
     if y.shape != grad.shape:
         return {"y": y.detach()}
+    _your_own(y)
     value = y.detach().clone()
     total = y + x if around else y
     with record_comms() as backward:
@@ -73,6 +76,12 @@ def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool,
 
 def _of_all(seed: int, ranks: int, shape: tuple[int, ...]) -> list[Tensor]:
     return [_draw(seed + rank, shape)[0] for rank in range(ranks)]
+
+
+def _your_own(y: Tensor) -> None:
+    made_by = getattr(y.grad_fn, "_forward_cls", None)
+    if made_by is not None and made_by.__module__.startswith("lablib."):
+        raise Wrong("This is the course's own function; write yours.")
 
 
 def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
@@ -178,12 +187,29 @@ def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
 
 
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of products; of a DTensor's those on its local tensors, and not what it plans with."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kinds = {kind.__name__ for kind in types}
+        if "DTensor" in kinds:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if "FakeTensor" not in kinds and (count := flop_registry.get(func.overloadpacket)):
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        elif func.overloadpacket is torch.ops.aten.mul:  # a matrix product may be written value by value
+            self.flops += 2 * result.numel()
+        return result
+
+
 def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
     group = dist.group.WORLD
     *values, grad = _mlp_problem(group.size())
     leaves = [value.requires_grad_() for value in values]
     x, *weights = leaves
-    with record_comms() as forward:
+    with record_comms() as forward, _Products() as products:
         y = answer(x * 1.0, *weights, group)
     if not isinstance(y, Tensor) or not y.requires_grad:
         return {"y": None}
@@ -197,7 +223,8 @@ def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
         for name, leaf in zip(_INPUTS, leaves, strict=True)
     }
     sent = forward.ring_bytes_sent(), backward.ring_bytes_sent()
-    return {"y": value, "sent": sent, "calls": (len(forward.events), len(backward.events)), **gradients}
+    calls = len(forward.events), len(backward.events)
+    return {"y": value, "sent": sent, "calls": calls, "flops": products.flops, **gradients}
 
 
 @check(
@@ -218,6 +245,7 @@ def split_mlp(answer: Callable[..., Tensor]) -> str:
     _passed_through(results, tuple(grad.shape))
     for rank, got in enumerate(results):
         _judge_mlp_forward(got, whole_y.detach(), values, rank, tp)
+    _judge_mlp_parts(results, values, tp)
     _judge_mlp_backward(results, truth, tp)
     _pay([got["sent"][0] for got in results], _all_reduce(tuple(grad.shape), tp), "in forward")
     _pay([got["sent"][1] for got in results], _all_reduce(tuple(grad.shape), tp), "in backward")
@@ -266,6 +294,36 @@ def _mlp_slips(values: list[Tensor], tp: int) -> dict[str, Tensor]:
         ),
         "The ReLU is missing.": F.linear(F.linear(x, up, up_bias), down, down_bias),
     }
+
+
+def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None:
+    """Ask that a rank computes with its own part of both matrices, as its gradients and its FLOPs tell."""
+    x, up = values[0], values[1]
+    held = [(got["up"] != 0).any(1) for got in results]  # some token passes the ReLU in each of these rows
+    first_cut_by_inputs = all(bool((got["up"] != 0).any(0).sum() * tp == up.shape[1]) for got in results)
+    if first_cut_by_inputs:
+        raise Wrong(
+            "The first matrix is split by its inputs, so its products are parts of sums, which must be added before the "
+            "ReLU: a message that splitting by outputs saves."
+        )
+    for rank, rows in enumerate(held):
+        if not rows.any():
+            raise Wrong(
+                f"Forward is right, and no gradient reaches `up` on rank {rank}: the sum has to let it through."
+            )
+        if rows.sum() * tp != len(up):
+            raise Wrong(
+                f"Right, and no tensor parallelism: on rank {rank} {int(rows.sum())} of the {len(up)} rows of `up` have "
+                f"a gradient. Each rank takes {len(up) // tp} of them, for all tokens."
+            )
+    if not torch.stack(held).any(0).all():
+        raise Wrong("Two ranks use the same rows of `up`: every inner value belongs to one rank.")
+    most, own = max(got["flops"] for got in results), 2 * (x.numel() // x.shape[-1]) * 2 * up.numel() // tp
+    if most > 1.5 * own:  # a mask of its own values is no second product
+        raise Wrong(
+            f"Right, and no tensor parallelism: a rank computes {most:,} FLOPs, and its part of both matrices takes "
+            f"{own:,}. Take the part before the product, not after it."
+        )
 
 
 def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) -> None:
@@ -376,15 +434,18 @@ def scatter_tokens(answer: Callable[..., Tensor]) -> str:
 
 #: What must be refused: one of the two conditions fails, or both.
 _IMPOSSIBLE = ((25, 25, 64, 2), (28, 4, 128, 8), (6, 6, 4, 4), (12, 4, 2, 6), (12, 6, 4, 4), (40, 8, 2, 20))
+_PARTS = ("query_rows", "key_rows", "sum_over")
 
 
 @check(
-    idea="A head computes its own softmax from its own rows, so heads may go to different ranks and rows of one may not.",
+    idea="A head computes its own softmax from its own rows, so heads may go to different ranks and rows of one may not; "
+    "a key head that is copied has a gradient from the queries of each copy.",
     section="Grouped queries: more ranks than key heads",
-    line="Rank r takes num_heads/tp neighbouring query heads and the key heads that these read; both must come out even.",
+    line="Rank r takes num_heads/tp neighbouring query heads and the key heads that these read; both must come out even. "
+    "Ranks that hold the same key head sum its gradient.",
 )
 def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int = 3) -> str:
-    """Judge `split_qkv(num_heads, num_kv_heads, head_dim, tp)` by computing attention from each rank's rows."""
+    """Judge `split_qkv(num_heads, num_kv_heads, head_dim, tp)` by each rank's attention and gradients."""
     dice = random.Random(seed)
     cases = [(4, 4, 8, 2), (8, 2, 4, 2), (8, 2, 4, 4), (64, 8, 2, 16), (25, 25, 2, 5), (6, 6, 4, 6), (8, 1, 4, 4)]
     while len(cases) < 30:
@@ -395,8 +456,11 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
     for case in cases:
         try:
             ranks = answer(*case)
-        except ValueError:
-            raise Wrong(f"{_words(case)} is possible{_beyond(case)}, and you refuse it.") from None
+        except ValueError as error:
+            said = f": {str(error)[:100].rstrip('.')}" if str(error) else ""
+            raise Wrong(
+                f"{_words(case)} is possible{_beyond(case)}, and your answer raises a ValueError{own_line(error)}{said}."
+            ) from None
         _judge_heads(_rows_of_ranks(ranks, case), *case)
     for case in _IMPOSSIBLE:
         try:
@@ -409,11 +473,15 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
         heads, kv, _, tp = case
         if heads % tp:
             raise Wrong(f"{_words(case)} would cut through a query head: raise a ValueError.")
+        each = f"one each, {tp} in all, is no multiple of {kv}" if tp > kv else f"{kv}/{tp} each is no whole number"
         raise Wrong(
-            f"{_words(case)}: the query heads come out even and the key heads do not. Some ranks would hold more of "
-            "them than others, or some key heads would have more copies: raise a ValueError."
+            f"{_words(case)}: the query heads come out even and the key heads do not, since a rank holds at most "
+            f"max(1, num_kv_heads/tp) of them, and {each}. Raise a ValueError."
         )
-    return f"{len(cases)} layouts computed rank by rank: no head needed another rank."
+    return (
+        f"{len(cases)} layouts computed rank by rank, forward and backward: no message between the projections and the "
+        "end of attention, and one sum for each key head that is copied."
+    )
 
 
 def _words(case: tuple[int, ...]) -> str:
@@ -424,21 +492,26 @@ def _beyond(case: tuple[int, ...]) -> str:
     return " (ranks may hold copies of a key head)" if case[3] > case[1] else ""
 
 
-def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Return the rows as lists, whatever holds them."""
+def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], list[int], set[int]]]:
+    """Return query rows, key rows and the ranks of the sum, of every rank, whatever holds them."""
     heads, kv, width, tp = case
     where, found = _words(case), []
-    for rank, pair in enumerate(ranks.values() if isinstance(ranks, dict) else numbers(ranks)):
-        pair = list(pair) if hasattr(pair, "__iter__") else pair
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise Wrong(f"{where}: rank {rank} needs a pair, its query rows and its key rows.")
-        found.append(tuple(_rows(part, most * width) for part, most in zip(pair, (heads, kv), strict=True)))
+    for rank, parts in enumerate(ranks.values() if isinstance(ranks, dict) else numbers(ranks)):
+        parts = list(parts) if hasattr(parts, "__iter__") and not isinstance(parts, Mapping) else parts
+        named = by_name(parts, *_PARTS)
+        if named is None:
+            raise Wrong(f"{where}: rank {rank} needs {', '.join(_PARTS[:2])} and {_PARTS[2]}, in this order.")
+        rows = [_rows(named[name], most * width) for name, most in zip(_PARTS, (heads, kv), strict=False)]
+        others = {whole(other, "A rank") for other in numbers(named["sum_over"], f"sum_over of rank {rank}")}
+        if not others <= set(range(tp)):
+            raise Wrong(f"{where}: sum_over of rank {rank} names ranks that do not exist, {some(sorted(others))}.")
+        found.append((*rows, others | {rank}))
     if len(found) != tp:
-        raise Wrong(f"{where}: return one pair of ranges for each of the {tp} ranks.")
-    ends = [part for pair in found for part in pair]
+        raise Wrong(f"{where}: return one triple for each of the {tp} ranks.")
+    ends = [part for *rows, _ in found for part in rows]
     if all(len(part) == 2 and part[1] - part[0] >= width and part[1] % width == 0 for part in ends):
         raise Wrong(f"{where}: these look like (start, stop). Return the rows themselves, as range(start, stop).")
-    if width > 1 and [len(queries) for queries, _ in found] == [heads // tp] * tp:
+    if width > 1 and [len(queries) for queries, *_ in found] == [heads // tp] * tp:
         raise Wrong(f"{where}: these are numbers of heads. Return rows: head i has head_dim of them, from i*head_dim.")
     return found
 
@@ -449,10 +522,10 @@ def _rows(part: Any, size: int) -> list[int]:
     return [whole(row, "A row") for row in numbers(part, "The rows of a rank")]
 
 
-def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, width: int, tp: int) -> None:
+def _judge_heads(ranks: list[tuple[list[int], list[int], set[int]]], heads: int, kv: int, width: int, tp: int) -> None:
     where = _words((heads, kv, width, tp))
     held = []
-    for rank, rows in enumerate(ranks):
+    for rank, (*rows, _) in enumerate(ranks):
         cut = [[row // width for row in part[::width]] for part in rows]
         for name, part, found, most in zip(("query", "key"), rows, cut, (heads, kv), strict=True):
             if part != [head * width + i for head in found for i in range(width)]:
@@ -471,14 +544,40 @@ def _judge_heads(ranks: list[tuple[list[int], list[int]]], heads: int, kv: int, 
         least = max(1, kv // tp)
         if len(keys) > least:
             raise Wrong(f"{where}: rank {rank} holds {len(keys)} key heads; with neighbouring queries {least} will do.")
-    dice = torch.Generator().manual_seed(heads)
-    shapes = ((5, 6), (heads * width, 6), (kv * width, 6), (kv * width, 6))
-    x, wq, wk, wv = (torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes)
-    full = _attend(x, wq, wk, wv, width)
-    order = [head for queries, _ in held for head in queries]
-    parts = torch.cat([_attend(x, wq[q], wk[k], wv[k], width) for q, k in ranks])
-    if not torch.allclose(parts, full[order], atol=1e-9):
-        raise Wrong(f"{where}: a rank's queries meet the wrong key heads: keep groups together and in order.")
+    _judge_gradients(ranks, held, width, where)
+
+
+def _judge_gradients(ranks: list[tuple], held: list[list[list[int]]], width: int, where: str) -> None:
+    """Compute attention forward and backward on each rank from its own rows, and sum key gradients as the answer says."""
+    heads, kv = (len({head for cut in held for head in cut[which]}) for which in (0, 1))
+    shapes = ((5, 6), (heads * width, 6), (kv * width, 6), (kv * width, 6), (heads, 5, width))
+    x, *full, grad = (part.double() for part in _draw(heads, *shapes))
+    for weight in full:
+        weight.requires_grad_()
+    y = _attend(x, *full, width)
+    y.backward(grad)
+    found = []
+    for (queries, keys, _), (own, _) in zip(ranks, held, strict=True):
+        parts = [w.detach()[rows].requires_grad_() for w, rows in zip(full, (queries, keys, keys), strict=True)]
+        out = _attend(x, *parts, width)
+        if not torch.allclose(out, y[own], atol=1e-9):
+            raise Wrong(f"{where}: a rank's queries meet the wrong key heads: keep groups together and in order.")
+        out.backward(grad[own])
+        found.append(parts[1].grad)
+    for rank, (_, keys, others) in enumerate(ranks):
+        copies = {r for r, (_, theirs) in enumerate(held) if theirs == held[rank][1]}
+        if others - copies:
+            raise Wrong(
+                f"{where}: rank {rank} sums the gradient of its key rows with rank {min(others - copies)}, which holds "
+                "other key heads. The sum is over the copies of one head, and a head without a copy needs none."
+            )
+        total, true = sum(found[r] for r in others), full[1].grad[keys]
+        if not torch.allclose(total, true, atol=1e-9):
+            off = float((total - true).norm() / true.norm())
+            raise Wrong(
+                f"{where}: rank {rank} holds a copy of a key head, and its gradient is off by {off:.0%}: it comes from "
+                f"the queries of ranks {', '.join(map(str, sorted(copies)))}, and copies that are not summed drift apart."
+            )
 
 
 def _attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, width: int) -> Tensor:
@@ -489,14 +588,15 @@ def _attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, width: int) -> Tensor
 
 # --- cross-entropy ------------------------------------------------------------------------------------------
 
-_TOKENS, _VOCAB = 7, 41
+_TOKENS, _VOCAB = 7, 401
+_NUMBERS = 12  #: 8-byte numbers that a rank may handle a token: three, one by one from each of tp ranks, and some more
 
 
 def _scores(tp: int) -> tuple[Tensor, Tensor, Tensor]:
     logits, weight = _draw(tp, (_TOKENS, _VOCAB), (_TOKENS,))
     logits[1] += 150  # without a maximum fp32 overflows, whose largest number is about e^88
     logits[2, : _VOCAB // tp] -= 150  # and here a rank's own maximum is of no use to the others
-    return logits, torch.arange(_TOKENS) * 6 % _VOCAB, weight
+    return logits, torch.arange(_TOKENS) * 57 % _VOCAB, weight
 
 
 def _loss_on_a_rank(answer: Callable) -> dict[str, Any]:
@@ -509,8 +609,9 @@ def _loss_on_a_rank(answer: Callable) -> dict[str, Any]:
         loss = answer(mine * 1.0, targets, first, group)
         if not isinstance(loss, Tensor) or loss.shape != (_TOKENS,) or not loss.requires_grad:
             return {"loss": None}
+        _your_own(loss)
         loss.backward(weight.to(loss.dtype))
-    return {"loss": loss.detach(), "grad": mine.grad, "most": max((e.bytes for e in log.events), default=0)}
+    return {"loss": loss.detach(), "grad": mine.grad, "bytes": sum(e.bytes for e in log.events)}
 
 
 @check(
@@ -528,8 +629,11 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
     results = on_ranks(_loss_on_a_rank, tp, answer)
     if any(got["loss"] is None for got in results):
         raise Wrong("Return one loss per token, with a gradient.")
-    if any(got["most"] > 4 * _TOKENS * 8 for got in results):
-        raise Wrong("The logits themselves cross the wire: reduce a few numbers per token, and nobody holds all.")
+    if (most := max(got["bytes"] for got in results)) > _NUMBERS * tp * _TOKENS * 8:
+        raise Wrong(
+            f"The logits themselves cross the wire: the collectives of a rank carry {most / _TOKENS:,.0f} bytes a token, "
+            f"and a row of logits has {4 * _VOCAB:,}. Reduce a few numbers per token, and nobody holds all."
+        )
     if any(not got["loss"].isfinite().all() for got in results):
         raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
     if any(not _same(got["loss"], results[0]["loss"]) for got in results):
@@ -564,4 +668,4 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
             "The losses are right and the gradients are not: on every rank they are softmax minus one at the target, "
             "times the gradient of the loss."
         )
-    return "Three numbers per token, and no rank held the full logits."
+    return f"{most / _TOKENS:.0f} bytes a token crossed the wire, of {4 * _VOCAB:,} that its logits have."

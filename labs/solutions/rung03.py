@@ -101,7 +101,7 @@ def scatter_tokens(partial, group):
 
 
 def split_qkv(num_heads, num_kv_heads, head_dim, tp):
-    """Whole query heads in order, and the key heads that they read."""
+    """Whole query heads in order, the key heads they read, and who sums."""
     if num_heads % tp:
         raise ValueError(f"tp={tp} does not divide num_heads={num_heads}")
     if num_kv_heads % tp and tp % num_kv_heads:
@@ -110,16 +110,16 @@ def split_qkv(num_heads, num_kv_heads, head_dim, tp):
         )
     queries = num_heads // tp
     keys = max(1, num_kv_heads // tp)
+    copies = max(1, tp // num_kv_heads)
     ranks = []
     for rank in range(tp):
-        first_query = rank * queries
-        first_key = rank * num_kv_heads // tp
+        q, k = rank * queries, rank * num_kv_heads // tp
+        first = rank // copies * copies  # neighbours hold the same key head
         ranks.append(
             (
-                range(
-                    first_query * head_dim, (first_query + queries) * head_dim
-                ),
-                range(first_key * head_dim, (first_key + keys) * head_dim),
+                range(q * head_dim, (q + queries) * head_dim),
+                range(k * head_dim, (k + keys) * head_dim),
+                range(first, first + copies),
             )
         )
     return ranks

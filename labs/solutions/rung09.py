@@ -59,18 +59,24 @@ def segment_peak(layers, boundary, block, k):
 
 
 def choose(job):
-    """Of what fits, what computes least again."""
-    choices = [("none", job.layers * job.block, 0)]
-    stored = job.layers * (job.block - job.core)
-    peak = stored + max(0, job.core - job.behind)
-    choices.append(("selective", peak, job.layers * job.core_flops))
-    for n in range(1, job.layers + 1):
-        forward = n * job.boundary + (job.layers - n) * job.block
-        replay = (n - 1) * job.boundary + job.block
-        peak, extra = max(forward, replay), n * job.block_flops
-        choices.append((f"first:{n}", peak, extra))
+    """Of what fits, what computes least again, and of that the least peak."""
+    layers, x, block, head = job.layers, job.boundary, job.block, job.head
+    choices = [("none", layers * block + head, 0)]
+    stored = layers * (block - job.core)
+    peak = stored + max(head, job.core - job.behind)
+    choices.append(("selective", peak, layers * job.core_flops))
+    for n in range(1, layers):
+        forward = n * x + (layers - n) * block + head
+        replay = (n - 1) * x + block
+        extra = n * job.block_flops
+        choices.append((f"first:{n}", max(forward, replay), extra))
+    for k in range(1, layers + 1):
+        forward = -(-layers // k) * x + head
+        replay = segment_peak(layers, x, block, k)
+        extra = layers * job.block_flops
+        choices.append((f"every:{k}", max(forward, replay), extra))
     fitting = [choice for choice in choices if choice[1] <= job.budget]
     if not fitting:
         return None
-    strategy, peak, extra = min(fitting, key=lambda choice: choice[2])
-    return {"strategy": strategy, "peak": peak, "extra": extra}
+    best = min(fitting, key=lambda choice: (choice[2], choice[1]))
+    return {"strategy": best[0], "peak": best[1], "extra": best[2]}

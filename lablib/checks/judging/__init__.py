@@ -9,7 +9,7 @@
 Read `table` first.
 """
 
-from lablib.checks.judging.guard import Wrong, guarded
+from lablib.checks.judging.guard import Wrong, guarded, own_line
 from lablib.checks.judging.ranks import PATIENCE, on_ranks
 from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake
 from lablib.checks.judging.values import as_float, by_name, close, numbers, some, whole
@@ -32,6 +32,7 @@ __all__ = [
     "name_the_mistake",
     "numbers",
     "on_ranks",
+    "own_line",
     "some",
     "whole",
 ]
