@@ -108,6 +108,15 @@ def test_frozen_and_tied_parameters() -> None:
     assert ("blocks.1.mlp.up.weight", "blocks.2.mlp.up.weight") in tied_parameters(model)
 
 
+def test_a_tied_pair_counts_once_and_in_the_module_around_both() -> None:
+    with torch.device("meta"):
+        first, second = nn.Linear(9, 10, bias=False), nn.Linear(9, 10, bias=False)
+        second.weight = first.weight
+        model = nn.Sequential(nn.Sequential(first, second), nn.Linear(9, 10, bias=False))
+    assert {name for name, _ in wrap_units(model, "size:90")} == {"0", "1"}
+    assert wrap_units(model, "size:91") == []  # 180 weights by name, and 90 in memory
+
+
 def test_what_is_never_called_is_no_unit() -> None:
     """nn.MultiheadAttention reads the weight of its output matrix by itself, so no hook would gather it."""
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.ModuleDict({"a": nn.Linear(8, 8)}))
