@@ -74,6 +74,11 @@ class fits:
         needed = params * (12 - sharded + sharded / gpus)
         return needed / 1e9, needed <= capacity_gib * 2**30
 
+    def gradients_of_four_bytes(params, gpus, capacity_gib, strategy):
+        sharded = {"ddp": 0, "zero-1": 12, "zero-2": 16, "zero-3": 18, "tensor": 18}[strategy]
+        needed = params * (18 - sharded + sharded / gpus)
+        return needed / 1e9, needed <= capacity_gib * 2**30
+
     def gib_for_gb(params, gpus, capacity_gib, strategy):
         gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
         return gigabytes * 1e9 / 2**30, verdict
@@ -410,7 +415,7 @@ SENTENCES = {
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "answered_in_bytes": "The number is in bytes", "stage_1_shards_the_moments_alone": "the master copy with the moments",
-    "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
+    "gradients_of_four_bytes": "Gradients are 16-bit here", "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
     "said_yes_in_words": "should be True or False", "pooled_the_cards": "not with that of all",
     "swapped_stages_one_and_two": "Stages shard in this order", "eight_bytes_of_optimizer": "12 bytes: the master copy",
     "scores_outside_the_bracket": "s b h multiplies", "no_scores": "an s by s matrix for every head",

@@ -205,6 +205,16 @@ def test_an_error_of_a_rank_reaches_the_learner():
         World(2, (0, 1), {}).run(act)
 
 
+def test_a_rank_that_leaves_is_no_endless_loop():
+    def act(disk, rank, barrier):
+        if rank == 1:
+            raise SystemExit(3)
+        barrier()
+
+    with pytest.raises(SystemExit):
+        World(2, (0, 1), {}).run(act)
+
+
 # --- FSDP1 -------------------------------------------------------------------------------------------------
 
 

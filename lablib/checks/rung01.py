@@ -111,7 +111,7 @@ def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
     for case in cases:
         given = answer(*case)
         try:
-            gigabytes, verdict = given
+            gigabytes, verdict = given if not isinstance(given, Mapping) else ()
         except (TypeError, ValueError):
             raise Wrong("Return two things: GB per GPU, and True or False.") from None
         if isinstance(verdict, str) or verdict not in (True, False):
@@ -148,6 +148,8 @@ _FIT_SLIPS: list[Slip] = [
     ("The number is in MB, and the answer is asked in GB, 1e9 bytes", lambda *case: _gigabytes(*case) * 1e3),
     ("This is what all GPUs hold together, and one of them is asked for", lambda *case: _gigabytes(*case) * case[1]),
     ("AdamW's state in mixed precision is 12 bytes: the master copy too", _divided({}, total=12)),
+    ("Gradients are 16-bit here, 2 bytes, so that the states are 2 + 2 + 12",
+     _divided({"zero-1": 12, "zero-2": 16, "zero-3": 18, "tensor": 18}, total=18)),
     (_MOMENTS, _divided({"zero-1": 8})),
     (_MOMENTS, _divided({"zero-1": 8, "zero-2": 10})),
     (_MOMENTS, _divided({"zero-1": 8, "zero-2": 10, "zero-3": 12})),

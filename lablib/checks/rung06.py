@@ -622,7 +622,7 @@ def choose_wrapping(answer: Callable[..., Any], seed: int = 606) -> str:
 
 def _asked(answer: Callable[..., Any], made: Situation) -> Any:
     """Return what was answered: the units as the parts run, and whether they are freed; or None."""
-    got = answer(dict(made.parts), made.tied, made.budget, made.price)
+    got = answer(dict(made.parts), made.tied, made.budget, lambda units, reshard=True: made.price(units, reshard))
     if got is None:
         return None
     named = by_name(got, "units", "reshard")
