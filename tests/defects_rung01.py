@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
 from tests.planted import listed
 
@@ -37,6 +38,9 @@ class bytes_per_parameter:
         moments = MOMENTS[optimizer] if optimizer == "adamw-8bit" else moments
         return bytes_per_parameter.right(weights, gradients, master, "sgd") + moments
 
+    def forgot_the_master_copy_and_the_scales(weights, gradients, master, optimizer):
+        return bytes_per_parameter.forgot_the_scales(weights, gradients, False, optimizer)
+
     def two_mistakes(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, gradients[:1], False, "adamw")
 
@@ -68,6 +72,11 @@ class fits:
     def eight_bytes_of_optimizer(params, gpus, capacity_gib, strategy):
         sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12}[strategy]
         needed = params * (12 - sharded + sharded / gpus)
+        return needed / 1e9, needed <= capacity_gib * 2**30
+
+    def gradients_of_four_bytes(params, gpus, capacity_gib, strategy):
+        sharded = {"ddp": 0, "zero-1": 12, "zero-2": 16, "zero-3": 18, "tensor": 18}[strategy]
+        needed = params * (18 - sharded + sharded / gpus)
         return needed / 1e9, needed <= capacity_gib * 2**30
 
     def gib_for_gb(params, gpus, capacity_gib, strategy):
@@ -211,6 +220,14 @@ class block_activations:
         return 2 * values + masks
 
 
+def _run_held(memory, optimizer, *, logit=6, last=0):
+    """Return a run with another peak: so many bytes a logit at the loss, and so many more in the step."""
+    states = memory["weights"] + memory["optimizer"]
+    loss = states + memory["activations"] + memory["logits"] * logit // 4
+    step = states + (8 if optimizer == "adamw" else 4) * memory["parameters"] + last
+    return memory | {"peak": max(loss, step), "at": "loss" if loss > step else "step"}
+
+
 class run_memory:
     def run_without_master(shape, optimizer, seq, batch, recompute):
         memory = run_memory.right(shape, optimizer, seq, batch, recompute)
@@ -241,6 +258,40 @@ class run_memory:
 
     def run_for_one_sequence(shape, optimizer, seq, batch, recompute):
         return run_memory.right(shape, optimizer, seq, 1, recompute)
+
+    def run_with_heads_that_fill_the_hidden_size(shape, optimizer, seq, batch, recompute):
+        return run_memory.right(
+            shape | {"head_dim": shape["hidden"] // shape["heads"]}, optimizer, seq, batch, recompute
+        )
+
+    def run_as_eager_pytorch_holds_it(shape, optimizer, seq, batch, recompute):
+        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, logit=12)
+
+    def run_with_logits_in_both_dtypes(shape, optimizer, seq, batch, recompute):
+        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, logit=10)
+
+    def without_the_idea_of_instants(shape, optimizer, seq, batch, recompute):
+        """The states after backward, and activations on top; at the loss, unless they are recomputed."""
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        states = memory["weights"] + memory["gradients"] + memory["optimizer"]
+        return memory | {"peak": states + memory["activations"], "at": "step" if recompute == "full" else "loss"}
+
+    def without_the_idea_a_rule_of_thumb(shape, optimizer, seq, batch, recompute):
+        """Every number is right, and the instant follows from the length of the batch."""
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        return memory | {"at": "loss" if seq * batch > 8192 else "step"}
+
+    def without_the_idea_the_calculator_counts(shape, optimizer, seq, batch, recompute):
+        sizes = {"num_layers": "layers", "hidden": "hidden", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+        sizes |= {name: name for name in ("head_dim", "ffn", "vocab", "tied")}
+        config = ModelConfig(name="drawn", **{name: shape[ours] for name, ours in sizes.items()})
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        return memory | {"parameters": count_params(config).total}
+
+    def right_4(shape, optimizer, seq, batch, recompute):
+        """In the step the last bf16 gradient stands beside its fp32 copy, where no roots come after it."""
+        last = 2 * shape["vocab"] * shape["hidden"] * (optimizer != "adamw")
+        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, last=last)
 
     def run_without_gradients(shape, optimizer, seq, batch, recompute):
         return run_memory.right(shape, optimizer, seq, batch, recompute) | {"gradients": 0}
@@ -354,12 +405,17 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations,
 
 #: What the sentence about a defect must say.
 SENTENCES = {
+    "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
+    "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
+    "run_as_eager_pytorch_holds_it": "and this is 12sbV", "run_with_logits_in_both_dtypes": "eager PyTorch holds 12sbV",
+    "without_the_idea_of_instants": "No instant holds all terms", "without_the_idea_a_rule_of_thumb": "at: say",
+    "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
     "no_master_copy_beside_fp32": "also beside fp32 weights",
     "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "answered_in_bytes": "The number is in bytes", "stage_1_shards_the_moments_alone": "the master copy with the moments",
-    "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
+    "gradients_of_four_bytes": "Gradients are 16-bit here", "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
     "said_yes_in_words": "should be True or False", "pooled_the_cards": "not with that of all",
     "swapped_stages_one_and_two": "Stages shard in this order", "eight_bytes_of_optimizer": "12 bytes: the master copy",
     "scores_outside_the_bracket": "s b h multiplies", "no_scores": "an s by s matrix for every head",

@@ -409,6 +409,21 @@ class ddp_bottleneck:
     six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
 
+    def without_the_idea_where_the_bottleneck_is(*case):
+        """All numbers are right, and what hides is what always hid: eight ranks in a node."""
+        return {**_bottleneck(*case), "hides": case[3] <= 8}
+
+    def without_the_idea_of_overlap(*case):
+        """Bytes and seconds are right, and communication begins when backward has ended."""
+        answer = _bottleneck(*case)
+        return {**answer, "exposed": answer["communication"], "hides": answer["communication"] < answer["backward"]}
+
+    all_or_nothing = lambda *case: _bottleneck(*case, exposed=lambda c, b: c if c > b else 0.0)
+    a_share_of_the_communication = lambda *case: _bottleneck(
+        *case, exposed=lambda c, b: max(0.0, 1 - b / c) if c else 0.0
+    )
+    gradients_always_fp32 = lambda *case: _bottleneck(case[0], 4, *case[2:])
+    two_mistakes = lambda *case: _bottleneck(*case, sent=8 / 2)
     milliseconds = lambda *case: _bottleneck(*case, seconds=1e3)
     one_half_of_the_all_reduce = lambda *case: _bottleneck(*case, sent=1 / 2)
     the_whole_step_is_exposed = lambda *case: _bottleneck(*case, exposed=max)
@@ -547,5 +562,22 @@ class diagnose:
         }
         return next((name for name, held in holds.items() if not held), HEALTHY)
 
+
+#: What the sentence about a defect must say.
+SENTENCES = {
+    "without_the_idea_where_the_bottleneck_is": "`hides` says whether",
+    "without_the_idea_of_overlap": "as if nothing overlapped", "all_or_nothing": "All or nothing",
+    "a_share_of_the_communication": "not a share", "gradients_always_fp32": "and not 4",
+    "two_mistakes": "There is another mistake beside it",
+    "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
+    "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
+    "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
+    "hides_behind_the_whole_step": "behind backward only", "nothing_overlaps": "as if nothing overlapped",
+    "negative_exposure": "cannot be negative", "six_flops_backward": "4 of the 6 FLOPs",
+    "divides_the_tokens_again": "already the share of one rank", "one_half_of_the_all_reduce": "one half of an all-reduce",
+    "the_whole_step_is_exposed": "the length of an overlapped step", "bits_sent": "Bytes, not bits",
+    "counts_what_arrives_too": "count what it sends", "the_part_that_hides": "the part that hides",
+    "backward_minus_communication": "The other way round", "hides_the_wrong_way_round": "`hides` says whether",
+}  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(token_losses, all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)

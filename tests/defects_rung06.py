@@ -2,14 +2,11 @@
 
 # ruff: noqa: E731
 
-import functools
+import itertools
 
 import numpy as np
-import torch
 from torch import nn
 
-from lablib.calc.parallel import fsdp_step, peak_held_bytes
-from lablib.checks.rung06 import _gathered, _held
 from tests.planted import listed
 
 
@@ -80,6 +77,10 @@ class count_collectives:
             "reduced": sum(scatters),
         }
 
+    def right_3(*case):
+        """With a key more than was asked for."""
+        return {"case": case, **count_collectives.right(*case)}
+
     def right_2(root, units, reshard, micro_batches, sync_every):
         """Third solution: every unit by itself, and all of them added up in numpy."""
         sizes = np.array([root, *units])
@@ -109,6 +110,18 @@ class units_by_size:
     def leaves_only(model, least):
         return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
 
+    def each_of_a_tied_pair(model, least):
+        """Counts a shared table in both modules that have it, as if it were two."""
+        return _walk(model, least)
+
+    def with_the_first_of_a_tied_pair(model, least):
+        """Counts it once, where it is met first."""
+        return _close(model, _inside_out(model), least, ties=False)
+
+    def a_tied_pair_counts_twice(model, least):
+        """Closes none of the two, and then adds both up in the module around them."""
+        return _close(model, _inside_out(model), least, twice=True)
+
     outside_first = lambda model, least: list(reversed(units_by_size.right(model, least)))
     with_the_root = lambda model, least: [*units_by_size.right(model, least), ""]
 
@@ -121,14 +134,24 @@ class units_by_size:
 
     def right_2(model, least):
         """Third solution: each parameter is handed up from module to module until one of them closes."""
-        open_, units = {}, []
-        for name, parameter in model.named_parameters():
-            home = name.rpartition(".")[0]
+        names, open_, units = {}, {}, []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name.split(".")[:-1])
+        for parameter, paths in names.items():  # a tied one begins where its names part
+            home = ".".join(
+                step[0] for step in itertools.takewhile(lambda step: len(set(step)) == 1, zip(*paths, strict=False))
+            )
             open_[home] = open_.get(home, 0) + parameter.numel()
+            for module in (
+                ".".join(path[:n]) for path in paths for n in range(len(path), home.count(".") + bool(home), -1)
+            ):
+                open_.setdefault(module, 0)
+        torn = {".".join(path[:n]) for paths in names.values() for path in paths for n in range(1, len(path) + 1)
+                if any(other[:n] != path[:n] for other in paths)}  # fmt: skip
         while any(open_):
             deepest = max(open_, key=lambda name: (name.count("."), bool(name)))
             count = open_.pop(deepest)
-            if count >= least and not isinstance(model.get_submodule(deepest), nn.ModuleList):
+            if count >= least and deepest not in torn and not isinstance(model.get_submodule(deepest), nn.ModuleList):
                 units.append(deepest)
             else:
                 above = deepest.rpartition(".")[0]
@@ -139,10 +162,14 @@ class units_by_size:
         """Fourth solution: a generator, which hands over each name as soon as a module closes."""
         open_ = {}
         for name, module in reversed(list(model.named_modules())):
-            count = sum(p.numel() for p in module.parameters(recurse=False))
-            count += sum(open_[f"{name}.{child}".lstrip(".")] for child, _ in module.named_children())
-            closes = name and count >= least and not isinstance(module, nn.ModuleList)
-            open_[name] = 0 if closes else count
+            mine = {id(p): p for p in module.parameters(recurse=False)}
+            for child, _ in module.named_children():
+                mine |= open_[f"{name}.{child}".lstrip(".")]
+            others = [m for n, m in model.named_modules() if not f"{n}.".startswith(f"{name}.")]
+            elsewhere = any(id(p) in mine for m in others for p in m.parameters(recurse=False))
+            closes = name and not elsewhere and sum(p.numel() for p in mine.values()) >= least
+            closes = closes and not isinstance(module, nn.ModuleList)
+            open_[name] = {} if closes else mine
             if closes:
                 yield name
 
@@ -179,13 +206,19 @@ def _depth(item):
     return -item[0].count(".")
 
 
-def _close(model, modules, least):
+def _close(model, modules, least, *, ties=True, twice=False):
     """Close units in the order of `modules`, deepest first, on what is still open."""
-    open_ = {name: p.numel() for name, p in model.named_parameters()}
+    names = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    open_ = {p: all_ if ties else all_[:1] for p, all_ in names.items()}
     units = []
     for name, _ in modules:
-        mine = [each for each in open_ if each.startswith(f"{name}.")]
-        if sum(open_[each] for each in mine) >= least:
+        inside = {p: sum(each.startswith(f"{name}.") for each in all_) for p, all_ in open_.items()}
+        mine = [p for p, count in inside.items() if count]
+        if any(inside[p] < len(open_[p]) for p in mine):
+            continue
+        if sum(p.numel() * (inside[p] if twice else 1) for p in mine) >= least:
             units.append(name)
             for each in mine:
                 del open_[each]
@@ -285,111 +318,119 @@ class write_checkpoint:
             barrier()
 
 
-def _choose(rules, budget, *, time=None, pick=None, **mistake):
-    """Return an answer with one mistake: of `rung06._held`, in the seconds, or in the choice."""
-    held = mistake.pop("held", None) or functools.partial(_held, **mistake)
-    peaks = {rule: held([unit.bytes for unit in units], reshard) for rule, (reshard, units) in rules.items()}
-    time = time or (lambda units, reshard: fsdp_step(units, reshard=reshard).seconds)
-    seconds = {rule: time(units, reshard) for rule, (reshard, units) in rules.items()}
-    fits = [rule for rule in rules if peaks[rule] <= budget]
-    pick = pick or (lambda rule: seconds[rule])
-    best = min(
-        fits, key=lambda rule: pick(rule) if pick.__code__.co_argcount == 1 else pick(rule, rules, peaks), default=None
-    )
-    return {"peak": peaks, "seconds": seconds, "best": best}
+def _wrappings(parts, tied, *, counts=None, tables=("root", "ends")):
+    """Return wrappings with so many blocks in a unit; 0 for the parts of a block, None for all blocks in the root."""
+    inner = list(parts)[1:-1]
+    for blocks in [None, *range(len(inner) // 2 + 1)] if counts is None else counts:
+        size = {None: len(inner), 0: 1}.get(blocks, 2 * (blocks or 0))
+        units = [inner[i : i + size] for i in range(0, len(inner), size)] if blocks is not None else []
+        yield from ([["embed"], *units, ["head"]] if at == "ends" and not tied else units for at in tables)
+
+
+def _choose(parts, tied, budget, price, *, keep=(True, False), pick=lambda units, held, seconds: seconds, **rules):
+    priced = [(u, r, *price(u, r)) for u in _wrappings(parts, tied, **rules) for r in keep]
+    fits = [each for each in priced if each[2] <= budget]
+    units, reshard, *_ = min(fits, key=lambda each: pick(each[0], *each[2:]), default=(None, None))
+    return None if units is None else {"units": units, "reshard": reshard}
 
 
 class choose_wrapping:
-    def whole_model_at_once(rules, budget):
-        return _choose(rules, budget, held=lambda sizes, _: sum(sizes))
+    without_the_idea_of_the_ends = lambda *case: _choose(*case, tables=("root",))
+    without_the_idea_of_keeping = lambda *case: _choose(*case, keep=(True,))
+    without_the_idea_of_freeing = lambda *case: _choose(*case, keep=(False,))
+    without_the_idea_of_latency = lambda *case: _choose(*case, counts=(0, 1))
+    without_the_idea_of_a_large_part = lambda *case: _choose(*case, counts=(None, 1, 2, 3, 4))
+    without_the_idea_of_overlap = lambda *case: _choose(*case, counts=(None,))
 
-    gathered_only = lambda rules, budget: _choose(rules, budget, held=_gathered)
-    forgets_the_roots_gradients = lambda rules, budget: _choose(rules, budget, root=0)
-    forgets_gradients = lambda rules, budget: _choose(rules, budget, own=0)
-    forgets_the_buffer = lambda rules, budget: _choose(rules, budget, ratio=0)
-    buffer_in_two_bytes = lambda rules, budget: _choose(rules, budget, ratio=1)
-    nothing_gathered_ahead = lambda rules, budget: _choose(rules, budget, ahead=False)
-    forgets_the_last_buffer = lambda rules, budget: _choose(rules, budget, behind=False)
-    forgets_the_copy = lambda rules, budget: _choose(rules, budget, copies=False)
-    forgets_the_end = lambda rules, budget: _choose(rules, budget, end=False)
+    def without_the_idea_four_rules(parts, tied, budget, price):
+        """Each of the named rules, its price, and the least: all that it takes is a loop."""
+        rules = [*_wrappings(parts, tied, counts=(None, 0, 1), tables=("root",))]
+        priced = [(price(units, keep)[::-1], units, keep) for units in rules for keep in (True, False)]
+        fits = [each for each in priced if each[0][1] <= budget]
+        return min(fits, key=lambda each: each[0])[1:] if fits else None
 
-    def frees_what_is_kept(rules, budget):
-        return _choose(rules, budget, held=lambda sizes, _: _held(sizes, True))
+    def without_the_idea_tries_everything(parts, tied, budget, price):
+        names, best = list(parts), (float("inf"), None)
+        if tied:  # it knows at least that these stay together
+            return _choose(parts, tied, budget, price)
+        for cuts in itertools.product((False, True), repeat=len(names) - 1):
+            units = [[names[0]]]
+            for name, cut in zip(names[1:], cuts, strict=True):
+                units += [[name]] if cut else []
+                units[-1] += [] if cut else [name]
+            held, seconds = price(units, True)
+            if held <= budget:
+                best = min(best, (seconds, units), key=lambda each: each[0])
+        return best[1] and (best[1], True)
 
-    computing_only = lambda rules, budget: _choose(rules, budget, time=lambda units, _: fsdp_step(units).compute)
+    def without_the_idea_one_recipe(parts, tied, budget, price):
+        """What the takeaway says, and never a look at the numbers."""
+        return {"units": next(iter(_wrappings(parts, tied, counts=(1,), tables=("ends",)))), "reshard": True}
 
-    def gathers_the_kept_again(rules, budget):
-        return _choose(rules, budget, time=lambda units, _: fsdp_step(units).seconds)
+    fewest_messages = lambda *case: _choose(*case, pick=lambda units, held, seconds: len(units))
+    least_memory = lambda *case: _choose(*case, pick=lambda units, held, seconds: held)
+    ignores_the_budget = lambda parts, tied, budget, price: _choose(parts, tied, 10**12, price)
+    half_of_the_budget_is_enough = lambda parts, tied, budget, price: _choose(parts, tied, budget // 2, price)
 
-    def nothing_overlaps(rules, budget):
-        return _choose(rules, budget, time=lambda units, r: fsdp_step(units, reshard=r, prefetch=False).seconds)
+    def tables_alone(parts, tied, budget, price):
+        return {"units": [["embed", "head"]] if tied else [["embed"], ["head"]], "reshard": True}
 
-    fewest_messages = lambda rules, budget: _choose(rules, budget, pick=lambda rule, rules, _: len(rules[rule][1]))
-    least_memory = lambda rules, budget: _choose(rules, budget, pick=lambda rule, _, peaks: peaks[rule])
-    five_units = lambda rules, budget: _choose(
-        rules, budget, held=lambda sizes, _: 2 * sizes[0] + 5 * max(sizes[1:], default=0)
-    )
-    the_budget_itself_is_too_much = lambda rules, budget: {
-        **_choose(rules, budget),
-        "best": _choose(rules, budget - 1)["best"],
-    }
+    def one_of_two_tables(parts, tied, budget, price):
+        return _choose(parts, False, budget, price, tables=("ends",)) if tied else _choose(parts, tied, budget, price)
 
-    def weights_of_the_step(rules, budget):
-        peaks = {rule: fsdp_step(units, reshard=reshard).peak for rule, (reshard, units) in rules.items()}
-        return {**_choose(rules, budget), "peak": peaks}
+    def first_and_last_block_together(parts, tied, budget, price):
+        return {"units": [["blocks.0.mlp", "blocks.1.mlp"]], "reshard": True}
 
-    def the_whole_step(rules, budget):
-        steps = {rule: fsdp_step(units, reshard=reshard) for rule, (reshard, units) in rules.items()}
-        return {**_choose(rules, budget), "seconds": steps}
+    def modules_that_it_has_not(parts, tied, budget, price):
+        return {"units": [[f"blocks.{i}"] for i in range(2)], "reshard": True}
 
-    ignores_the_budget = lambda rules, budget: {**_choose(rules, budget), "best": _choose(rules, 10**18)["best"]}
+    def the_price_itself(parts, tied, budget, price):
+        return price([], True)
 
-    def right(rules, budget):
-        """Second solution: the calculators of lablib."""
-        peak, times = {}, []
-        for rule, (reshard, units) in rules.items():
-            sizes = [unit.bytes // 2 for unit in units]
-            peak[rule] = peak_held_bytes(sizes, 2, reshard=reshard, param_bytes=2, reduce_bytes=4)
-            times.append((fsdp_step(units, reshard=reshard).seconds, rule))
-        best = next((rule for _, rule in sorted(times) if peak[rule] <= budget), None)
-        return {"peak": peak, "seconds": {rule: second for second, rule in times}, "best": best}
+    def tries_for_ever(parts, tied, budget, price):
+        while price([])[0] > 0:
+            pass
 
-    def right_2(rules, budget):
-        """Third solution: a list of what is there, changed event by event."""
-        found = {"peak": {}, "seconds": {}, "best": None}
-        for rule, (reshard, units) in rules.items():
-            there = {("weights", 0): units[0].bytes, ("gradients", 0): units[0].bytes}
-            if not reshard:
-                there |= {("weights", i): unit.bytes for i, unit in enumerate(units)}
-            most = 0
-            for i in range(len(units) - 1, -1, -1):
-                near = [i, i - 1] if i > 1 else [i]
-                there |= {("weights", k): units[k].bytes for k in near} | {("gradients", i): units[i].bytes}
-                most = max(most, sum(there.values()))
-                there = {key: size for key, size in there.items() if key[0] != "buffer" and key != ("weights", i)}
-                there["buffer", i] = 2 * units[i].bytes
-                most = max(most, sum(there.values()))
-                del there["gradients", i]
-            found["peak"][rule] = np.float64(most)
-            found["seconds"][rule] = max(bar.end for bar in fsdp_step(units, reshard=reshard).bars)
-        for rule in sorted(rules, key=found["seconds"].get, reverse=True):
-            if found["peak"][rule] <= budget:
-                found["best"] = rule
-        return found
+    def right(parts, tied, budget, price):
+        """Second solution: with the usual wrappings alone, and as a tuple."""
+        usual = (None, 0, 1, 2, 4)
+        answer = _choose(parts, tied, budget, price, counts=usual)
+        return answer and (answer["units"], answer["reshard"])
 
-    def right_3(rules, budget):
-        """Fourth solution: the three formulas of the chapter, in tensors of fp32."""
-        found = {"peak": {}, "seconds": {}}
-        for rule, (reshard, units) in rules.items():
-            root, *rest = torch.tensor([unit.bytes for unit in units], dtype=torch.float32)
-            most = 3 * root
-            for i, size in enumerate(rest):
-                before = sum(rest[:i]) if not reshard else rest[i - 1] if i else 0
-                behind = 2 * rest[i + 1] if i + 1 < len(rest) else 0
-                most = torch.stack([most, 2 * root + 2 * size + before + behind, 2 * root + 3 * size + before]).max()
-            found["peak"][rule], found["seconds"][rule] = most, torch.tensor(fsdp_step(units, reshard=reshard).seconds)
-        fits = [rule for rule, bytes_ in found["peak"].items() if bytes_ <= budget]
-        return {**found, "best": min(fits, key=found["seconds"].get) if fits else None}
+    def right_2(parts, tied, budget, price):
+        """Third solution: start from one recipe, and change one thing at a time as long as it helps."""
+        state, best = (1, not tied, True), None
+
+        def cost(state):
+            blocks, ends, reshard = state
+            units = next(iter(_wrappings(parts, tied, counts=(blocks,), tables=("ends" if ends else "root",))))
+            held, seconds = price(units, reshard)
+            return (max(0, held - budget), seconds), units
+
+        seen = {}
+        layers = (len(parts) - 2) // 2
+        todo = [state]
+        while todo:
+            state = todo.pop()
+            if state in seen:
+                continue
+            seen[state] = cost(state)
+            if best is None or seen[state][0] <= seen[best][0]:
+                best = state
+                ends = state[1]
+                steps = (None, 0, *range(1, layers + 1))
+                todo += [(n, e, r) for n in steps for e in (ends, False) for r in (True, False)]
+        over, _ = seen[best][0]
+        return None if over else {"units": [set(unit) for unit in seen[best][1]], "reshard": best[2]}
+
+    def right_3(parts, tied, budget, price):
+        """Fourth solution: names for a unit of one part, numpy's True, and nothing for the root's tables."""
+        answer = _choose(parts, tied, budget, price)
+        if answer is None:
+            return None
+        units = [unit[0] if len(unit) == 1 else tuple(unit) for unit in reversed(answer["units"])]
+        pair = [["head", "embed"]] if tied else []  # one call with both
+        return {"reshard": np.bool_(answer["reshard"]), "units": [*pair, *units], "why": "the fastest that fits"}
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
@@ -406,18 +447,19 @@ SENTENCES = {
     "without_the_optimizer": "starts its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
-    "writes_for_ever": "never ends", "whole_model_at_once": "Not all weights are unsharded",
-    "gathered_only": "what is gathered in forward", "forgets_the_roots_gradients": "The root's gradients stay unsharded",
-    "forgets_gradients": "The gradients of the unit itself", "forgets_the_buffer": "copied into the buffer",
-    "buffer_in_two_bytes": "has 4 bytes a value", "nothing_gathered_ahead": "the unit before it is gathered ahead",
-    "forgets_the_last_buffer": "is still there while the next unit runs", "forgets_the_copy": "the moment of the copy",
-    "forgets_the_end": "Look at the end", "frees_what_is_kept": "A unit that is kept after forward (reshard is False) is there",
-    "computing_only": "computing alone", "gathers_the_kept_again": "is not gathered again",
-    "nothing_overlaps": "leave `prefetch` as it is", "fewest_messages": "Few messages are not a short step",
-    "least_memory": "The least memory is not asked for",
+    "writes_for_ever": "never ends",
+    "each_of_a_tied_pair": "torch stops", "with_the_first_of_a_tied_pair": "torch stops",
+    "a_tied_pair_counts_twice": "of its own",
+    "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
+    "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
+    "without_the_idea_of_a_large_part": "One part of a block is large", "without_the_idea_of_overlap": "Small units, freed",
+    "without_the_idea_four_rules": "The tables in the root", "without_the_idea_tries_everything": "think of which can be the best",
+    "without_the_idea_one_recipe": "room to keep", "fewest_messages": "room to keep",
+    "least_memory": "waits for the latency", "ignores_the_budget": "Kept units pile up",
+    "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
+    "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
+    "the_price_itself": "is True or False", "tries_for_ever": "tried",
     "root_not_gathered": "The root has weights too", "root_kept_over_micro_batches": "from forward to backward only",
     "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
-    "own_parameters_forgotten": "its own and what its children leave", "five_units": "a rule of thumb",
-    "the_budget_itself_is_too_much": "that fits", "weights_of_the_step": "weights alone", "the_whole_step": "take its `.seconds`",
-    "ignores_the_budget": "Nothing fits in", "any_leaf_and_its_parent": "is no unit",
+    "own_parameters_forgotten": "its own and what its children leave", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

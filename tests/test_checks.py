@@ -9,6 +9,8 @@ import re
 import numpy as np
 import pytest
 
+from lablib.calc.models import preset
+from lablib.calc.params import count_params
 from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, whole
 from lablib.checks.judging.guard import Answer
 from tests.planted import answers_with, of_floats, of_numpy
@@ -42,7 +44,7 @@ DRAWN = {
     "rung02": (2, ("make_buckets", "ddp_bottleneck")),
     "rung04": (2, ("bubbles", "in_flight", "explain_1f1b")),
     "rung05": (2, ("state_bytes", "zero_tradeoffs")),
-    "rung06": (3, ("count_collectives", "units_by_size")),
+    "rung06": (2, ("count_collectives", "units_by_size", "choose_wrapping")),
     "rung10": (3, ("choose_algorithm", "place")),
     "rung12": (2, ("global_loss", "sent_bytes", "choose_split")),
     "rung13": (2, ("route", "send_counts", "kept_tokens", "expert_bytes", "place_experts")),
@@ -257,6 +259,20 @@ def test_a_table_passes_what_is_right_and_lets_no_answer_change_the_case():
     rows = compare(lambda values: values.sort() or values[0], cases, min, [], "{0}")
     assert [row.truth for row in rows] == [1, 4]
     assert cases == [([3, 1, 2],), ([5, 4],)]
+
+
+def test_an_answer_knows_what_its_own_lines_have_called():
+    def counts(config):
+        return next(count_params(each).total for each in config) + len(json.dumps({}))
+
+    answer = Answer(counts)
+    assert answer([preset("gpt2")]) > 10**8
+    own = [name for name in answer.called if name.startswith("lablib.calc.params")]
+    assert own == [
+        "lablib.calc.params.count_params",
+        "lablib.calc.params.ParamCount.total",
+    ]  # and what these call is not
+    assert Answer(lambda: 1).called == {}
 
 
 def test_an_answer_without_end_is_ended_and_a_long_import_is_none():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from lablib.calc.torch_versions import release
 from lablib.launch.fsdp import calc_units, tied_parameters, wrap_units
 from lablib.launch.fsdp.wrapping import is_linear
+from lablib.launch.torch_private import FakeStore
 from lablib.toys.transformer import Transformer, tiny_config
 
 SIZES = {"vocab_size": 50, "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2}
@@ -106,6 +111,32 @@ def test_frozen_and_tied_parameters() -> None:
     assert units["blocks.0"].shapes == ()
     assert units["blocks.0"].params == sum(p.numel() for p in model.blocks[0].parameters())
     assert ("blocks.1.mlp.up.weight", "blocks.2.mlp.up.weight") in tied_parameters(model)
+
+
+def test_a_tied_pair_counts_once_and_in_the_module_around_both() -> None:
+    with torch.device("meta"):
+        first, second = nn.Linear(9, 10, bias=False), nn.Linear(9, 10, bias=False)
+        second.weight = first.weight
+        model = nn.Sequential(nn.Sequential(first, second), nn.Linear(9, 10, bias=False))
+    assert {name for name, _ in wrap_units(model, "size:90")} == {"0", "1"}
+    assert wrap_units(model, "size:91") == []  # 180 weights by name, and 90 in memory
+
+
+@pytest.mark.skipif(release(torch.__version__) == "2.11", reason="goes on without a word")
+@pytest.mark.parametrize("calls", [[["embed"], ["head"]], [["head"]], [["embed", "head"]], []])
+def test_torch_stops_where_two_units_have_one_tensor(calls: list[list[str]]) -> None:
+    """So a policy gives a tied parameter to one of them: the exercise `units_by_size` leaves it open."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = MODELS["toy gpt2"]()
+        for names in calls:
+            fully_shard([model.get_submodule(name) for name in names])
+        fully_shard(model)
+        torn = any(len(names) == 1 for names in calls)
+        with pytest.raises(ValueError, match="shared") if torn else nullcontext():
+            model.loss(torch.zeros(1, 5, dtype=torch.int64)).backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_never_called_is_no_unit() -> None:

@@ -1,6 +1,7 @@
-"""The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping rule to take.
+"""The checks of rung 06: what a step sends, units by size, a checkpoint, and which wrapping to take.
 
-Of the choice of a rule, both sides are judged: bytes by what FSDP2 holds in backward, and time by `fsdp_step`.
+A wrapping is judged by what it costs, bytes by what FSDP2 holds in backward and time by `fsdp_step`, beside the best of
+those that the chapter speaks of.
 
 The check of a checkpoint plays ranks that take turns at every disk operation and barrier, in several orders: rank 0 far
 ahead of the others, or far behind. A write takes two turns, and in between the file is torn. The disk remembers what it
@@ -10,24 +11,24 @@ held after each; a power cut may come at any of them.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
-from lablib.checks.judging import Wrong, check, close, numbers, some
-from lablib.launch.fsdp import calc_units, forecast, wrap_units
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, some
+from lablib.launch.fsdp import forecast, tied_parameters, wrap_units
 from lablib.launch.ranks import Endless, Turns
 from lablib.toys.transformer import Transformer, tiny_config
 
-__all__ = ["choose_wrapping", "count_collectives", "units_by_size", "write_checkpoint"]
+__all__ = ["Situation", "choose_wrapping", "count_collectives", "situations", "units_by_size", "write_checkpoint"]
 
 
 # --- messages and values of a step --------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
         got, right = answer(case[0], list(case[1]), *case[2:]), _counted(*case)
-        if not isinstance(got, Mapping) or set(got) != set(_COUNTS):
+        if not isinstance(got, Mapping) or not set(_COUNTS) <= set(got):
             raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
         for name in _COUNTS:
             if not close(got[name], right[name], rel=0):
@@ -152,21 +153,32 @@ class _Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(9, 10) for _ in range(3))
 
 
-def _config() -> ModelConfig:
-    return tiny_config("llama", num_layers=3, hidden=64)
+def _tied_layers() -> nn.Sequential:
+    first, second = nn.Linear(9, 10), nn.Linear(9, 10)
+    second.weight, second.bias = first.weight, first.bias
+    return nn.Sequential(first, second)
 
 
 def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
     dice = random.Random(seed)
     with torch.device("meta"):  # shapes are enough
-        model = Transformer(_config())
+        model = Transformer(tiny_config("llama", num_layers=3, hidden=64))
         by_hand = nn.Sequential(nn.Sequential(nn.Linear(9, 10), nn.Linear(9, 10)), nn.Linear(9, 30))
         mixture = nn.Sequential(_Mixture(), nn.Linear(9, 10))
         trees = [_random_tree(dice) for _ in range(12)]
+        tied = Transformer(tiny_config("gpt2", num_layers=2, hidden=32))
+        pair = nn.Sequential(nn.Sequential(_tied_layers(), nn.Linear(9, 10)), nn.Linear(9, 30))
     block = sum(p.numel() for p in model.blocks[0].parameters())
     cases = [("two layers of 100 and one of 300", by_hand, least) for least in (100, 150, 250, 400)]
     cases += [("40 values beside a list of three layers of 100", mixture, least) for least in (150, 320)]
     cases += [("the Transformer of this lab", model, least) for least in (block // 8, block // 2, block, 2 * block)]
+    cases += [
+        ("a tied pair of 100 and a layer of 100 beside one of 300", pair, least) for least in (100, 150, 250, 400)
+    ]
+    table = tied.embed.weight.numel()
+    cases += [
+        ("a Transformer whose embedding and head are tied", tied, least) for least in (table // 3, table, 2 * table)
+    ]
     for number, tree in enumerate(trees):
         most = sum(p.numel() for p in tree.parameters())
         cases.append((f"random model {number}", tree, dice.randint(20, most)))
@@ -204,11 +216,15 @@ def _judge_units(original: object, what: str, model: nn.Module, least: int) -> N
         raise Wrong(f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case}).")
     if len(set(got)) < len(got):
         raise Wrong(f"A module is in the list twice; a name is the whole path from the root ({case}).")
+    for names in tied_parameters(model):
+        if torn := [unit for unit in got if 0 < sum(name.startswith(f"{unit}.") for name in names) < len(names)]:
+            raise Wrong(f"{torn[0]!r} has one of {' and '.join(names)}, which are one parameter: it belongs to one unit, and "
+                        f"torch stops; leave it open for the module around both ({case}).")  # fmt: skip
     own = _own_parameters(model, got)
     if small := [name for name in got if own[name] < least]:
         raise Wrong(f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units "
                     f"already and do not count again ({case}).")  # fmt: skip
-    right = [name for name, _ in wrap_units(model, f"size:{least}")] if _any_unit(model, least) else []
+    right = [name for name, _ in wrap_units(model, f"size:{least}")]
     if missing := [name for name in right if name not in got]:
         open_ = _own_parameters(model, right)[missing[0]]
         raise Wrong(f"{missing[0]!r} has {open_:,} open parameters, its own and what its children leave, lists too, and is no "
@@ -228,14 +244,6 @@ def _own_parameters(model: nn.Module, units: list[str]) -> dict[str, int]:
         around = [unit for unit in own if not unit or parameter.startswith(f"{unit}.")]
         own[max(around, key=len)] += tensor.numel()
     return own
-
-
-def _any_unit(model: nn.Module, least: int) -> bool:
-    return any(
-        sum(p.numel() for p in module.parameters()) >= least
-        for name, module in model.named_modules()
-        if name and not isinstance(module, nn.ModuleList)
-    )
 
 
 # --- a checkpoint -------------------------------------------------------------------------------------------
@@ -435,312 +443,295 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
             raise Wrong("The saved step is not the one that was given.")
 
 
-# --- which wrapping rule ------------------------------------------------------------------------------------
+# --- which wrapping -----------------------------------------------------------------------------------------
 
-#: A rule: whether units are freed after forward, and the units, root first.
-Wrapping = tuple[bool, list[TimedUnit]]
+#: The calls of `fully_shard` before the last one, each with the parts of its unit; the rest is the root's.
+Units = list[list[str]]
 
 _RATIO = 2  # gradients are reduced in 4 bytes, and weights gathered in 2
-_RANKS, _WINDOW = 2, (2, 17)
+_RANKS = 2
+_TRIES = 200
+_SLOWER = 1.05  # an answer may find other wrappings than the check, a little slower or faster
 
-#: Models whose answer is measured, and how many rules fit in the budget.
-_MODELS = {
-    "a model of four blocks": ({"num_layers": 4, "hidden": 32, "ffn": 88, "vocab": 64}, 4),
-    "a small Llama": ({"num_layers": 5, "hidden": 32, "ffn": 128, "vocab": 64}, 2),
-    "a huge MLP": ({"num_layers": 2, "hidden": 32, "ffn": 512, "vocab": 64}, 1),
+#: Layers, bytes of attention, of an MLP and of a table, whether the tables are one, seconds that a message waits and
+#: that a byte is computed with (a byte is sent in 1 s), and what the budget is: a wrapping that just fits, None for no
+#: limit. In each another idea of the chapter decides.
+_SITUATIONS = {
+    "tied tables": (6, 120, 240, 720, True, 4, 1.0, ("root", 1, True)),
+    "a large vocabulary": (6, 120, 240, 1440, False, 4, 1.0, ("ends", 1, True)),
+    "room to keep": (6, 120, 240, 240, False, 4, 0.3, ("ends", 1, False)),
+    "a latency of many blocks": (8, 120, 240, 96, False, 1500, 1.0, None),
+    "a latency of some blocks": (8, 120, 240, 240, False, 400, 1.2, ("ends", 2, True)),
+    "a huge MLP": (4, 120, 2400, 240, False, 4, 1.0, ("ends", 0, True)),
+    "nothing fits": (4, 120, 240, 240, False, 4, 1.0, 240),
+}
+
+#: The same of models that are sharded as the answer says: layers, hidden, the width of the MLP, vocabulary.
+_REAL = {
+    "a large vocabulary": (4, 32, 64, 512, False, ("ends", 1, True)),
+    "a huge MLP": (2, 32, 512, 64, False, ("ends", 0, True)),
+    "tied tables": (4, 32, 64, 128, True, ("root", 1, True)),
 }
 
 
-def _held(
-    sizes: list[int],
-    reshard: bool,
-    *,
-    root: int = 1,
-    own: int = 1,
-    ratio: int = _RATIO,
-    ahead: bool = True,
-    behind: bool = True,
-    copies: bool = True,
-    end: bool = True,
-) -> int:
-    """Return the most bytes held in backward; an argument that is not the default is a mistake of a learner.
+class Situation:
+    """A model, a machine and a budget, and what a wrapping costs there.
 
-    Args:
-        root: Count the root's gradients beside its weights.
-        own: Count the unit's gradients.
-        ratio: Bytes in the buffer of a reduce-scatter for each byte gathered.
-        ahead: Count the unit that is gathered ahead.
-        behind: Count the buffer of the last reduce-scatter.
-        copies: Look at the moment in which gradients are in the buffer, too.
-        end: Look at the end, when the root's gradients are copied, too.
+    Attributes:
+        parts: Bytes of each part when it is gathered, in the order in which parts run.
+        tied: Whether embedding and head are one table, whose bytes are the embedding's.
+        budget: Bytes that may be unsharded at a time.
     """
-    first, *rest = sizes
-    moments, buffer = [(own + ratio) * first] if end and copies else [], 0
-    for i in reversed(range(len(rest))):
-        others = rest[: i + 1] if not reshard else rest[i - 1 : i + 1] if ahead and i else rest[i : i + 1]
-        there = (1 + root) * first + sum(others) + own * rest[i]
-        moments.append(there + behind * buffer)
-        if copies:
-            moments.append(there - rest[i] + ratio * rest[i])
-        buffer = ratio * rest[i]
-    return max(moments, default=(1 + own) * first)
+
+    def __init__(self, parts: Mapping[str, int], tied: bool, latency: float, compute: float) -> None:
+        self.parts, self.tied, self.latency, self.compute = dict(parts), tied, latency, compute
+        self.budget, self.tries = 10**9, 0
+
+    def price(self, units: Sequence[Sequence[str]], reshard: bool = True) -> tuple[int, float]:
+        """Return the most bytes that are unsharded at a time, and the seconds of a step."""
+        self.tries += 1
+        if self.tries > _TRIES:
+            raise Wrong(f"{_TRIES} wrappings are tried and you want another one: think of which can be the best, by what "
+                        "decides, and try those.")  # fmt: skip
+        return self.cost(self.read(units), bool(reshard))
+
+    def cost(self, units: Units, reshard: bool) -> tuple[int, float]:
+        """Return the price of units in order, which is no try."""
+        inside = {name for unit in units for name in unit}
+        groups = [[name for name in self.parts if name not in inside], *units]
+        timed = [self._timed(str(i), group) for i, group in enumerate(groups)]
+        sizes = [unit.bytes // 2 for unit in timed]
+        held = peak_held_bytes(sizes, _RANKS, reshard=reshard, param_bytes=2, reduce_bytes=2 * _RATIO)
+        return held, fsdp_step(timed, reshard=reshard).seconds
+
+    def _timed(self, name: str, group: Sequence[str]) -> TimedUnit:
+        size = sum(self.parts[part] for part in group)
+        table = self.parts["embed"] if "head" in group and self.tied else 0
+        runs = self.compute * (size + table - self.parts["embed"] * ("embed" in group))  # an embedding is looked up
+        gather, scatter = ((self.latency + each) if each else 0.0 for each in (size, _RATIO * size))
+        return TimedUnit(name=name, bytes=size, gather=gather, scatter=scatter, forward=runs, backward=2 * runs)
+
+    def read(self, units: object) -> Units:
+        """Return the units as the parts run, or raise `Wrong` if torch would not take them or nobody would want them."""
+        found = [[each] if isinstance(each, str) else numbers(each, "A unit") for each in numbers(units, "`units`")]
+        order = {name: place for place, name in enumerate(self.parts)}
+        names = [name for unit in found for name in unit]
+        if strangers := [name for name in names if name not in order]:
+            raise Wrong(f"{strangers[0]!r} is no part of the model; those are {', '.join(list(order)[:3])}, ...")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise Wrong(f"{twice!r} is in the units twice: a parameter belongs to one unit.")
+        ends = {"embed", "head"}
+        found = [unit for unit in found if unit and not (self.tied and set(unit) == ends)]  # together: as in the root
+        if self.tied and any(ends & set(unit) and not ends <= set(unit) for unit in found):
+            raise Wrong("Embedding and head are one table here, and a parameter belongs to one unit: torch stops. Leave both "
+                        "to the root, or pass both in one list.")  # fmt: skip
+        found = sorted((sorted(unit, key=order.get) for unit in found), key=lambda unit: order[unit[0]])  # type: ignore
+        for unit in found:
+            if order[unit[-1]] - order[unit[0]] >= len(unit):
+                raise Wrong(f"The unit of {unit[0]!r} and {unit[-1]!r} leaves out parts that run in between: it would be "
+                            "unsharded for all of that time.")  # fmt: skip
+        return found
+
+    def wrapping(self, ends: str, blocks: int | None) -> Units:
+        """Return the tables in the root or as units, with so many blocks in a unit: 0 for its parts, None for the root."""
+        inner = list(self.parts)[1:-1]
+        size = {None: len(inner), 0: 1}.get(blocks, 2 * (blocks or 0))
+        units = [inner[i : i + size] for i in range(0, len(inner), size)] if blocks is not None else []
+        return [["embed"], *units, ["head"]] if ends == "ends" and not self.tied else units
+
+    def candidates(self) -> dict[tuple[str, int | None, bool], tuple[int, float]]:
+        """Return what every wrapping that the chapter speaks of costs."""
+        counts = [None, *range(len(self.parts) // 2)]
+        every = itertools.product(("root",) if self.tied else ("ends", "root"), counts, (True, False))
+        return {each: self.cost(self.wrapping(*each[:2]), each[2]) for each in every}
+
+    def fastest(self) -> tuple[str, int | None, bool] | None:
+        """Return the fastest of them that fits."""
+        fits = {each: seconds for each, (held, seconds) in self.candidates().items() if held <= self.budget}
+        return min(fits, key=fits.get, default=None)  # type: ignore[arg-type]
+
+    def needs_luck(self) -> bool:
+        """Say whether only odd wrappings are fast: three blocks a unit, or blocks as units and large tables in the root."""
+        every = {each: cost for each, cost in self.candidates().items() if cost[0] <= self.budget}
+        usual = {each: cost for each, cost in every.items() if each[1] in (None, 0, 1, 2, 4) and
+                 (self.tied or each[1] is None or each[0] == "ends")}  # fmt: skip
+        least = min((seconds for _, seconds in every.values()), default=0.0)
+        return min((seconds for _, seconds in usual.values()), default=math.inf) > (1 + _SLOWER) / 2 * least
 
 
-def _gathered(sizes: list[int], reshard: bool) -> int:
-    """Return the most bytes gathered in forward, which leave gradients out."""
-    root, *rest = sizes
-    kept = [0 if reshard else sum(rest[:i]) for i in range(len(rest))]
-    copies = zip(kept, pairwise([root, *rest]), strict=True)
-    return root + max((before + 2 * unit + last for before, (last, unit) in copies), default=root)
-
-
-_FORWARD = (
-    "That is what is gathered in forward. Backward holds more: gradients of a unit are unsharded until they are copied into "
-    "the buffer of their reduce-scatter."
-)
-
-#: What a learner's bytes may be instead, and what to say about it.
-_HELD_SLIPS: list[tuple[Callable[[list[int], bool], float], str]] = [
-    (_gathered, _FORWARD),
-    (lambda sizes, _: _gathered(sizes, True), _FORWARD),
-    (lambda sizes, _: sizes[0] + 2 * max(sizes[1:], default=0), "The root and two units are weights alone. Backward holds "
-                                                                "gradients too, and the buffers of their reduce-scatters."),
-    (lambda sizes, _: 2 * sizes[0] + 5 * max(sizes[1:], default=0),
-     "Five units beside the root is a rule of thumb for equal blocks. These differ, the last one has no buffer behind it, and "
-     "the end has the root's own copy: walk through backward."),
-    (lambda sizes, _: sum(sizes), "Not all weights are unsharded at a time: the root is, and the unit that runs, and the "
-                                  "one gathered ahead; and there are gradients and buffers."),
-    (lambda sizes, _: 2 * sum(sizes), "Not all weights and gradients are unsharded at a time: a unit's gradients are "
-                                      "reduced as soon as its backward ends."),
-    (partial(_held, root=0), "The root's gradients stay unsharded until the end of backward, beside its weights."),
-    (partial(_held, own=0), "The gradients of the unit itself are unsharded, as many bytes as its weights, until they are "
-                            "in the buffer."),
-    (partial(_held, ratio=0), "Gradients are copied into the buffer of the reduce-scatter: count it, with 4 bytes a value."),
-    (partial(_held, ratio=1), "The buffer of a reduce-scatter has 4 bytes a value, and `bytes` counts 2: it is twice as "
-                              "large as the gathered unit."),
-    (partial(_held, ahead=False), "While a unit runs backward, the unit before it is gathered ahead."),
-    (partial(_held, behind=False), "The buffer of the last reduce-scatter is still there while the next unit runs: it goes "
-                                   "when the next buffer is needed."),
-    (partial(_held, copies=False), "Look at the moment of the copy, too: gradients and their buffer exist together."),
-    (partial(_held, end=False), "Look at the end, too: the root's gradients are copied last, into a buffer of twice their "
-                                "size."),
-    (lambda sizes, _: _held(sizes, True), "A unit that is kept after forward (reshard is False) is there until its own "
-                                          "backward has ended."),
-    (lambda sizes, _: _held(sizes, False), "A unit that is freed after forward (reshard is True) is not there in backward "
-                                           "until it is gathered again."),
-]  # fmt: skip
-
-
-def _seconds(units: list[TimedUnit], reshard: bool) -> float:
-    return fsdp_step(units, reshard=reshard).seconds
-
-
-#: The same for seconds.
-_TIME_SLIPS: list[tuple[Callable[[list[TimedUnit], bool], float], str]] = [
-    (lambda units, _: fsdp_step(units).compute, "That is computing alone: a unit must arrive before it runs."),
-    (lambda units, reshard: fsdp_step(units, reshard=reshard, prefetch=False).seconds,
-     "The next unit is gathered while the present one runs: leave `prefetch` as it is."),
-    (lambda units, _: _seconds(units, True), "A unit that is kept after forward (reshard is False) is not gathered again: "
-                                             "`fsdp_step` wants to know."),
-    (lambda units, reshard: fsdp_step(units, reshard=reshard).exposed, "That is the waiting alone: the step takes the "
-                                                                       "computing, too."),
-]  # fmt: skip
-
-
-def _right_choice(rules: Mapping[str, Wrapping], budget: int) -> dict[str, Any]:
-    """Return peaks, seconds and the fastest rules that fit, all of them if they are equally fast."""
-    peak = {
-        rule: peak_held_bytes(
-            [unit.bytes // 2 for unit in units], _RANKS, reshard=reshard, param_bytes=2, reduce_bytes=4
-        )
-        for rule, (reshard, units) in rules.items()
+def _situation(
+    layers: int, attention: int, mlp: int, table: int, tied: bool, latency: float, compute: float, budget: object
+) -> Situation:
+    blocks = {
+        f"blocks.{i}.{part}": size for i in range(layers) for part, size in (("attention", attention), ("mlp", mlp))
     }
-    seconds = {rule: _seconds(units, reshard) for rule, (reshard, units) in rules.items()}
-    fits = [rule for rule in rules if peak[rule] <= budget]
-    least = min((seconds[rule] for rule in fits), default=0.0)
-    return {"peak": peak, "seconds": seconds, "best": [rule for rule in fits if close(seconds[rule], least, rel=1e-9)]}
+    made = Situation({"embed": table, **blocks, "head": 0 if tied else table}, tied, latency, compute)
+    if isinstance(budget, tuple):
+        made.budget = made.cost(made.wrapping(*budget[:2]), budget[2])[0]
+    elif isinstance(budget, int):
+        made.budget = budget
+    return made
 
 
-def _timed(sizes: list[int], *, latency: float, bandwidth: float, speed: float) -> list[TimedUnit]:
-    """Return units that are sent and run in so many bytes a second; the root's weights, mostly vocabulary, run too."""
-    return [
-        TimedUnit(
-            name=f"unit {i}" if i else "",
-            bytes=size,
-            gather=latency + size / bandwidth,
-            scatter=latency + _RATIO * size / bandwidth,
-            forward=size / speed,
-            backward=2 * size / speed,
-        )
-        for i, size in enumerate(sizes)
-    ]
+def _real_situation(layers: int, hidden: int, width: int, vocab: int, tied: bool, budget: tuple) -> Situation:
+    """Return the situation of a model of that size, in bf16, on a machine that is made up."""
+    sizes = (4 * hidden**2, 4 * hidden * width, 2 * vocab * hidden)
+    return _situation(layers, *sizes, tied, 0.02 * sizes[0], 1.0, budget)
 
 
-def _four_rules(root: int, block: int, layers: int, **machine: float) -> dict[str, Wrapping]:
-    """Return the four rules of the exercise for a model of equal blocks."""
-    split = [block // 6, block // 6, block // 3, block // 3]
-    sizes = {"none": [root + layers * block], "block": [root] + layers * [block], "linear": [root] + layers * split}
-    rules = {rule: (True, _timed(each, **machine)) for rule, each in sizes.items()}
-    return {**rules, "block, kept": (False, _timed(sizes["block"], **machine))}
-
-
-#: Found by trying: no two mistakes above give the same bytes for all of them, and what wins differs with the budget.
-_BY_HAND = {
-    "one unit": (True, [84]),
-    "freed": (True, [12, 28, 16, 32]),
-    "kept": (False, [12, 16, 8, 28]),
-    "a large root": (True, [36, 16, 8, 20]),
-    "more units": (True, [16, 20, 20, 36, 32, 28]),
-}
-
-
-def _choice_cases(seed: int) -> Iterator[tuple[dict[str, Wrapping], int]]:
-    dice = random.Random(seed)
-    machine = {"latency": 1.0, "bandwidth": 4.0, "speed": 2.0}
-    by_hand = {name: (reshard, _timed(sizes, **machine)) for name, (reshard, sizes) in _BY_HAND.items()}
-    for budget in (10**6, 150, 20):
-        yield by_hand, budget
-    for _ in range(30):
-        # Times around the point where the link is as busy as the device.
-        root, block = 4 * dice.randint(1, 5000), 24 * dice.randint(1, 5000)
-        machine = {
-            "latency": block * dice.choice((0.002, 0.05, 0.6)),
-            "bandwidth": 1.0,
-            "speed": dice.choice((0.2, 0.8, 3.0)),
-        }
-        rules = _four_rules(root, block, dice.randint(2, 12), **machine)
-        peaks = sorted(_right_choice(rules, 0)["peak"].values())
-        yield rules, max(1, dice.choice(peaks) + dice.choice((-1, 0, 1)))
-
-
-def _real_model(name: str) -> ModelConfig:
-    return tiny_config("llama", **_MODELS[name][0])
-
-
-def _real_rules(config: ModelConfig) -> dict[str, Wrapping]:
-    """Return the four rules for a model of the lab, on a link and a device that are made up."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    machine = {"latency": 1e-6, "bandwidth": 5e9, "speed": 5e9}
-    # Even sizes: on two ranks nothing is padded.
-    timed = {
-        rule: _timed([2 * unit.params for unit in calc_units(model, rule)], **machine)
-        for rule in ("none", "block", "linear")
-    }
-    return {**{rule: (True, units) for rule, units in timed.items()}, "block, kept": (False, timed["block"])}
+def situations(seed: int = 606) -> Iterator[tuple[str, Situation]]:
+    """Yield those by hand, and some drawn."""
+    for name, numbers_ in _SITUATIONS.items():
+        yield name, _situation(*numbers_)
+    dice, number = random.Random(seed), 0
+    while number < 15:
+        attention = 24 * dice.randint(1, 50)
+        mlp, table = attention * dice.choice((1, 2, 6)), attention * dice.choice((1, 4, 12))
+        latency, compute = attention * dice.choice((0.05, 1, 4)), dice.choice((0.3, 1.0, 3.0))
+        made = _situation(dice.randint(2, 8), attention, mlp, table, dice.random() < 0.3, latency, compute, None)
+        made.budget = dice.choice(sorted(held for held, _ in made.candidates().values())[1:])
+        if not made.needs_luck():
+            number += 1
+            yield f"drawn, number {number}", made
 
 
 @check(
-    idea="Memory says which rules are possible, and the step time says which of them to take; messages alone say neither.",
-    section="Memory: what is unsharded at a time",
-    line="For each unit, from the last to the first, add up weights, gradients and buffers at the end of its backward and "
-    "during the copy of its gradients, and take the largest sum.",
+    idea="Memory says which wrappings are possible, and the step time says which of them to take; try those that a reason "
+    "speaks for.",
+    section="When to use which wrapping policy",
+    line="Try the tables in the root and as units, with the parts of a block, one block and several blocks in a unit, freed "
+    "and kept, and take the fastest that fits.",
 )
-def choose_wrapping(answer: Callable[..., dict[str, Any]], seed: int = 606) -> str:
-    """Judge `choose_wrapping(rules, budget)` on models by formula, then shard three real ones as it says."""
-    cases = 0
-    for rules, budget in _choice_cases(seed):
-        _judge_choice(_asked(answer, rules, budget), rules, budget)
-        cases += 1
+def choose_wrapping(answer: Callable[..., Any], seed: int = 606) -> str:
+    """Judge `choose_wrapping(parts, tied, budget, price)` by formula, then shard three real models as it says."""
+    cases = list(situations(seed))
+    for name, made in cases:
+        _judge_choice(name, made, _asked(answer, made))
     told = []
-    for name, (_, fitting) in _MODELS.items():
-        rules = _real_rules(_real_model(name))
-        budget = sorted(_right_choice(rules, 0)["peak"].values())[fitting - 1]
-        got = _asked(answer, rules, budget)
-        _judge_choice(got, rules, budget)
-        told.append(_measured(name, str(got["best"]), budget))
-    return f"{cases} models by formula. Played by PyTorch's tracker: {'; '.join(told)}."
+    for name, (*numbers_, budget) in _REAL.items():
+        made = _real_situation(*numbers_, budget)
+        got = _asked(answer, made)
+        _judge_choice(name, made, got)
+        held = _played(tuple(numbers_), tuple(map(tuple, got[0])), got[1])
+        if held > made.budget:
+            raise AssertionError(f"{name}, {got}: the tracker saw {held:,} bytes, budget {made.budget:,}")
+        told.append(f"{name}, {held:,} of {made.budget:,} bytes")
+    return f"{len(cases)} situations by formula. Sharded as you say, and played under PyTorch's tracker: {'; '.join(told)}."
 
 
-def _asked(answer: Callable[..., Any], rules: Mapping[str, Wrapping], budget: int) -> Any:
-    """Return an answer that may take its lists apart."""
-    return answer({rule: (reshard, list(units)) for rule, (reshard, units) in rules.items()}, budget)
+def _asked(answer: Callable[..., Any], made: Situation) -> Any:
+    """Return what was answered: the units as the parts run, and whether they are freed; or None."""
+    got = answer(dict(made.parts), made.tied, made.budget, lambda units, reshard=True: made.price(units, reshard))
+    if got is None:
+        return None
+    named = by_name(got, "units", "reshard")
+    if named is None:
+        raise Wrong("Return a dictionary with units and reshard, or None if nothing fits.")
+    if isinstance(named["reshard"], str) or named["reshard"] not in (True, False):
+        raise Wrong(f"`reshard` is True or False, and not {named['reshard']!r}.")
+    return made.read(named["units"]), bool(named["reshard"])
 
 
-def _judge_choice(got: object, rules: Mapping[str, Wrapping], budget: int) -> None:
-    if not isinstance(got, Mapping) or not {"peak", "seconds", "best"} <= set(got):
-        raise Wrong("Return a dictionary with the keys peak, seconds and best.")
-    right = _right_choice(rules, budget)
-    for key, slips in (("peak", _HELD_SLIPS), ("seconds", _TIME_SLIPS)):
-        mine = got[key]
-        if not isinstance(mine, Mapping) or set(mine) != set(rules):
-            raise Wrong(f"`{key}` is a dictionary with a number for each rule: {', '.join(rules)}.")
-        if any(hasattr(value, "bars") for value in mine.values()):
-            raise Wrong(
-                f"`{key}` has a number for each rule, and `fsdp_step` returns the whole step: take its `.seconds`."
-            )
-        if not all(close(mine[rule], truth) for rule, truth in right[key].items()):  # fp32 will do
-            _explain_choice(key, mine, right[key], rules, slips)
-    best, mine = right["best"], got["best"]
-    if mine is not None and not (isinstance(mine, str) and mine in rules):
-        raise Wrong(f"`best` is the name of a rule, or None, and not {mine!r}.")
-    if mine in best or (mine is None and not best):
+def _judge_choice(name: str, made: Situation, got: tuple[Units, bool] | None) -> None:
+    best = made.fastest()
+    if got is None:
+        if best is not None:
+            _explain_nothing(f"{name}: you find nothing, and something fits in {made.budget:,} bytes", made)
         return
-    if not best:
-        raise Wrong(f"Nothing fits in {budget:,} bytes; then `best` is None.")
-    if mine is None or right["peak"][mine] > budget:
-        what = "None" if mine is None else f"{mine!r}, which holds {right['peak'][mine]:,}"
-        raise Wrong(f"In a budget of {budget:,} bytes {best[0]!r} fits, and not {what}.")
-    if all(right["peak"][rule] == budget for rule in best):
-        raise Wrong(f"{best[0]!r} holds {budget:,} bytes, as many as the budget has: that fits.")
-    times = f"{mine!r} takes {right['seconds'][mine]:.3g} s and {best[0]!r}, which fits too, {right['seconds'][best[0]]:.3g} s"
-    messages = {rule: len(units) for rule, (_, units) in rules.items() if right["peak"][rule] <= budget}
-    if messages[mine] == min(messages.values()) < messages[best[0]]:
-        raise Wrong(
-            f"Few messages are not a short step, since what is gathered at once overlaps with nothing: {times}."
-        )
-    if right["peak"][mine] == min(right["peak"].values()):
-        raise Wrong(f"The least memory is not asked for: of the rules that fit, take the fastest; {times}.")
-    raise Wrong(f"Of the rules that fit, take the fastest: {times}.")
+    (units, reshard), (held, seconds) = got, made.cost(*got)
+    case = f"{name}: {len(units)} units beside the root, {'freed' if reshard else 'kept'}"
+    if held > made.budget:
+        _explain_memory(f"{case}, hold {held:,} bytes of {made.budget:,}", made, units, reshard)
+    if best is not None:  # else it found one that the check does not know
+        least = made.cost(made.wrapping(*best[:2]), best[2])[1]
+        if seconds > _SLOWER * least:
+            case = f"{case}, take {seconds:,.0f} s, and {least:,.0f} s are possible"
+            _explain_time(case, made, len(units), reshard, best, least)
 
 
-def _explain_choice(
-    key: str,
-    got: Mapping[str, float],
-    truth: Mapping[str, float],
-    rules: Mapping[str, Wrapping],
-    slips: Sequence[tuple[Callable[..., float], str]],
-) -> NoReturn:
-    """Name the mistake that gives all these numbers, or show the smallest rule that has a wrong one."""
-    if key == "peak" and all(close(got[rule], fsdp_step(units, reshard=r).peak) for rule, (r, units) in rules.items()):
-        raise Wrong("`.peak` of `fsdp_step` is weights alone. Backward holds gradients too, and the buffers of their "
-                    "reduce-scatters: walk through it.")  # fmt: skip
-    for slip, sentence in slips:
-        wrong = {
-            rule: slip([unit.bytes for unit in units] if key == "peak" else units, reshard)
-            for rule, (reshard, units) in rules.items()
-        }
-        if all(close(got[rule], value) for rule, value in wrong.items()):
-            raise Wrong(sentence)
-    failing = [rule for rule in rules if not close(got[rule], truth[rule])]
-    rule = min(failing, key=lambda name: len(rules[name][1]))
-    reshard, units = rules[rule]
-    sizes = [unit.bytes for unit in units]
-    case = f"reshard={reshard}, root {sizes[0]:,}, units {some(sizes[1:])}"
-    unit = "bytes" if key == "peak" else "s"
-    raise Wrong(f"`{key}` of {rule!r} is {truth[rule]:,.6g} {unit} and not {float(got[rule]):,.6g} ({case}). I do not know "
-                "which mistake gives that.")  # fmt: skip
+_TABLES = "The tables in the root are unsharded throughout, and so are their gradients: make them units"
+_LARGE = (
+    "One part of a block is large, and it is held with its neighbour, its gradients and their buffer: make parts units"
+)
 
 
-def _measured(name: str, rule: str, budget: int) -> str:
-    held, counted = _played(name, rule)
-    if held > budget or held != counted:
-        raise AssertionError(f"{name}, {rule}: the tracker saw {held:,} bytes, not {counted:,}, budget {budget:,}")
-    return f"{name}, {rule}: {held:,} of {budget:,} bytes"
+def _explain_nothing(case: str, made: Situation) -> NoReturn:
+    fit = [each for each, (held, _) in made.candidates().items() if held <= made.budget]
+    if all(blocks == 0 for _, blocks, _ in fit):
+        raise Wrong(f"{case}. {_LARGE}.")
+    if not made.tied and all(ends == "ends" for ends, _, _ in fit):
+        raise Wrong(f"{case}. {_TABLES}.")
+    raise Wrong(f"{case}. Small units, freed after forward, hold the least.")
+
+
+def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> NoReturn:
+    fit = [each for each, (held, _) in made.candidates().items() if held <= made.budget]
+    if not fit:
+        raise Wrong(f"{case}. Nothing that the chapter speaks of fits, and then the answer is None.")
+    if not reshard and made.cost(units, True)[0] <= made.budget:
+        raise Wrong(f"{case}. Kept units pile up until backward: free them.")
+    inside = {each for unit in units for each in unit}
+    ends = [[each] for each in ("embed", "head") if each not in inside]
+    if ends and not made.tied and made.cost(made.read([*units, *ends]), reshard)[0] <= made.budget:
+        raise Wrong(f"{case}. {_TABLES}.")
+    if all(blocks == 0 for _, blocks, _ in fit):
+        raise Wrong(f"{case}. {_LARGE}.")
+    raise Wrong(f"{case}. A unit is held with its neighbour, its gradients and their buffer: smaller units hold less.")
+
+
+def _explain_time(case: str, made: Situation, count: int, reshard: bool, best: tuple, least: float) -> NoReturn:
+    freed = [cost[1] for each, cost in made.candidates().items() if each[2] and cost[0] <= made.budget]
+    if reshard and not best[2] and min(freed, default=math.inf) > _SLOWER * least:
+        raise Wrong(f"{case}. There is room to keep what forward has gathered: then backward gathers nothing again.")
+    if count > len(made.wrapping(*best[:2])):
+        raise Wrong(f"{case}. Each collective waits for the latency first: larger units pay it less often.")
+    if count < len(made.wrapping(*best[:2])):
+        raise Wrong(f"{case}. What is gathered at once overlaps with nothing, since nothing runs before it has arrived: smaller "
+                    "units travel while others compute.")  # fmt: skip
+    raise Wrong(f"{case}. Of what fits, take the fastest.")
+
+
+class _Stack(nn.Module):
+    """A model of the parts of a situation, where the parts of a unit are one module."""
+
+    def __init__(self, layers: int, hidden: int, width: int, vocab: int, tied: bool, units: Sequence[Sequence[str]]):
+        super().__init__()
+        parts: dict[str, nn.Module] = {"embed": nn.Embedding(vocab, hidden)}
+        for i, (name, inner) in itertools.product(range(layers), (("attention", hidden), ("mlp", width))):
+            two = (nn.Linear(hidden, inner, bias=False), nn.Linear(inner, hidden, bias=False))
+            parts[f"blocks.{i}.{name}"] = nn.Sequential(*two)
+        parts["head"] = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            parts["head"].weight = parts["embed"].weight
+        first = {unit[0]: unit for unit in units}
+        inside = {name for unit in units for name in unit}
+        for i, (name, part) in enumerate(parts.items()):
+            if name in first:
+                self.add_module(f"unit{i}", nn.Sequential(*[parts[each] for each in first[name]]))
+            elif name not in inside:
+                self.add_module(f"part{i}", part)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for module in self.children():
+            tokens = module(tokens)
+        return tokens
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 @cache
-def _played(name: str, rule: str) -> tuple[int, int]:
-    """Shard a model by a rule, play a step under PyTorch's tracker, and return the bytes held, seen and counted."""
-    wrap, _, kept = rule.partition(", ")
+def _played(sizes: tuple, units: tuple[tuple[str, ...], ...], reshard: bool) -> int:
+    """Shard a model, play a step under PyTorch's tracker, and return the most bytes that were unsharded."""
     seen = forecast(
-        partial(Transformer, _real_model(name)),
+        partial(_Stack, *sizes, units),
         world_size=_RANKS,
-        batch=_WINDOW[0],
-        seq=_WINDOW[1] - 1,
+        batch=2,
+        seq=16,
         optimizer=partial(torch.optim.SGD, lr=0.1),  # has no part in what is unsharded, and is soon played
-        wrap=wrap,
+        wrap=(lambda name, _: name.startswith("unit") and "." not in name) if units else "none",
         precision="bf16",
-        reshard_after_forward=not kept,
+        reshard_after_forward=reshard,
     )
-    return seen.most_held, seen.report.peak_held_bytes()
+    return seen.most_held

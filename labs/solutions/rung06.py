@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lablib.calc.parallel import fsdp_step
 from torch import nn
 
 
@@ -22,17 +21,29 @@ def count_collectives(root, units, reshard, micro_batches, sync_every):
 def units_by_size(model, least):
     """Walk the tree bottom-up; a module with `least` parameters that are in no unit yet becomes one."""
     units = []
+    homes = {}  # by parameter, the names of the modules that have it: more than one if it is tied
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(parameter, []).append(f"{name}.")
 
     def open_parameters(name, module):
-        count = sum(p.numel() for p in module.parameters(recurse=False))
+        found = set(
+            module.parameters(recurse=False)
+        )  # a tied one counts once
         for child_name, child in module.named_children():
-            count += open_parameters(
+            found |= open_parameters(
                 f"{name}.{child_name}".lstrip("."), child
             )
-        if name and count >= least and not isinstance(module, nn.ModuleList):
+        # A parameter belongs to one unit: with its other half elsewhere it stays open.
+        whole = all(
+            home.startswith(f"{name}.") for p in found for home in homes[p]
+        )
+        count = sum(p.numel() for p in found)
+        container = isinstance(module, nn.ModuleList)
+        if name and whole and count >= least and not container:
             units.append(name)
-            return 0
-        return count
+            return set()
+        return found
 
     open_parameters("", model)
     return units
@@ -51,32 +62,22 @@ def write_checkpoint(disk, rank, ranks, step, state, barrier):
     barrier()
 
 
-def choose_wrapping(rules, budget):
-    """Bytes held in backward and seconds of every rule, and the fastest one that fits."""
-    peak, seconds = {}, {}
-    for rule, (reshard, units) in rules.items():
-        root, *rest = [unit.bytes for unit in units]
-        moments = [
-            root + 2 * root
-        ]  # last: the root's gradients and their buffer
-        buffer = 0  # of the last reduce-scatter
-        for i in reversed(range(len(rest))):
-            weights = rest[i]
-            gradients = root + rest[i]
-            before = (
-                rest[:i] if not reshard else rest[:i][-1:]
-            )  # kept, or gathered ahead
-            there = root + sum(before) + gradients
-            moments.append(there + weights + buffer)  # its backward has ended
-            buffer = 2 * rest[i]
-            moments.append(
-                there + buffer
-            )  # its weights are freed, its gradients copied
-        peak[rule] = max(moments)
-        seconds[rule] = fsdp_step(units, reshard=reshard).seconds
-    fits = [rule for rule in rules if peak[rule] <= budget]
-    return {
-        "peak": peak,
-        "seconds": seconds,
-        "best": min(fits, key=seconds.get, default=None),
-    }
+def choose_wrapping(parts, tied, budget, price):
+    """Try each wrapping that a reason speaks for, and take the fastest that fits."""
+    inner = list(parts)[1:-1]  # attention and MLP of every block
+    wrappings = [[]]  # all in the root: one collective
+    # Finer for memory, one block as the rule, several blocks where latency shows.
+    for size in [1, *range(2, len(inner) + 1, 2)]:
+        blocks = [inner[i : i + size] for i in range(0, len(inner), size)]
+        wrappings.append(blocks)
+        if (
+            not tied
+        ):  # a large table is unsharded throughout, if it is the root's
+            wrappings.append([["embed"], *blocks, ["head"]])
+    best, least = None, float("inf")
+    for units in wrappings:
+        for reshard in (True, False):
+            held, seconds = price(units, reshard)
+            if held <= budget and seconds < least:
+                best, least = {"units": units, "reshard": reshard}, seconds
+    return best

@@ -46,10 +46,11 @@ class guarded:
     Args:
         case: What the answer was asked, for the sentence.
         lines: How many lines may run.
+        called: Gets the names of the libraries' functions that the learner's lines call.
     """
 
-    def __init__(self, *case: object, lines: int = MOST_LINES) -> None:
-        self.case, self.left = case, lines
+    def __init__(self, *case: object, lines: int = MOST_LINES, called: dict[str, None] | None = None) -> None:
+        self.case, self.left, self.called = case, lines, called
 
     def __enter__(self) -> None:
         self.before = sys.gettrace()
@@ -65,6 +66,8 @@ class guarded:
     def _count(self, frame: FrameType, event: str, arg: object) -> Callable | None:
         if event == "call":
             if _of_libraries(frame.f_code.co_filename):
+                if self.called is not None and frame.f_back and not _of_libraries(frame.f_back.f_code.co_filename):
+                    self.called[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"] = None
                 return None
             frame.f_trace_opcodes = _spins(frame.f_code)
         self.left -= event in ("line", "opcode")
@@ -77,15 +80,19 @@ class Answer:
     """A learner's function: each call has its own lines to run, and what it gives one by one is written out.
 
     It can be sent to ranks as the function itself can.
+
+    Attributes:
+        called: Names of the libraries' functions that its own lines have called, lablib's among them.
     """
 
     def __init__(self, function: Callable, lines: int = MOST_LINES) -> None:
         functools.update_wrapper(self, function)
         self.function, self.lines = function, lines
+        self.called: dict[str, None] = {}  # in order
 
     def __call__(self, *case: Any, **named: Any) -> Any:
         """Call the function; raise `Wrong` if it does not come to its end."""
-        with guarded(*case, *named.values(), lines=self.lines):
+        with guarded(*case, *named.values(), lines=self.lines, called=self.called):
             return _written_out(self.function(*case, **named))
 
 

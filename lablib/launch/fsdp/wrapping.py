@@ -167,13 +167,13 @@ def _by_size(model: nn.Module, free: set[str], least: int) -> set[str]:
     """Close a unit wherever at least `least` parameters below it are in no unit yet."""
     chosen: set[str] = set()
 
-    def visit(name: str, module: nn.Module) -> int:
-        """Return the parameters in or below a module that are in no unit."""
-        left = sum(p.numel() for p in module.parameters(recurse=False))
-        left += sum(visit(f"{name}.{child}".lstrip("."), m) for child, m in module.named_children())
-        if left >= least and name in free:
+    def visit(name: str, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters in or below a module that are in no unit; a tied one is there once."""
+        left = set(module.parameters(recurse=False))
+        left.update(*(visit(f"{name}.{child}".lstrip("."), m) for child, m in module.named_children()))
+        if sum(p.numel() for p in left) >= least and name in free:
             chosen.add(name)
-            return 0
+            return set()
         return left
 
     visit("", model)

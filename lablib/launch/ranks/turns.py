@@ -29,7 +29,7 @@ class Turns:
         self.done: set[int] = set()
         self._turn = [threading.Semaphore(0) for _ in range(ranks)]
         self._back = threading.Semaphore(0)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._over = False
 
     def able(self) -> Iterable[int]:
@@ -80,7 +80,7 @@ class Turns:
                 act(rank)
         except _Stopped:
             return
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: the others wait for this rank's turn to end
             self._error = self._error or error
         self.done.add(rank)
         self._back.release()
