@@ -4,6 +4,7 @@
 
 import itertools
 import types
+from decimal import Decimal
 
 import numpy as np
 import torch
@@ -67,6 +68,17 @@ class token_losses:
         """No backward starts on it, and the other ranks wait for this rank's all-reduce."""
         total = all_reduce(sum(map(len, micro_batches)))
         return [m.sum() * ranks / total if len(m) else 0.0 for m in micro_batches]
+
+    def a_leaf_for_no_tokens(micro_batches, ranks, all_reduce):
+        """Backward starts on it and reaches no parameter, so that DDP's hooks do not fire."""
+        total = all_reduce(sum(map(len, micro_batches)))
+        nothing = torch.zeros((), requires_grad=True)
+        return [m.sum() * ranks / total if len(m) else nothing for m in micro_batches]
+
+    def new_leaves(micro_batches, ranks, all_reduce):
+        """The right numbers, which remember nothing of the tokens."""
+        losses = token_losses.right(micro_batches, ranks, all_reduce)
+        return [torch.tensor(loss.item(), requires_grad=True) for loss in losses]
 
     def divides_means_by_the_tokens(micro_batches, ranks, all_reduce):
         total = all_reduce(sum(map(len, micro_batches)))
@@ -132,6 +144,22 @@ class all_reduce_mean:
     no_all_gather = lambda gradients, send: _ring(gradients, send, gather=False)
     gather_adds = lambda gradients, send: _ring(gradients, send, add_in_gather=True)
     one_step_short = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n - 2)
+
+    def divides_its_own_chunk_and_stops(gradients, send):
+        """A reduce-scatter; what a rank has not finished are sums of some ranks."""
+        n = len(gradients)
+        width = len(gradients[0]) // n
+        held = _ring(gradients, send, gather=False, divide=False)
+        for rank, row in enumerate(held):
+            own = slice((rank + 1) % n * width, ((rank + 1) % n + 1) * width)
+            row[own] = [value / n for value in row[own]]
+        return held
+
+    def fills_up_with_its_own_chunk(gradients, send):
+        n = len(gradients)
+        width = len(gradients[0]) // n
+        held = _ring(gradients, send, gather=False)
+        return [n * row[(rank + 1) % n * width :][:width] for rank, row in enumerate(held)]
 
     def gather_one_step_short(gradients, send):
         return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
@@ -302,6 +330,23 @@ class make_buckets:
             held += sizes[index]
         return [*buckets, bucket]
 
+    def counts_the_gradient_that_does_not_fit(sizes, first, cap):
+        """Closes at the limit, and the gradient that reaches it goes into the next bucket."""
+        return make_buckets.closes_before_it_overflows(sizes, first - 1, cap - 1)
+
+    def carries_the_surplus_on(sizes, first, cap):
+        buckets, bucket, held = [], [], 0
+        for index in reversed(range(len(sizes))):
+            bucket.append(index)
+            held += sizes[index]
+            if held >= (limit := cap if buckets else first):
+                buckets.append(bucket)
+                bucket, held = [], held - limit
+        return [*buckets, bucket] if bucket else buckets
+
+    def begins_one_too_late(sizes, first, cap):
+        return _fill(reversed(range(len(sizes) - 1)), sizes, first, cap)
+
     one_per_gradient = lambda sizes, first, cap: [[index] for index in reversed(range(len(sizes)))]
 
     def sizes_for_indices(sizes, first, cap):
@@ -418,6 +463,10 @@ class ddp_bottleneck:
         answer = _bottleneck(*case)
         return {**answer, "exposed": answer["communication"], "hides": answer["communication"] < answer["backward"]}
 
+    def says_yes_or_no(*case):
+        answer = _bottleneck(*case)
+        return {**answer, "hides": "yes" if answer["hides"] else "no"}
+
     all_or_nothing = lambda *case: _bottleneck(*case, exposed=lambda c, b: c if c > b else 0.0)
     a_share_of_the_communication = lambda *case: _bottleneck(
         *case, exposed=lambda c, b: max(0.0, 1 - b / c) if c else 0.0
@@ -453,6 +502,10 @@ class ddp_bottleneck:
     def right_3(*case):
         """An object with the five names."""
         return types.SimpleNamespace(**_bottleneck(*case))
+
+    def right_4(*case):
+        """In decimals, which no float is added to."""
+        return {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
 
     def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
         """Second solution: walk the ring step by step instead of using the closed form."""
@@ -578,6 +631,11 @@ SENTENCES = {
     "the_whole_step_is_exposed": "the length of an overlapped step", "bits_sent": "Bytes, not bits",
     "counts_what_arrives_too": "count what it sends", "the_part_that_hides": "the part that hides",
     "backward_minus_communication": "The other way round", "hides_the_wrong_way_round": "`hides` says whether",
+    "says_yes_or_no": "True or False", "a_leaf_for_no_tokens": "without tokens has no graph", "new_leaves": "lost its graph",
+    "divides_its_own_chunk_and_stops": "that is a reduce-scatter", "fills_up_with_its_own_chunk": "that is a reduce-scatter",
+    "gather_adds": "The all-gather adds", "no_all_gather": "that is a reduce-scatter",
+    "counts_the_gradient_that_does_not_fit": "still goes in", "carries_the_surplus_on": "starts at zero",
+    "begins_one_too_late": "Begin with the last",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(token_losses, all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)

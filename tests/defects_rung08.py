@@ -58,6 +58,10 @@ class round_to:
         largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
         return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
 
+    def zero_below_the_smallest_subnormal(x, exponent_bits, mantissa_bits):
+        least = 2.0 ** (2 - 2 ** (exponent_bits - 1) - mantissa_bits)
+        return 0.0 if abs(x) < least else _rounded(x, exponent_bits, mantissa_bits)
+
     def right(x, exponent_bits, mantissa_bits):
         """Second solution: a large number pushes the low bits out, and fp64 itself rounds them to nearest even."""
         bias = 2 ** (exponent_bits - 1) - 1
@@ -139,6 +143,15 @@ class scaler_step:
 
     def unscales_in_fp16(weights, gradients, scale, *rest):
         return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
+
+    def never_leaves_fp16(weights, gradients, scale, good_steps, lr, interval):
+        _, *rest = _scaler(weights, gradients, scale, good_steps, lr, interval)
+        moved = [w - lr * (g / scale) for w, g in zip(weights, gradients, strict=True)]
+        return moved if _finite(gradients) else weights, *rest
+
+    def adds_up_in_fp16_to_look_for_infinity(*args):
+        """A sum in fp16 may be infinite where each value is finite."""
+        return _scaler(*args) if _finite(g.sum() for g in args[1]) else (args[0], args[2] / 2, 0)
 
     def doubles_before_it_divides(weights, gradients, scale, good_steps, lr, interval):
         grows = good_steps + 1 == interval
@@ -262,6 +275,7 @@ def _broken(
     gap=0.5,
     bits=_BITS,
     relative=True,
+    signed=True,
     on_activation=1.0,
     on_large=None,
     on_small=None,
@@ -275,7 +289,9 @@ def _broken(
     if low * (scale if on_small is None else on_small) < smallest[name] / 2:
         broken.add("underflow")
     power = 2.0 ** (math.frexp(weight)[1] - 1) if relative else 1.0
-    if update < gap * power * 2.0 ** -bits[name] and not (master if cures is None else cures):
+    if (abs(update) if signed else update) < gap * power * 2.0 ** -bits[name] and not (
+        master if cures is None else cures
+    ):
         broken.add("stall")
     return broken
 
@@ -288,6 +304,7 @@ class what_breaks:
 
     a_whole_gap = lambda *case: _broken(*case, gap=1.0)
     bf16_as_precise_as_fp16 = lambda *case: _broken(*case, bits=dict.fromkeys(_BITS, 10))
+    a_negative_update_is_a_small_one = lambda *case: _broken(*case, signed=False)
     scales_activations_too = lambda *case: _broken(*case, on_activation="scale")
     scaling_only_helps = lambda *case: _broken(*case, on_large=1.0)
     a_master_copy_does_not_help = lambda *case: _broken(*case, cures=False)
@@ -320,8 +337,8 @@ class what_breaks:
             broken |= {"overflow"}
         if scale * low <= zero_up_to:
             broken |= {"underflow"}
-        gap = 2.0 ** (math.floor(math.log2(weight)) - bits)
-        if update < gap / 2 and not master:
+        gap = 2.0 ** (math.floor(math.log2(abs(weight))) - bits)
+        if abs(update) < gap / 2 and not master:
             broken |= {"stall"}
         return frozenset(broken)
 
@@ -352,11 +369,11 @@ class what_breaks:
         """Members of an Enum of words, and limits from PyTorch."""
         info = torch.finfo({"fp16": torch.float16, "bf16": torch.bfloat16}[name])
         low, high = (scale * gradient for gradient in gradients)
-        gap = 2.0 ** math.floor(math.log2(weight)) * info.eps
+        gap = 2.0 ** math.floor(math.log2(abs(weight))) * info.eps
         breaks = {
             _Failure.OVERFLOW: max(activation, high) > info.max,
             _Failure.UNDERFLOW: low <= info.smallest_normal * info.eps / 2,
-            _Failure.STALL: not master and update < gap / 2,
+            _Failure.STALL: not master and abs(update) < gap / 2,
         }
         return {failure for failure in _Failure if breaks[failure]}
 
@@ -371,8 +388,9 @@ def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, 
     scale = torch.where(found > 0, found / top, 1.0)
     if exact:
         scale = exact(scale)
-    limit = torch.finfo(dtype).max
-    values = (blocks / scale).clamp(-limit, limit).to(dtype).float()
+    limit = torch.finfo(dtype).max if dtype.is_floating_point else top
+    values = (blocks / scale).clamp(-limit, limit)
+    values = (values if dtype.is_floating_point else values.round()).to(dtype).float()
     if callable(back):
         return back(values, scale).reshape(x.shape)
     return (values * scale if back else values).reshape(x.shape)
@@ -393,6 +411,20 @@ class fp8_round_trip:
         return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
 
     e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
+
+    e5m2_up_to_448 = lambda x, rows, columns: _trip(x, rows, columns, dtype=torch.float8_e5m2)
+
+    def whole_numbers(x, rows, columns):
+        """INT8's rule: evenly spaced, up to 127."""
+        return _trip(x, rows, columns, top=127.0, dtype=torch.int8)
+
+    def blocks_out_of_their_places(x, rows, columns):
+        return _trip(x, rows, columns).unfold(0, rows, rows).unfold(1, columns, columns).reshape(x.shape)
+
+    def ones_for_a_block_of_zeros(x, rows, columns):
+        largest = torch.nn.functional.max_pool2d(x.abs()[None], (rows, columns))[0]
+        zero = (largest == 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return _trip(x, rows, columns) + zero
 
     def divides_by_zero(x, rows, columns):
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -472,5 +504,8 @@ SENTENCES = {
     "top_of_ieee": "240", "to_one": "lands on 1", "rounds_negatives_down": "not down",
     "averages_over_tensors": "number of tensors", "loses_the_weights_of_a_skipped_step": "also in a skipped step",
     "names_without_end": "never ends", "divides_again": "once more", "upside_down": "upside down",
-    "counts_no_rows": "never ends",
+    "counts_no_rows": "never ends", "zero_below_the_smallest_subnormal": "is rounded to it, not to zero",
+    "never_leaves_fp16": "fp32 first", "adds_up_in_fp16_to_look_for_infinity": "look at each value",
+    "a_negative_update_is_a_small_one": "not its sign", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
+    "blocks_out_of_their_places": "in other places", "ones_for_a_block_of_zeros": "a block of zeros stays one",
 }  # fmt: skip

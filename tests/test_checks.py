@@ -174,7 +174,20 @@ class _Textless(Exception):
         raise ValueError("no text")
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), GeneratorExit(), _Textless(), RecursionError("deep"), MemoryError()])
+class _Exits(Exception):
+    def __str__(self):
+        raise SystemExit
+
+
+class _Tells(Exception):
+    def __str__(self):
+        while True:
+            pass
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), GeneratorExit(), _Textless(), _Exits(), _Tells(), RecursionError("deep"), MemoryError()]
+)
 def test_nothing_that_an_answer_raises_leaves_its_check(error):
     @check
     def once(answer):

@@ -114,7 +114,7 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
 
 def _backward(loss: Tensor, start: object) -> None:
     """Start backward on what was returned in the place of a micro-batch's losses."""
-    if not isinstance(start, Tensor) or not start.requires_grad:
+    if not isinstance(start, Tensor) or start.grad_fn is None:  # a leaf of its own leads to no parameter either
         if not len(loss):
             raise Wrong(
                 "The loss of a micro-batch without tokens has no graph: backward starts on it, too, because the other "
@@ -284,7 +284,7 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
     finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
     divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
     if all(any(row) and not all(row) for row in finished):
-        if any(v > 1.001 * (s / ranks if divided else s) for row in got for v, s in zip(row, total, strict=True)):
+        if _all_gather_adds(got, total, divided):
             raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
         if all(sum(row) <= length // ranks for row in finished):
             raise Wrong("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing.")
@@ -312,6 +312,17 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
         f"This mistake is none that the check knows: with {ranks} ranks, rank r holding 10^r times 1, 2, 3, ..., rank 0 "
         f"ends with {', '.join(f'{value:g}' for value in got[0][:4])}, ... and not {', '.join(f'{s / ranks:g}' for s in total[:4])}, ..."
     )
+
+
+def _all_gather_adds(got: list[list[float]], total: list[float], divided: bool) -> bool:
+    """Say whether what is unfinished holds the finished sum and partial sums, and is no partial sum itself."""
+    ranks, beyond = len(got), []
+    for row in got:
+        for column, (value, full) in enumerate(zip(row, total, strict=True)):
+            more = (value * (ranks if divided else 1) - full) / (column + 1)
+            if not close(value, full / ranks if divided else full):
+                beyond.append(more > 0.5 and close(more, round(more)) and not _absent_ranks(value, column, ranks))
+    return all(beyond)
 
 
 def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
@@ -413,9 +424,9 @@ def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[i
     if sorted(flat) != sorted(set(flat)):
         raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
     if missing := sorted(set(range(len(sizes))) - set(flat)):
+        half = " The last bucket leaves half full" if not missing[0] else " Begin with the last index"
         raise Wrong(
-            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged. "
-            f"The last bucket leaves half full ({case})."
+            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged.{half} ({case})."
         )
     if len(got) == 1 < len(truth):
         raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
@@ -447,10 +458,12 @@ def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[i
             f"the first bucket ({case})."
         )
     closes = "A bucket starts at zero, takes gradients until it holds at least its limit, and closes then"
-    if same(_closed_before(sizes, first, cap)):
+    if same(_closed_before(sizes, first, cap)) or same(_closed_before(sizes, first - 1, cap - 1)):
         raise Wrong(
             f"{closes}, even if it is now above it: the gradient that reaches the limit still goes in ({case})."
         )
+    if same(_carried_on(sizes, first, cap)):
+        raise Wrong(f"What a bucket holds beyond its limit left with it: the next one starts at zero ({case}).")
     raise Wrong(
         f"{closes} ({case}). Yours begin {got[:3]}, DDP's {truth[:3]}; which idea differs is not clear from that."
     )
@@ -463,6 +476,17 @@ def _closed_before(sizes: Sequence[int], first: int, cap: int) -> list[list[int]
         if buckets[-1] and sum(sizes[i] for i in buckets[-1]) + sizes[index] > limit:
             buckets.append([])
         buckets[-1].append(index)
+    return buckets
+
+
+def _carried_on(sizes: Sequence[int], first: int, cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    room = first
+    for index in reversed(range(len(sizes))):
+        if room <= 0:
+            buckets, room = [*buckets, []], room + cap
+        buckets[-1].append(index)
+        room -= sizes[index]
     return buckets
 
 
@@ -503,6 +527,8 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         if wrong := [row for row in rows if not close(row.given, row.truth)]:
             name_the_mistake(rows, wrong, slips, _BOTTLENECK_CASE)
     for case, got in zip(cases, gots, strict=True):
+        if isinstance(got["hides"], str):
+            raise Wrong("`hides` is True or False: any text counts as true.")
         if bool(got["hides"]) != (_bottleneck(*case)["exposed"] == 0):
             raise Wrong("`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed "
                         f"({_BOTTLENECK_CASE.format(*case)}).")  # fmt: skip
@@ -621,7 +647,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
         flops = 6 * row["params"] * row["tokens"] / row["compute"]
         bandwidth = moved / largest["communication"]
         got = _ask_bottleneck(answer, row["params"], row["grad_bytes"], row["tokens"], row["ranks"], flops, bandwidth)
-        step = row["compute"] + got["communication"]
+        step = row["compute"] + float(got["communication"])  # a Decimal adds to no float
         errors.setdefault(row["params"], []).append(abs(step / row["after backward"] - 1))
     if (error := median(each for some in errors.values() for each in some)) > 0.35:
         raise Wrong(f"Computation plus communication misses the recorded steps by {error:.0%} in the median.")

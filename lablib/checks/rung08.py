@@ -95,6 +95,10 @@ def _explain_rounding(got: float, x: float, fmt: Format) -> None:
             f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
         )
     if size < fmt.min_normal and (got == 0 or got % fmt.min_subnormal):
+        if got == 0 and size < fmt.min_subnormal:
+            raise Wrong(
+                f"More than half of the smallest subnormal, {fmt.min_subnormal:.3g}, is rounded to it, not to zero: {where}."
+            )
         if got == 0:
             raise Wrong(
                 f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
@@ -132,8 +136,8 @@ _INTERVAL, _LR = 3, 0.5
 #: Three weights: were they two, an average over them would look like a scale that was doubled too early.
 _SHAPES_OF_WEIGHTS = ((5,), (2,), (3, 4))
 
-#: What each step's gradients are: fine, tiny, with an infinity or with a NaN, in the first or in the last tensor.
-_STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "fine")
+#: What each step's gradients are: fine, tiny, large, with an infinity or with a NaN, in the first or in the last tensor.
+_STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "large")
 
 
 def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tensor]:
@@ -141,6 +145,8 @@ def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tens
     made = [torch.randn(shape, generator=generator) for shape in _SHAPES_OF_WEIGHTS]
     if kind == "tiny":  # of a size that fp16 nearly loses once the scale is divided out again
         made = [g * 2e-7 for g in made]
+    if kind == "large":  # all are finite, and their sum is not in fp16
+        made = [(1 + g.abs()).clamp(max=3) * 2e4 / scale for g in made]
     scaled = [(g * scale).half() for g in made]
     if kind.startswith(("inf", "nan")):
         scaled[0 if kind.endswith("first") else -1].flatten()[-1] = float(kind[:3])
@@ -235,14 +241,21 @@ def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor]
         return [w - _LR * unscaled(g) for w, g in zip(weights, scaled, strict=True)]
 
     if _equal(new, weights):
-        raise Wrong("All gradients are finite, and the weights did not move.")
+        beyond = any(not g.sum().isfinite() for g in scaled)
+        sums = ": a sum of them may be infinite in fp16, so look at each value" if beyond else ""
+        raise Wrong(f"All gradients are finite, and the weights did not move{sums}.")
     if _equal(new, stepped(lambda g: g.float())):
         raise Wrong("The gradients are still multiplied by the scale: divide by it before the update.")
     if grows and _equal(new, stepped(lambda g: g.float() / (2 * scale))):
         raise Wrong(
             "These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them."
         )
-    in_fp16 = (lambda g: (g / scale).float(), lambda g: (g * (_LR / scale)).float() / _LR)
+    in_fp16 = (
+        lambda g: (g / scale).float(),
+        lambda g: (g * (_LR / scale)).float() / _LR,
+        lambda g: (_LR * (g / scale)).float() / _LR,
+        lambda g: (_LR * g / scale).float() / _LR,
+    )
     if any(_equal(new, stepped(unscaled)) for unscaled in in_fp16):
         raise Wrong("The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first.")
     if _equal(new, stepped(lambda g: g.float() * scale)):
@@ -303,15 +316,16 @@ def _situations(dice: random.Random, count: int) -> list[_Case]:
         ("bf16", 300.0, (1e-10, 1e-3), 1.0, 1.0, 1e-3, False),
         ("fp16", 300.0, (1e-10, 1e-3), 2.0**16, 1.0, 1e-3, True),
         ("fp16", 1e5, (1e-6, 1e-3), 1.0, 1.0, 1e-2, True),
+        ("bf16", 300.0, (1e-10, 1e-3), 1.0, 1.5, -1e-2, False),  # more than the gap, downwards
     ]
     while len(made) < count:
         name = dice.choice(("fp16", "bf16"))
         small = dice.choice(_GRADIENTS) * dice.uniform(0.96, 1.04)
         large = small * 10.0 ** dice.uniform(1, 7)
         held = dice.choice(("fp16", "bf16"))
-        # Exact in both formats, and with a neighbour above it that is as far away as the gap says.
-        weight = dice.randint(128, 254) / 128 * 2.0 ** dice.randint(-6, 2)
-        update = dice.choice((0.3, 0.7, 3.0)) * FORMATS[held].ulp(weight)
+        # Exact in both formats, and with neighbours on both sides that are as far away as the gap says.
+        weight = dice.choice((1, -1)) * dice.randint(132, 250) / 128 * 2.0 ** dice.randint(-6, 2)
+        update = dice.choice((1, -1)) * dice.choice((0.3, 0.7, 3.0)) * FORMATS[held].ulp(weight)
         scale = dice.choice((1.0, 1.0, 2.0**10, 2.0**16, 2.0**24))
         activation = dice.choice(_ACTIVATIONS) * dice.uniform(0.96, 1.04)
         case = (name, activation, (small, large), scale, weight, update, dice.random() < 0.4)
@@ -383,6 +397,11 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
         )
     if master:
         raise Wrong("With a master copy the update is added in fp32, and small updates are not lost.")
+    if update < 0:
+        raise Wrong(
+            f"An update of {update:.3g} takes the {name} weight {weight:g} more than half of a gap down, "
+            f"{fmt.ulp(weight):.3g}, and it moves: its size counts, not its sign."
+        )
     raise Wrong(
         f"An update of {update:.3g} is more than half of the gap at {weight:g} in {name}, {fmt.ulp(weight):.3g}: the "
         "weight moves."
@@ -451,12 +470,18 @@ def _agrees(got: Tensor, wanted: Tensor) -> bool:
     return bool(got.isfinite().all()) and off.double().mean().item() < 2e-3
 
 
-def _by(x_MK: Tensor, rows: int, columns: int, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the matrix there and back with another rule for the scale."""
+def _by(
+    x_MK: Tensor,
+    rows: int,
+    columns: int,
+    scale_of: Callable[[Tensor], Tensor],
+    cast: Callable[[Tensor], Tensor] = lambda values: values.clamp(-448, 448).to(E4M3).float(),
+) -> Tensor:
+    """Return the matrix there and back with another rule for the scale, or another format."""
     blocks = x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
     scale = torch.where(largest > 0, scale_of(largest), 1.0)
-    return ((blocks / scale).clamp(-448, 448).to(E4M3).float() * scale).reshape(x_MK.shape)
+    return (cast(blocks / scale) * scale).reshape(x_MK.shape)
 
 
 def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
@@ -475,7 +500,8 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
         raise Wrong(
             f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
         )
-    if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()):
+    e5m2 = _by(x_MK, rows, columns, lambda largest: largest / 448, lambda values: values.to(torch.float8_e5m2).float())
+    if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()) or _agrees(got, e5m2):
         raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
     if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
         raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
@@ -497,7 +523,15 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
         raise Wrong(f"The largest of E4M3 is 448, not 240: only one code is NaN, and there is no infinity ({block}).")
     if got.shape[0] == got.shape[1] and _agrees(got, quantize(x_MK, scaling).dequantize().T):
         raise Wrong("The matrix came back transposed.")
+    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest / 127, torch.round)):
+        raise Wrong(
+            "These are whole numbers up to 127, as in INT8; E4M3 has a mantissa and an exponent, and ends at 448."
+        )
     wanted = quantize(x_MK, scaling).dequantize()
+    if _agrees(got.flatten().sort().values, wanted.flatten().sort().values):
+        raise Wrong(f"The values are right and stand in other places: put each block back where it was ({block}).")
+    if (got[x_MK == 0] != 0).any():
+        raise Wrong(f"A zero comes back as {got[x_MK == 0].abs().max():.3g}: a block of zeros stays one ({block}).")
     largest = int(x_MK.abs().argmax())
     if got.flatten()[largest].abs() < 0.9 * x_MK.abs().max():
         raise Wrong(

@@ -132,8 +132,9 @@ def _judged(judge: Callable[..., str | None], answers: tuple, lines: int) -> tup
         raise
     except BaseException as error:  # SystemExit too: a check never stops the notebook
         try:
-            text = f": {error}"[:300]
-        except Exception:  # the text of an exception is code of the answer's, and may fail
+            with guarded(lines=lines):
+                text = f": {error}"[:300]
+        except BaseException:  # the text of an exception is code of the answer's: it may fail, exit, or never end
             text = ""
         return "wrong", f"Your answer stopped{own_line(error)} with {type(error).__name__}{text}"
 
