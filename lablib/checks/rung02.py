@@ -281,8 +281,9 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
         raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
     if all(close(v, g) for row, own in zip(got, gradients, strict=True) for v, g in zip(row, own, strict=True)):
         raise Wrong("Every rank ends with its own gradient, and nothing of what the others have.")
-    finished = [[close(v, s / ranks) or close(v, s) for v, s in zip(row, total, strict=True)] for row in got]
     divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
+    done = [s / ranks if divided else s for s in total]
+    finished = [[close(v, s) for v, s in zip(row, done, strict=True)] for row in got]
     if all(any(row) and not all(row) for row in finished):
         if _all_gather_adds(got, total, divided):
             raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
