@@ -506,6 +506,6 @@ SENTENCES = {
     "names_without_end": "never ends", "divides_again": "once more", "upside_down": "upside down",
     "counts_no_rows": "never ends", "zero_below_the_smallest_subnormal": "is rounded to it, not to zero",
     "never_leaves_fp16": "fp32 first", "adds_up_in_fp16_to_look_for_infinity": "look at each value",
-    "a_negative_update_is_a_small_one": "not its sign", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
+    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "more than half of the gap", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
     "blocks_out_of_their_places": "in other places", "ones_for_a_block_of_zeros": "a block of zeros stays one",
 }  # fmt: skip

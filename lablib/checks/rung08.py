@@ -316,7 +316,7 @@ def _situations(dice: random.Random, count: int) -> list[_Case]:
         ("bf16", 300.0, (1e-10, 1e-3), 1.0, 1.0, 1e-3, False),
         ("fp16", 300.0, (1e-10, 1e-3), 2.0**16, 1.0, 1e-3, True),
         ("fp16", 1e5, (1e-6, 1e-3), 1.0, 1.0, 1e-2, True),
-        ("bf16", 300.0, (1e-10, 1e-3), 1.0, 1.5, -1e-2, False),  # more than the gap, downwards
+        ("bf16", 300.0, (1e-10, 1e-3), 1.0, 1.5, -3e-2, False),  # four gaps, downwards
     ]
     while len(made) < count:
         name = dice.choice(("fp16", "bf16"))
@@ -397,10 +397,10 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
         )
     if master:
         raise Wrong("With a master copy the update is added in fp32, and small updates are not lost.")
-    if update < 0:
+    if update < -2 * fmt.ulp(weight):
         raise Wrong(
-            f"An update of {update:.3g} takes the {name} weight {weight:g} more than half of a gap down, "
-            f"{fmt.ulp(weight):.3g}, and it moves: its size counts, not its sign."
+            f"An update of {update:.3g} takes the {name} weight {weight:g} down by more than a gap, {fmt.ulp(weight):.3g}: its "
+            "size counts, not its sign."
         )
     raise Wrong(
         f"An update of {update:.3g} is more than half of the gap at {weight:g} in {name}, {fmt.ulp(weight):.3g}: the "
