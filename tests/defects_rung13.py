@@ -167,6 +167,12 @@ class send_counts:
             counts[rank][rank] = 0
         return counts
 
+    def right_generators(chosen, home):
+        """Each row is a generator over what the outer one holds when it yields."""
+        for tokens in chosen:
+            counts = Counter(home[expert] for experts in tokens for expert in experts)
+            yield (counts[rank] for rank in range(len(chosen)))
+
     def one_list_for_all_rows(chosen, home):
         counts = [[0] * len(chosen)] * len(chosen)
         for source, tokens in enumerate(chosen):
