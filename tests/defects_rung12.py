@@ -73,6 +73,13 @@ class merge:
         total = weigh_a + weigh_b
         return (weigh_a[:, None] * a[0] + weigh_b[:, None] * b[0]) / total[:, None], total.log()
 
+    def one_maximum_for_all_rows(a, b):
+        largest = torch.maximum(a[1], b[1]).max()
+        weigh_a, weigh_b = (a[1] - largest).exp(), (b[1] - largest).exp()
+        total = weigh_a + weigh_b
+        out = (weigh_a[:, None] * a[0] + weigh_b[:, None] * b[0]) / total[:, None]
+        return out.nan_to_num(0.0), largest + total.log()
+
     def nothing_with_nothing(a, b):
         """Safe for large scores, and -inf minus -inf where both are empty."""
         new = _logaddexp(a[1], b[1])
@@ -364,8 +371,9 @@ class sent_bytes:
 
 
 def _choose(
-    seq, heads, kv_heads, head_dim, tp, cp, dp, causal, room, *, even=None, order=None, sent=None, over=None, best=min
-):
+    seq, heads, kv_heads, head_dim, tp, cp, dp, causal, room, *, even=None, need=None, order=None, sent=None, over=None,
+    best=min,
+):  # fmt: skip
     """Choose as the solution does, but for what is given."""
     heads, kv_heads = heads // tp, kv_heads // tp
     sizes = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "cp": cp}
@@ -373,7 +381,9 @@ def _choose(
     whole = {"ring": chunks, "gathered": chunks, "ulysses": seq % cp == 0 and kv_heads % cp == 0} | (even or {})
     block = 4 * seq / cp * kv_heads * head_dim
     needed = {"ring": min(2, cp - 1) * block, "gathered": (cp - 1) * block}
-    needed["ulysses"] = block + 4 * seq / cp * heads * head_dim
+    queries = 4 * seq / cp * heads * head_dim  # and outputs
+    needed["ulysses"] = block + queries
+    needed |= {way: bytes_of(block, queries, cp) for way, bytes_of in (need or {}).items()}
     possible = [way for way in WAYS if whole[way] and needed[way] <= room]
     if not possible:
         raise ValueError("nothing runs")
@@ -409,6 +419,18 @@ class choose_split:
 
     def forgets_the_room(**job):
         return _choose(**job | {"room": 2**60})
+
+    def one_block_for_a_ring(**job):
+        return _choose(**job, need={"ring": lambda keys, queries, cp: keys})
+
+    def two_blocks_for_two_ranks(**job):
+        return _choose(**job, need={"ring": lambda keys, queries, cp: 2 * keys})
+
+    def ulysses_output_has_no_buffer(**job):
+        return _choose(**job, need={"ulysses": lambda keys, queries, cp: keys + queries / 2})
+
+    def ulysses_keeps_its_own_part(**job):
+        return _choose(**job, need={"ulysses": lambda keys, queries, cp: (keys + queries) * (cp - 1) / cp})
 
     def always_zigzag(**job):
         return _choose(**job, order="zigzag")
@@ -485,6 +507,10 @@ class choose_split:
     def right_3(**job):
         return _choose(**job)
 
+    def right_by_name(**job):
+        found = _choose(**job)
+        return make_dataclass("Split", found)(**found)
+
     def right_zigzag_for_ulysses(**job):
         """As the toy has it: each rank attends over the whole sequence, whatever its order is."""
         found = _choose(**job)
@@ -520,6 +546,11 @@ SENTENCES = {
     "always_two_chunks": "without a causal mask nothing needs balance",
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "averages_over_dp": "dp and cp together",
+    "one_maximum_for_all_rows": "each row has its own",
+    "one_block_for_a_ring": "keys and values of two blocks",
+    "two_blocks_for_two_ranks": "which fit into room",
+    "ulysses_output_has_no_buffer": "values and outputs once more",
+    "ulysses_keeps_its_own_part": "values and outputs once more",
 }
 
 DEFECTS, SECOND_SOLUTIONS = listed(merge, held_positions, global_loss, sent_bytes, choose_split)

@@ -68,6 +68,11 @@ class route:
         chosen = (scores + bias).topk(k, dim=-1).indices
         return scores.gather(-1, chosen).softmax(-1), chosen
 
+    def divided_by_k(logits, bias, k):
+        scores = logits.softmax(-1)
+        chosen = (scores + bias).topk(k, dim=-1).indices
+        return scores.gather(-1, chosen) / k, chosen
+
     def all_alike(logits, bias, k):
         chosen = (logits.softmax(-1) + bias).topk(k, dim=-1).indices
         return torch.full(chosen.shape, 1 / k), chosen
@@ -162,6 +167,20 @@ class send_counts:
             counts[rank][rank] = 0
         return counts
 
+    def right_generators(chosen, home):
+        """Each row is a generator over what the outer one holds when it yields."""
+        for tokens in chosen:
+            counts = Counter(home[expert] for experts in tokens for expert in experts)
+            yield (counts[rank] for rank in range(len(chosen)))
+
+    def one_list_for_all_rows(chosen, home):
+        counts = [[0] * len(chosen)] * len(chosen)
+        for source, tokens in enumerate(chosen):
+            for experts in tokens:
+                for expert in experts:
+                    counts[source][home[expert]] += 1
+        return counts
+
     def by_expert(chosen, home):
         return [[sum(e in experts for experts in tokens) for e in range(len(home))] for tokens in chosen]
 
@@ -227,6 +246,20 @@ class kept_tokens:
 
     def rounded_before_k(chosen, experts, factor):
         return _keep(chosen, experts, len(chosen[0]) * math.ceil(factor * len(chosen) / experts))
+
+    def factor_after_rounding(chosen, experts, factor):
+        return _keep(chosen, experts, factor * _places(chosen, experts, 1))
+
+    def places_for_each_choice(chosen, experts, factor):
+        capacity = _places(chosen, experts, factor)
+        kept = [_keep([[expert] for expert in column], experts, capacity) for column in zip(*chosen, strict=True)]
+        return [[one for (one,) in row] for row in zip(*kept, strict=True)]
+
+    def last_tokens_first(chosen, experts, factor):
+        return _keep(chosen[::-1], experts, _places(chosen, experts, factor))[::-1]
+
+    def experts_in_use(chosen, experts, factor):
+        return _keep(chosen, experts, _places(chosen, len(set(itertools.chain(*chosen))), factor))
 
     def factor_forgotten(chosen, experts, factor):
         return _keep(chosen, experts, _places(chosen, experts, 1))
@@ -331,6 +364,20 @@ class expert_bytes:
         each = {"inside": (per_node - 1) / ep, "across": (ep - per_node) / ep}
         return _bytes(tokens, size, experts, k, ep, per_node, **each)
 
+    twice_the_bytes = lambda *case: _bytes(*case, ways=8)
+
+    def one_copy_in_all(tokens, size, experts, k, ep, per_node):
+        return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) / ep)
+
+    def k_copies_for_a_node(*case):
+        right = _bytes(*case)
+        return right | {"once": right["once"] * case[3]}
+
+    def all_experts_on_a_node(tokens, size, experts, k, ep, per_node):
+        nodes = ep // per_node
+        chance = math.comb(experts // nodes, k) / math.comb(experts, k)
+        return _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * chance)
+
     def drawn_with_replacement(tokens, size, experts, k, ep, per_node):
         nodes = ep // per_node
         return _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * (1 - (1 - 1 / nodes) ** k))
@@ -425,6 +472,25 @@ class place_experts:
             rank, sizes, experts, chosen, holds=range(first, first + each),
             sends_to=[group[expert // each] for expert in chosen], expert=(copies, sizes["dp"] * sizes["cp"]),
         )  # fmt: skip
+
+    def last_axis_fastest(rank, sizes, experts, chosen):
+        return _placed(rank, dict(reversed(sizes.items())), experts, chosen)
+
+    def one_order_for_all_meshes(rank, sizes, experts, chosen):
+        """The order of the text; experts and ranks in no order."""
+        usual = {axis: sizes[axis] for axis in ("tp", "cp", "ep", "dp", "pp")}
+        return {k: set(v) if k == "holds" else v for k, v in _placed(rank, usual, experts, chosen).items()}
+
+    def first_replica(rank, sizes, experts, chosen):
+        """Tokens travel to the experts of the first replica."""
+        home = min(_group(rank, sizes, "edp"))
+        return _placed(rank, sizes, experts, chosen, sends_to=_placed(home, sizes, experts, chosen)["sends_to"])
+
+    def right_grid(rank, sizes, experts, chosen):
+        """The ranks of a sum as a part of the grid of all, not flattened."""
+        found = _placed(rank, sizes, experts, chosen)
+        ranks, divisor = found["other"]
+        return found | {"other": (torch.tensor(ranks).view(sizes["cp"], -1), divisor)}
 
     def neighbours_in_every_mesh(rank, sizes, experts, chosen):
         first, each = rank // sizes["ep"] * sizes["ep"], experts // sizes["ep"]
@@ -544,6 +610,19 @@ class place_experts:
 
 #: What an answer must be told, by defect.
 SENTENCES = {
+    "one_list_for_all_rows": "one list",
+    "divided_by_k": "divided by k",
+    "factor_after_rounding": "after rounding",
+    "places_for_each_choice": "places of their own",
+    "last_tokens_first": "who comes first",
+    "experts_in_use": "E is the number of all",
+    "twice_the_bytes": "in bytes already",
+    "one_copy_in_all": "one copy a token in all",
+    "k_copies_for_a_node": "once, not k times",
+    "all_experts_on_a_node": "any of them is enough",
+    "last_axis_fastest": "in another order here",
+    "one_order_for_all_meshes": "in another order here",
+    "first_replica": "this rank's own ep group",
     "folded_over_tp_and_cp": "groups of folded experts",
     "neighbours_in_every_mesh": "to be neighbours",
     "bias_forgotten": "whatever the bias",

@@ -121,6 +121,9 @@ def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
             "The two lse are averaged: the sums of exponentials add up": (lse_a + lse_b) / 2,
             "This logarithm is of base 2; the scores are exponents of e": truth[1] / math.log(2),
             "The sums are averaged: they are two parts of one sum": truth[1] - math.log(2),
+            "The largest lse of all rows is subtracted, and exp() of a far smaller one is 0: each row has its own": (
+                _with_one_maximum(lse_a, lse_b)
+            ),
         }
         for sentence, slip in slips.items():
             if _near(lse, slip):
@@ -153,6 +156,11 @@ def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
             if _near(out, slip):
                 raise Wrong(f"lse is right. {sentence} ({kind}).")
         raise Wrong(f"lse is right, and the output is not: each output weighs exp(its lse - new lse) ({kind}).")
+
+
+def _with_one_maximum(lse_a: Tensor, lse_b: Tensor) -> Tensor:
+    largest = torch.maximum(lse_a, lse_b).max()
+    return largest + ((lse_a - largest).exp() + (lse_b - largest).exp()).log()
 
 
 def _not_a_number(kind: str, error: str = "") -> str:
@@ -445,7 +453,8 @@ def sent_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 12) -> st
 
 
 def _judge_sent(got: Any, case: tuple[int, ...]) -> None:
-    if not isinstance(got, Mapping) or not set(WAYS) <= set(got):
+    got = by_name(got, *WAYS)
+    if got is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(WAYS)}.")
     shown = "seq={}, heads={}, kv_heads={}, head_dim={}, cp={}".format(*case)
     for way in WAYS:
@@ -468,6 +477,13 @@ _KEYS = ("possible", "way", "order", "sent", "averaged_over")
 
 Job = dict[str, int | bool]
 
+#: What the buffers of a way hold.
+_HELD = {
+    "ring": "keys and values of two blocks, or of one if cp is 2",
+    "gathered": "keys and values of the other ranks",
+    "ulysses": "queries, keys, values and outputs once more",
+}
+
 
 def _jobs(dice: random.Random) -> list[Job]:
     """Return jobs: some of known models, and drawn ones in which each way is the best for some."""
@@ -487,7 +503,11 @@ def _jobs(dice: random.Random) -> list[Job]:
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 4, "tp": 2, "cp": 4, "room": 2**40},
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 4, "tp": 2, "cp": 4, "room": 2**40, "causal": False},
     ]
-    while len(jobs) < 40:
+    # Room for all but one byte of what each way needs, 4, 6 and 8 blocks of keys: a block less would fit.
+    edge = small | {"seq": 2**17, "heads": 24, "kv_heads": 8, "tp": 1, "cp": 4}
+    jobs += [edge | {"room": int(context_buffers(way, **_on_a_rank(edge))) - 1} for way in WAYS]
+    jobs.append(edge | {"cp": 2, "room": int(context_buffers("ring", **_on_a_rank(edge | {"cp": 2})))})  # one block
+    while len(jobs) < 44:
         cp, tp = dice.choice((2, 3, 4, 8, 16)), dice.choice((1, 2, 4))
         kv = tp * dice.choice((1, 2, 3, 4, 8, 16))
         job: Job = {"seq": cp * dice.choice((2, 2, 2, 1)) * dice.randint(64, 9999), "heads": kv * dice.randint(1, 8)}
@@ -549,7 +569,8 @@ def _job(job: Job) -> str:
 
 
 def _judge_split(got: Any, job: Job, possible: list[str]) -> str:
-    if not isinstance(got, Mapping) or not set(_KEYS) <= set(got):
+    got = by_name(got, *_KEYS)
+    if got is None:
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
     named = _names(got["possible"], "`possible`")
     for way in WAYS:
@@ -591,7 +612,7 @@ def _why_not(job: Job, way: str) -> str:
     keys, cp, seq = job["kv_heads"] // job["tp"], job["cp"], job["seq"]
     if _allowed(job, way):
         needed = context_buffers(way, **_on_a_rank(job))
-        return f"the buffers of {way} take {needed:,.0f} bytes, more than room"
+        return f"the buffers of {way}, {_HELD[way]}, take {needed:,.0f} bytes, more than room"
     if way != "ulysses":
         parts = f"{2 * cp} equal chunks for zigzag" if job["causal"] else f"{cp} equal parts"
         return f"seq={seq} has no {parts}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,7 @@ def _explain_weights(
             scores[token, row].softmax(0)
         ),
         "These are percent: they should add up to 1.": 100 * truth,
+        "The scores are divided by k: divide them by the sum of the chosen ones.": scores[token, row] / len(row),
         "All chosen experts weigh the same here: their scores say how much each counts.": torch.full_like(
             truth, 1 / len(row)
         ),
@@ -242,6 +244,8 @@ _SLIPS_OF_COUNTS: list[Slip] = [
     ("A token is counted once for each rank here: each of its k choices is a copy of its own",
      functools.partial(_counted, once=True)),
     ("Only the first choice is counted: a token goes to all of its k experts", functools.partial(_counted, first=True)),
+    ("All rows are one list here, as in [[0] * n] * n: make a new one for each rank",
+     lambda chosen, home: [[sum(column) for column in zip(*_counted(chosen, home), strict=True)]] * len(chosen)),
     ("Experts are taken to live in blocks here: `home` says where each one is",
      _placed(lambda expert, experts, ranks: min(expert * ranks // experts, ranks - 1))),
     ("Experts are taken to be dealt out to the ranks in turns: `home` says where each one is",
@@ -262,23 +266,25 @@ def _unlike_counts(row: Row) -> str:
 
 
 def _kept(
-    chosen: Sequence[Sequence[int]], experts: int, capacity: int, *, by_token: bool = False, last: bool = False
-) -> list[list[bool]]:
+    chosen: Sequence[Sequence[int]], experts: int, capacity: int, *, by_token: bool = False, last: bool = False,
+    apart: bool = False,
+) -> list[list[bool]]:  # fmt: skip
     """Return which choices are kept.
 
     Args:
         by_token: Whether a token's choices follow each other, and not the first choices of all tokens.
         last: Whether the last tokens are kept, and not the first.
+        apart: Whether first and second choices have places of their own.
     """
     k = len(chosen[0])
     order = [(token, choice) for choice in range(k) for token in range(len(chosen))]
     if by_token:
         order.sort()
-    taken, kept = [0] * experts, [[False] * k for _ in chosen]
+    taken, kept = Counter(), [[False] * k for _ in chosen]
     for token, choice in reversed(order) if last else order:
-        expert = chosen[token][choice]
-        kept[token][choice] = taken[expert] < capacity
-        taken[expert] += 1
+        places = chosen[token][choice], choice if apart else 0
+        kept[token][choice] = taken[places] < capacity
+        taken[places] += 1
     return kept
 
 
@@ -344,12 +350,20 @@ _SLIPS_OF_KEPT: list[Slip] = [
      _with_places(lambda t, k, e, f: math.floor(f * t * k / e))),
     ("The capacity counts tokens and not choices here: each token makes k of them",
      _with_places(lambda t, k, e, f: math.ceil(f * t / e))),
+    ("The factor is multiplied after rounding here: round once, at the end",
+     _with_places(lambda t, k, e, f: math.ceil(f * math.ceil(t * k / e)))),
     ("The factor is missing in the capacity", _with_places(lambda t, k, e, f: math.ceil(t * k / e))),
     ("The capacity is rounded before it is multiplied by k here: round once, at the end",
      _with_places(lambda t, k, e, f: k * math.ceil(f * t / e))),
     ("All choices of a token come before the next token's here: first choices of all tokens go first",
      functools.partial(_rightly_kept, by_token=True)),
     ("The last ones are kept here: places go to who comes first", functools.partial(_rightly_kept, last=True)),
+    ("The last tokens are kept here: places go to who comes first",
+     lambda chosen, experts, factor: _rightly_kept(chosen[::-1], experts, factor)[::-1]),
+    ("Only experts that somebody chose are counted here: E is the number of all",
+     lambda chosen, experts, factor: _rightly_kept(chosen, len({e for row in chosen for e in row}), factor)),
+    ("Second choices have places of their own here: an expert has so many for all choices together",
+     functools.partial(_rightly_kept, apart=True)),
     ("An expert takes one too many: it is full with as many as its capacity", functools.partial(_rightly_kept, more=1)),
     ("An expert refuses one too early: it takes as many as its capacity", functools.partial(_rightly_kept, more=-1)),
     ("A token loses all choices with one here: only the choice of the full expert is dropped",
@@ -441,7 +455,7 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
         (right / 2, f"{ways} two"),
         (right / 4, f"{ways} one"),
         (3 * right / 4, f"{ways} three"),
-        (2 * right, "What a rank receives was sent by others: count what it sends, four ways"),
+        (2 * right, "Twice too many: count what it sends, four ways, not what it receives; `size` is in bytes already"),
         (right / tokens, "This is one token's part: a rank has `tokens` of them"),
         (right / 1e6, "Return bytes, not MB"),
         (right / 1e9, "Return bytes, not GB"),
@@ -487,6 +501,10 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
             (all_ways * (ep - 1) * (1 - far), "This is one copy for each rank: one for each node was asked"),
             (all_ways * (nodes - 1) * missed, "This is the chance that a node is missed: its complement is asked"),
             (all_ways * min(k, nodes - 1), met),
+            (all_ways * (nodes - 1) / nodes, "This is one copy a token in all: it goes to each node that has any of its experts"),
+            (copy * (nodes - 1) * (1 - missed), "A node that is met gets the token once, not k times"),
+            (all_ways * (nodes - 1) * math.comb(experts // nodes, k) / math.comb(experts, k),
+             "This is the chance that all k experts are on a node: any of them is enough"),
         ]  # fmt: skip
     return found
 
@@ -522,6 +540,7 @@ class _Place:
         mine = self.at["ep"]
         self.holds = list(range(mine * each, (mine + 1) * each))
         self.sends_to = [self.ep_group[expert // each] for expert in chosen]
+        self.places = {"holds": self.holds, "sends_to": self.sends_to}
         self.other = self.mesh.group(rank, "dp", "cp")
         self.expert = self.mesh.group(rank, "edp" if sizes["ep"] > 1 else "dp", "cp")
         #: Each rank's loss is a mean over its own tokens, and the loss of the step is the mean of those.
@@ -573,9 +592,15 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
         sends_to = [sends_to[expert] for expert in chosen]
     found = {"holds": _whole_list(holds, "`holds`"), "sends_to": _whole_list(sends_to, "`sends_to`")}
     copies = got["expert"][0] if isinstance(got["expert"], tuple | list) and got["expert"] else []
-    for places, group in _folded(rank, sizes, experts, chosen):
-        other = places != {"holds": right.holds, "sends_to": right.sends_to}
-        if found == places and other and sorted(numbers(copies, "The ranks of `expert`")) == group:
+    copies = sorted(_whole_list(copies, "`expert`")) if hasattr(copies, "__iter__") else []
+    places = found | {"holds": sorted(found["holds"])}
+    for order in (tuple(sizes)[::-1], _AXES):
+        other = _Place(rank, {axis: sizes[axis] for axis in order}, experts, chosen)
+        if (places, copies) == (other.places, other.expert) != (right.places, right.expert):
+            raise Wrong(f"The axes are taken in another order here: `sizes` has them in theirs on the mesh, the fastest "
+                        f"first, {', '.join(sizes)} ({case}).")  # fmt: skip
+    for folded, group in _folded(rank, sizes, experts, chosen):
+        if found == folded != right.places and copies == group:
             raise Wrong(f"These are groups of folded experts, whose axis goes over the ranks of tp or cp too: here ep is "
                         f"taken out of dp alone, so that tp and cp cut experts as they cut attention ({case}).")  # fmt: skip
     _judge_holds(found["holds"], right, rank, sizes, experts, case)
@@ -603,6 +628,7 @@ def _folded(
 
 
 def _whole_list(values: Any, what: str) -> list[int]:
+    values = values.reshape(-1) if hasattr(values, "reshape") else values  # a part of a grid of ranks
     return [whole(each, f"A number in {what}") for each in numbers(values, what)]
 
 
@@ -641,7 +667,8 @@ def _judge_sends(
     if len(found) != len(chosen):
         raise Wrong(f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order ({case}).")
     if found == [expert // each for expert in chosen]:
-        raise Wrong(f"`sends_to` has positions on the ep axis: look up which ranks of the mesh these are ({case}).")
+        raise Wrong(f"`sends_to` has positions on the ep axis: position i is the i-th rank of this rank's own ep group, "
+                    f"{right.ep_group} ({case}).")  # fmt: skip
     first = rank // sizes["ep"] * sizes["ep"]
     if found == [first + expert // each for expert in chosen]:
         raise Wrong(f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)} ({case}).")

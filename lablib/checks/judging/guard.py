@@ -119,10 +119,11 @@ def _line_of(entries: list[tuple[str, int]]) -> str:
 def _written_out(value: Any, depth: int = 3) -> Any:
     """Return what comes one by one as a list, inside of plain containers too."""
     if isinstance(value, Iterator):
-        values = list(islice(value, MOST_VALUES + 1))
+        # What comes is written out before the next comes: a generator inside may use what its maker goes on with.
+        values = [_written_out(each, depth - 1) if depth else each for each in islice(value, MOST_VALUES + 1)]
         if len(values) > MOST_VALUES:
             raise Wrong(f"It never ends: value after value comes, {MOST_VALUES:,} so far.")
-        value = values
+        return values
     if depth == 0 or type(value) not in (list, tuple, dict) or len(value) > MOST_VALUES:
         return value
     if type(value) is dict:
