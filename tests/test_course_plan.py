@@ -1,5 +1,6 @@
 """The hours, the one line for a rented machine and its minutes are the same wherever they are printed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch
     recorded = tmp_path / "labs" / "recorded"
     recorded.mkdir(parents=True)
     monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
-    (recorded / "10_cpu.json").write_text('{"machine": {"gpus": []}}')
+    record = {"samples": [], "command": "", "commit": "", "date": ""}
+    (recorded / "10_cpu.json").write_text(json.dumps(record | {"name": "10_cpu", "machine": {"gpus": []}}))
     assert gpu_records.recorded_on_gpus() == []
-    (recorded / "11_fsdp-2gpu.json").write_text('{"machine": {"gpus": ["H100", "H100"]}}')
+    on_two = {"name": "11_fsdp-2gpu", "machine": {"gpus": ["H100", "H100"]}}
+    (recorded / "11_fsdp-2gpu.json").write_text(json.dumps(record | on_two))
     assert gpu_records.recorded_on_gpus() == ["11_fsdp-2gpu"]

@@ -18,6 +18,7 @@ OWN = {
     "live/explorer.py",
     "proof/headline.py",
     "proof/planner/table.py",
+    "proof/real_runs.py",
 }
 
 

@@ -16,7 +16,16 @@ follows one training step from instant to instant; `explain_memory` names the fo
 Read `formulas` first, then `activations.paper`. Chapters 01 and 09.
 """
 
-from lablib.calc.memory.config import ATTENTION, OFFLOADS, RECOMPUTE, SETTINGS, RunConfig, resolve_model, run_config
+from lablib.calc.memory.config import (
+    ATTENTION,
+    LONGEST,
+    OFFLOADS,
+    RECOMPUTE,
+    SETTINGS,
+    RunConfig,
+    resolve_model,
+    run_config,
+)
 from lablib.calc.memory.formulas import autocast_activations, stage_memory, training_memory, weights_are_sharded
 from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
 from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
@@ -27,6 +36,7 @@ __all__ = [
     "ATTENTION",
     "GRADIENT_TERMS",
     "IMPLEMENTATIONS",
+    "LONGEST",
     "OFFLOADS",
     "RECOMPUTE",
     "RESERVE",

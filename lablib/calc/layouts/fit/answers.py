@@ -30,7 +30,7 @@ from lablib.calc.layouts.fit.settings import (
     state_bytes,
 )
 from lablib.calc.layouts.planner import divisors
-from lablib.calc.memory import training_memory
+from lablib.calc.memory import LONGEST, training_memory
 
 #: What is searched for the fewest GPUs.
 CONTEXT, MOST_STAGES = (1, 2, 4, 8), 16
@@ -92,7 +92,8 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     """Return the longest sequence that fits, everything else as given, in steps that cp and tp can divide.
 
     With context parallelism every sequence is cut into cp parts, two cp in the ring of real classes, and with sequence
-    parallelism each of them into tp, so lengths are multiples of these. Learned positions end at the table's last row.
+    parallelism each of them into tp, so lengths are multiples of these. Learned positions end at the table's last row, and
+    all else at the longest sequence that the calculator takes.
 
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a Setup.
@@ -104,18 +105,18 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     chunks = 2 if run.cp > 1 and run.implementation.eager and run.cp_way != "ulysses" else 1
     grain = chunks * run.cp * (run.tp if run.sequence_parallel else 1)
     positions = run.model.max_positions
-    most = positions if run.model.learned_positions else None
+    most = positions if run.model.learned_positions else LONGEST
 
     def at(number: int) -> Setup:
         return have.having(seq=number)
 
     def need(steps: int) -> float:
-        return at(steps * grain).memory if most is None or steps * grain <= most else float("inf")
+        return at(steps * grain).memory if steps * grain <= most else float("inf")
 
     value = grain * last_within(need, have.budget)
-    beyond = value + grain if most is None or value + grain <= most else None
+    beyond = value + grain if value + grain <= most else None
     trade = _kept(have, at(value), "seq") if value else ""
-    if value and beyond is None:
+    if value and beyond is None and run.model.learned_positions:
         trade += f"; the {positions:,} learned positions of {run.model.name} end it, not the memory"
     elif value > positions:
         trade += f"; {run.model.name} was made for {positions:,}: longer ones fit, and need other positions"
