@@ -44,7 +44,7 @@ DRAWN = {
     "rung02": (2, ("make_buckets", "ddp_bottleneck")),
     "rung04": (2, ("bubbles", "in_flight", "explain_1f1b")),
     "rung05": (2, ("state_bytes", "zero_tradeoffs")),
-    "rung06": (2, ("count_collectives", "units_by_size", "choose_wrapping")),
+    "rung06": (1, ("count_collectives", "units_by_size", "choose_wrapping")),
     "rung10": (3, ("choose_algorithm", "place")),
     "rung12": (2, ("global_loss", "sent_bytes", "choose_split")),
     "rung13": (2, ("route", "send_counts", "kept_tokens", "expert_bytes", "place_experts")),
