@@ -76,7 +76,7 @@ def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch
     recorded = tmp_path / "labs" / "recorded"
     recorded.mkdir(parents=True)
     monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
-    record = {"samples": [], "command": "", "commit": "", "date": ""}
+    record = {"samples": [], "command": "", "commit": "", "date": "", "lablib": ""}
     (recorded / "10_cpu.json").write_text(json.dumps(record | {"name": "10_cpu", "machine": {"gpus": []}}))
     assert gpu_records.recorded_on_gpus() == []
     on_two = {"name": "11_fsdp-2gpu", "machine": {"gpus": ["H100", "H100"]}}
