@@ -77,8 +77,8 @@ def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch
     recorded.mkdir(parents=True)
     monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
     record = {"samples": [], "command": "", "commit": "", "date": "", "lablib": ""}
-    (recorded / "10_cpu.json").write_text(json.dumps(record | {"name": "10_cpu", "machine": {"gpus": []}}))
-    assert gpu_records.recorded_on_gpus() == []
-    on_two = {"name": "11_fsdp-2gpu", "machine": {"gpus": ["H100", "H100"]}}
-    (recorded / "11_fsdp-2gpu.json").write_text(json.dumps(record | on_two))
-    assert gpu_records.recorded_on_gpus() == ["11_fsdp-2gpu"]
+    machine = {"cpu": "", "cpus": 2, "torch": ""}
+    for name, gpus, found in (("10_cpu", [], []), ("11_fsdp-2gpu", ["H100", "H100"], ["11_fsdp-2gpu"])):
+        content = record | {"name": name, "machine": machine | {"gpus": gpus}}
+        (recorded / f"{name}.json").write_text(json.dumps(content))
+        assert gpu_records.recorded_on_gpus() == found
