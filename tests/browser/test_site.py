@@ -157,7 +157,7 @@ _CUT = """() => {
 # Boxes are looked at when the page has been laid out, and formulas broken anew for another width.
 _SETTLED = f"""async () => {{
   const cut = {_CUT};
-  for (const end = Date.now() + 15_000; cut().length && Date.now() < end;) await new Promise(go => setTimeout(go, 100));
+  for (const end = Date.now() + 90_000; cut().length && Date.now() < end;) await new Promise(go => setTimeout(go, 100));
   return cut();
 }}"""
 _UNFOLD = """() => {
