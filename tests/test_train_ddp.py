@@ -274,4 +274,6 @@ def test_the_first_program_sums_by_hand_and_means_by_ddp():
     """Rank r has the example r + 1, and the gradient of a rank is its example."""
     job = elastic.torchrun(SCRIPT.with_name("first_ddp.py"), ranks=3)
     assert job.returncode == 0, job.log
-    assert sorted(job.log.splitlines()) == [f"rank {rank} of 3: sum 6, mean 2" for rank in range(3)]
+    # Torch may have something to say of a machine, such as that triton is missing.
+    said = [line for line in job.log.splitlines() if line.startswith("rank ")]
+    assert sorted(said) == [f"rank {rank} of 3: sum 6, mean 2" for rank in range(3)]
