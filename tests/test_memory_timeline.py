@@ -582,7 +582,7 @@ def test_a_gradient_that_is_a_view_is_not_added_to(readers: int, sequences: bool
         y = x.square()
         total = torch.cat([torch.nn.functional.linear(y, torch.randn(5, 8)).flatten() for _ in range(readers)]).sum()
         del y
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen, mode:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen, mode:
             total.backward()
         return Counter(event.name for event in seen.events() if event.name in ("aten::add", "aten::add_"))
 
@@ -600,7 +600,7 @@ def test_what_a_tied_table_s_second_gradient_is_added_to(cast: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         x = torch.nn.functional.embedding(torch.arange(12).view(2, 6), table)
         total = torch.nn.functional.linear(x, table).float().sum()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
         total.backward()
     found = Counter(event.name for event in seen.events() if event.name in ("aten::add", "aten::add_"))
     assert found == {"aten::add_" if cast else "aten::add": 1}

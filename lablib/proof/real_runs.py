@@ -67,7 +67,7 @@ def allocated_peak(run: Callable[[], object]) -> int:
 
     Nothing that this process allocated on a GPU is counted.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
