@@ -35,7 +35,7 @@ site check unit labs: export HF_HUB_OFFLINE := 1
 
 # Seconds on 2 cores. Over it a command says so; LABLIB_BUDGETS=1, which .ci/run sets, fails at twice of it.
 BOOK_BUDGET := 480
-TEST_BUDGET := 840
+TEST_BUDGET := 720
 
 ##@ Read and work
 

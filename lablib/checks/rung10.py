@@ -53,8 +53,6 @@ class _Message(NamedTuple):
 class World(Turns):
     """Ranks whose only tool is an exchange: send to one rank while receiving from another."""
 
-    patience = 5.0
-
     def __init__(self, ranks: int):
         super().__init__(ranks)
         self.messages: list[_Message] = []

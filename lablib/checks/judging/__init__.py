@@ -9,15 +9,14 @@
 Read `table` first.
 """
 
-from lablib.checks.judging.guard import Wrong, guarded, own_line
+from lablib.checks.judging.guard import Wrong, own_line
 from lablib.checks.judging.ranks import PATIENCE, on_ranks
 from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake
 from lablib.checks.judging.values import as_float, by_name, close, numbers, some, whole
-from lablib.checks.judging.verdict import Hints, Verdict, check
+from lablib.checks.judging.verdict import Verdict, check
 
 __all__ = [
     "PATIENCE",
-    "Hints",
     "Row",
     "Slip",
     "Verdict",
@@ -28,7 +27,6 @@ __all__ = [
     "check",
     "close",
     "compare",
-    "guarded",
     "name_the_mistake",
     "numbers",
     "on_ranks",
