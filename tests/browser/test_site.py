@@ -166,11 +166,23 @@ _UNFOLD = """() => {
 }"""
 
 
+# A cue may change what is measured, and be taken away for it, and put back.
+_FLICKERS = """async () => {
+  const found = new Set(), watch = new MutationObserver(seen => seen.forEach(change => found.add(
+    `${change.target.tagName} ${change.target.textContent.trim().slice(0, 40)}`)));
+  watch.observe(document.querySelector("article.bd-article"), { subtree: true, attributeFilter: ["class"] });
+  for (let frame = 0; frame < 10; frame++) await new Promise(requestAnimationFrame);
+  watch.disconnect();
+  return [...found];
+}"""
+
+
 def what_scrolls_says_so(visit):
     visit.page.evaluate(_UNFOLD)
     for size in (DESK, PHONE):
         visit.page.set_viewport_size(size)
         assert visit.page.evaluate(_SETTLED) == [], f"{size['width']} pixels"
+        assert visit.page.evaluate(_FLICKERS) == [], f"{size['width']} pixels"
 
 
 def formulas_are_drawn(visit):
