@@ -166,12 +166,16 @@ _UNFOLD = """() => {
 }"""
 
 
-# A cue may change what is measured, and be taken away for it, and put back.
+# A cue may change what is measured, be taken away for it and put back, for ever: ten frames in which nothing changes end it.
 _FLICKERS = """async () => {
   const found = new Set(), watch = new MutationObserver(seen => seen.forEach(change => found.add(
     `${change.target.tagName} ${change.target.textContent.trim().slice(0, 40)}`)));
   watch.observe(document.querySelector("article.bd-article"), { subtree: true, attributeFilter: ["class"] });
-  for (let frame = 0; frame < 10; frame++) await new Promise(requestAnimationFrame);
+  const end = Date.now() + 90_000;
+  do {
+    found.clear();
+    for (let frame = 0; frame < 10; frame++) await new Promise(requestAnimationFrame);
+  } while (found.size && Date.now() < end);
   watch.disconnect();
   return [...found];
 }"""
