@@ -280,7 +280,7 @@ def test_the_toys_terms_vanish_with_their_causes():
     [
         ({"tp": 3}, "tp=3 does not divide num_heads=32; use 1, 2, 4"),
         ({"tp": 16}, "tp=16 does not divide num_kv_heads=8; use 1, 2, 4 or 8"),
-        ({"cp": 3}, "cp=3 does not divide seq=64; use 1, 2, 4"),
+        ({"cp": 3}, "cp=3 does not divide seq / 2=32; use 1, 2, 4"),
         ({"tp": 4, "cp": 32, "sequence_parallel": True}, "tp=4 does not divide seq / cp=2"),
         ({"batch": 0}, "batch=0"),
         ({"seq": 2.5}, "seq=2.5"),

@@ -185,7 +185,7 @@ def test_models_lists_every_preset_with_its_count() -> None:
         (["fit", "no/config.json", "--gpu", "h100"], "cannot read no"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--nic", "fast"], "unknown link 'fast'"),
         (["fit", "llama-3-8b", "--gpu", "h100", "--step", "slow"], "unknown step 'slow'"),
-        (["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"], "ep=8 does not divide dp * cp=4"),
+        (["fit", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--ep", "8"], "ep=8 does not divide dp=4"),
         (["memory", "gpt2", "--step", "slow"], "unknown step 'slow'"),
         (["memory", "gpt2", "--at", ""], "unknown instant ''"),
         (["memory", "gpt2", "--at", "all", "--explain"], "--explain is about one instant"),

@@ -11,9 +11,10 @@ import pytest
 from lablib.calc.layouts import export_job, export_layout
 from lablib.calc.layouts.export import EXPORTERS
 from lablib.calc.layouts.export.accelerate import BLOCKS
-from lablib.calc.layouts.planner import Layout, chunk_layers
+from lablib.calc.layouts.planner import Layout
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
+from lablib.calc.schedules import chunk_layers
 from tests.exported.cases import CASES, Case
 from tests.exported.readers import installed, read
 

@@ -160,8 +160,8 @@ def test_the_settings_are_explained() -> None:
         ("llama-3-8b", {"implementation": "hf", "cp_way": "star"}, "unknown cp_way 'star'"),
         ("llama-3-8b", {"implementation": "hf", "attention": "plain"}, "attention='plain'; use 'fused'"),
         ("llama-3-8b", {"implementation": "hf", "recipe": "autocast-bf16"}, "autocast does not reach"),
-        ("llama-3-8b", {"implementation": "hf", "seq": 2052}, "2 cp=8 does not divide seq=2052"),
-        ("qwen2.5-0.5b", {"implementation": "hf", "cp_way": "ulysses"}, "cp=4 does not divide num_heads=14"),
+        ("llama-3-8b", {"implementation": "hf", "seq": 2052}, "cp=4 does not divide seq / 2=1026"),
+        ("qwen2.5-0.5b", {"implementation": "hf", "cp_way": "ulysses"}, "cp=4 does not divide num_kv_heads=2"),
     ],
 )
 def test_what_was_not_measured_is_refused(model: str, settings: dict, words: str) -> None:

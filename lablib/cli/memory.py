@@ -61,9 +61,14 @@ def _kernels() -> inspect.Parameter:
 def _option(name: str, optional: bool) -> inspect.Parameter:
     setting = SETTINGS[name]
     default = f"{setting.default // MiB} MiB" if name == "bucket_bytes" else setting.default
-    kind = {"seq": int, "num_microbatches": int, "etp": int, "dropout": float, "layers_per_stage": str}.get(
-        name, type(default)
-    )
+    kind = {
+        "seq": int,
+        "num_microbatches": int,
+        "etp": int,
+        "prefetch": int,
+        "dropout": float,
+        "layers_per_stage": str,
+    }.get(name, type(default))
     if optional or default is None:
         kind, default = kind | None, None
     annotation = Annotated[kind, typer.Option(help=setting.metadata["help"])]

@@ -163,8 +163,8 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
 
 
 def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
-    from lablib.calc.layouts.planner import layers_per_stage
     from lablib.calc.memory import Verdict
+    from lablib.calc.schedules import layers_per_stage
 
     load, card = result.load, result.cluster.gpu
     said = Verdict(candidate.total_memory, card, card.usable_bytes - result.capacity).as_dict()

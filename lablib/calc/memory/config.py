@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from os import PathLike
 
-from lablib.calc.errors import LARGEST, check_flag, check_whole, either, must_divide, one_of
+from lablib.calc.errors import LARGEST, check_flag, check_whole, either, one_of
 from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
-from lablib.calc.parallel import WAYS
+from lablib.calc.parallel import WAYS, check_degrees, check_schedule
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
-from lablib.calc.schedules import SCHEDULES
+from lablib.calc.schedules import SCHEDULES, layers_of_stage
 from lablib.calc.torch_versions import PINNED, release
 from lablib.calc.units import MiB
 
@@ -108,11 +108,11 @@ class RunConfig:
             choices=WAYS,
         ),
     )
-    ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from dp times cp.", least=1))
+    ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from cp times dp.", least=1))
     etp: int | None = field(
         default=None,
         metadata=_about(
-            "Ranks that split one expert, with ep folded over tp, cp and dp together; default: tp, not folded.", least=1
+            "Ranks that split one expert; ep times etp divides tp times cp times dp; default: tp.", least=1
         ),
     )
     recompute: str = field(
@@ -161,7 +161,13 @@ class RunConfig:
         default=25 * MiB,
         metadata=_about("Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0),
     )
-    prefetch: int = field(default=0, metadata=_about("Units that ZeRO-3 gathers ahead of the one in use.", least=0))
+    prefetch: int | None = field(
+        default=None,
+        metadata=_about(
+            "Units that ZeRO-3 gathers ahead of the one in use; default: 1 with sharding flat, and what FSDP2 does by itself.",
+            least=0,
+        ),
+    )
     sharding: str = field(
         default="flat",
         metadata=_about(
@@ -188,7 +194,11 @@ class RunConfig:
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
         self._check_ranges()
-        self._check_split()
+        self.implementation.check_recompute(self.recompute)
+        check_degrees(
+            model, tp=self.tp, cp=self.cp, dp=self.dp, ep=self.ep, etp=self.etp, seq=self.seq,
+            sequence_parallel=self.sequence_parallel, cp_way=self.cp_way, imbalance=self.imbalance,
+        )  # fmt: skip
         self._check_experts()
         self._check_tensor_parallel()
         self._check_context_parallel()
@@ -206,17 +216,20 @@ class RunConfig:
         """Bytes of a gradient value as ranks reduce it."""
         return self.recipe.reduced(self.torch)
 
-    def replicas(self, expert: bool) -> int:
-        """Return over how many ranks ZeRO can shard a parameter: dp times cp, divided by ep for routed experts.
+    @property
+    def units_ahead(self) -> int:
+        """Units that ZeRO-3 is told to gather ahead; one where nothing is said, but FSDP2 decides by itself."""
+        return int(self.sharding == "flat") if self.prefetch is None else self.prefetch
 
-        Folded experts divide all ranks of a stage: tp times cp times dp, over ep times etp.
+    def replicas(self, expert: bool) -> int:
+        """Return over how many ranks ZeRO can shard a parameter, dp times cp; a routed expert over what ep and etp leave.
 
         Args:
             expert: Whether it belongs to a routed expert.
         """
-        if expert and self.etp is not None:
-            return self.tp * self.cp * self.dp // (self.ep * self.etp)
-        return self.dp * self.cp // (self.ep if expert else 1)
+        if expert:
+            return self.tp * self.cp * self.dp // (self.ep * (self.etp or self.tp))
+        return self.dp * self.cp
 
     def _check_ranges(self) -> None:
         for name, setting in SETTINGS.items():
@@ -238,42 +251,9 @@ class RunConfig:
         if self.dropout is not None and not (number and 0 <= self.dropout < 1):
             raise ValueError(f"dropout={self.dropout!r} must be at least 0 and less than 1")
 
-    def _check_split(self) -> None:
-        m = self.model
-        divided = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads, "ffn": m.ffn}
-        if m.is_moe:
-            divided["expert_ffn"] = m.expert_ffn
-        for name, size in divided.items():
-            must_divide("tp", self.tp, name, size)
-        must_divide("cp", self.cp, "seq", self.seq)
-        if self.sequence_parallel:
-            must_divide("tp", self.tp, "seq/cp" if self.cp > 1 else "seq", self.seq // self.cp)
-        if m.learned_positions and self.seq > m.max_positions:
-            raise ValueError(
-                f"seq={self.seq} is more than the {m.max_positions} learned positions of {m.name}; "
-                f"use at most {m.max_positions}"
-            )
-        if self.ep > 1 and not m.is_moe:
-            raise ValueError(f"ep={self.ep} needs a model with experts and {m.name} has none; use ep=1")
-        if self.ep > 1:
-            must_divide("ep", self.ep, "num_experts", m.num_experts)
-        if self.etp is None:
-            must_divide("ep", self.ep, "dp * cp", self.dp * self.cp)
-            return
-        if not m.is_moe:
-            raise ValueError(f"etp={self.etp} needs a model with experts and {m.name} has none; leave it out")
-        must_divide("etp", self.etp, "expert_ffn", m.expert_ffn)
-        must_divide("ep * etp", self.ep * self.etp, "tp * cp * dp", self.tp * self.cp * self.dp)
-
     def _check_experts(self) -> None:
-        """Uneven tokens need ranks among which they are uneven; of real classes experts were measured on one rank each."""
-        m, number = self.model, isinstance(self.imbalance, int | float) and not isinstance(self.imbalance, bool)
-        most = min(self.ep, m.num_experts / m.experts_per_token) if m.is_moe else 1
-        if not number or not 1 <= self.imbalance <= most:
-            raise ValueError(
-                f"imbalance={self.imbalance!r} must be from 1 to {most:g}: with ep={self.ep} the fullest rank gets at most "
-                "so many times the average of the tokens"
-            )
+        """Of real classes experts were measured on one rank each."""
+        m = self.model
         real = self.implementation.joins_experts(m)
         if self.experts != "grouped" and not real:
             raise ValueError(
@@ -343,11 +323,6 @@ class RunConfig:
                 f"{how} is not known with recipe={self.recipe.name!r}: autocast does not reach into its attention; use "
                 f"'fsdp2-mixed', 'pure-bf16' or 'fp32', {paper}"
             )
-        if self.cp_way == "ulysses":
-            must_divide("cp", self.cp, "num_heads", m.num_heads)
-            must_divide("cp", self.cp, "num_kv_heads", m.num_kv_heads)
-        else:
-            must_divide("2 cp", 2 * self.cp, "seq", self.seq)
 
     def _check_adapters(self) -> None:
         """`lablib.launch.training.add_lora` puts adapters beside matrices with Llama's names."""
@@ -366,27 +341,10 @@ class RunConfig:
                 )
 
     def _check_schedule(self) -> None:
-        empty = 0 if self.layers_per_stage is None else self.layers_per_stage.count(0)
-        if self.pp > self.model.num_layers + empty:
-            raise ValueError(
-                f"pp={self.pp} stages are more than the num_layers={self.model.num_layers} of {self.model.name}"
-            )
-        if self.schedule == "interleaved":
-            if self.pp == 1 or self.virtual_stages == 1:
-                raise ValueError(
-                    f"schedule='interleaved' needs pp and virtual_stages of at least 2; they are pp={self.pp} and "
-                    f"virtual_stages={self.virtual_stages}"
-                )
-            if self.num_microbatches is not None and self.num_microbatches % self.pp:
-                raise ValueError(
-                    f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which "
-                    f"schedule='interleaved' needs; use {-(-self.num_microbatches // self.pp) * self.pp}"
-                )
-        elif self.virtual_stages > 1:
-            raise ValueError(
-                f"virtual_stages={self.virtual_stages} contradicts schedule={self.schedule!r}; "
-                "use schedule='interleaved'"
-            )
+        layers_of_stage(self.model.num_layers, self.pp, self.virtual_stages, self.layers_per_stage, 0)
+        check_schedule(
+            self.schedule, pp=self.pp, virtual_stages=self.virtual_stages, num_microbatches=self.num_microbatches
+        )
 
     def _check_sharding(self) -> None:
         if self.implementation.accumulates_in_kernel:
@@ -414,7 +372,7 @@ class RunConfig:
             )
 
     def _check_torchtitan(self) -> None:
-        known = {"recompute": ("none", "full"), "attention": ("fused",), "tuning": ("full",), "recipe": ("no casts",)}
+        known = {"attention": ("fused",), "tuning": ("full",), "recipe": ("no casts",)}
         found = {name: getattr(self, name) for name in known} | {
             "recipe": self.recipe.name if self.recipe.casts else "no casts"
         }

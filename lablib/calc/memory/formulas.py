@@ -365,7 +365,7 @@ def _unsharded_weights(stage: Stage) -> int:
                 sizes[kind] += (params["trained", expert] + params["frozen", expert]) * run.recipe.gathered
                 sizes[kind] += sum(nf4_bytes(params["quantized", expert]))
     units = [sizes[kind] for kind in stage.units]
-    return sum(units if kept else sorted(units, reverse=True)[: 1 + run.prefetch])
+    return sum(units if kept else sorted(units, reverse=True)[: 1 + run.units_ahead])
 
 
 def _buckets(stage: Stage) -> int:

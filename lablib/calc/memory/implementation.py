@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import either, one_of
 from lablib.calc.models import ModelConfig
 
 
@@ -30,6 +30,7 @@ class Implementation(str):
             of theirs is made, and whoever asks gets a dummy; one for each shape.
         fused_norms: Whether it is torchtitan's model, in eager PyTorch with norms of one operator.
         context_ways: Ways of context parallelism that are counted.
+        recomputes: What of a block can be run again in backward.
         keeps_stage_outputs: Whether a pipeline's runtime holds a stage's output until its backward.
         keeps_logits: Whether the loss keeps the logits and writes their gradient over them, and no fp32 probabilities.
     """
@@ -39,6 +40,16 @@ class Implementation(str):
     splits_stream = accumulates_in_kernel = keeps_logits = fused_norms = False
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
     context_ways: tuple[str, ...] = ("ring",)
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+
+    def check_recompute(self, recompute: str) -> None:
+        """Raise a ValueError unless there is such a run: some classes know whole blocks alone."""
+        one_of("recompute", recompute, Implementation.recomputes)
+        if recompute not in self.recomputes:
+            raise ValueError(
+                f"implementation={str(self)!r} runs whole blocks again or nothing, so recompute={recompute!r} is no run of it; "
+                f"use {either(self.recomputes)}, or another implementation"
+            )
 
     def default_dropout(self, config: ModelConfig) -> float:
         """Return the probability of dropout where none was given."""
@@ -111,6 +122,7 @@ class _HuggingFace(Implementation):
     __slots__ = ()
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
     context_ways = ("ring", "gathered", "ulysses")
+    recomputes = ("none", "full")  # gradient_checkpointing_enable wraps each decoder layer
 
     def joins_qkv(self, config: ModelConfig) -> bool:
         return config.family in ("gpt2", "phi3", "gpt-neox")
@@ -158,6 +170,7 @@ class _Torchtitan(Implementation):
     __slots__ = ()
     fused_norms = True
     context_ways = ()
+    recomputes = ("none", "full")
 
 
 class _Megatron(_Paper):

@@ -5,6 +5,7 @@
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
     context      traffic and memory of attention over context-parallel ranks   chapter 12
     causal       causal masks over ranks: who holds, computes, waits           chapter 12
+    degrees      which degrees of all kinds may be together: one rule for every calculator
     experts      traffic of tokens, groups and gradients of experts         chapter 13
     expert_load  capacity, drops and imbalance of experts                   chapter 13
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
@@ -48,6 +49,15 @@ from lablib.calc.parallel.deepspeed import (
     persistent_params,
     zero2_estimate,
     zero3_estimate,
+)
+from lablib.calc.parallel.degrees import (
+    check_degrees,
+    check_experts,
+    check_imbalance,
+    check_schedule,
+    check_sequence,
+    largest_imbalance,
+    sequence_step,
 )
 from lablib.calc.parallel.expert_load import (
     dropped_share,
@@ -135,7 +145,12 @@ __all__ = [
     "causal_blocks",
     "causal_imbalance",
     "chance_met",
+    "check_degrees",
+    "check_experts",
+    "check_imbalance",
     "check_reshard",
+    "check_schedule",
+    "check_sequence",
     "context_buffers",
     "context_degrees",
     "ddp_step_time",
@@ -154,6 +169,7 @@ __all__ = [
     "gathered_timeline",
     "held_params",
     "imbalance",
+    "largest_imbalance",
     "layer_collectives",
     "layer_elements",
     "layer_times",
@@ -174,6 +190,7 @@ __all__ = [
     "ring_hiding_tokens",
     "ring_work",
     "routed_bytes",
+    "sequence_step",
     "shard_size",
     "split_heads",
     "state_terms",

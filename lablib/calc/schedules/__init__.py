@@ -41,7 +41,14 @@ from lablib.calc.schedules.generators import (
     zb_v,
 )
 from lablib.calc.schedules.simulation import Event, Timeline, peak_activations, simulate, time_grid
-from lablib.calc.schedules.stages import SCHEDULES, in_flight, layers_of_stage, stage_layers
+from lablib.calc.schedules.stages import (
+    SCHEDULES,
+    chunk_layers,
+    in_flight,
+    layers_of_stage,
+    layers_per_stage,
+    stage_layers,
+)
 from lablib.calc.schedules.text import ScheduleError, step_grid, to_csv
 from lablib.calc.schedules.validation import check_chart, needs, validate
 
@@ -55,11 +62,13 @@ __all__ = [
     "Step",
     "Timeline",
     "check_chart",
+    "chunk_layers",
     "dualpipe_v",
     "gpipe",
     "in_flight",
     "interleaved",
     "layers_of_stage",
+    "layers_per_stage",
     "naive",
     "needs",
     "one_f_one_b",

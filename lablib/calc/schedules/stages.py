@@ -20,6 +20,40 @@ from lablib.calc.errors import either
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
+def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int, int, int] | None:
+    """Return the layers of the first, every middle and the last chunk, or None if they cannot be cut so.
+
+    Where they are not equal, embedding and head count as a layer each, as Llama 3's did: 126 + 2 over 16 stages. Where that
+    is not enough, and a stage is one chunk, the first and the last hold what is left: 61 layers are 3 + 14 x 4 + 2.
+    """
+    chunks = pp * virtual_stages
+    if num_layers % chunks == 0:
+        return (num_layers // chunks,) * 3
+    middle = -(-(num_layers + 2) // chunks)
+    short = chunks * middle - num_layers
+    if chunks == 1 or short > 2 * middle or (virtual_stages > 1 and short != 2):
+        return None
+    return middle - short // 2, middle, middle - (short - short // 2)
+
+
+def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[int]:
+    """Return the layers of each stage, all its chunks together, where nothing is said of them; a ValueError if they cannot be cut."""
+    cut = chunk_layers(num_layers, pp, virtual_stages)
+    if cut is None:
+        usable = [n for n in range(1, num_layers + 1) if chunk_layers(num_layers, n, virtual_stages)]
+        near = sorted(sorted(usable, key=lambda n: abs(n - pp))[:6])
+        times = f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
+        raise ValueError(
+            f"pp={pp}{times} does not cut num_layers={num_layers}, nor {num_layers} + 2 (embedding and head as a "
+            f"layer each), into even chunks; use {f'pp={either(near)}' if near else 'fewer virtual_stages'}, or give layers_per_stage"
+        )
+    first, middle, last = cut
+    sizes = [middle * virtual_stages] * pp
+    sizes[0] -= middle - first
+    sizes[-1] -= middle - last
+    return sizes
+
+
 def stage_layers(
     num_layers: int, pp: int, virtual_stages: int = 1, layers_per_stage: Sequence[int] | None = None
 ) -> list[list[range]]:
@@ -52,15 +86,7 @@ def _stages(
     num_layers: int, pp: int, virtual_stages: int, sizes: tuple[int, ...] | None
 ) -> tuple[tuple[range, ...], ...]:
     if sizes is None:
-        if num_layers % (pp * virtual_stages):
-            factors = f"pp={pp}" + (f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else "")
-            possible = [n for n in range(1, num_layers + 1) if num_layers % (n * virtual_stages) == 0]
-            raise ValueError(
-                f"{factors} does not divide num_layers={num_layers}; "
-                + (f"use pp={either(possible)}, or " if possible else "")
-                + "give layers_per_stage"
-            )
-        sizes = (num_layers // pp,) * pp
+        sizes = tuple(layers_per_stage(num_layers, pp, virtual_stages))
     if len(sizes) != pp or sum(sizes) != num_layers or min(sizes) < 0:
         below = ", one of them below 0" if sizes and min(sizes) < 0 else ""
         raise ValueError(

@@ -12,8 +12,8 @@ bf16 keeps its gradients in an fp32 buffer and fp16 copies them to fp32 in the o
 from __future__ import annotations
 
 from lablib.calc.layouts.export.job import Exporter, ExportJob, counted, torchrun
-from lablib.calc.layouts.planner import chunk_layers
 from lablib.calc.models import ModelConfig, Rotary, Router
+from lablib.calc.schedules import chunk_layers
 
 PROVEN = "megatron-core 0.19.2"
 

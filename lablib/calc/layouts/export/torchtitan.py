@@ -16,8 +16,8 @@ parallelism.
 from __future__ import annotations
 
 from lablib.calc.layouts.export.job import Exporter, ExportJob, counted, torchrun
-from lablib.calc.layouts.planner import chunk_layers
 from lablib.calc.models import Rotary
+from lablib.calc.schedules import chunk_layers
 
 PROVEN = "torchtitan 0.3.0"
 

@@ -31,6 +31,7 @@ from lablib.calc.layouts.fit.settings import (
 )
 from lablib.calc.layouts.planner import divisors
 from lablib.calc.memory import LONGEST, training_memory
+from lablib.calc.parallel import sequence_step
 
 #: What is searched for the fewest GPUs.
 CONTEXT, MOST_STAGES = (1, 2, 4, 8), 16
@@ -91,8 +92,7 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 def longest_sequence(model: Model, **settings: object) -> Answer:
     """Return the longest sequence that fits, everything else as given, in steps that cp and tp can divide.
 
-    With context parallelism every sequence is cut into cp parts, two cp in the ring of real classes, and with sequence
-    parallelism each of them into tp, so lengths are multiples of these. Learned positions end at the table's last row, and
+    Lengths are multiples of `calc.parallel.sequence_step`. Learned positions end at the table's last row, and
     all else at the longest sequence that the calculator takes.
 
     Args:
@@ -101,9 +101,7 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
     """
     have = as_setup(model, settings)
     run = have.run
-    # A real ring cuts two chunks a rank, one from each end.
-    chunks = 2 if run.cp > 1 and run.implementation.eager and run.cp_way != "ulysses" else 1
-    grain = chunks * run.cp * (run.tp if run.sequence_parallel else 1)
+    grain = sequence_step(tp=run.tp, cp=run.cp, sequence_parallel=run.sequence_parallel, cp_way=run.cp_way)
     positions = run.model.max_positions
     most = positions if run.model.learned_positions else LONGEST
 

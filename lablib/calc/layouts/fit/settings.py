@@ -29,7 +29,6 @@ from lablib.calc.layouts.planner import (
     Workload,
     check_nodes,
     cluster,
-    layers_per_stage,
     like_this,
     step_time,
 )
@@ -50,6 +49,7 @@ from lablib.calc.memory.timeline import STEPS, memory_peak
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
 from lablib.calc.precision import Recipe
+from lablib.calc.schedules import layers_per_stage
 from lablib.calc.units import GB, format_bytes
 
 

@@ -47,16 +47,7 @@ from lablib.calc.layouts.planner.explain import (
     plan_run,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import (
-    FIELDS,
-    Cluster,
-    Layout,
-    check_layout,
-    check_nodes,
-    chunk_layers,
-    cluster,
-    layers_per_stage,
-)
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, cluster
 from lablib.calc.layouts.planner.likeness import LIKE_THIS, MEASURED, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
@@ -93,7 +84,6 @@ __all__ = [
     "Workload",
     "check_layout",
     "check_nodes",
-    "chunk_layers",
     "cluster",
     "counted_flops",
     "counted_run",
@@ -102,7 +92,6 @@ __all__ = [
     "expert_limits",
     "generation",
     "layer_work",
-    "layers_per_stage",
     "layout_memory",
     "layout_peak",
     "like_this",

@@ -6,10 +6,10 @@ another plan of it (FP8, a zero-bubble schedule) is refused by name where it is 
 
 from __future__ import annotations
 
-from lablib.calc.layouts.planner.layout import Layout, chunk_layers
+from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.models import ModelConfig
-from lablib.calc.schedules import SCHEDULES, schedule_names
+from lablib.calc.schedules import SCHEDULES, chunk_layers, schedule_names
 
 
 def not_modelled(load: Workload, layout: Layout) -> list[str]:
@@ -79,7 +79,7 @@ _CP_WAYS = {
 def _out_of(layout: Layout) -> str:
     """The ranks that ep is taken from."""
     if layout.etp is None:
-        return f"dp={layout.dp}"
+        return f"cp x dp={layout.cp * layout.dp}" if layout.cp > 1 else f"dp={layout.dp}"
     return f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp}"
 
 

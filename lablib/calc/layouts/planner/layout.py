@@ -1,8 +1,8 @@
 """A layout, the cluster it runs on, and whether the one can run on the other.
 
-A layout is eleven numbers and names (`Layout`). Four multiply to the ranks: `tp · cp · pp · dp`. Where nothing is said
-of etp, ep is taken out of dp and an expert is split over tp. With `etp` experts are *folded*: the layers with experts
-see the `tp · cp · dp` ranks of a stage as `etp · ep · edp` (Liu et al. 2025, arXiv 2504.14960, section 3).
+A layout is eleven numbers and names (`Layout`). Four multiply to the ranks: `tp · cp · pp · dp`. The layers with experts
+see the `tp · cp · dp` ranks of a stage as `etp · ep · edp` (Liu et al. 2025, arXiv 2504.14960, section 3); where nothing
+is said of etp, an expert is split over tp. `calc.parallel.check_degrees` has the rule of what divides what.
 The layers go into `pp · virtual_stages` equal chunks. Where they do not, the embedding and the head count as a layer
 each: the first and the last chunk hold one layer less, as Llama 3's did, 126 + 2 over 16 stages. Where that is not
 enough either, and a stage is one chunk, the first and the last stage hold what is left: 61 layers are 3 + 14 x 4 + 2.
@@ -20,11 +20,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import gcd
 
-from lablib.calc.errors import check_whole, either, must_divide, one_of
+from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.hardware import ACCELERATORS, LINKS, NETWORKS, Accelerator, Link, accelerator, given_link
 from lablib.calc.memory import RECOMPUTE
 from lablib.calc.models import ModelConfig
-from lablib.calc.schedules import SCHEDULES
+from lablib.calc.parallel import check_degrees, check_schedule
+from lablib.calc.schedules import SCHEDULES, layers_per_stage
 
 FIELDS = ("tp", "cp", "ep", "dp", "pp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages", "etp")
 
@@ -35,13 +36,13 @@ class Layout:
 
     Attributes:
         tp: Tensor-parallel ranks, with sequence parallelism over the same ranks unless the plan says otherwise.
-        ep: Expert-parallel ranks, taken from dp; with etp, from all ranks of a stage.
+        ep: Expert-parallel ranks, taken from cp and dp together; with etp, from all ranks of a stage.
         zero: ZeRO stage over dp times cp ranks.
         micro_batch: Sequences in one forward pass of one replica.
         recompute: "none", "selective" or "full".
         schedule: "1f1b", "gpipe" or "interleaved".
         virtual_stages: Chunks of layers in each stage; more than 1 only when interleaved.
-        etp: Ranks that split one expert, where experts are folded; None: tp, not folded.
+        etp: Ranks that split one expert; None: tp.
     """
 
     tp: int = 1
@@ -59,19 +60,12 @@ class Layout:
     @property
     def edp(self) -> int:
         """Copies of a routed expert: the ranks that its gradient is averaged over."""
-        if self.etp is None:
-            return self.dp * self.cp // self.ep
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+        return self.tp * self.cp * self.dp // (self.ep * self.expert_split)
 
     @property
     def expert_split(self) -> int:
-        """Ranks that split one expert: etp, or tp where experts are not folded."""
+        """Ranks that split one expert: etp, or tp where nothing is said."""
         return self.tp if self.etp is None else self.etp
-
-    @property
-    def expert_stride(self) -> int:
-        """Distance in rank numbers between neighbours that hold other experts."""
-        return self.tp * self.cp if self.etp is None else self.etp
 
     @property
     def gpus(self) -> int:
@@ -102,36 +96,6 @@ class Layout:
         )
 
 
-def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int, int, int] | None:
-    """Return the layers of the first, every middle and the last chunk, or None if they cannot be cut so."""
-    chunks = pp * virtual_stages
-    if num_layers % chunks == 0:
-        return (num_layers // chunks,) * 3
-    middle = -(-(num_layers + 2) // chunks)
-    short = chunks * middle - num_layers
-    if chunks == 1 or short > 2 * middle or (virtual_stages > 1 and short != 2):
-        return None
-    return middle - short // 2, middle, middle - (short - short // 2)
-
-
-def layers_per_stage(num_layers: int, pp: int, virtual_stages: int = 1) -> list[int]:
-    """Return the layers of each stage, all its chunks together."""
-    cut = chunk_layers(num_layers, pp, virtual_stages)
-    if cut is None:
-        usable = [n for n in range(1, num_layers + 1) if chunk_layers(num_layers, n, virtual_stages)]
-        near = sorted(sorted(usable, key=lambda n: abs(n - pp))[:6])
-        times = f" times virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
-        raise ValueError(
-            f"pp={pp}{times} does not cut num_layers={num_layers}, nor {num_layers} + 2 (embedding and head as a "
-            f"layer each), into even chunks; use {f'pp={either(near)}' if near else 'fewer virtual_stages'}"
-        )
-    first, middle, last = cut
-    sizes = [middle * virtual_stages] * pp
-    sizes[0] -= middle - first
-    sizes[-1] -= middle - last
-    return sizes
-
-
 def check_layout(
     layout: Layout, model: ModelConfig, *, gpus: int, seq: int, global_batch: int, sequence_parallel: bool = True,
     cp_way: str = "ring",
@@ -149,78 +113,25 @@ def check_layout(
             f"tp={t} x cp={c} x pp={p} x dp={d} = {layout.gpus} ranks, but there are gpus={gpus}"
             + (f"; with dp={gpus // (t * c * p)} they would be {gpus}" if gpus % (t * c * p) == 0 else "")
         )
-    check_split(model, tp=t, cp=c, seq=seq, sequence_parallel=sequence_parallel, cp_way=cp_way)
-    if layout.ep > 1:
-        if not model.is_moe:
-            raise ValueError(f"ep={layout.ep} needs a model with experts and {model.name} has none; use ep=1")
-        must_divide("ep", layout.ep, "num_experts", model.num_experts)
-        if layout.etp is None:
-            must_divide("ep", layout.ep, "dp", d)
     if layout.etp is not None:
-        check_folding(layout, model)
+        check_whole("etp", layout.etp, 1)
+    check_degrees(
+        model,
+        tp=t,
+        cp=c,
+        dp=d,
+        ep=layout.ep,
+        etp=layout.etp,
+        seq=seq,
+        sequence_parallel=sequence_parallel,
+        cp_way=cp_way,
+    )
     must_divide("dp x micro_batch", d * layout.micro_batch, "global_batch", global_batch)
     layers_per_stage(model.num_layers, p, layout.virtual_stages)
-    if layout.schedule == "interleaved":
-        if p == 1 or layout.virtual_stages == 1:
-            raise ValueError(
-                f"schedule='interleaved' needs pp and virtual_stages of at least 2; they are pp={p} and "
-                f"virtual_stages={layout.virtual_stages}"
-            )
-        if layout.num_microbatches(global_batch) % p:
-            raise ValueError(
-                f"global_batch={global_batch} / (dp={d} x micro_batch={layout.micro_batch}) = "
-                f"{layout.num_microbatches(global_batch)} micro-batches, which pp={p} must divide when interleaved"
-            )
-    elif layout.virtual_stages > 1:
-        raise ValueError(f"virtual_stages={layout.virtual_stages} needs schedule='interleaved'")
-
-
-def check_folding(layout: Layout, model: ModelConfig) -> None:
-    """Raise a ValueError unless the ranks of a stage are whole groups of etp times ep."""
-    check_whole("etp", layout.etp, 1)
-    if not model.is_moe:
-        raise ValueError(f"etp={layout.etp} needs a model with experts and {model.name} has none; leave it out")
-    must_divide("etp", layout.etp, "expert_ffn", model.expert_ffn)
-    ranks = layout.tp * layout.cp * layout.dp
-    if ranks % (layout.ep * layout.etp):
-        raise ValueError(
-            f"ep={layout.ep} x etp={layout.etp} = {layout.ep * layout.etp} does not divide tp={layout.tp} x "
-            f"cp={layout.cp} x dp={layout.dp} = {ranks}, the ranks of a stage"
-        )
-
-
-def check_imbalance(imbalance: float, model: ModelConfig) -> None:
-    """Raise a ValueError unless the busiest rank has as many tokens as the mean, or more, and at most all of them."""
-    if not isinstance(imbalance, int | float) or not 1 <= imbalance <= max(1, model.num_experts):
-        raise ValueError(
-            f"imbalance={imbalance!r} must be between 1, which is even, and num_experts={model.num_experts}, which is "
-            "all tokens on one rank"
-            if model.is_moe
-            else f"imbalance={imbalance!r}: {model.name} has no experts; use 1"
-        )
-
-
-def check_split(
-    model: ModelConfig, *, tp: int, cp: int, seq: int, sequence_parallel: bool, cp_way: str = "ring"
-) -> None:
-    """Raise a ValueError unless tp divides heads and widths, and cp and tp the sequence; Ulysses' cp divides heads too."""
-    widths = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn": model.ffn}
-    if model.is_moe:
-        widths["expert_ffn"] = model.expert_ffn
-    for name, size in widths.items():
-        must_divide("tp", tp, name, size)
-    if cp_way == "ulysses":
-        must_divide("cp", cp, "seq", seq)
-        must_divide("cp", cp, "num_kv_heads / tp", model.num_kv_heads // tp)
-        if model.is_mla:
-            raise ValueError(f"cp_way='ulysses': {model.name} has latents and no key heads to send; use 'ring'")
-    else:
-        # Causal attention is balanced by giving each context-parallel rank a chunk from each end of the sequence.
-        must_divide("2 x cp" if cp > 1 else "cp", 2 * cp if cp > 1 else 1, "seq", seq)
-    if sequence_parallel and tp > 1:
-        must_divide("tp", tp, "seq / cp", seq // cp)
-    if model.learned_positions and seq > model.max_positions:
-        raise ValueError(f"seq={seq} is more than the {model.max_positions} learned positions of {model.name}")
+    check_schedule(
+        layout.schedule, pp=p, virtual_stages=layout.virtual_stages,
+        num_microbatches=layout.num_microbatches(global_batch),
+    )  # fmt: skip
 
 
 #: Share of the peak that large bf16 matrix products reach, as measured by Stas Bekman (Machine Learning

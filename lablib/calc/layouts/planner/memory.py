@@ -8,11 +8,11 @@ test holds the two together. It also takes the uneven first and last chunk of `c
 
 from __future__ import annotations
 
-from lablib.calc.layouts.planner.layout import Layout, chunk_layers
+from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.memory.activations import embedding_activations, head_activations, layer_activations
 from lablib.calc.parallel import shard_size
-from lablib.calc.schedules import in_flight
+from lablib.calc.schedules import chunk_layers, in_flight
 from lablib.calc.units import MiB
 
 TERMS = (
@@ -161,6 +161,7 @@ def _pieces(
             "seq": load.seq,
             "tp": layout.tp,
             "cp": layout.cp,
+            "cp_way": load.cp_way,
             "sequence_parallel": load.sequence_parallel and layout.tp > 1,
             "bytes_per_value": load.recipe.activation,
             "implementation": implementation,

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lablib.calc.layouts.planner.layout import Layout, layers_per_stage
+from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.memory import activation_memory
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.memory import ROLES, RunConfig, find_term
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
-
-PREFETCH = 1  # units that ZeRO-3 over flat arrays gathers ahead
+from lablib.calc.schedules import layers_per_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def counted_run(load: Workload, layout: Layout, counting: Counting) -> RunConfig
     Raises:
         ValueError: If the calculator does not know the implementation with such a layout; it names what it lacks.
     """
-    how: dict[str, object] = {"zero": layout.zero, "prefetch": PREFETCH, "gradient_as_bucket_view": True}
+    how: dict[str, object] = {"zero": layout.zero, "gradient_as_bucket_view": True}
     recipe = load.recipe
     alone = layout.dp * layout.cp == 1
     if layout.zero == 0 and counting.replicas:

@@ -28,17 +28,7 @@ from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
 from lablib.calc.layouts.planner.candidates import Candidate, Candidates, Cut
-from lablib.calc.layouts.planner.layout import (
-    FIELDS,
-    Cluster,
-    Layout,
-    check_folding,
-    check_imbalance,
-    check_layout,
-    check_split,
-    chunk_layers,
-    cluster,
-)
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, cluster
 from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
@@ -46,9 +36,9 @@ from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framew
 from lablib.calc.layouts.planner.time import Workload, product_peak
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
-from lablib.calc.parallel import WAYS
+from lablib.calc.parallel import WAYS, check_degrees, check_experts, check_imbalance
 from lablib.calc.precision import Recipe, recipe
-from lablib.calc.schedules import SCHEDULES
+from lablib.calc.schedules import SCHEDULES, chunk_layers
 
 MAX_MICRO_BATCH = 16
 NEAREST = 8  # shapes that do not fit of which the peak is computed
@@ -240,7 +230,7 @@ def plan(
     check_reserve(reserve, machine.gpu)
     product_peak(machine.gpu, dtypes.activation)  # a GPU without a figure for these dtypes is refused here
     how = FRAMEWORKS[counting.implementation] if framework is None else framework
-    check_imbalance(imbalance, config)
+    check_imbalance(config, imbalance, fixed.get("ep", config.num_experts or 1))
     way = one_of("cp_way", cp_way or counting.cp_way, WAYS)
     load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way)
     capacity = machine.gpu.usable_bytes - reserve
@@ -276,6 +266,8 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
             one_of(name, fixed[name], known)
     integers = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
     for name, value in integers.items():
+        if name == "etp" and value is None:
+            continue
         check_whole(name, value, 0 if name == "zero" else 1)
     if fixed.get("zero", 0) > 3:
         raise ValueError(f"zero={fixed['zero']} does not exist: use 1, 2 or 3, or 0 for replicas")
@@ -329,27 +321,24 @@ def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
 
 
 def _with_experts(layout: Layout, model: ModelConfig, fixed: dict[str, object]) -> Iterator[Layout]:
-    """Yield a layout with its experts in every place: out of dp, or folded over all ranks of a stage."""
+    """Yield a layout with its experts in every place: each split over tp, or whole."""
     if not model.is_moe:
         if fixed.get("ep", 1) == 1 and fixed.get("etp") is None:
             yield layout
         return
-    # Folded and unsplit is the same as out of dp where there is nothing to fold over.
-    folds = (None, 1) if layout.tp * layout.cp > 1 else (None,)
+    folds = (None, 1) if layout.tp > 1 else (None,)
     for etp in _options(fixed, "etp", folds):
-        ranks = layout.dp if etp is None else layout.tp * layout.cp * layout.dp // etp
+        ranks = layout.cp * layout.dp if etp is None else layout.tp * layout.cp * layout.dp // etp
         ways = [n for n in divisors(ranks) if model.num_experts % n == 0]
         for ep in _options(fixed, "ep", ways):
             folded = replace(layout, ep=ep, etp=etp)
-            if ep in ways and _folds(folded, model) and not (etp == 1 and ep == 1 == layout.tp):
+            if ep in ways and _folds(folded, model):
                 yield folded
 
 
 def _folds(layout: Layout, model: ModelConfig) -> bool:
-    if layout.etp is None:
-        return True
     try:
-        check_folding(layout, model)
+        check_experts(model, tp=layout.tp, cp=layout.cp, dp=layout.dp, ep=layout.ep, etp=layout.etp)
     except ValueError:
         return False
     return True
@@ -444,7 +433,7 @@ def _options(fixed: dict[str, object], name: str, found: Iterable) -> Iterable:
 
 def _splits(load: Workload, tp: int, cp: int) -> bool:
     try:
-        check_split(
+        check_degrees(
             load.model, tp=tp, cp=cp, seq=load.seq, sequence_parallel=load.sequence_parallel, cp_way=load.cp_way
         )
     except ValueError:
@@ -456,8 +445,9 @@ def nothing_fits(result: Plan) -> str:
     """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
     near = result.dropped[0]
     return (
-        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, peaks {near.excess / 1e9:,.1f} GB over "
-        f"the {result.capacity / 1e9:.1f} GB that one {result.cluster.gpu.name} has for it, counted as "
+        f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, needs "
+        f"{(result.capacity + near.excess) / 1e9:,.1f} GB at its peak and one {result.cluster.gpu.name} has "
+        f"{result.capacity / 1e9:.1f} GB for it, counted as "
         f"{result.counting.implementation}; its largest term is "
         f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}"
     )

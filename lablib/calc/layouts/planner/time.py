@@ -59,11 +59,12 @@ from typing import NamedTuple
 from lablib.calc.communication import ring_all_gather_bytes
 from lablib.calc.flops import attended_pairs
 from lablib.calc.hardware import Accelerator
-from lablib.calc.layouts.planner.layout import Cluster, Layout, layers_per_stage
+from lablib.calc.layouts.planner.layout import Cluster, Layout
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
+from lablib.calc.schedules import layers_per_stage
 
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
@@ -317,7 +318,7 @@ def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, la
     ep, etp = layout.ep, layout.expert_split
     copies = batch.imbalance * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value
     return Work(
-        ep=2 * copies * (ep - 1) / ep / cluster.exchange(ep, layout.expert_stride),
+        ep=2 * copies * (ep - 1) / ep / cluster.exchange(ep, etp),
         tp=2 * copies * (etp - 1) / cluster.bandwidth(etp),
         hops=2 * log2(ep) + 2 * log2(etp),
     )
@@ -646,4 +647,4 @@ class Workload:
 
 def _experts(layout: Layout) -> tuple[int, int, int]:
     """What the work of a layer with experts depends on."""
-    return layout.ep, layout.expert_split, layout.expert_stride
+    return layout.ep, layout.expert_split

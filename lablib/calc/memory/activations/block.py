@@ -44,7 +44,7 @@ def layer_activations(
         ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
     """
     share = Share(config, **sizes)
-    one_of("recompute", recompute, ("none", "selective", "full"))
+    share.implementation.check_recompute(recompute)
     one_of("attention", attention, ("plain", "fused"))
     # A ValueError if there is no such layer.
     experts = config.has_experts(config.num_layers - 1 if layer is None else layer)

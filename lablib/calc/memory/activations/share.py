@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from lablib.calc.errors import check_whole, either, must_divide
+from lablib.calc.errors import check_whole, either
 from lablib.calc.memory.implementation import Implementation, find_implementation
 from lablib.calc.models import ModelConfig
+from lablib.calc.parallel import check_sequence
 
 MASK = 1  # bytes of one value of a dropout mask on a GPU
 FP32 = 4
@@ -79,14 +80,7 @@ class Share:
             raise ValueError(
                 f"implementation={whose!r} is not counted with cp={cp} and cp_way={self.cp_way!r}; {known}"
             )
-        must_divide("tp", tp, "num_heads", config.num_heads)
-        must_divide("tp", tp, "num_kv_heads", config.num_kv_heads)
-        must_divide("tp", tp, "ffn", config.ffn)
-        if config.is_moe:
-            must_divide("tp", tp, "expert_ffn", config.expert_ffn)
-        must_divide("cp", cp, "seq", self.seq)
-        if self.sequence_parallel:
-            must_divide("tp", tp, "seq / cp", self.seq // cp)
+        check_sequence(config, tp=tp, cp=cp, seq=self.seq, sequence_parallel=self.sequence_parallel, cp_way=self.cp_way)
 
     @property
     def tokens(self) -> int:

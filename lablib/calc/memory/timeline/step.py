@@ -227,7 +227,7 @@ class Step:
         Between blocks that are alike each instant differs from the one before by the same bytes: what a block keeps, the
         gradients that it makes. So of a run of them only the first few and the last few can be the fullest.
         """
-        reach = self.run.prefetch + 3  # weights gathered ahead, and the buffers that their neighbours still have
+        reach = (self.run.prefetch or 1) + 3  # weights gathered ahead, and the buffers that their neighbours still have
         last = len(self.blocks) - 1
         edges = {0, last} | {i for i in range(last) if self.blocks[i] is not self.blocks[i + 1]}
         near = {i + step for i in edges for step in range(-reach, reach + 1)}
