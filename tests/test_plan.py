@@ -46,8 +46,9 @@ from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
 from lablib.calc.schedules import schedule, simulate
 from lablib.cli.main import app
-from lablib.proof.planner import errors, measured_runs, read_planner_table
-from lablib.proof.planner.verdicts import seconds_of
+from tests.evidence.planner.runs import measured_runs
+from tests.evidence.planner.table import read_planner_table
+from tests.evidence.planner.verdicts import errors, seconds_of
 from tests.processes import new_seed
 
 FULL = Rates()

@@ -27,24 +27,11 @@ from lablib.calc.layouts.planner import (
 )
 from lablib.calc.models import preset
 from lablib.calc.precision import recipe
-from lablib.proof.planner import (
-    PLANNER_TABLE,
-    SOURCES,
-    Row,
-    concordance,
-    errors,
-    fit_rates,
-    is_fitted,
-    measured_runs,
-    one_constant,
-    read_planner_table,
-    rows_of,
-    runs_of,
-)
-from lablib.proof.planner.fitting import START, as_point, from_point
-from lablib.proof.planner.table import short_form
-from lablib.proof.planner.verdicts import first_choices, seconds_of
 from lablib.view.layouts import predicted_over_measured, step_parts
+from tests.evidence.planner.fitting import START, Row, as_point, fit_rates, from_point, rows_of
+from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, runs_of
+from tests.evidence.planner.table import PLANNER_TABLE, read_planner_table, short_form
+from tests.evidence.planner.verdicts import concordance, errors, first_choices, one_constant, seconds_of
 
 
 @pytest.fixture(scope="module")

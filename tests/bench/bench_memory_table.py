@@ -13,10 +13,10 @@ from tests.bench.harness import Result
 
 def results() -> list[Result]:
     """Return the worst error of each kind, in percent, and how many numbers are not those of the table."""
-    from lablib.proof.grid import grid
-    from lablib.proof.headline import read_table
-    from lablib.proof.table import comparisons, drifted, measured_row, worst_by_kind
-    from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND
+    from tests.evidence.grid import grid
+    from tests.evidence.headline import read_table
+    from tests.evidence.table import comparisons, drifted, measured_row, worst_by_kind
+    from tests.evidence.verdict import PEAK_BOUND, SAVED_BOUND
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = [measured_row(case) for case in grid()]

@@ -1,6 +1,6 @@
 """The study of a cluster of two hosts as rows, each with a prediction beside the measurement.
 
-`lablib.launch.communication` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
+`labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
 of one repetition each, taken from the slowest rank. A sample knows its conditions:
 
     part          what else it has, beside "seconds" and "turn" (its repetition)

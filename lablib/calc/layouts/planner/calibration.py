@@ -2,7 +2,7 @@
 
     predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
 
-A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `lablib.proof.planner` has
+A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `tests/evidence/planner` has
 many more rows, fits the constants to them and judges them.
 
 - Narayanan et al. 2021 (arXiv 2104.04473), tables 1 and 2: A100 80 GB, DGX nodes with 8 HDR cards; activations are

@@ -1,16 +1,18 @@
-"""One training step on a GPU, measured: what the program asks for, what the allocator gives, what CUDA takes besides.
+"""A training step weighed on one GPU: what the program asks for, what the allocator gives, what CUDA takes besides.
 
-    found = measure_on_gpu(Case(implementation="hf", size="small", seq=2048, recipe="pure-bf16", step="fused"))
-    print(found.peak, found.workspaces, found.outside, found.moments)
+    samples = weighed_steps()                  # lab 01, on a GPU
+    print(gpu_text(gpu_rows(samples)))         # beside what the calculator predicts
 
 A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second is
-measured. The peak is read phase by phase, from counters that each phase begins anew. Beside it the allocator's own
+weighed. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
 history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
 Of the counters, `requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by
 the allocator and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of
-the three: there `LiveBytes` counts tensors, and the three are the same. So a step that is measured on a GPU can be tested
-without one: `measure_on_gpu(case, Counters())`.
+the three: there `LiveBytes` counts tensors, and the three are the same, so `weigh(job, Counters())` runs without a GPU.
+
+A sample has the measurement and the calculator's settings. The prediction is made when it is read, so a calculator that
+changes is judged anew. It is compared with what the program asks for, less the workspaces of cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,20 +20,39 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from lablib.calc.memory import RESERVE
+from lablib.calc.memory.timeline import memory_timeline
+from lablib.calc.models import preset
 from lablib.calc.runs import replay_snapshot
 from lablib.launch import torch_private
 from lablib.launch.measure import LiveBytes, measure_states
+from lablib.launch.recompute import apply_strategy
 from lablib.launch.records import Kept
-from lablib.proof.cases import Case
-from lablib.proof.gpu_rows import NAME, gpu_cases, on_one_gpu
-from lablib.proof.oracles import Master, build_model, make_optimizer
+from lablib.toys.precision import MasterWeights
+from lablib.toys.transformer import Transformer
+
+Settings = dict[str, Any]
+
+#: What lab 01 weighs: the course's transformer in published sizes, by the arguments of `memory_timeline`.
+TOY_STEPS: dict[str, Settings] = {
+    f"{model}, {seq:,} tokens, {', '.join(how.values())}": {
+        "model": model, "seq": seq, "implementation": "toy", "dropout": 0.0, **how
+    }
+    for model, seq in (("gpt2", 1000), ("gpt2-large", 1000), ("llama-3.2-1b", 2048))
+    for how in (
+        {"recipe": "fp32", "step": "foreach"},
+        {"recipe": "pure-bf16", "step": "fused", "recompute": "full"},
+        {"recipe": "autocast-bf16", "step": "fused", "attention": "plain"},
+    )
+}  # fmt: skip
+
 
 #: Of a snapshot: more events than any step here has.
 MAX_EVENTS = 2_000_000
@@ -146,7 +167,57 @@ SITES = 8
 
 
 @dataclass(frozen=True)
-class GpuMeasured:
+class Job:
+    """A model on one device and how to train it.
+
+    Attributes:
+        loss: Runs forward on a batch that is there; backward starts from what it returns.
+        micro_batches: Of a step; their gradients add up.
+        autocast: Whether forward runs under autocast to bf16.
+        master: The fp32 copy that the optimizer updates, or None.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[], Tensor]
+    micro_batches: int = 1
+    autocast: bool = False
+    master: MasterWeights | None = None
+
+    def step(self, begin: Callable[[str], None]) -> None:
+        """Take a training step; `begin` is told of each moment that no module's hook sees."""
+        begin("states")
+        device = next(self.model.parameters()).device.type
+        for _ in range(self.micro_batches):
+            begin("forward of the embedding")
+            with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+                loss = self.loss()
+            begin("backward of the loss")
+            loss.backward()
+            del loss
+        begin("optimizer step")
+        if self.master is not None:
+            self.master.take_gradients()
+        self.optimizer.step()
+        if self.master is not None:
+            self.master.give_weights()
+        self.optimizer.zero_grad()
+
+
+def toy_job(settings: Settings) -> Job:
+    """Return the course's transformer as `TOY_STEPS` describe it, on torch's default device."""
+    low = settings["recipe"] == "pure-bf16"
+    model = Transformer(preset(settings["model"]), attention=settings.get("attention", "fused"))
+    model.to(torch.bfloat16 if low else torch.float32)
+    if settings.get("recompute"):
+        apply_strategy(model, settings["recompute"])
+    tokens = torch.zeros(1, settings["seq"] + 1, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{settings["step"]: True})
+    return Job(model, optimizer, lambda: model.loss(tokens), autocast=settings["recipe"] == "autocast-bf16")
+
+
+@dataclass(frozen=True)
+class Weighed:
     """Bytes of one step.
 
     Attributes:
@@ -170,16 +241,16 @@ class GpuMeasured:
     snapshot: dict[str, Any] | None
 
 
-def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
-    """Play two training steps of a case with real tensors, and weigh the second."""
-    if not on_one_gpu(case):
-        raise ValueError(
-            f"{case.name}: a GPU is measured alone, with classes that exist: sharding='none', dp=tp=pp=1 and implementation "
-            "'toy' or 'hf'"
-        )
+def weigh(make: Callable[[], Job], counters: Counters | None = None) -> Weighed:
+    """Play two training steps of a job with real tensors, and weigh the second.
+
+    Args:
+        make: Called with the counters' device as torch's default device.
+        counters: None for those of the first GPU.
+    """
     with CudaCounters() if counters is None else counters as counters:
-        with counters.device:  # every tensor is made there
-            job = _Job(case, counters.device)
+        with counters.device:
+            job = make()
         job.step(lambda moment: None)
         states = measure_states(job.model, job.optimizer)
         del states["gradients"]
@@ -190,7 +261,7 @@ def measure_on_gpu(case: Case, counters: Counters | None = None) -> GpuMeasured:
         moments.begin("end")
         snapshot = counters.snapshot()
         moments.remove()
-        return GpuMeasured(
+        return Weighed(
             states,
             sum(buffer.nbytes for buffer in job.model.buffers()),
             before,
@@ -225,68 +296,53 @@ def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int =
     }
 
 
-def measured_samples(
-    cases: Iterable[Case] | None = None,
+def weighed_steps(
+    steps: Mapping[str, tuple[Settings, Callable[[], Job]]] | None = None,
     counters: Callable[[], Counters] = CudaCounters,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure configurations one after the other; one that does not fit is said so and stops nothing.
+    """Weigh steps one after the other; one that does not fit is said so and stops nothing.
+
+    Args:
+        steps: By name the calculator's settings and what makes the job; None for those of `TOY_STEPS` that should fit.
 
     Returns:
-        A sample a case: its name, its factors, and either everything of `GpuMeasured` or "failed", a sentence.
+        A sample a step: its name, its settings, and either everything of `Weighed` or "failed", a sentence.
     """
-    if cases is None:
-        here = counters().device
-        cases = gpu_cases(torch.cuda.mem_get_info(here)[0])
-    kept, samples = Kept(NAME), []
-    for case in cases:
+    if steps is None:
+        free = torch.cuda.mem_get_info(counters().device)[0]
+        steps = {name: (how, lambda how=how: toy_job(how)) for name, how in fitting(TOY_STEPS, free).items()}
+    kept, samples = Kept("01_memory"), []
+    for name, (settings, make) in steps.items():
         start = time.perf_counter()
-        sample = kept.sample({"name": case.name, "case": asdict(case)}, lambda case=case: _sample(case, counters()))
+
+        def measure(settings=settings, make=make) -> dict[str, Any]:
+            return {"settings": settings} | _sample(make, counters())
+
+        sample = kept.sample({"name": name}, measure)
         samples.append(sample)
-        say(f"{case.name}: {sample.get('failed') or 'measured'}, {time.perf_counter() - start:.1f} s")
+        say(f"{name}: {sample.get('failed') or 'weighed'}, {time.perf_counter() - start:.1f} s")
     return samples
 
 
-def _sample(case: Case, counters: Counters) -> dict[str, Any]:
+def fitting(steps: Mapping[str, Settings], memory_bytes: int) -> dict[str, Settings]:
+    """Return the steps that should fit in so many bytes beside the usual reserve, the smallest first."""
+    peaks = {name: predicted_peak(settings) for name, settings in steps.items()}
+    return {name: steps[name] for name in sorted(peaks, key=peaks.get) if peaks[name] + RESERVE <= memory_bytes}
+
+
+def predicted_peak(settings: Settings) -> int:
+    """Return the bytes that the calculator says about a step on a GPU, where no dispatch mode runs."""
+    return memory_timeline(**settings).peak_bytes
+
+
+def _sample(make: Callable[[], Job], counters: Counters) -> dict[str, Any]:
     try:
-        return asdict(measure_on_gpu(case, counters))
+        return asdict(weigh(make, counters))
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
     except RuntimeError as error:  # an operator that this GPU does not have must not cost the other measurements
         return {"failed": str(error).partition("\n")[0]}
-
-
-class _Job:
-    """A model, its optimizer and a batch on one device."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
-        subject = build_model(case)
-        self.loss, self.batch = subject.loss, subject.tokens()
-        self.master = None
-        if case.recipe == "mixed-bf16":
-            self.master = Master(subject.model, build_model(case, working=True).model)
-        self.model = subject.model if self.master is None else self.master.model
-        self.optimizer = make_optimizer(case, subject.model)
-
-    def step(self, begin: Callable[[str], None]) -> None:
-        """Train on the batch, `accumulate` times, and step."""
-        begin("states")
-        for _ in range(self.case.micro_batches):
-            begin("forward of the embedding")
-            low = self.case.recipe == "autocast-bf16"
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
-                loss: Tensor = self.loss(self.model, self.batch)
-            begin("backward of the loss")
-            loss.backward()
-            del loss
-        begin("optimizer step")
-        if self.master is not None:
-            self.master.take_gradients()
-        self.optimizer.step()
-        if self.master is not None:
-            self.master.give_weights()
-        self.optimizer.zero_grad()
 
 
 class _Moments:
@@ -339,3 +395,79 @@ class _Moments:
                 self.begin("loss")
 
         return hook
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """One step of a record, and what the calculator says about it today, in bytes.
+
+    Attributes:
+        failed: Why there is no measurement; empty if there is one.
+        measured: What the program asked for at the peak, without the workspaces.
+        rounded: What the allocator adds to the requests at the peak.
+        cached: What the allocator has from CUDA at its peak beyond what it gave at its own.
+        problem: Where the snapshot contradicts the counters; empty if it does not.
+    """
+
+    name: str
+    predicted: int
+    failed: str = ""
+    measured: int = 0
+    rounded: int = 0
+    cached: int = 0
+    workspaces: int = 0
+    outside: int = 0
+    replayed: bool = False
+    problem: str = ""
+
+    @property
+    def error(self) -> float:
+        """Predicted less measured, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+    def cells(self) -> list[str]:
+        """Return the row of a table under `GPU_HEADS`."""
+        if self.failed:
+            return [self.name, _mb(self.predicted), self.failed, *[""] * 5]
+        sizes = (self.rounded, self.cached, self.workspaces, self.outside)
+        return [self.name, _mb(self.predicted), _mb(self.measured), f"{1 + self.error:.4f}", *map(_mb, sizes)]
+
+
+GPU_HEADS = ["configuration", "predicted", "asked for", "ratio", "rounding", "cached", "cuBLAS", "outside"]
+
+
+def gpu_rows(samples: Iterable[Mapping[str, Any]]) -> list[GpuRow]:
+    """Return the rows of a record."""
+    rows = []
+    for sample in samples:
+        predicted = predicted_peak(sample["settings"])
+        if failed := sample.get("failed", ""):
+            rows.append(GpuRow(sample["name"], predicted, failed))
+            continue
+        peak, snapshot = sample["peak"], sample["snapshot"]
+        rows.append(
+            GpuRow(
+                sample["name"],
+                predicted,
+                measured=peak["requested"] - sample["workspaces"],
+                rounded=peak["allocated"] - peak["requested"],
+                cached=peak["reserved"] - peak["allocated"],
+                workspaces=sample["workspaces"],
+                outside=sample["outside"],
+                replayed=snapshot is not None,
+                problem=(snapshot or {}).get("disagrees", ""),
+            )
+        )
+    return rows
+
+
+def gpu_text(rows: Sequence[GpuRow]) -> str:
+    """Return the table as aligned text, and below it where a snapshot contradicts the counters."""
+    lines = [GPU_HEADS, *(row.cells() for row in rows)]
+    width = max(len(line[0]) for line in lines)
+    text = [f"{line[0]:{width}}" + "".join(f"{cell:>14}" for cell in line[1:]).rstrip() for line in lines]
+    return "\n".join([*text, *[f"{row.name}: {row.problem}" for row in rows if row.problem]])
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -10,7 +10,7 @@ where its text leaves a choice open, it gets the choice that is kinder to it:
 - Tiny models are left out where a formula drops terms that only large models make small.
 - Where a formula takes a number of parameters, it gets the exact one.
 
-`lablib.proof.comparison` holds every answer to what PyTorch measured.
+`tests.evidence.comparison` holds every answer to what PyTorch measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import zero3_estimate
 from lablib.calc.params import count_params
 from lablib.calc.precision import find_optimizer, recipe
-from lablib.proof.cases import Case
-from lablib.proof.verdict import predict
+from tests.evidence.cases import Case
+from tests.evidence.verdict import predict
 
 QUANTITIES = ("states", "activations", "total")
 OWN = "this course"

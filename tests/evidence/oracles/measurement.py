@@ -42,10 +42,10 @@ from lablib.launch.torch_private import (
     dispatch_has_kernel,
     must_have,
 )
-from lablib.proof import verdict
-from lablib.proof.cases import Case
-from lablib.proof.oracles.context import waits_without_copies
-from lablib.proof.oracles.models import (
+from tests.evidence import verdict
+from tests.evidence.cases import Case
+from tests.evidence.oracles.context import waits_without_copies
+from tests.evidence.oracles.models import (
     Master,
     Subject,
     build_model,
@@ -55,7 +55,7 @@ from lablib.proof.oracles.models import (
     split_model,
 )
 
-#: Names of kinds in both trackers, and those of `lablib.proof.verdict`. FSDPMemTracker's come first.
+#: Names of kinds in both trackers, and those of `tests.evidence.verdict`. FSDPMemTracker's come first.
 KINDS = FSDP_KINDS | {
     "Sharded Param": "weights",
     "Unsharded Param": "gathered weights",

@@ -24,10 +24,10 @@ from typing import Any
 from torch import nn
 
 from lablib.launch.records import write_json
-from lablib.proof.cases import Case
-from lablib.proof.headline import OTHERS, read_table
-from lablib.proof.oracles import build_model
-from lablib.proof.other_calculators import (
+from tests.evidence.cases import Case
+from tests.evidence.headline import OTHERS, read_table
+from tests.evidence.oracles import build_model
+from tests.evidence.other_calculators import (
     CALCULATORS,
     OWN,
     QUANTITIES,

@@ -8,7 +8,7 @@ bytes.
 
 What it shows is counted by PyTorch, for any tp, with and without sequence parallelism, and under FSDP2.
 
-Operators that keep for backward what Korthikanti et al. say that they keep; see `lablib.proof.oracles.paper`.
+Operators that keep for backward what Korthikanti et al. say that they keep; see `tests.evidence.oracles.paper`.
 
 Each is a function that returns its output and the list of what it keeps; `keep` makes it an operator of autograd.
 Outputs are right. Gradients have the right shapes and are zeros: these operators are run for their bytes.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from lablib.calc.layouts.planner import FITTED, Fitted, Job, Run, run_choices, step_time, workload_of_run
-from lablib.proof.planner.runs import is_fitted
+from tests.evidence.planner.runs import is_fitted
 
 MOST = 40
 

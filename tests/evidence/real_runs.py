@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.launch.records import write_json
-from lablib.proof.cases import Case
-from lablib.proof.headline import TABLE
-from lablib.proof.oracles import make_optimizer, measure_case, prepared
+from tests.evidence.cases import Case
+from tests.evidence.headline import TABLE
+from tests.evidence.oracles import make_optimizer, measure_case, prepared
 
 #: The largest error of a peak, as a share: all that the calculator leaves out is in it.
 REAL_BOUND = 0.005
@@ -109,12 +109,14 @@ def real_peak(case: Case) -> int:
 
 def real_run(case: Case) -> dict[str, Any]:
     """Measure a case without a tracker and with one, and put what the calculator says of each beside it."""
-    return {
-        "name": case.name,
-        "case": asdict(case),
-        "predicted": predicted(case),
-        "measured": {"real": real_peak(case), "tracked": measure_case(case, real=True).peak},
-    }
+    measured = {"real": real_peak(case), "tracked": measure_case(case, real=True).peak}
+    return predicted_runs([{"name": case.name, "case": asdict(case), "measured": measured}])[0]
+
+
+def predicted_runs(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with what the calculator says now, and their measurements as they are."""
+    cases = [(row, Case(**row["case"])) for row in rows]
+    return [row | {"tied": case.model.tied, "predicted": predicted(case)} for row, case in cases]
 
 
 def predicted(case: Case) -> dict[str, int]:
@@ -127,4 +129,4 @@ def predicted(case: Case) -> dict[str, int]:
 
 def save_real_runs(rows: Iterable[dict[str, Any]], made: dict[str, str], path: Path = REAL_TABLE) -> Path:
     """Write the rows, with the versions that they were measured with."""
-    return write_json(path, {"versions": made, "rows": list(rows)})
+    return write_json(path, {"versions": made, "bound": REAL_BOUND, "rows": list(rows)})

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from lablib.proof.cases import FACTORS, Case, case_model, has_model
+from tests.evidence.cases import FACTORS, Case, case_model, has_model
 
 Factors = Mapping[str, Sequence]
 

@@ -7,7 +7,7 @@
 Read `measurement` first.
 """
 
-from lablib.proof.oracles.measurement import measure_case, prepared
-from lablib.proof.oracles.models import Master, build_model, make_optimizer
+from tests.evidence.oracles.measurement import measure_case, prepared
+from tests.evidence.oracles.models import Master, build_model, make_optimizer
 
 __all__ = ["Master", "build_model", "make_optimizer", "measure_case", "prepared"]

@@ -30,12 +30,12 @@ from lablib.calc.models import ModelConfig
 from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
 from lablib.launch.training import add_lora
-from lablib.proof.cases import Case
-from lablib.proof.oracles.context import local_batch, local_loss, split_attention
-from lablib.proof.oracles.paper import PaperTransformer
 from lablib.toys.context_parallel import ContextParallelTransformer
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
+from tests.evidence.cases import Case
+from tests.evidence.oracles.context import local_batch, local_loss, split_attention
+from tests.evidence.oracles.paper import PaperTransformer
 
 LORA_RANK = 16
 

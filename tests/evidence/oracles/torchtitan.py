@@ -3,7 +3,7 @@
 It needs the package torchtitan, version 0.3.0, which nothing else here does; so the measured rows are a file,
 `book/data/torchtitan_rows.json`, that this writes:
 
-    python -m lablib.proof.oracles.torchtitan book/data/torchtitan_rows.json
+    python -m tests.evidence.oracles.torchtitan book/data/torchtitan_rows.json
 
 Two things of a GPU are stood for on a CPU. A norm is one operator there, and keeps its input, the weight and an fp32
 number a token (PyTorch's derivatives.yaml, `_fused_rms_norm`). Attention is FlexAttention there, compiled; here it is

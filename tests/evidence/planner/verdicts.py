@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner import Fitted, Run, counted_flops, generation, workload_of_run
-from lablib.proof.planner.fitting import START, Row, fit_rates
+from tests.evidence.planner.fitting import START, Row, fit_rates
 
 Ratios = Sequence[tuple[Run, float]]
 

@@ -1,7 +1,7 @@
 """Peaks that others measured on GPUs and published: Megatron-LM with Transformer Engine on eight B200.
 
     for row in MEGATRON_PEAKS:
-        print(row.name, row.measured, row.predicted())
+        print(row.name, row.measured_gib, row.predicted())
 
 Source: SimuMax (Moore Threads), docs/b200/b200_release_v1.2_summary.md, column "real alloc GiB": the largest
 `torch.cuda.max_memory_allocated()` of all ranks in the second step; its launchers run_llama3.sh and run_deepseekv2.sh
@@ -14,10 +14,15 @@ behind the exchange; that is not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.units import GiB
+from lablib.launch.records import write_json
+from tests.evidence.headline import TABLE
+
+MEGATRON_TABLE = TABLE.with_name("megatron_peaks.json")
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class PublishedPeak:
 
     Attributes:
         measured_gib: Peak of allocated memory in GiB, on the fullest rank.
-        theirs_gib: What SimuMax predicts.
+        theirs_gib: What SimuMax predicts, in GiB.
     """
 
     model: ModelConfig
@@ -46,16 +51,6 @@ class PublishedPeak:
         said = " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
         return f"{self.model.name}, {self.model.num_layers} layers, {self.seq:,} tokens, {said}"
 
-    @property
-    def measured(self) -> float:
-        """Bytes of the peak."""
-        return self.measured_gib * GiB
-
-    @property
-    def theirs(self) -> float:
-        """Bytes that SimuMax predicts."""
-        return self.theirs_gib * GiB
-
     def predicted(self, implementation: str = "megatron-te-loss") -> int:
         """Return the bytes that the memory calculator predicts.
 
@@ -70,7 +65,20 @@ class PublishedPeak:
 
     def error(self, implementation: str = "megatron-te-loss") -> float:
         """Return predicted over measured, less 1."""
-        return self.predicted(implementation) / self.measured - 1
+        return self.predicted(implementation) / GiB / self.measured_gib - 1
+
+    def told(self) -> dict[str, object]:
+        """Return the row as the page reads it: GiB, and every prediction over what was measured, less 1."""
+        output = 2 * self.seq // self.cp * self.model.q_width // self.tp * self.model.num_layers
+        return {
+            "name": self.name,
+            "cp": self.cp,
+            "measured": self.measured_gib,
+            "SimuMax": self.theirs_gib / self.measured_gib - 1,
+            "paper": self.error("paper"),
+            "megatron-te-loss": self.error(),
+            "output kept twice": (self.predicted() + output) / GiB / self.measured_gib - 1,
+        }
 
 
 def _cut(name: str, layers: int, **changes: int) -> ModelConfig:
@@ -122,3 +130,8 @@ MEGATRON_PEAKS = tuple(
         (_405B, 2, 4, 1, 1, 1, 131072, 118.13, 116.50),
     )
 )
+
+
+def save_peaks(path: Path = MEGATRON_TABLE) -> Path:
+    """Write every run as the page reads it."""
+    return write_json(path, [row.told() for row in MEGATRON_PEAKS])

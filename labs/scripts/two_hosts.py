@@ -1,19 +1,20 @@
 """A cluster on one machine: hosts with a network of a chosen bandwidth between them, and torchrun on each.
 
-    with Cluster(hosts=2, rate="500 Mb/s") as cluster:
+    with Cluster(rate="500 Mb/s") as cluster:
         cluster.run_ranks(work, ranks_per_host=2)      # 4 ranks; rank 0 and 1 on host 0
         cluster.throttle("100 Mb/s")
-        cluster.torchrun("train.py", "--steps", "10")  # a script, as on real machines
 
 Each host is a Linux network namespace with one network interface, eth0, and a cable to one switch. The cable has the
-bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause); packets are
-delayed where the kernel has netem. Processors and memory are those of the one machine, shared by all hosts. Needs
-Linux, and root or unprivileged user namespaces; `why_not()` says in one sentence what is missing.
+bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause). Processors and
+memory are those of the one machine, shared by all hosts. Needs Linux, and root or unprivileged user namespaces;
+`why_not()` says in one sentence what is missing.
 
 Inside: `unshare` starts a holder process in namespaces of its own for networks, mounts and processes, and for an
 ordinary user in a user namespace too, where it is root. The holder makes a bridge, the switch, and a network namespace
 with a cable for each host; then it waits until its standard input closes. Whatever ends it ends process number 1 of its
 namespace; the kernel then kills every process in there and takes the cables down.
+
+torchrun starts this file itself on every rank; see `main`.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lablib.calc.units import parse_bandwidth
+from lablib.launch.runs import agent_command, like_a_new_process
 
 _GRACE_S = 1.0  # after the first failure: time for the other hosts to say what they saw
 _TAIL = 15  # lines of output shown with a failure
-_DIED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # what torchrun logs
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 CARD = "eth0"  # the network interface of every host
-MAX_HOSTS = 64
 #: After a pause a link lets so many seconds' worth of bytes through at once, and at least so many bytes. With less
 #: it does not reach its bandwidth on a busy machine; with more, messages of 1 MiB would pass too fast.
 BURST_S, BURST_BYTES = 1e-3, 128 * 1024
-_PIECE_S, _PIECE_LEAST, _PIECE_MOST = 0.5e-3, 4096, 65536  # what a link sends at a time, in seconds and bytes
+_PIECE_S, _PIECE_LEAST, _PIECE_MOST = (
+    0.5e-3,
+    4096,
+    65536,
+)  # what a link sends at a time, in seconds and bytes
 _QUEUE = "200ms"  # what a link keeps waiting before it drops packets
 _PORT = 29400  # free on every host: nobody else is there
 
@@ -57,7 +60,9 @@ class ClusterError(RuntimeError):
         output: What each host printed.
     """
 
-    def __init__(self, message: str, host: int | None, output: list[str]) -> None:
+    def __init__(
+        self, message: str, host: int | None, output: list[str]
+    ) -> None:
         super().__init__(message)
         self.host, self.output = host, output
 
@@ -75,12 +80,10 @@ class Cluster:
     """
 
     def __init__(
-        self, hosts: int = 2, *, rate: str | float | None = None, delay: float | None = None, user: bool | None = None
+        self, hosts: int = 2, *, rate: str | float | None = None
     ) -> None:
-        if not 2 <= hosts <= MAX_HOSTS:
-            raise ValueError(f"hosts={hosts} must be from 2 to {MAX_HOSTS}")
-        self.hosts, self.rate, self.delay = hosts, _bytes_per_second(rate), _seconds(delay)
-        self.network = _network(hosts, user)
+        self.hosts, self.rate = hosts, _bytes_per_second(rate)
+        self.network = _network(hosts)
         # Also without `with`, and when the interpreter ends.
         self._closing = weakref.finalize(self, self.network.close)
         try:
@@ -102,96 +105,127 @@ class Cluster:
     def throttle(self, rate: str | float | None) -> None:
         """Give all links another bandwidth, now."""
         self.rate = _bytes_per_second(rate)
-        if script := shape_script(self.hosts, self.rate, self.delay):
-            try:
-                self.network.shell(script)
-            except Refused as refused:
-                if self.delay and "qdisc kind is unknown" in str(refused):
-                    raise Refused("this kernel has no netem, which delays packets; leave delay out") from None
-                raise
+        self.network.shell(shape_script(self.hosts, self.rate))
 
     def run(self, host: int, *command: str, timeout: float = 60) -> str:
         """Run a command on a host and return what it printed."""
         return self.run_all([(host, command)], timeout=timeout)[0]
 
-    def torchrun(
-        self,
-        *script: str,
-        ranks_per_host: int = 1,
-        timeout: float = 120,
-        threads: int = 1,
-        env: dict[str, str] | None = None,
-    ) -> list[str]:
-        """Run a script on all hosts, as on real machines: one torchrun a host, which meet by c10d rendezvous.
-
-        Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
-        """
-        from lablib.launch.runs import agent_command  # here: hosts alone need the standard library
-
-        if ranks_per_host < 1 or threads < 1:
-            raise ValueError(f"ranks_per_host={ranks_per_host} and threads={threads} must be at least 1")
-        cards = {f"{library}_SOCKET_IFNAME": CARD for library in ("GLOO", "NCCL", "TP")}
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            **cards,
+    def _torchrun(
+        self, *script: str, ranks_per_host: int, timeout: float
+    ) -> None:
+        """Run a script on all hosts, as on real machines: one torchrun a host, which meet by c10d rendezvous."""
+        env = {
+            "OMP_NUM_THREADS": "1",
             "LABLIB_HOSTS": str(self.hosts),
             "CUDA_VISIBLE_DEVICES": "",  # the hosts share this machine's cores and have no GPU
-            **(env or {}),
+            # For what the function imports from beside this file.
+            "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            **{
+                f"{library}_SOCKET_IFNAME": CARD
+                for library in ("GLOO", "NCCL", "TP")
+            },
         }
         jobs = []
         for host in range(self.hosts):
-            words = [*agent_command(), f"--nnodes={self.hosts}", f"--nproc-per-node={ranks_per_host}"]
-            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{_PORT}", "--rdzv-id=cluster"]
+            words = [
+                *agent_command(),
+                f"--nnodes={self.hosts}",
+                f"--nproc-per-node={ranks_per_host}",
+            ]
+            words += [
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={address(0)}:{_PORT}",
+                "--rdzv-id=cluster",
+            ]
             # Host 0 keeps the store. Left to itself, torchrun looks its own name up, which no host here has.
-            words += [f"--rdzv-conf=is_host={int(host == 0)}", f"--local-addr={address(host)}"]
+            words += [
+                f"--rdzv-conf=is_host={int(host == 0)}",
+                f"--local-addr={address(host)}",
+            ]
             jobs.append((host, [*words, *script]))
-        return self.run_all(jobs, env=environment, timeout=timeout)
+        self.run_all(jobs, env=env, timeout=timeout)
 
     def run_ranks(
-        self, fn: Callable[..., Any], *args: Any, ranks_per_host: int = 1, timeout: float = 120, threads: int = 1
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks_per_host: int = 1,
+        timeout: float = 120,
     ) -> list[Any]:
         """Call `fn(*args)` on every rank of a process group over all hosts; return the results in rank order.
 
-        Raises:
-            ValueError: If a number makes no sense, or an argument cannot be copied.
-            ClusterError: If a rank fails; it shows the traceback of the first one. All others are ended.
-        """
-        import cloudpickle  # here: hosts alone need no torch, and start at once
+        Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
 
+        Raises:
+            ClusterError: If a rank fails, with the traceback of the first one that raised. All others are ended.
+        """
+        import cloudpickle
         from lablib.launch.ranks import pickle_call
 
         with tempfile.TemporaryDirectory(prefix="cluster-") as name:
             folder = Path(name)
             (folder / "call").write_bytes(pickle_call(fn, args))
             # torchrun has loaded torch already: ranks that it forks off itself start seconds earlier than new ones.
-            job = ("--run-path", "--start-method=fork", str(Path(__file__).with_name("cluster_rank.py")), name)
+            job = ("--run-path", "--start-method=fork", __file__, name)
             try:
-                self.torchrun(*job, ranks_per_host=ranks_per_host, timeout=timeout, threads=threads)
+                self._torchrun(
+                    *job, ranks_per_host=ranks_per_host, timeout=timeout
+                )
             except ClusterError as error:
-                rank, why = first_failure(folder, error.output, ranks_per_host)
-                if rank is None:
+                raised = sorted(
+                    folder.glob("*.error"),
+                    key=lambda path: path.stat().st_mtime_ns,
+                )
+                if not raised:
                     raise
-                host = rank // ranks_per_host
-                raise ClusterError(f"rank {rank} failed first\n\n{why}", host, error.output) from None
+                rank = int(raised[0].stem)
+                message = (
+                    f"rank {rank} failed first\n\n{raised[0].read_text()}"
+                )
+                raise ClusterError(
+                    message, rank // ranks_per_host, error.output
+                ) from None
             ranks = range(self.hosts * ranks_per_host)
-            return [cloudpickle.loads((folder / f"{rank}.result").read_bytes()) for rank in ranks]
+            return [
+                cloudpickle.loads((folder / f"{rank}.result").read_bytes())
+                for rank in ranks
+            ]
 
     def run_all(
-        self, jobs: Sequence[tuple[int, Sequence[str]]], *, env: dict[str, str] | None = None, timeout: float = 60
+        self,
+        jobs: Sequence[tuple[int, Sequence[str]]],
+        *,
+        env: dict[str, str] | None = None,
+        timeout: float = 60,
     ) -> list[str]:
         """Run commands on hosts at the same time and return what each printed."""
         if not self._closing.alive:
             raise ValueError("this cluster is closed; make a new one")
         with contextlib.ExitStack() as stack:
             text = {"encoding": "utf-8", "errors": "replace"}
-            files = [stack.enter_context(tempfile.TemporaryFile("w+", **text)) for _ in jobs]
+            files = [
+                stack.enter_context(tempfile.TemporaryFile("w+", **text))
+                for _ in jobs
+            ]
             running: list[subprocess.Popen] = []
             try:
                 for (host, words), file in zip(jobs, files, strict=True):
                     command = self.network.command(*words, host=host)
-                    pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+                    pipes = {
+                        "stdin": subprocess.DEVNULL,
+                        "stdout": file,
+                        "stderr": subprocess.STDOUT,
+                    }
                     variables = {**environment(), **(env or {})}
-                    running.append(subprocess.Popen(command, **pipes, env=variables, start_new_session=True))
+                    running.append(
+                        subprocess.Popen(
+                            command,
+                            **pipes,
+                            env=variables,
+                            start_new_session=True,
+                        )
+                    )
                 failed = _wait(running, time.monotonic() + timeout)
             finally:
                 if any(process.poll() is None for process in running):
@@ -202,8 +236,15 @@ class Cluster:
         if failed is None:
             return output
         if failed < 0:
-            raise ClusterError(f"no end after {timeout:g} s; all processes were killed", None, output)
-        host, tail = jobs[failed][0], "\n".join(output[failed].splitlines()[-_TAIL:])
+            raise ClusterError(
+                f"no end after {timeout:g} s; all processes were killed",
+                None,
+                output,
+            )
+        host, tail = (
+            jobs[failed][0],
+            "\n".join(output[failed].splitlines()[-_TAIL:]),
+        )
         message = f"host {host} failed with status {running[failed].returncode}; it said last:\n{tail}"
         raise ClusterError(message, host, output)
 
@@ -214,8 +255,12 @@ def throttle(rate: str | float | None) -> None:
     Put a barrier before and after it, so that no message is on its way meanwhile.
     """
     if "LABLIB_HOSTS" not in os.environ:
-        raise RuntimeError("throttle works on a host of a Cluster; from outside call cluster.throttle")
-    script = shape_script(int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate), None)
+        raise RuntimeError(
+            "throttle works on a host of a Cluster; from outside call cluster.throttle"
+        )
+    script = shape_script(
+        int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate)
+    )
     _shell("nsenter", "--target=1", "--net", "sh", "-ec", script)
 
 
@@ -227,30 +272,6 @@ def why_not() -> str | None:
     except Refused as refused:
         return str(refused)
     return None
-
-
-def first_failure(folder: Path, output: Sequence[str], ranks_per_host: int) -> tuple[int | None, str]:
-    """Return which rank failed first, and why; (None, "") where nothing tells.
-
-    A rank that raised has written down why. One that died has not; its torchrun says how it ended, and nothing else
-    kills a rank before the first failure, so it comes before what the others say about lost connections. An abort can
-    be the answer of a library to a lost rank.
-    """
-    from lablib.launch.ranks import ending  # here: hosts alone need no torch
-
-    raised = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
-    died = [
-        (int(code), host * ranks_per_host + int(local))
-        for host, text in enumerate(output)
-        for code, local in _DIED.findall(text)
-        if int(code) != 1  # raised
-    ]
-    for code, rank in died:
-        if code != -signal.SIGABRT or not raised:
-            return rank, f"its process {ending(code)}"
-    if raised:
-        return int(raised[0].stem), raised[0].read_text()
-    return None, ""
 
 
 def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
@@ -265,7 +286,10 @@ def _wait(running: list[subprocess.Popen], deadline: float) -> int | None:
                 process.wait(0.02)
                 del left[number]
                 if process.returncode and failed is None:
-                    failed, deadline = number, min(deadline, time.monotonic() + _GRACE_S)
+                    failed, deadline = (
+                        number,
+                        min(deadline, time.monotonic() + _GRACE_S),
+                    )
         if left and time.monotonic() > deadline:
             return -1 if failed is None else failed
     return failed
@@ -309,31 +333,39 @@ def build_script(hosts: int) -> str:
     return "\n".join(lines)
 
 
-def shape_script(hosts: int, rate: float | None, delay: float | None) -> str:
-    """Return the commands that give every cable a bandwidth, in bytes per second both ways, and a delay."""
+def shape_script(hosts: int, rate: float | None) -> str:
+    """Return the commands that give every cable a bandwidth, in bytes per second both ways."""
+    # Linux hands an interface pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
+    # behind it is late; a real one sends single packets.
+    piece = (
+        _PIECE_MOST
+        if rate is None
+        else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
+    )
     lines = []
     for host in range(hosts):
-        for where, device, late in ((f"-n h{host}", CARD, delay), ("", f"port{host}", None)):
-            root = f"tc {where} qdisc replace dev {device} root handle 1:"
-            lines.append(f"tc {where} qdisc del dev {device} root 2>/dev/null || true")
-            # Linux hands an interface pieces of up to 64 KiB. On a slow link one takes milliseconds, and whatever waits
-            # behind it is late; a real one sends single packets.
-            piece = _PIECE_MOST if rate is None else min(_PIECE_MOST, max(_PIECE_LEAST, round(rate * _PIECE_S)))
-            lines.append(f"ip {where} link set dev {device} gso_max_size {piece}")
-            netem = f"netem delay {round(1e6 * late)}us limit 100000" if late else None
+        for where, device in ((f"-n h{host}", CARD), ("", f"port{host}")):
+            lines.append(
+                f"tc {where} qdisc del dev {device} root 2>/dev/null || true"
+            )
+            lines.append(
+                f"ip {where} link set dev {device} gso_max_size {piece}"
+            )
             if rate is not None:
-                lines.append(f"{root} tbf rate {round(8 * rate)}bit burst {burst(rate)} latency {_QUEUE}")
-                if netem:
-                    lines.append(f"tc {where} qdisc add dev {device} parent 1:1 handle 10: {netem}")
-            elif netem:
-                lines.append(f"{root} {netem}")
+                shape = f"tbf rate {round(8 * rate)}bit burst {burst(rate)} latency {_QUEUE}"
+                lines.append(
+                    f"tc {where} qdisc replace dev {device} root handle 1: {shape}"
+                )
     return "\n".join(lines)
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment with a PATH that finds `tc`: Debian's users have no /usr/sbin on theirs."""
     path = os.environ.get("PATH", os.defpath)
-    return {**os.environ, "PATH": os.pathsep.join((path, "/usr/sbin", "/sbin"))}
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join((path, "/usr/sbin", "/sbin")),
+    }
 
 
 class Network:
@@ -341,13 +373,28 @@ class Network:
 
     def __init__(self, hosts: int, *, user: bool) -> None:
         if not sys.platform.startswith("linux"):
-            raise Refused(f"hosts are Linux network namespaces, and this is {sys.platform}")
+            raise Refused(
+                f"hosts are Linux network namespaces, and this is {sys.platform}"
+            )
         path = environment()["PATH"]
-        if missing := [tool for tool in TOOLS if shutil.which(tool, path=path) is None]:
-            raise Refused(f"{', '.join(missing)} is not installed; install the packages iproute2 and util-linux")
+        if missing := [
+            tool for tool in TOOLS if shutil.which(tool, path=path) is None
+        ]:
+            raise Refused(
+                f"{', '.join(missing)} is not installed; install the packages iproute2 and util-linux"
+            )
         self.hosts, self.user = hosts, user
         own = ["--user", "--map-root-user"] if user else []
-        command = ["unshare", *own, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        command = [
+            "unshare",
+            *own,
+            "--net",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         script = f"{build_script(hosts)}\necho ready\nexec cat >/dev/null"
         # A session of its own: an interrupt from the keyboard reaches this process, which then closes in order.
         self.holder = subprocess.Popen(
@@ -366,12 +413,19 @@ class Network:
             raise
         if ready != "ready\n":
             reason = self.close().strip().splitlines() or ["no reason given"]
-            raise Refused(f"this system does not let you make network namespaces ({reason[-1]})")
+            raise Refused(
+                f"this system does not let you make network namespaces ({reason[-1]})"
+            )
 
     def command(self, *words: str, host: int | None = None) -> list[str]:
         """Return the command line that runs a command on a host, or on the switch."""
         spaces = f"/proc/{self.holder.pid}/ns"
-        enter = ["nsenter", f"--net={spaces}/net", f"--mount={spaces}/mnt", f"--pid={spaces}/pid_for_children"]
+        enter = [
+            "nsenter",
+            f"--net={spaces}/net",
+            f"--mount={spaces}/mnt",
+            f"--pid={spaces}/pid_for_children",
+        ]
         if self.user:
             enter += [f"--user={spaces}/user", "--preserve-credentials"]
         # Entering the mount namespace leads to its root; go back to where the caller is.
@@ -407,18 +461,26 @@ class Network:
 
 def _shell(*command: str) -> None:
     """Run a command; if it fails, `Refused` has the last line of what it said."""
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment())
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=environment(),
+    )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        said = done.stderr.strip().splitlines() or [
+            f"status {done.returncode}"
+        ]
         raise Refused(f"the network cannot be set up so ({said[-1]})")
 
 
-def _network(hosts: int, user: bool | None) -> Network:
+def _network(hosts: int) -> Network:
     root = os.geteuid() == 0
     try:
-        return Network(hosts, user=not root if user is None else user)
+        return Network(hosts, user=not root)
     except Refused:
-        if user is None and root:  # root of a container may lack the right, and still make a user namespace
+        if root:  # of a container, which may lack the right, and still make a user namespace
             return Network(hosts, user=True)
         raise
 
@@ -428,11 +490,35 @@ def _bytes_per_second(rate: str | float | None) -> float | None:
         return None
     value = parse_bandwidth(rate)
     if not 1e4 <= value <= 1e12:
-        raise ValueError(f"rate={rate!r} is {value:g} bytes per second; use 10 kB/s to 1 TB/s")
+        raise ValueError(
+            f"rate={rate!r} is {value:g} bytes per second; use 10 kB/s to 1 TB/s"
+        )
     return value
 
 
-def _seconds(delay: float | None) -> float | None:
-    if delay is not None and not 0 < delay <= 10:
-        raise ValueError(f"delay={delay} must be above 0 and at most 10 seconds")
-    return delay
+def main(folder: Path) -> None:
+    """Be one rank: join the process group, call the function and write `RANK.result`, or why it failed, `RANK.error`."""
+    import cloudpickle
+    import torch
+    import torch.distributed as dist
+    from lablib.launch.ranks import pickle_result
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    try:
+        fn, args = cloudpickle.loads((folder / "call").read_bytes())
+        result = pickle_result(fn(*args))
+    except BaseException:
+        (folder / f"{dist.get_rank()}.error").write_text(
+            traceback.format_exc()
+        )
+        raise
+    (folder / f"{dist.get_rank()}.result").write_bytes(result)
+    # Nobody leaves before all are done: an early goodbye would break the others' connections.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    like_a_new_process()
+    main(Path(sys.argv[1]))

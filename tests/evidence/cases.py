@@ -1,6 +1,6 @@
 """The configurations on which the memory calculator is judged: factors, their values, and what can be combined.
 
-A case is one value of each factor. Which cases are tried is chosen by `lablib.proof.grid`: every pair of values
+A case is one value of each factor. Which cases are tried is chosen by `tests.evidence.grid`: every pair of values
 that can occur together does so at least once.
 """
 

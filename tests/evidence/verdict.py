@@ -8,7 +8,7 @@
 | the peak by kind of memory | 5 percent of the whole peak |
 
 Kinds are those that PyTorch's trackers tell apart; `lablib.calc.memory.terms` says to which each term of the calculator
-belongs, and why the two words differ where they do. The measurements are those of `lablib.proof.oracles`; here is
+belongs, and why the two words differ where they do. The measurements are those of `tests.evidence.oracles`; here is
 arithmetic alone.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from lablib.calc.memory import When, find_term, training_memory
 from lablib.calc.memory.timeline import MemoryInstant, memory_timeline
 from lablib.calc.torch_versions import PINNED
-from lablib.proof.cases import Case
-from lablib.proof.grid import DRAWN
+from tests.evidence.cases import Case
+from tests.evidence.grid import DRAWN
 
 SAVED_BOUND, PEAK_BOUND = 0.01, 0.05
 
@@ -109,7 +109,7 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     """Return what the calculator says about a case, in the words of a measurement.
 
     Returns:
-        "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
+        "quick", the sums of `training_memory`; "states" and "groups" by term, "saved", "peak", "peak_at", and "peak_terms" by kind at the moment
         "peak_terms_at". Implementation "paper" has no peak: no paper says what an operator needs for a moment. "moments" and
         "moment_terms" are there for the cases that are drawn.
     """
@@ -117,6 +117,7 @@ def predict(case: Case, at: str | None = None, torch: str = PINNED) -> dict[str,
     memory = training_memory(**settings)
     terms = {name.removeprefix("activations."): size for name, size in memory.activation_terms}
     found: dict[str, object] = {
+        "quick": {"total": memory.total, "saved": memory.activations},
         "states": dict(memory.state_terms),
         "groups": {group: sum(terms.get(term, 0) for term in names) for group, names in GROUPS.items()},
         "saved": memory.activations,

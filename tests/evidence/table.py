@@ -1,10 +1,10 @@
 """The table of the memory calculator: every case of the grid, or drawn, predicted and measured, and compared.
 
     rows = [measured_row(case) for case in grid()]
-    drifted(rows, read_table())           # [] unless something moved; `lablib.proof.headline` reads the file
+    drifted(rows, read_table())           # [] unless something moved
     save_table(rows)
 
-`rung memory-table` does it. The table of drawn cases says how wrong the calculator is where nobody looked.
+The table of drawn cases says how wrong the calculator is where nobody looked.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ import torch
 
 from lablib.calc.torch_versions import PINNED, torch_facts
 from lablib.launch.records import write_json
-from lablib.proof.cases import Case
-from lablib.proof.grid import BESIDE, DRAWN, SEED, grid
-from lablib.proof.headline import HELD_OUT, TABLE
-from lablib.proof.oracles import measure_case
-from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
+from tests.evidence.cases import FACTORS, Case
+from tests.evidence.grid import BESIDE, DRAWN, SEED, grid
+from tests.evidence.headline import (
+    EARLIER,
+    HELD_OUT,
+    NOTICEABLE,
+    TABLE,
+    headline,
+    pairs_shown,
+    read_table,
+    step_moments,
+)
+from tests.evidence.oracles import measure_case
+from tests.evidence.verdict import PEAK_BOUND, SAVED_BOUND, Comparison, compare, predict, worst
 
 Row = dict[str, Any]
 
@@ -41,18 +50,23 @@ def measured_row(case: Case) -> Row:
     if case in DRAWN:
         measured |= {"moments": found.totals, "moment_terms": found.moments}
     oracle = "real tensors" if case.size == "tiny" else "fake tensors"
+    return {"name": case.name, "oracle": f"{oracle}, {'FSDPMemTracker' if case.shards else 'MemTracker'}"} | _said(
+        case, measured, torch.__version__
+    )
+
+
+def _said(case: Case, measured: dict[str, Any], version: str) -> Row:
     return {
-        "name": case.name,
         "case": asdict(case),
-        "oracle": f"{oracle}, {'FSDPMemTracker' if case.shards else 'MemTracker'}",
-        "predicted": predict(case, measured.get("peak_at"), torch.__version__),
+        "experts": case.model.num_experts,
+        "predicted": predict(case, measured.get("peak_at"), version),
         "measured": measured,
     }
 
 
 def predicted_anew(rows: Iterable[Row], version: str = PINNED) -> list[Row]:
     """Return rows with what the calculator says now, and their measurements as they are."""
-    return [row | {"predicted": predict(Case(**row["case"]), row["measured"].get("peak_at"), version)} for row in rows]
+    return [row | _said(Case(**row["case"]), row["measured"], version) for row in rows]
 
 
 def versions() -> dict[str, str]:
@@ -63,14 +77,39 @@ def versions() -> dict[str, str]:
 
 
 def save_table(rows: Sequence[Row], path: Path = TABLE, made: dict[str, str] | None = None) -> Path:
-    """Write the table."""
-    bounds = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
-    return write_json(path, {"versions": made or versions(), "bounds": bounds, "rows": list(rows)})
+    """Write the table, and beside its rows what the pages quote of them."""
+    of_factors = [row for row in rows if Case(**row["case"]) not in BESIDE]
+    found = {
+        "versions": made or versions(),
+        "bounds": {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND},
+        "noticeable": NOTICEABLE,
+        "factors": FACTORS,
+        "pairs": pairs_shown(of_factors),
+        "headline": headline(rows),
+        "steps": [
+            {"name": row["name"], "case": row["case"], "moments": step_moments(row)}
+            | {key: row["measured"][key] for key in ("peak", "peak_at")}
+            for row in rows
+            if Case(**row["case"]) in DRAWN
+        ],
+    }
+    return write_json(path, found | {"rows": list(rows)})
 
 
 def save_held_out(rows: Sequence[Row], path: Path = HELD_OUT, made: dict[str, str] | None = None) -> Path:
-    """Write the rows with the seed that drew them; `lablib.proof.headline.read_table` reads the file."""
-    return write_json(path, {"versions": made or versions(), "seed": SEED, "rows": list(rows)})
+    """Write the rows with the seed that drew them."""
+    return write_json(
+        path, {"versions": made or versions(), "seed": SEED, "headline": headline(rows), "rows": list(rows)}
+    )
+
+
+def save_earlier(path: Path = EARLIER) -> Path:
+    """Write anew how far the worst of each earlier draw was off, and is today."""
+    return write_json(path, [earlier | _then_and_now(earlier["worst"]) for earlier in read_table(path)])
+
+
+def _then_and_now(row: Row) -> dict[str, float]:
+    return {when: headline([said])["peak"]["off"] for when, said in (("then", row), ("now", predicted_anew([row])[0]))}
 
 
 def comparisons(row: Row) -> list[Comparison]:
@@ -102,7 +141,9 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
     found = []
     for row in rows:
         if row["name"] not in old:
-            found.append(f"{row['name']} is not in the table: make it anew with rung memory-table --write")
+            found.append(
+                f"{row['name']} is not in the table: make it anew with python -m tests.evidence memory-table --write"
+            )
             continue
         for part in parts:
             for key, value in row[part].items():
