@@ -145,7 +145,7 @@ def test_the_peak_is_judged_by_kind_at_the_measured_moment() -> None:
         assert kinds == {*predicted["peak_terms"], *measured["peak_terms"]}
         assert {"weights", "activations"} & kinds
     seen = {kind for row in ROWS for kind in row["measured"].get("peak_terms", {})}
-    # A peak meets no reduction: FSDP2's unsharded gradients wait under another name, see `lablib.calc.memory.terms`.
+    # A peak meets no reduction: FSDP2's unsharded gradients wait under another name, see `kind_of`.
     assert seen >= {*KINDS} - {"unsharded gradients", "reduce-scatter buffers"}
 
 

@@ -7,9 +7,8 @@
 | the peak of the step, in all | 5 percent |
 | the peak by kind of memory | 5 percent of the whole peak |
 
-Kinds are those that PyTorch's trackers tell apart; `lablib.calc.memory.terms` says to which each term of the calculator
-belongs, and why the two words differ where they do. The measurements are those of `tests.evidence.oracles`; here is
-arithmetic alone.
+Kinds are those that PyTorch's trackers tell apart; `KIND_OF` says to which each term of the calculator belongs. The
+measurements are those of `tests.evidence.oracles`; here is arithmetic alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lablib.calc.memory import When, find_term, training_memory
+from lablib.calc.memory import training_memory
 from lablib.calc.memory.timeline import MemoryInstant, memory_timeline
 from lablib.calc.torch_versions import PINNED
 from tests.evidence.cases import Case
@@ -50,12 +49,52 @@ KINDS = (
 )
 
 
+#: What trackers call a term. They label a tensor when it is made, by who is running then: forward makes activations,
+#: backward makes temporaries, the optimizer makes optimizer states. Hooks relabel a few: a gradient once a parameter has
+#: it, FSDP2's buffers once a collective gets them. The master copy is a module of parameters like any other.
+#: Source: torch.distributed._tools, mem_tracker.py and fsdp2_mem_tracker.py.
+KIND_OF = {
+    "weights": "weights",
+    "master_weights": "weights",
+    "gradients": "gradients",
+    "master_gradients": "gradients",
+    **dict.fromkeys(("momentum", "variance", "optimizer_temporaries"), "optimizer"),
+    "activations.tokens": "inputs",  # the batch was there before forward began
+    # A received gradient is outside of backward, before it begins. A unit's weights are gathered weights when all of them
+    # have been copied out of the buffer.
+    **dict.fromkeys(("activations", "weight_casts", "logits", "logits_fp32", "attention_mask"), "activations"),
+    **dict.fromkeys(("stage_outputs", "received_gradient", "forward_values", "arriving_weights"), "activations"),
+    # A gradient was made in backward like any other tensor until its parameter has it, and FSDP2's until their unit's
+    # reduction begins, the root's at the very end.
+    **dict.fromkeys(
+        ("logits_gradients", "recomputed_stream", "activation_gradients", "adapter_gradients"), "temporary"
+    ),
+    **dict.fromkeys(("new_gradients", "tied_gradient", "reduced_shards", "root_gradients"), "temporary"),
+    "gathered_weights": "gathered weights",
+    "all_gather_buffers": "all-gather buffers",
+    "gradient_buckets": "gradient buckets",
+    "rotary_tables": "buffers",
+}
+
+
 def kind_of(term: str, instant: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> str:
     """Return the kind of a term at an instant."""
-    kind = find_term(term).kind
-    if kind is None:
+    name = term if term in KIND_OF else term.partition(".")[0]
+    if name in ("recomputed", "recomputed_values"):
+        # MemTracker knows that forward runs again while a module of the block does. What a block's own forward makes
+        # between its modules, the stream, counts as backward's; so does selective recomputation, which runs a function.
+        # FSDPMemTracker asks FSDP2's units alone, whose hooks are outside of what runs again.
+        return "activations" if recompute == "full" and not fsdp2 else "temporary"
+    if name == "operator_temporaries":
+        return "activations" if instant.phase in ("forward", "loss") else "temporary"
+    reducing = instant.at == "reduce-scatter"
+    if name == "reduce_scatter_buffers":  # fullest when gradients have been copied into them, before the collective
+        return "temporary" if reducing else "reduce-scatter buffers"
+    if name == "unsharded_gradients":
+        return "unsharded gradients" if reducing else "temporary"
+    if name not in KIND_OF:
         raise ValueError(f"term {term!r} has no kind: none of PyTorch's trackers was asked about it")
-    return kind if isinstance(kind, str) else kind(When(instant.phase, instant.at, recompute, fsdp2))
+    return KIND_OF[name]
 
 
 def by_kind(instant: MemoryInstant, *, recompute: str = "none", fsdp2: bool = False) -> dict[str, int]:
