@@ -13,7 +13,7 @@ from tests.evidence import table as memory_table
 from tests.evidence.__main__ import app
 from tests.evidence.cases import Case
 from tests.evidence.grid import BESIDE, DRAWN, grid
-from tests.evidence.headline import read_table
+from tests.evidence.headline import headline, read_table
 from tests.evidence.real_runs import REAL_BOUND, REAL_RUNS, REAL_TABLE, predicted, real_peak
 from tests.evidence.table import (
     broken,
@@ -24,7 +24,6 @@ from tests.evidence.table import (
     representatives,
     save_table,
     text,
-    worst_by_kind,
 )
 from tests.evidence.verdict import KINDS, PEAK_BOUND, compare, predict
 
@@ -210,13 +209,10 @@ def test_a_term_that_only_one_side_has_is_found() -> None:
 
 
 def test_the_text_names_the_worst_case() -> None:
-    found = worst_by_kind(ROWS)
-    assert set(found) == {"states", "saved", "peak"}
-    for kind, (name, number) in found.items():
-        every = [c for row in ROWS for c in comparisons(row) if c.what.partition(":")[0] == kind]
-        assert abs(number.error) == max(abs(c.error) for c in every)
-        assert f"({name})" in text(ROWS)
-    assert found["states"][1].error == 0
+    found = headline(ROWS)
+    for what in ("saved", "peak"):
+        assert f"worst {what}: off by {found[what]['off']:.3%} ({found[what]['name']})" in text(ROWS)
+    assert f"states exact in {len(ROWS)} of {len(ROWS)}" in text(ROWS)
 
 
 def test_the_command(monkeypatch) -> None:

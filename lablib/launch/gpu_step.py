@@ -7,9 +7,9 @@ A step is played twice. The first makes the optimizer's states, the workspaces o
 weighed. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
 history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
-Of the counters, `requested` is what the program asks for, and what a calculator can predict. `allocated` is rounded by
-the allocator and is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. A CPU has none of
-the three: there `LiveBytes` counts tensors, and the three are the same, so `weigh(job, Counters())` runs without a GPU.
+`requested` is what the program asks for, and what a calculator can predict; `allocated` is rounded by the allocator and
+is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. On a CPU `LiveBytes` counts tensors,
+and the three are the same, so `weigh(make, Counters())` runs without a GPU.
 
 A sample has the measurement and the calculator's settings. The prediction is made when it is read, so a calculator that
 changes is judged anew. It is compared with what the program asks for, less the workspaces of cuBLAS.

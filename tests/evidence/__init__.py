@@ -15,6 +15,7 @@ book/data, and tests hold the files to what is predicted today.
     comparison         those formulas on the same cases
     published_peaks    peaks that others measured on GPUs: Megatron-LM's
     planner            the planner's constants, fitted to measured runs and judged on them
+    exported           what frameworks' own parsers read in the files of `rung plan --export`
 
 Read `cases` first, then `oracles.measurement`.
 """

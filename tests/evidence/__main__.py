@@ -88,7 +88,7 @@ def planner(
 ) -> None:
     """Fit the planner's constants anew, judge them and print what moved; with --rows, judge the shipped ones.
 
-    Rows are vTrain's and LLM Foundry's own tables, or your own runs in the columns of measured_runs.csv.
+    Rows are runs of your own in the columns of tests/evidence/planner/measured_runs.csv.
     """
     from tests.evidence.planner.table import fit_text, judge_file, planner_table, save_planner_table
 

@@ -96,26 +96,15 @@ class Case:
     """One configuration: a value of every factor of `FACTORS`, and of context parallelism, which stands apart.
 
     Attributes:
-        implementation: Whose implementation: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
-        family: Of the model.
+        implementation: Whose: "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's classes) or "paper".
         size: "tiny" (measured on real tensors), "small", "8b" or "70b" (a published shape, all of its layers); beside
             the factors "words", tiny with a large vocabulary.
-        seq: Tokens in a sequence.
-        micro_batch: Sequences in a micro-batch.
-        recipe: A name of `lablib.calc.precision.recipes`.
-        optimizer: A name of `lablib.calc.precision.recipes`.
-        step: How the optimizer runs: "for-loop", "foreach" or "fused".
-        recompute: "none", "selective" or "full".
         sharding: "none", "ddp", "zero1" (DDP, and PyTorch's ZeroRedundancyOptimizer), "fsdp2" (reshards after forward)
             or "fsdp2-keep" (does not).
-        dp: Ranks that see different data.
         tensor: Tensor-parallel ranks, with "+sp" for sequence parallelism.
         pp: Pipeline stages, 1F1B; the first stage is judged, with pp micro-batches in flight.
-        accumulate: Micro-batches whose gradients add up before the optimizer's step, one after the other.
-        attention: "fused" or "plain".
         tuning: "full" or "lora" (rank 16, all matrices of a block).
         cp: Ranks that share each sequence; the first one is judged.
-        cp_way: "ring", "gathered" or "ulysses".
     """
 
     implementation: str = "toy"
@@ -139,22 +128,18 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
-        """The sizes of the model."""
         return case_model(self.family, self.size)
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks."""
         return int(self.tensor.partition("+")[0])
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the stream is split over them too."""
         return self.tensor.endswith("+sp")
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP2 splits the states."""
         return self.sharding.startswith("fsdp2")
 
     @property
@@ -164,12 +149,10 @@ class Case:
 
     @property
     def unsharded(self) -> bool:
-        """Whether every rank has all of the states."""
         return self.sharding in ("none", "ddp")
 
     @property
     def replicates(self) -> bool:
-        """Whether DDP keeps the replicas alike."""
         return self.sharding in ("ddp", "zero1")
 
     @property
@@ -184,7 +167,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The values that are not the plainest ones, and model and implementation."""
         plain = asdict(Case())
         always = ("implementation", "family", "size", "seq", "recipe")
         words = [self.model.name, self.implementation, f"{self.micro_batch} x {self.seq}", self.recipe]
@@ -227,7 +209,6 @@ class Case:
 
 
 def case_model(family: str, size: str) -> ModelConfig:
-    """Return the model of a family in a size of `FACTORS`."""
     if size == "words":
         return replace(case_model(family, "tiny"), name=f"words-{family}", num_layers=2, vocab=3000)
     if size == "tiny":
@@ -240,5 +221,4 @@ def case_model(family: str, size: str) -> ModelConfig:
 
 
 def has_model(family: str, size: str) -> bool:
-    """Return whether there is a model of this family in this size."""
     return size == "tiny" or (family, size) in _CUSTOM or (family, size) in _PRESETS

@@ -121,7 +121,6 @@ def deepspeed_record(table: Row, kept: Row | None) -> Row:
 
 
 def held_bytes(numbers: Row, quantity: str) -> int:
-    """Return a quantity of a row's "measured" or "predicted"."""
     if quantity == "states":
         return sum(numbers["states"].values())
     return numbers[{"activations": "saved", "total": "peak"}[quantity]]
@@ -218,7 +217,6 @@ def left_out(table: Row) -> list[Row]:
 
 
 def compare(table: Row | None = None, deepspeed: Row | None = None) -> Row:
-    """Return the comparison."""
     table = table or read_table()
     rows = comparison_rows(table)
     return {
@@ -231,7 +229,6 @@ def compare(table: Row | None = None, deepspeed: Row | None = None) -> Row:
 
 
 def save_comparison(table: Row, path: Path = OTHERS) -> Path:
-    """Write the comparison and return where it is."""
     return write_json(path, table)
 
 
@@ -259,7 +256,6 @@ def drifted(table: Row, committed: Row) -> list[str]:
 
 
 def comparison_text(table: Row) -> str:
-    """Return the summary as aligned text."""
     lines = [f"{'predicted / measured':40}{'cases':>6}{'median':>9}{'low':>9}{'high':>9}"]
     for quantity in QUANTITIES:
         lines.append(f"\n{quantity}")

@@ -29,13 +29,11 @@ def on_one_gpu(case: Case) -> bool:
 
 
 def gpu_cases(memory_bytes: int) -> list[Case]:
-    """Return the configurations that should fit on one GPU, the smallest first."""
     cases = {case.name: case for case in (*NAMED, *grid(), *held_out()) if on_one_gpu(case)}
     return [cases[name] for name in fitting({name: settings(case) for name, case in cases.items()}, memory_bytes)]
 
 
 def settings(case: Case) -> Settings:
-    """Return a case as arguments of `memory_timeline`."""
     return {"step": case.step, **case.settings()}
 
 
@@ -57,5 +55,4 @@ def gpu_job(case: Case) -> Job:
 
 
 def weighed_cases(cases: list[Case], say: Callable[[str], None] = print) -> list[dict]:
-    """Weigh cases one after the other, and return a sample for each."""
     return weighed_steps({case.name: (settings(case), lambda case=case: gpu_job(case)) for case in cases}, say=say)

@@ -3,18 +3,14 @@
     for case in grid():       # or held_out()
         print(case.name)
 
-The grid is few cases that bring every pair of values together that can occur together. Three switches have 8
-combinations. Four of them, (0,0,0), (0,1,1), (1,0,1), (1,1,0), already show every pair of values of every two switches.
-With many factors the saving is large: pairs grow with the square of the factors, combinations exponentially. A defect
-that needs one or two values is met; one that needs three may be missed.
+The grid is few cases that bring every pair of values together that can occur together. A defect that needs one or two
+values is met; one that needs three may be missed. The chooser begins each case with a pair that is still to be shown,
+gives every other factor the value that shows most new pairs (of equals the one that was used least), and goes back where
+a rule leaves none.
 
-Some values exclude each other. A pair is *allowed* if some complete case contains it. The chooser begins each case with a
-pair that is still to be shown, gives every other factor the value that shows most new pairs (of equals the one that was
-used least), and goes back where a rule leaves none.
-
-Every miss of the grid was looked at until its cause was found, so the grid says how well the causes are understood. What
-a configuration of yours will meet is better told by cases that were never looked at. They are drawn by a seed; whoever
-corrects the calculator because of one of them draws anew, with another seed.
+Every miss of the grid was looked at until its cause was found. What a configuration of yours will meet is better told by
+cases that were never looked at. They are drawn by a seed; whoever corrects the calculator because of one of them draws
+anew, with another seed.
 """
 
 from __future__ import annotations
@@ -82,7 +78,6 @@ def complete(factors: Factors, rules: Sequence[Rule], row: Row, prefer: Callable
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Return every pair of values that a configuration shows."""
     return {Pair(pair) for pair in combinations(row.items(), 2)}
 
 
@@ -311,42 +306,16 @@ RULES: tuple[Rule, ...] = (
 # --- the grid -----------------------------------------------------------------------------------------------
 
 #: Cases that everybody asks for, whatever the chooser would take.
+_FSDP2 = {"implementation": "hf", "seq": 2048, "recipe": "fsdp2-mixed-fp32-reduce", "sharding": "fsdp2"}
+_FOREACH = {"seq": 1000, "step": "foreach"}
 LANDMARKS: tuple[Case, ...] = (
-    Case(
-        implementation="hf",
-        family="llama",
-        size="8b",
-        seq=2048,
-        recipe="fsdp2-mixed-fp32-reduce",
-        sharding="fsdp2",
-        dp=8,
-        step="foreach",
-    ),
-    Case(
-        implementation="hf",
-        family="llama",
-        size="70b",
-        seq=2048,
-        recipe="fsdp2-mixed-fp32-reduce",
-        sharding="fsdp2",
-        dp=64,
-        step="foreach",
-        recompute="full",
-    ),
-    Case(implementation="hf", family="gpt2", size="small", seq=1000, step="foreach"),
-    Case(implementation="hf", family="llama", size="small", seq=2048, recipe="autocast-bf16", step="foreach"),
+    Case(**_FSDP2, size="8b", dp=8, step="foreach"),
+    Case(**_FSDP2, size="70b", dp=64, step="foreach", recompute="full"),
+    Case(**_FOREACH, implementation="hf", family="gpt2", size="small"),
+    Case(implementation="hf", size="small", seq=2048, recipe="autocast-bf16", step="foreach"),
     Case(implementation="hf", family="qwen2", size="8b", seq=2048, recipe="pure-bf16", step="fused", recompute="full"),
-    Case(
-        implementation="hf",
-        family="mistral",
-        size="8b",
-        seq=2048,
-        recipe="fsdp2-mixed-fp32-reduce",
-        sharding="fsdp2-keep",
-        dp=64,
-        step="foreach",
-    ),
-    Case(family="llama", size="small", seq=1000, recipe="mixed-bf16", step="foreach"),
+    Case(**_FSDP2 | {"sharding": "fsdp2-keep"}, family="mistral", size="8b", dp=64, step="foreach"),
+    Case(**_FOREACH, size="small", recipe="mixed-bf16"),
 )
 
 #: Cases whose step is kept moment by moment, to be drawn.
@@ -354,8 +323,8 @@ DRAWN: tuple[Case, ...] = (LANDMARKS[0], LANDMARKS[2])
 
 #: What else people train every day; they come after the chosen ones.
 EVERYDAY: tuple[Case, ...] = (
-    Case(implementation="hf", seq=1000, step="foreach"),
-    Case(implementation="hf", family="qwen2", size="small", seq=1000, recompute="full", step="foreach"),
+    Case(**_FOREACH, implementation="hf"),
+    Case(**_FOREACH, implementation="hf", family="qwen2", size="small", recompute="full"),
     Case(implementation="hf", family="mistral", size="small", seq=1000, recipe="mixed-bf16"),
     Case(
         implementation="hf",
@@ -366,17 +335,7 @@ EVERYDAY: tuple[Case, ...] = (
         step="foreach",
         attention="plain",
     ),
-    Case(
-        implementation="hf",
-        size="8b",
-        seq=2048,
-        micro_batch=3,
-        recipe="fsdp2-mixed-fp32-reduce",
-        step="fused",
-        recompute="full",
-        sharding="fsdp2",
-        dp=64,
-    ),
+    Case(**_FSDP2, size="8b", micro_batch=3, step="fused", recompute="full", dp=64),
     Case(family="gpt2", size="small", seq=1000, recompute="selective", attention="plain"),
     Case(seq=1000, sharding="fsdp2", dp=2),
 )

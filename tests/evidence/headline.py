@@ -59,11 +59,10 @@ def headline(rows: Iterable[Row]) -> dict[str, Any]:
     numbers = {row["name"]: compare(row["predicted"], row["measured"]) for row in rows}
     every = [(name, c) for name, found in numbers.items() for c in found]
     peaks = [c for _, c in every if c.what == "peak"]
-    if not peaks:
-        raise ValueError("a headline needs rows, and one with a peak among them: make the table anew")
 
-    def worst(what: str) -> dict[str, Any] | None:
-        return max((_told(name, c) for name, c in every if c.what.startswith(what)), key=_off, default=None)
+    def worst(what: str, parts: bool = True) -> dict[str, Any] | None:
+        told = [_told(name, c) for name, c in every if c.what.startswith(what) and (": " in c.what) == parts]
+        return max(told, key=_off, default=None)
 
     sums = [_told(name, c) for name, c in every if c.what in ("saved", "peak") or c.what.startswith("states")]
     return {
@@ -72,11 +71,11 @@ def headline(rows: Iterable[Row]) -> dict[str, Any]:
             all(c.predicted == c.measured for c in found if c.what.startswith("states")) for found in numbers.values()
         ),
         "peaks": len(peaks),
-        "typical_peak": median(abs(c.error) for c in peaks),
-        "saved": max((_told(name, c) for name, c in every if c.what == "saved"), key=_off),
-        "saved_term": worst("saved: "),
-        "peak": max((_told(name, c) for name, c in every if c.what == "peak"), key=_off),
-        "peak_term": worst("peak: "),
+        "typical_peak": median([abs(c.error) for c in peaks] or [0.0]),
+        "saved": worst("saved", parts=False),
+        "saved_term": worst("saved"),
+        "peak": worst("peak", parts=False),
+        "peak_term": worst("peak"),
         "noticeable": sorted((one for one in sums if one["off"] > NOTICEABLE), key=_off, reverse=True),
     }
 

@@ -47,7 +47,6 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Its page's address; "" for this course."""
         return f"https://{self.page}" if self.page else ""
 
 
@@ -72,7 +71,6 @@ class Calculator:
 
     @property
     def name(self) -> str:
-        """The source's, and the variant."""
         return f"{self.source.name}, {self.variant}" if self.variant else self.source.name
 
     def refuses(self, case: Case) -> str:
@@ -84,7 +82,6 @@ class Calculator:
         return next((reason for reason, holds in self.limits if holds(case)), "")
 
     def predict(self, case: Case) -> int:
-        """Return the bytes of one rank; ValueError if the calculator does not cover the case."""
         if reason := self.refuses(case):
             raise ValueError(f"{self.name} does not cover {case.name}: {reason}")
         return round(self.formula(case))
@@ -105,12 +102,10 @@ class PaperSymbols:
 
     @property
     def sbh(self) -> int:
-        """Values of the hidden stream in one micro-batch."""
         return self.s * self.b * self.h
 
 
 def symbols(case: Case) -> PaperSymbols:
-    """Return the letters of a case."""
     model = case.model
     vocab = -(-model.vocab // case.tp) * case.tp
     sizes = (case.seq, case.micro_batch, model.hidden, model.num_heads, model.num_layers, vocab)
@@ -665,7 +660,6 @@ CALCULATORS: tuple[Calculator, ...] = (
 
 
 def find_calculator(name: str, quantity: str) -> Calculator:
-    """Return a calculator by its name and what it says; ValueError lists them all."""
     for one in CALCULATORS:
         if (one.name, one.quantity) == (name, quantity):
             return one

@@ -46,7 +46,6 @@ class PublishedPeak:
 
     @property
     def name(self) -> str:
-        """The model and the degrees above 1."""
         degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "dp": self.dp}
         said = " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
         return f"{self.model.name}, {self.model.num_layers} layers, {self.seq:,} tokens, {said}"
@@ -64,7 +63,6 @@ class PublishedPeak:
         ).peak_bytes  # fmt: skip
 
     def error(self, implementation: str = "megatron-te-loss") -> float:
-        """Return predicted over measured, less 1."""
         return self.predicted(implementation) / GiB / self.measured_gib - 1
 
     def told(self) -> dict[str, object]:
@@ -133,5 +131,4 @@ MEGATRON_PEAKS = tuple(
 
 
 def save_peaks(path: Path = MEGATRON_TABLE) -> Path:
-    """Write every run as the page reads it."""
     return write_json(path, [row.told() for row in MEGATRON_PEAKS])

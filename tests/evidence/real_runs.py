@@ -128,5 +128,4 @@ def predicted(case: Case) -> dict[str, int]:
 
 
 def save_real_runs(rows: Iterable[dict[str, Any]], made: dict[str, str], path: Path = REAL_TABLE) -> Path:
-    """Write the rows, with the versions that they were measured with."""
     return write_json(path, {"versions": made, "bound": REAL_BOUND, "rows": list(rows)})

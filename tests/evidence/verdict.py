@@ -126,21 +126,18 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Predicted less measured, as a share of the whole."""
         if self.predicted == self.measured:
             return 0.0
         return (self.predicted - self.measured) / self.whole if self.whole else float("inf")
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; 1 where both are nothing."""
         if self.predicted == self.measured:
             return 1.0
         return self.predicted / self.measured if self.measured else float("inf")
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within the bound."""
         return abs(self.error) <= self.bound
 
 
@@ -214,11 +211,3 @@ def compare(predicted: dict, measured: dict) -> list[Comparison]:
             if kind in here or kind in there
         ]
     return rows
-
-
-def worst(comparisons: Iterable[Comparison], what: str) -> Comparison:
-    """Return the comparison of one kind that is farthest off."""
-    of_kind = [c for c in comparisons if c.what.partition(":")[0] == what]
-    if not of_kind:
-        raise ValueError(f"nothing of kind {what!r} was compared; use states, saved or peak")
-    return max(of_kind, key=lambda comparison: abs(comparison.error))

@@ -33,8 +33,6 @@ _HEADS, _TOKENS = 1, 2  # dims of a tensor of heads, (B, N, s, D)
 
 
 class _TorchRing(torch.autograd.Function):
-    """PyTorch's ring over the CPU's flash attention."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -101,7 +99,6 @@ def local_batch(sequences: int, tokens: int) -> Tensor:
 
 
 def local_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the loss of this rank's tokens."""
     tokens, labels, positions = batch
     return model(input_ids=tokens, labels=labels, shift_labels=labels, position_ids=positions).loss
 

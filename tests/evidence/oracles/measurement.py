@@ -112,7 +112,6 @@ class _Moments:
         self._after_step = True
 
     def held(self) -> dict[str, int]:
-        """Return the bytes held now, by kind."""
         found: dict[str, int] = {}
         for kinds in self._curr_mem_snap.values():
             for kind, size in kinds.items():
@@ -130,7 +129,6 @@ class _Moments:
         return {kind: found[kind] for kind in verdict.KINDS if found.get(kind)}
 
     def note(self, moment: str) -> None:
-        """Take the present instant into a moment."""
         total = sum(kinds["Total"] for kinds in self._curr_mem_snap.values()) - sum(self._left.values())
         if total > self._totals.get(moment, -1):
             self._totals[moment] = total
@@ -194,8 +192,6 @@ class MomentTracker(_Moments, MemTracker):
 
 
 class FSDPMomentTracker(_Moments, FSDPMemTracker):
-    """FSDPMemTracker with moments."""
-
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
         super().__init__(model, optimizer)
         self.track_inputs((tokens,))
@@ -269,22 +265,18 @@ class Measured:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes at the fullest instant of each moment."""
         return {name: sum(kinds.values()) for name, kinds in self.moments.items()}
 
     @property
     def peak_at(self) -> str:
-        """The moment that holds most."""
         return max(self.totals, key=self.totals.__getitem__)
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
         return self.totals[self.peak_at]
 
     @property
     def peak_terms(self) -> dict[str, int]:
-        """Bytes at the peak, by kind."""
         return self.moments[self.peak_at]
 
 

@@ -1,17 +1,10 @@
 """A transformer whose operators keep what Korthikanti et al. say that they keep: the oracle of implementation="paper".
 
 The paper counts fused kernels on a GPU: a norm keeps its input and computes its statistics again, SwiGLU is one
-operator, a dropout mask has 1 byte a value, the loss keeps fp32 logits. Here each of them is an `autograd.Function`
-that says so in one line, `save_for_backward`. Matrix products are PyTorch's own; what ranks of tensor parallelism say
-to each other is `lablib.toys.tensor_parallel.functions`. Values are right, gradients are of the right shape only: run it for its
-bytes.
-
-What it shows is counted by PyTorch, for any tp, with and without sequence parallelism, and under FSDP2.
-
-Operators that keep for backward what Korthikanti et al. say that they keep; see `tests.evidence.oracles.paper`.
-
-Each is a function that returns its output and the list of what it keeps; `keep` makes it an operator of autograd.
-Outputs are right. Gradients have the right shapes and are zeros: these operators are run for their bytes.
+operator, a dropout mask has 1 byte a value, the loss keeps fp32 logits. Each is a function here that returns its output
+and the list of what it keeps; `keep` makes it an operator of autograd. Outputs are right; gradients are zeros of the right
+shapes, because these operators are run for their bytes. Matrix products are PyTorch's own; what ranks of tensor
+parallelism say to each other is `lablib.toys.tensor_parallel.functions`.
 """
 
 from __future__ import annotations
@@ -145,7 +138,6 @@ def cross_entropy(logits: Tensor) -> Kept:
 
 
 def norm(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """Return x normed; keeps its input."""
     return _NormKeepsInput.apply(x, scale, shift)
 
 
@@ -155,7 +147,6 @@ def keep(compute: Callable[..., Kept], *inputs: Tensor) -> Tensor:
 
 
 def look_up(table: Tensor, tokens: Tensor) -> Tensor:
-    """Return the rows of a table; keeps nothing."""
     return _LookUp.apply(table, tokens)
 
 
@@ -171,7 +162,6 @@ class PaperNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.hidden)) if config.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, normed."""
         return norm(x, self.weight, self.bias)
 
 
@@ -183,7 +173,6 @@ class PaperDropout(nn.Module):
         self.on = on
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x."""
         return keep(dropout, x) if self.on else x
 
 
@@ -201,13 +190,11 @@ class PaperAttention(nn.Module):
         self.out = RowParallelLinear(nn.Linear(config.q_width, h, bias=config.attn_out_bias), q, group, variant)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what attention adds to the stream."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in columns(x, self.q, self.k, self.v))
         core = partial(again, self.core) if self.run["recompute"] == "selective" else self.core
         return self.out(core(q, k, v))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the values mixed."""
         if self.run["attention"] == "fused":
             return keep(fused_attention, q, k, v)
         weights = keep(softmax, keep(scores, q, k))
@@ -228,7 +215,6 @@ class PaperMLP(nn.Module):
         self.down = RowParallelLinear(nn.Linear(ffn, h, bias=bias), split, group, variant)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the MLP adds to the stream."""
         if self.gate is None:
             return self.down(keep(gelu, *columns(x, self.up)))
         return self.down(keep(swiglu, *columns(x, self.gate, self.up)))
@@ -246,7 +232,6 @@ class PaperExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the experts add to the stream."""
         scores = keep(route, self.router(x))
         parts = x.repeat(1, self.k, 1).chunk(len(self.experts), dim=1)  # k copies of every token
         ends = [expert(part.contiguous()) for expert, part in zip(self.experts, parts, strict=True)]
@@ -255,8 +240,6 @@ class PaperExperts(nn.Module):
 
 
 class PaperBlock(nn.Module):
-    """One layer."""
-
     def __init__(self, config: ModelConfig, group: dist.ProcessGroup, variant: str | bool, run: dict) -> None:
         super().__init__()
         self.norm1, self.norm2 = PaperNorm(config), PaperNorm(config)
@@ -267,7 +250,6 @@ class PaperBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after this layer."""
         x = x + self.attention_dropout(self.attention(self.norm1(x)))
         return x + self.mlp_dropout(self.mlp(self.norm2(x)))
 
@@ -310,7 +292,6 @@ class PaperTransformer(nn.Module):
             self.head = self.embed if shared else nn.Parameter(torch.empty(rows, config.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits, or the stream if there is no head."""
         if self.embed is not None:
             partial_sum = look_up(self.embed, x)
             if self.positions is not None:

@@ -80,7 +80,6 @@ def as_point(fitted: Fitted) -> Point:
 
 
 def from_point(point: Point) -> Fitted:
-    """Return the constants of a flat dictionary."""
     tables: dict[str, dict | float] = {}
     for (name, *key), value in point.items():
         if key:

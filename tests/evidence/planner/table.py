@@ -105,7 +105,6 @@ def save_planner_table(table: dict[str, Any]) -> None:
 
 
 def read_planner_table() -> dict[str, Any]:
-    """Return the committed table."""
     return json.loads(PLANNER_TABLE.read_text())
 
 

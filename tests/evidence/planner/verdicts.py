@@ -53,7 +53,6 @@ def errors(ratios: Iterable[float]) -> Errors:
 
 
 def card(run: Run) -> str:
-    """Return the generation of a row's GPU."""
     return generation(workload_of_run(run).cluster.gpu)
 
 
@@ -81,7 +80,6 @@ def _share(run: Run) -> float:
 
 
 def seconds_of(run: Run) -> float:
-    """Return the measured seconds of a step."""
     return counted_flops(run, run.recompute or "none") / run.gpus / run.tflops / 1e12
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from lablib.calc.layouts.export import EXPORTERS, export_layout
-from tests.exported.cases import CASES
-from tests.exported.readers import installed, read
+from tests.evidence.exported.cases import CASES
+from tests.evidence.exported.readers import installed, read
 
 RECORD = Path(__file__).with_name("proven.json")
 
