@@ -10,7 +10,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lablib.calc.layouts.planner import MEASURED_RUNS, UNFITTED, Framework, Run, counted_flops
+from lablib.calc.layouts.planner import MEASURED_RUNS, Framework, Run, counted_flops, narayanan
 from lablib.calc.models import ModelConfig
 
 ROWS = Path(__file__).with_name("measured_runs.csv")
@@ -109,6 +109,22 @@ SOURCES = {
         ),
     )
 }
+
+
+#: Rows that nothing is fitted to. FSDP (arXiv 2304.11277), section 5.4: GPT-175B on up to 512 A100 with 2 Tb/s a node,
+#: at 1 and 2 sequences a device, "more than" these rates, recomputation counted. PyTorch's FSDP over NCCL uses all cards
+#: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
+UNFITTED: tuple[Run, ...] = tuple(
+    replace(
+        narayanan(
+            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, framework=Framework()
+        ),
+        name=f"GPT-175B, batch {micro}",
+        paper="FSDP (arXiv 2304.11277)",
+        table="section 5.4",
+    )
+    for micro, tflops in ((1, 173), (2, 186))
+)
 
 
 def measured_runs(*, fitted: bool | None = None) -> list[Run]:

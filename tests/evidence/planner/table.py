@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, Run
+from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run
 from lablib.calc.params import count_params
 from tests.evidence.planner.fitting import MOST, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, runs_of
@@ -26,6 +26,7 @@ from tests.evidence.planner.verdicts import (
     first_choices,
     held_out,
     one_constant,
+    place_of_published,
     seconds_of,
     without_each_term,
 )
@@ -55,6 +56,10 @@ def planner_table() -> dict[str, Any]:
         "terms": {name: asdict(found) for name, found in without_each_term(known).items()},
         "ranking": {source: list(found) for source, found in concordance(judged).items()},
         "ranking_fitted": {source: list(found) for source, found in concordance(shipped).items()},
+        "places": [
+            {"name": one.run.name, "place": one.place, "of": one.of, "slower": one.slower}
+            for one in map(place_of_published, MEASURED_RUNS)
+        ],
         "first_choices": first_choices(judged),
         "first_choices_fitted": first_choices(shipped),
     }

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lablib.calc.flops import step_flops
-from lablib.calc.layouts.planner import Fitted, Run, counted_flops, generation, workload_of_run
+from lablib.calc.layouts.planner import (
+    LLAMA3,
+    Fitted,
+    Plan,
+    Run,
+    counted_flops,
+    counting_of_run,
+    generation,
+    plan,
+    workload_of_run,
+)
 from tests.evidence.planner.fitting import START, Row, fit_rates
 
 Ratios = Sequence[tuple[Run, float]]
@@ -149,3 +159,47 @@ def without_each_term(rows: Sequence[Row]) -> dict[str, Errors]:
 def _after_fit(rows: Sequence[Row], start: Fitted, held: tuple[str, ...]) -> Errors:
     fitted = fit_rates(rows, start=start, held=held)
     return errors(math.exp(row.log_ratio(fitted)) for row in rows)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a published layout stands.
+
+    Attributes:
+        place: 1 for the planner's first choice; None if it thinks that the layout does not fit.
+        slower: How much slower it is predicted to be than the first choice, as a share; None with no place.
+    """
+
+    run: Run
+    place: int | None
+    of: int
+    slower: float | None
+
+
+def plan_run(run: Run) -> Plan:
+    """Return the planner's layouts for a published row, given what its paper prints besides the layout."""
+    fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
+    if run.paper != LLAMA3:
+        fixed["cp"] = 1
+    same = ("gpus", "gpu", "seq", "global_batch", "attention", "sequence_parallel", "gpus_per_node", "nic", "rails")
+    return plan(
+        run.model,
+        recipe_=run.recipe,
+        framework=run.framework,
+        counting=counting_of_run(run),
+        **{name: getattr(run, name) for name in same},
+        **{name: value for name, value in fixed.items() if value is not None},
+    )
+
+
+def place_of_published(run: Run) -> Place:
+    """Return the place of a row's layout among the planner's distinct (tp, cp, pp, dp).
+
+    The Megatron papers had no context parallelism, so theirs is fixed at 1; Llama 3's gathers, and is planned as a ring,
+    which is what Megatron-LM's memory is known for.
+    """
+    shapes = plan_run(run).distinct()
+    for number, candidate in enumerate(shapes, start=1):
+        if candidate.layout.shape == (run.tp, run.cp, run.pp, run.dp):
+            return Place(run, number, len(shapes), candidate.step / shapes[0].step - 1)
+    return Place(run, None, len(shapes), None)
