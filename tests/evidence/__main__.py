@@ -20,7 +20,9 @@ import typer
 from lablib.cli.main import OneSentence
 from tests.evidence.headline import HELD_OUT, OTHERS, TABLE, read_table
 
-app = typer.Typer(cls=OneSentence, help=__doc__.partition("\n")[0], no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=OneSentence, help=__doc__.partition("\n")[0], no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 
 @app.command()
